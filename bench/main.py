@@ -25,7 +25,7 @@ from bench.protections import print_protections
 from bench.streams import print_streams
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Server
+from sandkasten.config import Config, ServerSettings
 from sandkasten.host import examine
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
@@ -119,7 +119,7 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
 
 
 def _config(data_dir: Path, *, vessels: int) -> Config:
-    return Config(data_dir=data_dir, server=Server(vessels=vessels))
+    return Config(data_dir=data_dir, server=ServerSettings(vessels=vessels))
 
 
 def _measure_machine(

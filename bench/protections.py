@@ -17,7 +17,7 @@ import attrs
 
 from bench import measure
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, ConfigError, Server
+from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import SECCOMP_PROFILES, ExecSpec, SessionSpec
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import Supervisor
@@ -38,7 +38,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Yield the default, then one variant for each other choice of a protection; paths are set later."""
-    config, spec = Config(server=Server(vessels=0)), SessionSpec()
+    config, spec = Config(server=ServerSettings(vessels=0)), SessionSpec()
     yield Variant(DEFAULT, config, spec)
     for section, key in (("security", "seccomp"), ("disk", "mode")):
         for choice in _choices(config, section, key):

@@ -60,7 +60,7 @@ def main() -> None:
     configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
     files_config = RunnerConfig(files_only=True, file_roots=("/workspace",))
 
-    class Runner:
+    class SandboxRunner:
         def rehearse(self) -> None:
             runner_main.rehearse(kernels[True], configs[True])
 
@@ -72,7 +72,7 @@ def main() -> None:
                 config = replace(config, passing=init.crash.passing)
             runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
 
-    serve(channel, Runner(), grant)
+    serve(channel, SandboxRunner(), grant)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Event:
+class JobEvent:
     """An event that happens once. Jobs wait for it with `Wait(event=...)`."""
 
     is_set: bool = False
@@ -35,7 +35,7 @@ class Wait:
     """A wait until `fd` is readable or `event` happened, at most `timeout_s` (alone: a pause)."""
 
     fd: int | None = None
-    event: Event | None = None
+    event: JobEvent | None = None
     timeout_s: float | None = None
 
 

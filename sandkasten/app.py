@@ -18,7 +18,7 @@ import attrs
 import trio
 
 from nsinit.wire.protocol import SeccompProfile
-from sandkasten.actors.node.creating import Node
+from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node_view import keep_beating
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
@@ -262,7 +262,7 @@ class _Announcement:
         self._inner.started(addresses)
 
 
-def _prepare(config: Config) -> tuple[Catalog, Node]:
+def _prepare(config: Config) -> tuple[Catalog, NodeIdentity]:
     """Prepare the node's identity and the default image, once per start, before the tree. Blocking."""
     try:
         with closing(open_database(config.db_path)) as database:
@@ -275,7 +275,7 @@ def _prepare(config: Config) -> tuple[Catalog, Node]:
     catalog = Catalog(config.data_dir, aliases=config.image_aliases, allowed=config.allowed_images)
     if os.geteuid() == 0:
         prepare_images(catalog)
-    return catalog, Node(node_id, incarnation, read_boot_id(), run_key)
+    return catalog, NodeIdentity(node_id, incarnation, read_boot_id(), run_key)
 
 
 def _run_key(stored: str) -> bytes:

@@ -21,7 +21,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.seccomp.profile import ProfileError
 from nsinit.sandbox import build
-from nsinit.sandbox.builder_steps import JOINED, Machine, SandboxBuild
+from nsinit.sandbox.builder_steps import JOINED, BuildFacts, SandboxBuild
 from nsinit.sandbox.crash_points import BUILDER, FILES
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
@@ -57,7 +57,7 @@ class Order:
 ORDERS = Vocabulary(Order)
 
 
-def kind_of(machine: Machine) -> HelperKind:
+def kind_of(machine: BuildFacts) -> HelperKind:
     """Return the kind of helper that builders are."""
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
@@ -66,7 +66,7 @@ def kind_of(machine: Machine) -> HelperKind:
     return HelperKind("builder", COUNT, ORDERS, live)
 
 
-def _live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn:
+def _live(channel: socket.socket, machine: BuildFacts, parent_pid: int) -> NoReturn:
     """Run the builder until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
@@ -89,7 +89,7 @@ def _live(channel: socket.socket, machine: Machine, parent_pid: int) -> NoReturn
         os._exit(1)
 
 
-def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_fd: int) -> bytes:
+def _serve(order: Order, fds: list[int], machine: BuildFacts, kept: set[int], home_fd: int) -> bytes:
     """Do the work of an order; let PID 1 go on if the sandbox is whole then. Return the answer."""
     pidfd, userns_fd, system_userns_fd, control_fd, *workspace = fds
     is_files = order.plan is not None and order.plan.image_kind == "files"
@@ -113,10 +113,10 @@ def _serve(order: Order, fds: list[int], machine: Machine, kept: set[int], home_
                 control.say_begin(connection, begin)
         except StepFailed as error:
             return control.describe(error)
-    return control.STATUS.encode(control.Done(steps.timings_us))
+    return control.STATUS.encode(control.StepsDone(steps.timings_us))
 
 
-def _filter_number(order: Order, machine: Machine) -> int:
+def _filter_number(order: Order, machine: BuildFacts) -> int:
     try:
         return machine.filters.number(order.plan.seccomp) if order.plan is not None else 0
     except ProfileError as error:

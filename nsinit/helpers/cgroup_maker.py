@@ -25,7 +25,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.mountinfo import is_below
 from nsinit.sandbox import build
-from nsinit.sandbox.builder_steps import Machine
+from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.crash_points import MAKER
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
@@ -68,7 +68,7 @@ Order = MakeCgroup | RaiseLimits | AddRunCgroup
 ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup)
 
 
-def kind_of(machine: Machine, tree: Tree, located: Located) -> HelperKind:
+def kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
     """Return the kind of helper that the cgroup maker is. One is enough: the kernel makes one cgroup at a time."""
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
@@ -83,7 +83,9 @@ def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
     return tuple(sorted(point for point in points if point and any(is_below(each, point) for each in tree.unique)))
 
 
-def _live(channel: socket.socket, machine: Machine, tree: Tree, mounts: tuple[str, ...], parent_pid: int) -> NoReturn:
+def _live(
+    channel: socket.socket, machine: BuildFacts, tree: Tree, mounts: tuple[str, ...], parent_pid: int
+) -> NoReturn:
     """Serve until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
@@ -123,7 +125,7 @@ def _enter_jail(root: str, mounts: tuple[str, ...], last_capability: int) -> Non
     syscalls.capset(1 << k.CAP_CHOWN)
 
 
-def _serve(order: Order, tree: Tree, machine: Machine) -> bytes:
+def _serve(order: Order, tree: Tree, machine: BuildFacts) -> bytes:
     cgroup, steps = SessionCgroup(tree, order.session_id), Steps(MAKER, machine.crash)
     try:
         check_session_id(order.session_id)
@@ -143,4 +145,4 @@ def _serve(order: Order, tree: Tree, machine: Machine) -> bytes:
         return control.describe(StepFailed("validate", str(error)))
     except StepFailed as error:
         return control.describe(error)
-    return control.STATUS.encode(control.Done(steps.timings_us))
+    return control.STATUS.encode(control.StepsDone(steps.timings_us))

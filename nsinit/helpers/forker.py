@@ -22,7 +22,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import stage, syscalls
 from nsinit.log import log
 from nsinit.sandbox import child
-from nsinit.sandbox.builder_steps import Machine
+from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.crash_points import INIT
 from nsinit.sandbox.init_steps import Init
 from nsinit.steps import StepFailed, Steps
@@ -41,7 +41,7 @@ _CHANNEL_FD = 3
 class Forker:
     """nsinit's end of the forker."""
 
-    def __init__(self, machine: Machine, runner: child.Runner) -> None:
+    def __init__(self, machine: BuildFacts, runner: child.Runner) -> None:
         self._machine = machine
         self._runner = runner
         self.start()
@@ -98,7 +98,7 @@ class Forker:
             socket.send_fds(self._channel, [request], fds)
 
 
-def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent_pid: int) -> NoReturn:
+def _live(channel: socket.socket, machine: BuildFacts, runner: child.Runner, parent_pid: int) -> NoReturn:
     """Run the forker until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
@@ -115,7 +115,7 @@ def _live(channel: socket.socket, machine: Machine, runner: child.Runner, parent
         os._exit(1)
 
 
-def _serve(channel: socket.socket, machine: Machine, runner: child.Runner) -> None:
+def _serve(channel: socket.socket, machine: BuildFacts, runner: child.Runner) -> None:
     """Fork for every request. A fork never leaves this function: returning would free objects, and so write to their
     pages, dozens of them."""
     room, cloner, close = socket.CMSG_SPACE(_MAX_FDS * _INT.size), syscalls.Cloner(NAMESPACES), os.closerange
@@ -134,7 +134,7 @@ def _serve(channel: socket.socket, machine: Machine, runner: child.Runner) -> No
         channel.send(_ANSWER.pack(pid))
 
 
-def _become_init(request: bytes, fds: tuple[int, ...], machine: Machine, runner: child.Runner) -> NoReturn:
+def _become_init(request: bytes, fds: tuple[int, ...], machine: BuildFacts, runner: child.Runner) -> NoReturn:
     (base,) = _HEAD.unpack_from(request)
     files = tuple(map(os.fsdecode, filter(None, request[_HEAD.size :].split(b"\n"))))
     proc_path = f"{machine.layout.stage}/{stage.PROC}"

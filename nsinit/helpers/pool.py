@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from nsinit.kernel import syscalls
 from nsinit.log import log
-from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES
@@ -53,15 +53,15 @@ class Helper:
     pidfd: int
     channel: socket.socket
     started_s: float
-    dead: Event = field(default_factory=Event)
+    dead: JobEvent = field(default_factory=JobEvent)
 
 
 @dataclass(slots=True)
-class Outcome:
+class OrderOutcome:
     """The outcome of an order, valid once `done` has happened. `has_died`: the helper died over the order, or was
     killed at the deadline; then any part of the order may be done, and no process works on it any more."""
 
-    done: Event = field(default_factory=Event)
+    done: JobEvent = field(default_factory=JobEvent)
     timings_us: dict[str, int] = field(default_factory=dict)
     failure: StepFailed | None = None
     has_died: bool = False
@@ -81,7 +81,7 @@ class HelperPool:
         self._scheduler = scheduler
         self._helpers: set[Helper] = set()
         self._idle: deque[Helper] = deque()
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[JobEvent] = deque()
         self._failures = 0
 
     def start(self) -> None:
@@ -104,7 +104,7 @@ class HelperPool:
             helper.channel.close()
         self._helpers.clear()
 
-    def hand_over(self, order: object, fds: list[int]) -> Generator[Wait, bool, Outcome]:
+    def hand_over(self, order: object, fds: list[int]) -> Generator[Wait, bool, OrderOutcome]:
         """Give `order` to a helper as soon as one is free. Raises `StepFailed` when none is free in time."""
         data = self._kind.orders.encode(order)
         while True:
@@ -117,13 +117,13 @@ class HelperPool:
             except OSError as error:  # not the helper's fault: a descriptor of a PID 1 that is gone
                 self._give_back(helper)
                 raise StepFailed("child", f"can't be handed over: {error.strerror}", errno=error.errno or 0) from error
-            outcome = Outcome()
+            outcome = OrderOutcome()
             self._scheduler.spawn(self._collect(helper, outcome))
             return outcome
 
     def _take(self) -> Generator[Wait, bool, Helper]:
         while not self._idle:
-            freed, patience_s = Event(), _PATIENCE * ORDER_DEADLINE_S
+            freed, patience_s = JobEvent(), _PATIENCE * ORDER_DEADLINE_S
             self._waiting.append(freed)
             if not (yield Wait(event=freed, timeout_s=patience_s)) and not freed.is_set:
                 self._waiting.remove(freed)
@@ -135,7 +135,7 @@ class HelperPool:
         if self._waiting:
             self._waiting.popleft().set()
 
-    def _collect(self, helper: Helper, outcome: Outcome) -> Job:
+    def _collect(self, helper: Helper, outcome: OrderOutcome) -> Job:
         """Wait for the answer to an order; also when the job that gave the order ended meanwhile."""
         if (yield Wait(fd=helper.channel.fileno(), timeout_s=ORDER_DEADLINE_S)):
             data = self._receive(helper)

@@ -18,7 +18,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.sandbox import rootfs
 from nsinit.steps import Crash, StepFailed
-from nsinit.storage.mechanism import Mechanism, Place
+from nsinit.storage.mechanism import DiskFacts, Mechanism
 from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
 from nsinit.wire import control
@@ -53,7 +53,7 @@ _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class BuildFacts:
     """The facts about machine and configuration that hold for every session of this nsinit."""
 
     layout: Layout
@@ -71,7 +71,7 @@ class Machine:
 class SandboxBuild:
     """A sandbox while the builder works on it. Its descriptors are closed when the builder leaves."""
 
-    machine: Machine
+    machine: BuildFacts
     session_id: str
     base: int
     pidfd: int
@@ -89,10 +89,10 @@ class SandboxBuild:
     def hostname(self) -> str:
         return f"sk-{self.session_id[:8]}"
 
-    def place(self, plan: SandboxPlan | None = None) -> Place:
+    def place(self, plan: SandboxPlan | None = None) -> DiskFacts:
         """Return the place of the disk, with the memory that it may be charged to once a plan is known."""
         memory_bytes = None if plan is None else plan.limits.memory_bytes
-        return Place(self.machine.layout, self.session_id, self.base, memory_bytes)
+        return DiskFacts(self.machine.layout, self.session_id, self.base, memory_bytes)
 
 
 # Blank sandbox: nothing of an image is needed or touched ---------------------------------------------------------

@@ -67,7 +67,7 @@ def _say_ready(init: Init) -> None:
     Raises `OSError`, and the sandbox dies, when nsinit is gone already.
     """
     syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL if init.files_only else 0)
-    os.write(init.control_fd, control.STATUS.encode(control.Done(init.steps.timings_us)))
+    os.write(init.control_fd, control.STATUS.encode(control.StepsDone(init.steps.timings_us)))
     os.close(init.control_fd)
     os.sched_yield()
 

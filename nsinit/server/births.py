@@ -22,9 +22,9 @@ from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import HelperPool
 from nsinit.kernel import syscalls
 from nsinit.kernel.slots import Slot, SlotTable
-from nsinit.sandbox.builder_steps import Machine
+from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.crash_points import NSINIT
-from nsinit.scheduler import Event, Wait
+from nsinit.scheduler import JobEvent, Wait
 from nsinit.steps import Steps
 from nsinit.storage.paths import SOCKET_NAME, make_directory
 from nsinit.wire.protocol import Identity, Limits, SandboxPlan
@@ -33,15 +33,15 @@ _BACKLOG = 64
 
 
 @dataclass(slots=True)
-class Process:
+class InitProcess:
     """PID 1 of a session that this nsinit made. `dead` happens after PID 1 was reaped. `pidfd` stays open until
     `released` happens, so that the number never names another descriptor while a job still holds it."""
 
     pid: int
     pidfd: int
     slot: Slot
-    dead: Event = field(default_factory=Event)
-    released: Event = field(default_factory=Event)
+    dead: JobEvent = field(default_factory=JobEvent)
+    released: JobEvent = field(default_factory=JobEvent)
 
     def kill(self) -> None:
         """SIGKILL PID 1; the kernel then kills every process of the pid namespace (pid_namespaces(7))."""
@@ -59,7 +59,7 @@ class UnfinishedSandbox:
     """
 
     session_id: str
-    process: Process
+    process: InitProcess
     cgroup: SessionCgroup
     control: socket.socket
     limits: Limits
@@ -78,7 +78,7 @@ class UnfinishedSandbox:
 class Births:
     """Makes sandboxes up to the clone of PID 1, with the id slots and helpers of this nsinit."""
 
-    machine: Machine
+    machine: BuildFacts
     tree: Tree
     slots: SlotTable
     forker: Forker
@@ -144,12 +144,12 @@ class Births:
             os.close(directory_fd)
         return listener
 
-    def _clone(self, cgroup: SessionCgroup, slot: Slot, listener: socket.socket, control: socket.socket) -> Process:
+    def _clone(self, cgroup: SessionCgroup, slot: Slot, listener: socket.socket, control: socket.socket) -> InitProcess:
         fds = slot.userns_fd, listener.fileno(), control.fileno()
         cgroup_fd = -1 if cgroup.birth_directory is None else os.open(cgroup.birth_directory, os.O_PATH)
         try:
             pid = self.forker.clone(slot.base, cgroup.attach_files, fds, cgroup_fd)
-            return Process(pid, os.pidfd_open(pid), slot)
+            return InitProcess(pid, os.pidfd_open(pid), slot)
         finally:
             if cgroup_fd >= 0:
                 os.close(cgroup_fd)

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from nsinit.log import log
 from nsinit.scheduler import Wait
 from nsinit.server import kmsg
-from nsinit.server.start import Node
+from nsinit.server.start import StartedNsinit
 from nsinit.wire import protocol as p
 from nsinit.wire.validate import (
     MIN_DISK_INODES,
@@ -53,8 +53,8 @@ class Row(Generic[R]):
     request: type[R]
     checks: Mapping[str, Check]
     key: Callable[[R], str] | None
-    work: Callable[[Node, R], Work] | Callable[[Node, R], Answer]
-    on_arrival: Callable[[Node, R], None] | None = None
+    work: Callable[[StartedNsinit, R], Work] | Callable[[StartedNsinit, R], Answer]
+    on_arrival: Callable[[StartedNsinit, R], None] | None = None
 
     def __post_init__(self) -> None:
         """Raise `TypeError` unless every field that is more than a switch has a check."""
@@ -73,7 +73,7 @@ class Row(Generic[R]):
         for name, check in self.checks.items():
             check(getattr(request, name))
 
-    def run(self, node: Node, request: R) -> Work:
+    def run(self, node: StartedNsinit, request: R) -> Work:
         """Do the work of a request that was checked. Raises `StepFailed`, `OSError`."""
         done = self.work(node, request)
         message, fds = done if isinstance(done, tuple) else (yield from done)
@@ -84,33 +84,33 @@ class Row(Generic[R]):
 # Sandboxes --------------------------------------------------------------------------------------------------------
 
 
-def prepare(node: Node, request: p.Prepare) -> Work:
+def prepare(node: StartedNsinit, request: p.Prepare) -> Work:
     yield from node.sessions.prepare(request.session_id, request.limits, request.disk)
     return p.Ok(request.seq), []
 
 
-def mount_image(node: Node, request: p.MountImage) -> Work:
+def mount_image(node: StartedNsinit, request: p.MountImage) -> Work:
     yield from node.sessions.mount_image(request.plan)
     return p.Ok(request.seq), []
 
 
-def build(node: Node, request: p.Build) -> Work:
+def build(node: StartedNsinit, request: p.Build) -> Work:
     built, fds = yield from node.sessions.build(request)
     log("info", "built", built.session_id, pid=built.identity.pid)
     return built, fds
 
 
-def attach(node: Node, request: p.Attach) -> Answer:
+def attach(node: StartedNsinit, request: p.Adopt) -> Answer:
     attached, fds = node.sessions.attach(request.session_id)
     return replace(attached, seq=request.seq), fds
 
 
-def abort_build(node: Node, request: p.Teardown) -> None:
+def abort_build(node: StartedNsinit, request: p.Teardown) -> None:
     """A teardown waits for the end of a build of that session, which therefore has to fail now."""
     node.sessions.abort_build(request.session_id)
 
 
-def tear_down(node: Node, request: p.Teardown) -> Work:
+def tear_down(node: StartedNsinit, request: p.Teardown) -> Work:
     removed = yield from node.sessions.remove(request.session_id)
     counters = removed.counters
     log("info", "torn down", request.session_id, leftovers=list(removed.leftovers))
@@ -120,7 +120,7 @@ def tear_down(node: Node, request: p.Teardown) -> Work:
     ), []
 
 
-def scan(node: Node, request: p.Scan) -> Answer:
+def scan(node: StartedNsinit, request: p.Scan) -> Answer:
     found, more = node.sessions.scan(request.after, LIST_BATCH)
     return p.Scanned(request.seq, tuple(found), more), []
 
@@ -128,37 +128,37 @@ def scan(node: Node, request: p.Scan) -> Answer:
 # A running session ------------------------------------------------------------------------------------------------
 
 
-def set_limits(node: Node, request: p.SetLimits) -> Work:
+def set_limits(node: StartedNsinit, request: p.SetLimits) -> Work:
     yield from node.sessions.set_limits(request.session_id, request.limits)
     return p.Ok(request.seq), []
 
 
-def set_frozen(node: Node, request: p.SetFrozen) -> Work:
+def set_frozen(node: StartedNsinit, request: p.SetFrozen) -> Work:
     yield from node.sessions.set_frozen(request.session_id, frozen=request.frozen)
     return p.Ok(request.seq), []
 
 
-def set_disk(node: Node, request: p.SetDisk) -> Answer:
+def set_disk(node: StartedNsinit, request: p.SetDisk) -> Answer:
     node.sessions.set_disk(request.session_id, request.disk)
     return p.Ok(request.seq), []
 
 
-def ask_disk(node: Node, request: p.AskDisk) -> Answer:
+def ask_disk(node: StartedNsinit, request: p.AskDisk) -> Answer:
     return p.DiskUse(request.seq, *node.sessions.disk_usage(request.session_id)), []
 
 
-def make_run_cgroup(node: Node, request: p.MakeRunCgroup) -> Work:
+def make_run_cgroup(node: StartedNsinit, request: p.MakeRunCgroup) -> Work:
     membership, fd = yield from node.sessions.make_run_cgroup(request.session_id, request.name)
     return p.RunCgroupMade(request.seq, membership), [fd]
 
 
-def remove_run_cgroup(node: Node, request: p.RemoveRunCgroup) -> Work:
+def remove_run_cgroup(node: StartedNsinit, request: p.RemoveRunCgroup) -> Work:
     if (yield from node.sessions.remove_run_cgroup(request.session_id, request.name, kill=request.kill)):
         return p.Ok(request.seq), []
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
 
 
-def find_oom_kills(node: Node, request: p.FindOomKills) -> Work:
+def find_oom_kills(node: StartedNsinit, request: p.FindOomKills) -> Work:
     kills = yield from node.sessions.find_oom_kills(request.session_id)
     if not kills.last:
         return p.OomKills(request.seq, ""), []
@@ -171,38 +171,38 @@ def find_oom_kills(node: Node, request: p.FindOomKills) -> Work:
 # Workspaces -------------------------------------------------------------------------------------------------------
 
 
-def make_workspace(node: Node, request: p.MakeWorkspace) -> Work:
+def make_workspace(node: StartedNsinit, request: p.MakeWorkspace) -> Work:
     yield from node.workspaces.make(request)
     return p.Ok(request.seq), []
 
 
-def grow_workspace(node: Node, request: p.GrowWorkspace) -> Work:
+def grow_workspace(node: StartedNsinit, request: p.GrowWorkspace) -> Work:
     yield from node.workspaces.grow(request)
     return p.Ok(request.seq), []
 
 
-def publish_workspace(node: Node, request: p.PublishWorkspace) -> Work:
+def publish_workspace(node: StartedNsinit, request: p.PublishWorkspace) -> Work:
     yield from node.workspaces.publish(request)
     node.sessions.delete_trash()
     return p.Ok(request.seq), []
 
 
-def sync_workspace(node: Node, request: p.SyncWorkspace) -> Work:
+def sync_workspace(node: StartedNsinit, request: p.SyncWorkspace) -> Work:
     yield from node.workspaces.sync(request)
     return p.Ok(request.seq), []
 
 
-def discard_workspace(node: Node, request: p.DiscardWorkspace) -> Work:
+def discard_workspace(node: StartedNsinit, request: p.DiscardWorkspace) -> Work:
     yield from node.workspaces.discard(request)
     node.sessions.delete_trash()
     return p.Ok(request.seq), []
 
 
-def ask_quota(node: Node, request: p.AskQuota) -> Answer:
+def ask_quota(node: StartedNsinit, request: p.AskQuota) -> Answer:
     return p.QuotaFound(request.seq, node.workspaces.volumes.quota_of(request.workspace_id)), []
 
 
-def list_workspaces(node: Node, request: p.ListWorkspaces) -> Answer:
+def list_workspaces(node: StartedNsinit, request: p.ListWorkspaces) -> Answer:
     names, more = node.workspaces.listed(request.after, LIST_BATCH)
     return p.WorkspacesListed(request.seq, names, more), []
 
@@ -210,11 +210,11 @@ def list_workspaces(node: Node, request: p.ListWorkspaces) -> Answer:
 # Leftovers --------------------------------------------------------------------------------------------------------
 
 
-def find_leftovers(node: Node, request: p.FindLeftovers) -> Work:
+def find_leftovers(node: StartedNsinit, request: p.FindLeftovers) -> Work:
     return p.LeftoversFound(request.seq, tuple((yield from node.leftovers.find()))), []
 
 
-def remove_leftover(node: Node, request: p.RemoveLeftover) -> Work:
+def remove_leftover(node: StartedNsinit, request: p.RemoveLeftover) -> Work:
     is_gone = yield from node.leftovers.remove(request.leftover)
     node.sessions.delete_trash()
     if is_gone:
@@ -280,7 +280,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare),
     Row(p.MountImage, _PLAN, _of_plan, mount_image),
     Row(p.Build, _PLAN, _of_plan, build),
-    Row(p.Attach, _SESSION, _of_session, attach),
+    Row(p.Adopt, _SESSION, _of_session, attach),
     Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),
     Row(p.Scan, _AFTER, None, scan),
     Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),

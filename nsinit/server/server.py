@@ -21,7 +21,7 @@ from nsinit.sandbox import child
 from nsinit.scheduler import Job, Scheduler
 from nsinit.server import image_import
 from nsinit.server.requests import TABLE, Work
-from nsinit.server.start import Node, start
+from nsinit.server.start import StartedNsinit, start
 from nsinit.steps import StepFailed, failure_of
 from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Start, UnpackImage
@@ -65,14 +65,14 @@ def _serve_daemon(channel: socket.socket, request: Start, runner: child.Runner, 
         return
     channel.sendall(ANSWERS.encode(node.ready))
     channel.setblocking(False)
-    Server(channel, node, scheduler).run()
+    NsinitServer(channel, node, scheduler).run()
     node.stop()
 
 
-class Server:
+class NsinitServer:
     """The loop of a started nsinit."""
 
-    def __init__(self, channel: socket.socket, node: Node, scheduler: Scheduler) -> None:
+    def __init__(self, channel: socket.socket, node: StartedNsinit, scheduler: Scheduler) -> None:
         self._channel = channel
         self._node = node
         self._sessions = node.sessions

@@ -22,18 +22,18 @@ from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
 from nsinit.helpers.cgroup_maker import AddRunCgroup, RaiseLimits
-from nsinit.helpers.pool import HelperPool, Outcome
+from nsinit.helpers.pool import HelperPool, OrderOutcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
-from nsinit.scheduler import Event, Job, Scheduler, Wait
-from nsinit.server.births import Births, Process, UnfinishedSandbox
+from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
+from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
-from nsinit.storage.mechanism import CHANGE, Place, Usage
+from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
-from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Attached, Build, Built, DiskLimits, Found, Limits, SandboxPlan
+from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Adopted, Build, Built, DiskLimits, Found, Limits, SandboxPlan
 from nsinit.wire.validate import is_session_id
 
 BUILD_DEADLINE_S = 5.0
@@ -65,13 +65,13 @@ class Sessions:
     kernel_log: KernelLog
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, InitProcess] = field(default_factory=dict)
     pool: dict[str, UnfinishedSandbox] = field(default_factory=dict)
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
-    _queue: deque[Event] = field(default_factory=deque)
+    _queue: deque[JobEvent] = field(default_factory=deque)
     _deleting: bool = False
-    _hurry: Event = field(default_factory=Event)
+    _hurry: JobEvent = field(default_factory=JobEvent)
 
     def prepare(self, session_id: str, limits: Limits, disk: DiskLimits) -> Generator[Wait, bool, None]:
         """Make a blank sandbox for the pool. Raises `StepFailed`, and then nothing is left."""
@@ -152,7 +152,7 @@ class Sessions:
         if session_id in self._filling:
             self.processes[session_id].kill()
 
-    def attach(self, session_id: str) -> tuple[Attached, list[int]]:
+    def attach(self, session_id: str) -> tuple[Adopted, list[int]]:
         """Return the identity of a running sandbox, with a pidfd and the out-of-memory event. Raises `StepFailed`."""
         cgroup = self._cgroup(session_id)
         try:
@@ -169,7 +169,7 @@ class Sessions:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
             self.births.slots.reserve(identity.base_uid)
-        return Attached(0, session_id, identity, kind), [pidfd, event_fd]
+        return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
         """List the first `limit` sessions after an id that have a cgroup or files; and whether there are more."""
@@ -198,7 +198,7 @@ class Sessions:
         try:
             root_fd = open_root(require_identity(self._cgroup(session_id), "disk"))
             try:
-                return machine.disk.usage(Place(machine.layout, session_id), root_fd)
+                return machine.disk.usage(DiskFacts(machine.layout, session_id), root_fd)
             finally:
                 os.close(root_fd)
         except OSError as error:
@@ -208,7 +208,7 @@ class Sessions:
         """Change the limits of a session's disk. Raises `StepFailed`, and then the old ones hold."""
         machine = self.births.machine
         try:
-            machine.disk.change(Place(machine.layout, session_id), limits)
+            machine.disk.change(DiskFacts(machine.layout, session_id), limits)
         except OSError as error:
             raise failure_of(CHANGE, error) from error
 
@@ -247,7 +247,7 @@ class Sessions:
             sandbox.control.close()
         machine = self.births.machine
         try:
-            machine.disk.abandon(Place(machine.layout, session_id))
+            machine.disk.abandon(DiskFacts(machine.layout, session_id))
         except OSError as error:  # then the last unmount writes to the disk, and the end takes longer
             log("warning", "disk not abandoned", session_id, reason=str(error))
         passing(machine.crash, "nsinit.destroy.abandoned")
@@ -315,13 +315,13 @@ class Sessions:
 
     def _order(
         self, sandbox: UnfinishedSandbox, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage
-    ) -> Generator[Wait, bool, Outcome]:
+    ) -> Generator[Wait, bool, OrderOutcome]:
         """Hand an order for a sandbox to a builder. Raises `StepFailed`."""
         order = Order(sandbox.session_id, sandbox.process.slot.base, plan, done, goal, disk)
         return (yield from self.builders.hand_over(order, self.births.builder_fds(sandbox, plan)))
 
     def _fill(
-        self, sandbox: UnfinishedSandbox, request: Build, outcome: Outcome
+        self, sandbox: UnfinishedSandbox, request: Build, outcome: OrderOutcome
     ) -> Generator[Wait, bool, tuple[Built, list[int]]]:
         """Wait for the builder, then until the runner serves; collect the parts of the answer meanwhile.
 
@@ -350,7 +350,7 @@ class Sessions:
     def _admit(self) -> Generator[Wait, bool, None]:
         """Wait, in order of arrival, until fewer than `_MAX_BUILDING` builds run. Raises `StepFailed`."""
         if self._building >= _MAX_BUILDING:
-            turn = Event()
+            turn = JobEvent()
             self._queue.append(turn)
             yield Wait(event=turn)
         else:
@@ -404,7 +404,7 @@ class Sessions:
         elif base is not None:
             self.births.slots.forget(base)
 
-    def _reap(self, session_id: str, process: Process) -> Job:
+    def _reap(self, session_id: str, process: InitProcess) -> Job:
         """Reap a PID 1 when it ends, and close its pidfd when the session was removed."""
         yield Wait(fd=process.pidfd)
         result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)

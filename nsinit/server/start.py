@@ -46,7 +46,7 @@ _LOCK_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class StartedNsinit:
     """A started nsinit."""
 
     ready: Ready
@@ -68,7 +68,7 @@ class Node:
         self.leftovers.host.close()
 
 
-def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None = None) -> Node:
+def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None = None) -> StartedNsinit:
     """Do all of the start. Raises `StepFailed`."""
     with ExitStack() as undo:
         node = _start(request, scheduler, runner, grant, undo)
@@ -76,7 +76,9 @@ def start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gra
     return node
 
 
-def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack) -> Node:
+def _start(
+    request: Start, scheduler: Scheduler, runner: child.Runner, grant: Grant | None, undo: ExitStack
+) -> StartedNsinit:
     steps = Steps()
     with steps.step("validate"):
         if grant is not None:
@@ -124,7 +126,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = last_capability, landlock.probe_abi(), filters
-        machine = builder_steps.Machine(layout, features, *powers, disk, volumes, crash)
+        machine = builder_steps.BuildFacts(layout, features, *powers, disk, volumes, crash)
     table.free(slot)
     with steps.step("helpers"):
         builders = HelperPool(builder.kind_of(machine), scheduler)
@@ -145,7 +147,7 @@ def _start(request: Start, scheduler: Scheduler, runner: child.Runner, grant: Gr
         disk_refused=refused,
     )
     leftovers = Leftovers(tree, layout, located, name, host)
-    return Node(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
+    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
 
 
 def _crash(at: str, grant: Grant | None) -> Crash | None:

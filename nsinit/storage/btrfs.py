@@ -15,7 +15,15 @@ from typing import ClassVar
 
 from nsinit.kernel import constants as k
 from nsinit.storage import trash
-from nsinit.storage.mechanism import UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers, other_mechanism
+from nsinit.storage.mechanism import (
+    UNKNOWN,
+    DiskFacts,
+    Mechanism,
+    MechanismUnavailable,
+    Usage,
+    make_layers,
+    other_mechanism,
+)
 from nsinit.wire.protocol import DiskLimits, DiskMode
 
 _ROOT_INODE = 256
@@ -39,13 +47,13 @@ class Btrfs(Mechanism):
 
     mode: ClassVar[DiskMode] = "btrfs"
 
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         parent_fd = os.open(place.layout.sessions, _DIRECTORY)
         try:
             _volume(parent_fd, k.BTRFS_IOC_SUBVOL_CREATE, place.session_id)
         except OSError as error:
             if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP):
-                raise Unavailable("the data directory is not on btrfs") from error
+                raise MechanismUnavailable("the data directory is not on btrfs") from error
             raise
         finally:
             os.close(parent_fd)
@@ -54,11 +62,11 @@ class Btrfs(Mechanism):
             self.fit(place, limits)
         except OSError as error:
             if error.errno in (errno.ENOTCONN, errno.EINVAL, errno.ENOENT):
-                raise Unavailable("quotas are off; run btrfs quota enable on the data directory") from error
+                raise MechanismUnavailable("quotas are off; run btrfs quota enable on the data directory") from error
             raise
         make_layers(place.directory, place.base)
 
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         fd = os.open(place.directory, _DIRECTORY)
         try:
             if not _is_subvolume(fd):
@@ -68,10 +76,10 @@ class Btrfs(Mechanism):
         finally:
             os.close(fd)
 
-    def change(self, place: Place, limits: DiskLimits) -> None:
+    def change(self, place: DiskFacts, limits: DiskLimits) -> None:
         self.fit(place, limits)
 
-    def usage(self, place: Place, root_fd: int) -> Usage:
+    def usage(self, place: DiskFacts, root_fd: int) -> Usage:
         """Return the counters of the quota group, which the kernel updates at each commit, some seconds
         after a write."""
         fd = os.open(place.directory, _DIRECTORY)

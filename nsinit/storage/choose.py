@@ -18,7 +18,7 @@ from nsinit.kernel.slots import FIRST_BASE
 from nsinit.steps import StepFailed
 from nsinit.storage.btrfs import Btrfs
 from nsinit.storage.loop import Loop
-from nsinit.storage.mechanism import LAYERS, UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers
+from nsinit.storage.mechanism import LAYERS, UNKNOWN, DiskFacts, Mechanism, MechanismUnavailable, Usage, make_layers
 from nsinit.storage.paths import Layout
 from nsinit.storage.project import Project
 from nsinit.wire.protocol import DiskLimits, DiskMode, DiskWish
@@ -35,7 +35,7 @@ class Memory(Mechanism):
 
     mode: ClassVar[DiskMode] = "tmpfs"
 
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         """Make an empty session directory, for a start after a crash to find, and mount the layers' tmpfs."""
         os.mkdir(place.directory, 0o700)
         options: dict[str, str | int] = {"size": _size(place, limits), "nr_inodes": limits.inodes, "mode": "0700"}
@@ -43,16 +43,16 @@ class Memory(Mechanism):
         mounts.attach(mount_fd, os.open(self.layers(place), _POINT))
         make_layers(self.layers(place), place.base)
 
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         options = f"size={_size(place, limits)},nr_inodes={limits.inodes}"
         flags = k.MS_REMOUNT | k.MS_NOSUID | k.MS_NODEV
         syscalls.mount("sandkasten", self.layers(place), "tmpfs", flags, options)
 
-    def layers(self, place: Place) -> str:
+    def layers(self, place: DiskFacts) -> str:
         return f"{place.layout.stage}/{stage.DISK}"
 
 
-def _size(place: Place, limits: DiskLimits) -> int:
+def _size(place: DiskFacts, limits: DiskLimits) -> int:
     return limits.size_bytes if place.memory_bytes is None else min(limits.size_bytes, place.memory_bytes // 2)
 
 
@@ -61,17 +61,17 @@ class Plain(Mechanism):
 
     mode: ClassVar[DiskMode] = "none"
 
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         os.mkdir(place.directory, 0o700)
         make_layers(place.directory, place.base)
 
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         return
 
-    def change(self, place: Place, limits: DiskLimits) -> None:
+    def change(self, place: DiskFacts, limits: DiskLimits) -> None:
         return
 
-    def usage(self, place: Place, root_fd: int) -> Usage:
+    def usage(self, place: DiskFacts, root_fd: int) -> Usage:
         return UNKNOWN
 
 
@@ -101,7 +101,7 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
         try:
             mechanism.open()
             attempt(layout, mechanism)
-        except (Unavailable, OSError, StepFailed) as error:
+        except (MechanismUnavailable, OSError, StepFailed) as error:
             if (
                 getattr(error, "errno", None) in _FULL
             ):  # says nothing of the mechanism, and the next one is a weaker one
@@ -115,12 +115,12 @@ def choose(layout: Layout, wish: DiskWish, tried: list[Mechanism]) -> tuple[Mech
 
 
 def attempt(layout: Layout, mechanism: Mechanism) -> None:
-    """Try a mechanism that is open. Raises `Unavailable` or `OSError`."""
+    """Try a mechanism that is open. Raises `MechanismUnavailable` or `OSError`."""
     session_id = os.urandom(12).hex()
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _attempt(mechanism, Place(layout, session_id, FIRST_BASE), write_fd)
+        _attempt(mechanism, DiskFacts(layout, session_id, FIRST_BASE), write_fd)
     os.close(write_fd)
     with open(read_fd, "rb") as pipe:
         number, _, reason = pipe.read(_MAX_REASON_BYTES).decode("utf-8", "replace").partition(" ")
@@ -135,10 +135,10 @@ def attempt(layout: Layout, mechanism: Mechanism) -> None:
     if number in map(str, _FULL):
         raise OSError(int(number), reason)
     if reason or status:
-        raise Unavailable(reason or f"the trial ended with status {status}")
+        raise MechanismUnavailable(reason or f"the trial ended with status {status}")
 
 
-def _attempt(mechanism: Mechanism, place: Place, write_fd: int) -> None:
+def _attempt(mechanism: Mechanism, place: DiskFacts, write_fd: int) -> None:
     """Make the trial, as its process, and write the reason of a failure. Never returns."""
     try:
         syscalls.unshare(k.CLONE_NEWNS)
@@ -161,6 +161,6 @@ def _overfill(path: str) -> None:
         if error.errno not in _FULL:
             raise
     else:
-        raise Unavailable("a file could grow beyond the limit")
+        raise MechanismUnavailable("a file could grow beyond the limit")
     finally:
         os.close(fd)

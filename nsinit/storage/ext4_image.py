@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
 from nsinit.steps import StepFailed
-from nsinit.storage.mechanism import Unavailable
+from nsinit.storage.mechanism import MechanismUnavailable
 from nsinit.storage.paths import Layout, make_directory
 from nsinit.wire.protocol import DiskLimits
 
@@ -49,7 +49,7 @@ class Templates:
 
     @classmethod
     def open(cls, layout: Layout) -> Templates:
-        """Delete all templates and begin anew. Raises `Unavailable` without mke2fs."""
+        """Delete all templates and begin anew. Raises `MechanismUnavailable` without mke2fs."""
         mke2fs = find_tool("mke2fs")
         make_directory(layout.disk)
         for name in os.listdir(layout.disk):  # an earlier version may have made them otherwise
@@ -88,10 +88,10 @@ class Templates:
 
 
 def find_tool(name: str) -> str:
-    """Return the path of one of e2fsprogs. Raises `Unavailable`."""
+    """Return the path of one of e2fsprogs. Raises `MechanismUnavailable`."""
     path = shutil.which(name, path=_SEARCH_PATH)
     if path is None:
-        raise Unavailable(f"{name} is missing; install e2fsprogs")
+        raise MechanismUnavailable(f"{name} is missing; install e2fsprogs")
     return path
 
 

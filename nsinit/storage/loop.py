@@ -14,7 +14,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import mounts, stage, syscalls
 from nsinit.storage import loop_device
 from nsinit.storage.ext4_image import SUFFIX, Templates, name_of
-from nsinit.storage.mechanism import Mechanism, Place, make_layers
+from nsinit.storage.mechanism import DiskFacts, Mechanism, make_layers
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import DiskLimits, DiskMode
 
@@ -41,21 +41,21 @@ class Loop(Mechanism):
         options = "mode=0700,size=64k,nr_inodes=0"
         syscalls.mount("sandkasten", self._devices, "tmpfs", k.MS_NOSUID | k.MS_NOEXEC, options)
 
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         os.mkdir(place.directory, 0o700)
         self._make_image(place, limits)
 
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         (image,) = _images(place)
         if image != name_of(limits):
             syscalls.umount2(self.layers(place))
             os.unlink(f"{place.directory}/{image}")
             self._make_image(place, limits)
 
-    def layers(self, place: Place) -> str:
+    def layers(self, place: DiskFacts) -> str:
         return f"{place.layout.stage}/{stage.DISK}"
 
-    def abandon(self, place: Place) -> None:
+    def abandon(self, place: DiskFacts) -> None:
         """Unlink the image: with no name left, the last unmount writes nothing back to the disk."""
         for image in _images(place):
             os.unlink(f"{place.directory}/{image}")
@@ -64,7 +64,7 @@ class Loop(Mechanism):
     def _devices(self) -> str:
         return f"{self._layout.stage}/{stage.DEVICES}"
 
-    def _make_image(self, place: Place, limits: DiskLimits) -> None:
+    def _make_image(self, place: DiskFacts, limits: DiskLimits) -> None:
         path = f"{place.directory}/{name_of(limits)}"
         self._templates.copy(limits, path)
         image_fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -92,7 +92,7 @@ def mount(device: str) -> int:
         os.close(fs_fd)
 
 
-def _images(place: Place) -> list[str]:
+def _images(place: DiskFacts) -> list[str]:
     try:
         return [name for name in os.listdir(place.directory) if name.endswith(SUFFIX)]
     except FileNotFoundError:

@@ -31,12 +31,12 @@ Usage = tuple[int, int, int, int]
 UNKNOWN: Usage = (-1, -1, -1, -1)
 
 
-class Unavailable(Exception):
+class MechanismUnavailable(Exception):
     """A mechanism can't be had on this machine or this file system; the message says why, and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DiskFacts:
     """The facts about a session that its disk depends on. `memory_bytes`: its memory limit, None while not known.
 
     `base`: the host id of its root, needed to make the disk.
@@ -63,26 +63,26 @@ class Mechanism(ABC):
         self._layout = layout
 
     def open(self) -> None:
-        """Get ready, once, in nsinit's own mount namespace. Raises `Unavailable`."""
+        """Get ready, once, in nsinit's own mount namespace. Raises `MechanismUnavailable`."""
         return
 
     @abstractmethod
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         """Make the session's directory and in it, or mounted from it, directories for every layer."""
 
     @abstractmethod
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         """Set exactly `limits`; `make` may have been called with others. No layer has been written to yet."""
 
-    def layers(self, place: Place) -> str:
+    def layers(self, place: DiskFacts) -> str:
         """Return the directory that `LAYERS` are in, as the builder sees it."""
         return place.directory
 
-    def change(self, place: Place, limits: DiskLimits) -> None:
+    def change(self, place: DiskFacts, limits: DiskLimits) -> None:
         """Change the limits of a running session. Raises `StepFailed` or `OSError`."""
         raise StepFailed(CHANGE, f"a disk of mode {self.mode} keeps its size", errno=errno.EOPNOTSUPP)
 
-    def usage(self, place: Place, root_fd: int) -> Usage:
+    def usage(self, place: DiskFacts, root_fd: int) -> Usage:
         """Return use and limits; `root_fd` is the root directory of the running session (O_PATH)."""
         status = os.fstatvfs(root_fd)  # an overlay answers for the file system of its upper layer
         used_bytes = (status.f_blocks - status.f_bfree) * status.f_frsize
@@ -92,7 +92,7 @@ class Mechanism(ABC):
         """Delete the directory of a session, from the trash, in a process of its own. Raises `OSError`."""
         trash.remove_tree(parent_fd, name)
 
-    def abandon(self, place: Place) -> None:
+    def abandon(self, place: DiskFacts) -> None:
         """Called right before the session's processes are killed: nothing that they wrote needs to reach the disk any
         more."""
         return

@@ -21,7 +21,15 @@ from typing import ClassVar
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.storage import trash
-from nsinit.storage.mechanism import UNKNOWN, Mechanism, Place, Unavailable, Usage, make_layers, other_mechanism
+from nsinit.storage.mechanism import (
+    UNKNOWN,
+    DiskFacts,
+    Mechanism,
+    MechanismUnavailable,
+    Usage,
+    make_layers,
+    other_mechanism,
+)
 from nsinit.wire.protocol import DiskLimits, DiskMode
 
 _FSXATTR = struct.Struct("=5I8x")
@@ -32,7 +40,7 @@ _UNIT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class ProjectQuota:
     """The use and the limits of a project; a limit of 0 is none."""
 
     used_bytes: int
@@ -61,15 +69,15 @@ def set_project(directory_fd: int, project_id: int) -> None:
     fcntl.ioctl(directory_fd, k.FS_IOC_FSSETXATTR, new)
 
 
-def read(fd: int, project_id: int) -> Account:
+def read(fd: int, project_id: int) -> ProjectQuota:
     """Return the account of a project on the file system of `fd`."""
     buffer = bytearray(_DQBLK.size)
     try:
         syscalls.quotactl_fd(fd, k.Q_GETQUOTA << 8 | k.PRJQUOTA, project_id, buffer)
     except FileNotFoundError:  # xfs: there never was one
-        return Account(0, 0, 0, 0)
+        return ProjectQuota(0, 0, 0, 0)
     hard_kib, _, used_bytes, hard_inodes, _, used_inodes, *_ = _DQBLK.unpack(buffer)
-    return Account(used_bytes, hard_kib * _UNIT_BYTES, used_inodes, hard_inodes)
+    return ProjectQuota(used_bytes, hard_kib * _UNIT_BYTES, used_inodes, hard_inodes)
 
 
 def set_limits(fd: int, project_id: int, *, limit_bytes: int, limit_inodes: int) -> None:
@@ -99,7 +107,7 @@ class Project(Mechanism):
 
     mode: ClassVar[DiskMode] = "project"
 
-    def make(self, place: Place, limits: DiskLimits) -> None:
+    def make(self, place: DiskFacts, limits: DiskLimits) -> None:
         """Make the directories. The limit is set before the directory belongs to the project."""
         os.mkdir(place.directory, 0o700)
         with _opened(place.directory) as fd:
@@ -110,20 +118,20 @@ class Project(Mechanism):
             except OSError as error:
                 if (why := reason(error)) is None:
                     raise
-                raise Unavailable(why) from error
+                raise MechanismUnavailable(why) from error
         make_layers(place.directory, place.base)
 
-    def fit(self, place: Place, limits: DiskLimits) -> None:
+    def fit(self, place: DiskFacts, limits: DiskLimits) -> None:
         with _opened(place.directory) as fd:
             project_id = project_of(fd)
             if not _is_own(project_id):
                 raise other_mechanism()
             _limit(fd, project_id, limits)
 
-    def change(self, place: Place, limits: DiskLimits) -> None:
+    def change(self, place: DiskFacts, limits: DiskLimits) -> None:
         self.fit(place, limits)
 
-    def usage(self, place: Place, root_fd: int) -> Usage:
+    def usage(self, place: DiskFacts, root_fd: int) -> Usage:
         with _opened(place.directory) as fd:
             project_id = project_of(fd)
             if not _is_own(project_id):

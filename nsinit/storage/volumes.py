@@ -26,7 +26,7 @@ from nsinit.steps import Crash, StepFailed, passing
 from nsinit.storage import choose, loop_device
 from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image
 from nsinit.storage.loop import Loop
-from nsinit.storage.mechanism import Unavailable
+from nsinit.storage.mechanism import MechanismUnavailable
 from nsinit.storage.paths import Layout, sync_directory
 from nsinit.wire.protocol import DiskLimits, DiskMode
 
@@ -67,14 +67,14 @@ class Volumes:
         """Find out, once, whether images can be mounted; disks of mode `loop` have shown so already."""
         try:
             if self.blocks_fd < 0:
-                raise Unavailable("/sys/block can't be seen")
+                raise MechanismUnavailable("/sys/block can't be seen")
             if "loop" in refused:
-                raise Unavailable(refused["loop"])
+                raise MechanismUnavailable(refused["loop"])
             self._mke2fs = find_tool("mke2fs")
             if mode != Loop.mode:
                 self._loop.open()
                 choose.attempt(self.layout, self._loop)
-        except (Unavailable, OSError, StepFailed) as error:
+        except (MechanismUnavailable, OSError, StepFailed) as error:
             self.refused = str(error)
         else:
             self.refused = ""

@@ -32,7 +32,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.seccomp.filters import list_filter
 from nsinit.wire import verdict
-from nsinit.wire.verdict import Counts, Refused
+from nsinit.wire.verdict import ArchiveRefused, Counts
 from runner.wire.tarheaders import StrictHeader
 
 PRELOADED = (bz2, gzip, lzma, zlib)
@@ -71,15 +71,15 @@ class Unpacker:
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
                 self.members += 1
                 if self.members > self._max_members:
-                    raise Refused(f"more than {self._max_members} members")
+                    raise ArchiveRefused(f"more than {self._max_members} members")
                 try:
                     self._unpack_member(archive, member)
                 except OSError as error:
                     if error.errno is None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                         raise
-                    raise Refused(f"{member.name[:200]!r}: {error.strerror}") from error
+                    raise ArchiveRefused(f"{member.name[:200]!r}: {error.strerror}") from error
         if not self.members:
-            raise Refused("the archive is empty")
+            raise ArchiveRefused("the archive is empty")
         for path, mtime in reversed(self._directory_times):
             _set_time(path, mtime)
 
@@ -116,7 +116,7 @@ class Unpacker:
             while chunk := source.read(CHUNK_BYTES):
                 self.size_bytes += len(chunk)
                 if self.size_bytes > self._max_bytes:
-                    raise Refused(f"more than {self._max_bytes} bytes of files")
+                    raise ArchiveRefused(f"more than {self._max_bytes} bytes of files")
                 target.write(chunk)
         self._own(path, member)
         _set_time(path, member.mtime)
@@ -132,7 +132,7 @@ def _path_of(name: str) -> str:
     """Return where a member goes. A leading `/` means nothing; `..` and NUL are no names in an image."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in name:
-        raise Refused(f"member name {name[:200]!r} is not a plain path")
+        raise ArchiveRefused(f"member name {name[:200]!r} is not a plain path")
     return "/" + "/".join(parts)
 
 
@@ -243,7 +243,7 @@ def _unpack(unpacker: Unpacker) -> bytes:
     try:
         with open(0, "rb", buffering=CHUNK_BYTES, closefd=False) as file:
             unpacker.unpack(file)
-    except Refused as error:
+    except ArchiveRefused as error:
         return verdict.refused(str(error))
     except tarfile.ReadError:
         return verdict.refused("this is no tar archive (plain, gzip, bzip2 or xz), or a broken one")

@@ -1,9 +1,9 @@
 """Messages over a sandbox's control socket while the sandbox is built. No foreign code has run at either end.
 
 In order: PID 1 tells the builder that `proc` is mounted; the builder, when all is mounted and the builder has left the
-namespaces, sends `Begin`; PID 1 tells nsinit `Done`. In place of a message of its own PID 1 may send `Failed`, or end.
-Helpers answer their orders with the same `Done` and `Failed`. PID 1 uses the bare descriptor: a socket object would
-cost memory in every sandbox.
+namespaces, sends `Begin`; PID 1 tells nsinit `StepsDone`. In place of a message of its own PID 1 may send `Failed`, or
+end. Helpers answer their orders with the same `StepsDone` and `Failed`. PID 1 uses the bare descriptor: a socket object
+would cost memory in every sandbox.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Begin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepsDone:
     """Success, and how many microseconds each step took."""
 
     timings_us: dict[str, int]
 
 
-STATUS = Vocabulary(Done, Failed)
-READY = STATUS.encode(Done({}))
+STATUS = Vocabulary(StepsDone, Failed)
+READY = STATUS.encode(StepsDone({}))
 """A helper's first message to nsinit: orders may come."""
 
 
@@ -86,7 +86,7 @@ def read_status(data: bytes) -> dict[str, int]:
     if not data:
         raise StepFailed("child", "the child died without a word")
     match STATUS.decode(data):
-        case Done(timings_us):
+        case StepsDone(timings_us):
             return timings_us
         case Failed() as failed:
             raise StepFailed(failed.stage, failed.message, path=failed.path, errno=failed.errno)

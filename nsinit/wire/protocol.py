@@ -5,7 +5,7 @@ class names the class of its answer, in place of which `Failed` may come. The da
 every path from `data_dir` and a validated name (`validate.py`). No message carries a secret: session environment and
 the API key never come this way.
 
-Descriptors: `Built` and `Attached` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
+Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
 `RunCgroupMade` carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
 """
 
@@ -196,7 +196,7 @@ class Build(Request["Built"]):
 
 
 @dataclass(frozen=True, slots=True)
-class Attach(Request["Attached"]):
+class Adopt(Request["Adopted"]):
     """Find the running sandbox of a session again, after a restart."""
 
     seq: int
@@ -453,7 +453,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class Adopted:
     seq: int
     session_id: str
     identity: Identity
@@ -570,7 +570,7 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    *(Start, Prepare, MountImage, Build, Attach, Scan, SetLimits, SetFrozen, Teardown),
+    *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeRunCgroup, RemoveRunCgroup, FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )
@@ -579,7 +579,7 @@ ANSWERS = Vocabulary(
     *(
         Ready,
         Built,
-        Attached,
+        Adopted,
         Scanned,
         TornDown,
         RunCgroupMade,

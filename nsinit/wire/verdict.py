@@ -17,7 +17,7 @@ _UNPACKED, _REFUSED = b"+", b"-"
 _COUNTS = struct.Struct("=4Q")
 
 
-class Refused(Exception):
+class ArchiveRefused(Exception):
     """The archive can't be unpacked; the message is for the person who brought the archive."""
 
 
@@ -41,15 +41,15 @@ def refused(sentence: str) -> bytes:
 
 
 def read(data: bytes, *, max_members: int, max_bytes: int) -> Counts:
-    """Return the counts. Raises `Refused` with the sentence of the verdict, or with what is wrong about the verdict."""
+    """Return the counts. Raises `ArchiveRefused` with the verdict's sentence, or with the fault of the verdict."""
     kind, rest = data[:1], data[1:]
     if kind == _REFUSED:
         text = rest.decode("utf-8", "replace")[:MAX_TEXT]
-        raise Refused("".join(each if each.isprintable() else "?" for each in text))
+        raise ArchiveRefused("".join(each if each.isprintable() else "?" for each in text))
     if kind != _UNPACKED or len(rest) != _COUNTS.size:
-        raise Refused("the process that unpacks it died")
+        raise ArchiveRefused("the process that unpacks it died")
     counts = Counts._make(_COUNTS.unpack(rest))
     others = max(counts.skipped, counts.privileged)
     if not (0 < counts.members <= max_members and counts.size_bytes <= max_bytes and others <= counts.members):
-        raise Refused("the process that unpacks it can't have done what it says")
+        raise ArchiveRefused("the process that unpacks it can't have done what it says")
     return counts

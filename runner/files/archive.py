@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from runner.files.tree import Found, Walk
+from runner.files.tree import TreeFile, Walk
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.wire.protocol import CHUNK_BYTES, Packed
@@ -82,7 +82,7 @@ class _Changed(Exception):
 
 
 @contextmanager
-def _opened(found: Found) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
+def _opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
     """Yield status and content of a file, both from one descriptor if it is a regular file: a file that was replaced
     since it was found must not come with the size of the old one.
 
@@ -106,7 +106,7 @@ def _opened(found: Found) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
         yield status, file
 
 
-def _member_of(found: Found, status: os.stat_result, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
+def _member_of(found: TreeFile, status: os.stat_result, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
     name = os.fsdecode(found.path)
     member = tarfile.TarInfo(name)
     member.mode, member.uid, member.gid = stat.S_IMODE(status.st_mode) & _PERMISSIONS, status.st_uid, status.st_gid
@@ -126,7 +126,7 @@ def _member_of(found: Found, status: os.stat_result, linked: dict[tuple[int, int
     return member
 
 
-def _target_of(link: Found) -> bytes:
+def _target_of(link: TreeFile) -> bytes:
     try:
         return os.readlink(link.name, dir_fd=link.parent_fd)
     except OSError as error:

@@ -45,7 +45,7 @@ def refusal(error: OSError, path: str) -> Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FileTarget:
     """Place of a file that exists or is to be made: a checked directory (the descriptor is the holder's), a name in the
     directory, and the mode of the file that exists."""
 
@@ -113,7 +113,7 @@ class Resolver:
             raise Refused("FILE_NOT_FOUND", "the file was deleted")
         return path
 
-    def target_for_writing(self, path: bytes) -> Target:
+    def target_for_writing(self, path: bytes) -> FileTarget:
         """Return the place of a file to be written to `path`. Missing directories are made.
 
         Raises:
@@ -129,7 +129,7 @@ class Resolver:
                 real = self.check_inside(directory_fd)
                 link = _read_link(name, directory_fd)
                 if link is None:
-                    return Target(directory_fd, real, name, _mode_of_file(name, directory_fd))
+                    return FileTarget(directory_fd, real, name, _mode_of_file(name, directory_fd))
             except BaseException:
                 os.close(directory_fd)
                 raise

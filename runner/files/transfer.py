@@ -12,7 +12,7 @@ import errno
 import functools
 import os
 
-from runner.files.paths import Resolver, Target, check_regular, refusal
+from runner.files.paths import FileTarget, Resolver, check_regular, refusal
 from runner.files.worker import FileWorker
 from runner.loop.context import Context, Refused, Sink, refuse
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
@@ -20,7 +20,7 @@ from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadF
 _NEW_FILE_MODE = 0o644
 
 
-class FileReader:
+class FileReadJob:
     """Job of a `ReadFile`: sends a file. Ends after `max_bytes`, whatever size the file has."""
 
     def __init__(self, context: Context) -> None:
@@ -111,7 +111,7 @@ class FileReader:
         return True
 
 
-class FileWriter:
+class FileWriteJob:
     """Job of a `WriteFile`: receives into a file without a name, which takes its place at END."""
 
     def __init__(self, context: Context, serial: int) -> None:
@@ -119,7 +119,7 @@ class FileWriter:
         # Random: a workspace is shared by sandboxes whose serials all begin at 1, and may hold what a killed one left.
         self._temporary = b".sandkasten-%d-%s.part" % (serial, os.urandom(8).hex().encode("ascii"))
         self._sink: Sink | None = None
-        self._target: Target | None = None
+        self._target: FileTarget | None = None
         self._fd = -1
         self._syncs = False
         self._worker: FileWorker | None = None
@@ -171,7 +171,7 @@ class FileWriter:
         else:
             self._on_answer(answer)
 
-    def _place_durably(self, fd: int, temporary: bytes, target: Target) -> Done:
+    def _place_durably(self, fd: int, temporary: bytes, target: FileTarget) -> Done:
         """Work of a file worker: put the file in place when it is on the disk."""
         os.fsync(fd)
         self._context.config.passing("runner.files.synced")
@@ -236,7 +236,7 @@ def _open_new(directory_fd: int, temporary: bytes) -> int:
     return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
 
 
-def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> Done:
+def _put_in_place(fd: int, temporary: bytes, target: FileTarget, *, syncs: bool) -> Done:
     """Give the new file its mode and its name; with `syncs` wait until both are on the disk."""
     os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
     if syncs:
@@ -253,7 +253,7 @@ def _put_in_place(fd: int, temporary: bytes, target: Target, *, syncs: bool) -> 
     return Done(os.fsdecode(target.path))
 
 
-def _name(fd: int, temporary: bytes, target: Target) -> None:
+def _name(fd: int, temporary: bytes, target: FileTarget) -> None:
     """Let the file take its place in one step. Only rename(2) replaces, and it starts from a name."""
     directory_fd = target.directory_fd
     if os.fstat(fd).st_nlink == 0:
@@ -269,7 +269,7 @@ def _name(fd: int, temporary: bytes, target: Target) -> None:
     os.rename(temporary, target.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
 
-def _check_writable(target: Target) -> None:
+def _check_writable(target: FileTarget) -> None:
     """Refuse to replace a file that its own mode protects; rename(2) would replace it."""
     if target.mode is None:
         return

@@ -21,7 +21,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TreeFile:
     """One file of a tree: `name` in the directory `parent_fd`, which is open until the next file is asked for.
 
     `path` is relative to the top. A directory comes twice: before its content, and after it with `is_left`.
@@ -43,7 +43,7 @@ class Walk:
         self._passes_denied = passes_denied
         self.denied = 0
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[TreeFile]:
         stack = [(open_directory(self._top_fd, b"."), _NOTHING)]
         names = [os.scandir(stack[0][0])]
         try:
@@ -54,7 +54,7 @@ class Walk:
                     names.pop().close()
                     os.close(stack.pop()[0])
                     if above is not _NOTHING:
-                        yield Found(above.parent_fd, above.name, above.path, above.status, is_left=True)
+                        yield TreeFile(above.parent_fd, above.name, above.path, above.status, is_left=True)
                     continue
                 found = _look(fd, os.fsencode(entry.name), above.path)
                 if found is None:
@@ -69,7 +69,7 @@ class Walk:
             for fd, _ in stack:
                 os.close(fd)
 
-    def _enter(self, found: Found, depth: int) -> int:
+    def _enter(self, found: TreeFile, depth: int) -> int:
         if depth >= MAX_DEPTH:
             raise Refused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
         try:
@@ -88,12 +88,12 @@ def open_directory(parent_fd: int, name: bytes) -> int:
     return os.open(name, _DIRECTORY, dir_fd=parent_fd)
 
 
-def _look(fd: int, name: bytes, above: bytes) -> Found | None:
+def _look(fd: int, name: bytes, above: bytes) -> TreeFile | None:
     try:
         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return Found(fd, name, os.path.join(above, name), status)
+    return TreeFile(fd, name, os.path.join(above, name), status)
 
 
 def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"") -> FileEntry:
@@ -124,4 +124,4 @@ def _kind_of(mode: int) -> FileKind:
     return "symlink" if stat.S_ISLNK(mode) else "other"
 
 
-_NOTHING = Found(-1, b"", b"", os.stat_result((0,) * 10))
+_NOTHING = TreeFile(-1, b"", b"", os.stat_result((0,) * 10))

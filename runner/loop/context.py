@@ -13,8 +13,8 @@ from typing import Protocol
 from runner.loop.config import RunnerConfig
 from runner.loop.identity import UserIdentity, sandbox_user
 from runner.loop.kernel import Kernel
-from runner.loop.loop import Loop
-from runner.loop.reaper import Reaper
+from runner.loop.loop import EventLoop
+from runner.loop.reaper import ChildReaper
 from runner.loop.settings import Settings
 from runner.wire.protocol import Error, ErrorCode, Kind, TerminalSize
 
@@ -94,8 +94,8 @@ class Context:
 
     config: RunnerConfig
     kernel: Kernel
-    loop: Loop
-    reaper: Reaper
+    loop: EventLoop
+    reaper: ChildReaper
     as_user: UserIdentity
     settings: Settings
     registry: Registry
@@ -103,9 +103,9 @@ class Context:
     @classmethod
     def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
-        loop = Loop()
+        loop = EventLoop()
         user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
-        return cls(config, kernel, loop, Reaper(loop), user, Settings(config), Registry())
+        return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry())
 
     def file(self, name: str) -> str:
         """Return the path of a file in the private directory."""

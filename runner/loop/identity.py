@@ -1,4 +1,4 @@
-"""Users of the image (`Account`), and file system work of PID 1 with the rights of one (`UserIdentity`).
+"""Users of the image (`UserAccount`), and file system work of PID 1 with the rights of one (`UserIdentity`).
 
 Only the uid and gid that file checks use change, and they always change back. Enter an identity for the calls that need
 it and no others. Supplementary groups stay PID 1's, for it has one that it could not take again: a file that only a
@@ -20,7 +20,7 @@ ROOT_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class UserAccount:
     """A user, as far as a process needs one: ids, supplementary groups, name and home directory."""
 
     uid: int
@@ -35,9 +35,9 @@ class Account:
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
 
-def sandbox_user(config: RunnerConfig) -> Account:
+def sandbox_user(config: RunnerConfig) -> UserAccount:
     """Return the sandbox user's account. The image need not list it."""
-    return Account(config.uid, config.gid, (), config.user, config.home)
+    return UserAccount(config.uid, config.gid, (), config.user, config.home)
 
 
 class UserIdentity:
@@ -48,12 +48,12 @@ class UserIdentity:
     own ids, if PID 1 has them to give.
     """
 
-    def __init__(self, account: Account, kernel: Kernel, *, ends_with_parent: bool = False) -> None:
+    def __init__(self, account: UserAccount, kernel: Kernel, *, ends_with_parent: bool = False) -> None:
         self.account = account
         self._kernel, self._ends_with_parent = kernel, ends_with_parent
         self._own = (os.geteuid(), os.getegid())
 
-    def of(self, account: Account) -> UserIdentity:
+    def of(self, account: UserAccount) -> UserIdentity:
         """Return an identity of another user."""
         return UserIdentity(account, self._kernel, ends_with_parent=self._ends_with_parent)
 

@@ -68,7 +68,7 @@ class _Watch:
         self.batch = batch
 
 
-class Loop:
+class EventLoop:
     """Level-triggered epoll, a timer heap and a queue of calls to make soon."""
 
     def __init__(self) -> None:

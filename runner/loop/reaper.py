@@ -13,7 +13,7 @@ import resource
 import signal
 from collections.abc import Callable
 
-from runner.loop.loop import READ, Loop
+from runner.loop.loop import READ, EventLoop
 
 OnDeath = Callable[[int], None]
 OnEnd = Callable[[int, resource.struct_rusage], None]
@@ -60,10 +60,10 @@ def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-class Reaper:
+class ChildReaper:
     """Reaps every child and calls its watcher with the wait status, before the pid can be used again."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._watched: dict[int, OnEnd] = {}
         self._wake_up_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

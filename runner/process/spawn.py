@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from runner.loop.context import Context, Descriptor, Refused
-from runner.loop.identity import ROOT_ID, Account, UserIdentity
+from runner.loop.identity import ROOT_ID, UserAccount, UserIdentity
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
 from runner.wire.protocol import Group
@@ -72,7 +72,7 @@ class _Launch:
     cwds: Sequence[bytes]
     must_enter: bool
     stdio: tuple[int, int, int] | None
-    account: Account
+    account: UserAccount
     membership: Membership | None
     controlling_terminal: bool
     subreaper: bool
@@ -85,7 +85,7 @@ def spawn(
     *,
     env: Mapping[str, str],
     cwds: Sequence[bytes],
-    account: Account,
+    account: UserAccount,
     file: str | None = None,
     must_enter: bool = False,
     stdio: tuple[int, int, int] | None = None,
@@ -171,7 +171,7 @@ def _take_streams(stdio: tuple[int, int, int] | None) -> None:
             os.dup2(fd, number)
 
 
-def change_user(kernel: Kernel, account: Account) -> None:
+def change_user(kernel: Kernel, account: UserAccount) -> None:
     """Give up PID 1's ids and capabilities. Root keeps the capabilities of the sandbox's root, any other user none."""
     os.setgroups(account.groups)  # groups first, the uid last: with it goes the right to change the others
     os.setresgid(account.gid, account.gid, account.gid)

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterator
 
 from runner.loop.context import Context, Refused
-from runner.loop.identity import ROOT_ID, Account
+from runner.loop.identity import ROOT_ID, UserAccount
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 
 MAX_ID = 65534
@@ -30,7 +30,7 @@ _PASSWD_FIELDS = 7
 _GROUP_FIELDS = 4
 
 
-def look_up(context: Context, user: str) -> Account:
+def look_up(context: Context, user: str) -> UserAccount:
     """Return the account that `user` means in this image.
 
     Raises:
@@ -44,7 +44,7 @@ def look_up(context: Context, user: str) -> Account:
     return account
 
 
-def resolve(user: str, passwd: bytes, group: bytes) -> Account | None:
+def resolve(user: str, passwd: bytes, group: bytes) -> UserAccount | None:
     """Return the account of a name or of `UID[:GID]`, None if there is none or no run may have it. Root's is returned.
 
     Numbers need no account; then the group has the same number, the home is `/` (root's `/root`) and the name is the
@@ -63,11 +63,11 @@ def resolve(user: str, passwd: bytes, group: bytes) -> Account | None:
     if not account.uid <= MAX_ID or not _is_group(gid, is_root=is_root):
         return None
     groups = [each for each in _groups_of(account.name, group, is_root=is_root) if each != gid]
-    return Account(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
+    return UserAccount(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
 
 
-def _unlisted(uid: int) -> Account:
-    return Account(uid, uid, (), "root", "/root") if uid == ROOT_ID else Account(uid, uid, (), str(uid), "/")
+def _unlisted(uid: int) -> UserAccount:
+    return UserAccount(uid, uid, (), "root", "/root") if uid == ROOT_ID else UserAccount(uid, uid, (), str(uid), "/")
 
 
 def _is_group(gid: int, *, is_root: bool) -> bool:
@@ -75,12 +75,12 @@ def _is_group(gid: int, *, is_root: bool) -> bool:
     return 0 < gid <= MAX_ID or (gid == ROOT_ID and is_root)
 
 
-def _find(passwd: bytes, is_wanted: Callable[[Account], bool]) -> Account | None:
+def _find(passwd: bytes, is_wanted: Callable[[UserAccount], bool]) -> UserAccount | None:
     """Return the first account in the file for which `is_wanted`, None if there is none."""
     for fields in _lines(passwd, _PASSWD_FIELDS):
         if fields[0] and _NUMBER.fullmatch(fields[2]) and _NUMBER.fullmatch(fields[3]):
             home = os.fsdecode(fields[5]) if fields[5].startswith(b"/") else "/"
-            account = Account(int(fields[2]), int(fields[3]), (), os.fsdecode(fields[0]), home)
+            account = UserAccount(int(fields[2]), int(fields[3]), (), os.fsdecode(fields[0]), home)
             if is_wanted(account):
                 return account
     return None

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runner.loop.context import Context, Sink
-from runner.loop.identity import Account, UserIdentity
+from runner.loop.identity import UserAccount, UserIdentity
 from runner.process import process_set
 from runner.process.process_set import GroupSet, ProcessSet, ProgramSet
 from runner.process.spawn import Membership, offer_soon, spawn
 from runner.shell.ending import Ladder
-from runner.shell.lifecycle import PROGRAM, Action, Event, Outcome, State
+from runner.shell.lifecycle import PROGRAM, Action, Notice, RunOutcome, State
 from runner.shell.run import SIGNAL_BASE, Run
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.streams.streams import ProgramStreams
 from runner.wire.protocol import RunProgram
 
@@ -34,14 +34,14 @@ _KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProgramPlan:
     """Everything that was looked up for a request to run a program. `cwd` is a real path."""
 
     file: str
     argv: list[str]
     env: Mapping[str, str]
     cwd: bytes
-    account: Account
+    account: UserAccount
     identity: UserIdentity
     membership: Membership | None
 
@@ -54,7 +54,7 @@ class Program(Run):
         context: Context,
         request: RunProgram,
         sink: Sink,
-        leftovers: Leftovers,
+        leftovers: AbandonedPipes,
         *,
         on_over: Callable[[Program], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Program(Run):
         self._cwd = b""
         self._usage: resource.struct_rusage | None = None
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: ProgramPlan) -> None:
         """Start the process.
 
         Raises:
@@ -89,10 +89,10 @@ class Program(Run):
             streams.close_child_side()
         self._streams, self._processes = streams, processes
         self._cwd = plan.cwd
-        self._take(Event.BEGIN)
+        self._take(Notice.BEGIN)
         offer_soon(context, plan.identity, lambda: self.pid)
 
-    def _spawn(self, plan: Plan, streams: ProgramStreams) -> int:
+    def _spawn(self, plan: ProgramPlan, streams: ProgramStreams) -> int:
         return spawn(
             self._context.kernel,
             plan.argv,
@@ -128,7 +128,7 @@ class Program(Run):
         self.pid = None
         self._usage = usage
         code = os.waitstatus_to_exitcode(status)
-        outcome = Outcome(code, None, "exited") if code >= 0 else Outcome(SIGNAL_BASE - code, -code, "signalled")
+        outcome = RunOutcome(code, None, "exited") if code >= 0 else RunOutcome(SIGNAL_BASE - code, -code, "signalled")
         self._perform(self._life.done(outcome))
 
     def signal(self, number: int) -> bool:
@@ -160,31 +160,30 @@ class Program(Run):
             process_set.send_signal(self.pid, signal.SIGHUP)  # as a terminal that goes away: an interactive shell obeys
         self._ladder = Ladder(
             *(self._context, self._processes),
-            on_clear=lambda: self._take(Event.CLEAR),
+            on_clear=lambda: self._take(Notice.CLEAR),
             on_error=self._on_clear_error,
             now=self._in_hurry,
         )
         self._ladder.climb()
 
     def _answer(self) -> None:
-        sink = self._give_up_streams()
+        usage = self._usage
+        assert usage is not None
         self._processes = None  # it refers back
         self._on_over(self)
-        if sink is None:
-            return
-        assert self._usage is not None
-        reply = self._reply(
-            cwd=self._cwd,
-            cpu_us=int((self._usage.ru_utime + self._usage.ru_stime) * 1_000_000),
-            peak_bytes=self._usage.ru_maxrss * _KIB,
-            written_bytes=self._usage.ru_oublock * _BLOCK_BYTES,
+        self._answer_with(
+            lambda: self._reply(
+                cwd=self._cwd,
+                cpu_us=int((usage.ru_utime + usage.ru_stime) * 1_000_000),
+                peak_bytes=usage.ru_maxrss * _KIB,
+                written_bytes=usage.ru_oublock * _BLOCK_BYTES,
+            )
         )
-        sink.finish(reply)
 
     def _on_clear_error(self, _error: Exception) -> None:
         """The last output could not be read: give it up and answer."""
         if self._life.state is State.DRAINING:
-            self._take(Event.DRAINED)
+            self._take(Notice.DRAINED)
 
     def _on_error(self, _error: Exception) -> None:
         """The time limit could not be acted on: end the program by the shortest way."""

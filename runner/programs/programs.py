@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable
 
 from runner.loop.context import Context, Descriptor, Refused, Sink, refuse
-from runner.loop.identity import Account, UserIdentity
+from runner.loop.identity import UserAccount, UserIdentity
 from runner.loop.kernel import AT_FDCWD, RESOLVE_NO_MAGICLINKS
 from runner.loop.settings import check_environment, is_argument
 from runner.process import users
 from runner.process.spawn import check_group, membership_of
-from runner.programs.program import Plan, Program
+from runner.programs.program import Program, ProgramPlan
 from runner.streams import pty
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.wire.protocol import MAX_PROGRAMS, RunProgram
 
 _MAX_TIMEOUT_MS = 2**31
@@ -39,7 +39,7 @@ class Programs:
     def __init__(self, context: Context, *, shell_argv: ShellArgv) -> None:
         self._context = context
         self._shell_argv = shell_argv
-        self._leftovers = Leftovers(context.loop)
+        self._leftovers = AbandonedPipes(context.loop)
         self._programs: set[Program] = set()
 
     def run(self, request: RunProgram, sink: Sink, descriptor: Descriptor) -> Program:
@@ -58,7 +58,7 @@ class Programs:
         self._context.config.passing("runner.exec.program_started")
         return program
 
-    def _plan(self, request: RunProgram, descriptor: Descriptor) -> Plan:
+    def _plan(self, request: RunProgram, descriptor: Descriptor) -> ProgramPlan:
         refuse(_check(request))
         if len(self._programs) >= MAX_PROGRAMS:
             raise Refused("TOO_MANY", f"{MAX_PROGRAMS} programs run already")
@@ -67,14 +67,14 @@ class Programs:
         cwd = self._directory(request, identity, account)
         file, argv = self._argv(request)
         env = self._environment(request, account, cwd, file)
-        return Plan(file, argv, env, cwd, account, identity, membership_of(request.group, descriptor))
+        return ProgramPlan(file, argv, env, cwd, account, identity, membership_of(request.group, descriptor))
 
-    def _account(self, request: RunProgram) -> Account:
+    def _account(self, request: RunProgram) -> UserAccount:
         if request.user is None:
             return self._context.as_user.account
         return users.look_up(self._context, request.user)
 
-    def _directory(self, request: RunProgram, identity: UserIdentity, account: Account) -> bytes:
+    def _directory(self, request: RunProgram, identity: UserIdentity, account: UserAccount) -> bytes:
         """Return the real path of the directory to start in: the wanted one, or else the first of the usual ones that
         there is."""
         workspace = self._context.config.workspace
@@ -101,7 +101,7 @@ class Programs:
         options = ["-i"] if request.interactive else ["-c", request.command or ""]
         return shell[0], [os.path.basename(shell[-1]), *options]
 
-    def _environment(self, request: RunProgram, account: Account, cwd: bytes, file: str) -> dict[str, str]:
+    def _environment(self, request: RunProgram, account: UserAccount, cwd: bytes, file: str) -> dict[str, str]:
         env = dict(self._context.settings.env)
         if request.terminal is not None and env.get("TERM", _DUMB) == _DUMB:
             env["TERM"] = _TERMINAL

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from runner.files.transfer import FileReader, FileWriter
+from runner.files.transfer import FileReadJob, FileWriteJob
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
@@ -22,7 +22,7 @@ from runner.loop.reaper import block_signals
 from runner.programs.programs import Programs
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
-from runner.server.server import Connection, Server
+from runner.server.server import Connection, RunnerServer
 from runner.shell.shells import Shells
 from runner.streams import pty
 from runner.wire.protocol import (
@@ -122,12 +122,12 @@ class Service:
                 self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids)
                 return self._ports.watch(sink)
             case ReadFile():
-                reader = FileReader(self._context)
+                reader = FileReadJob(self._context)
                 reader.begin(request, sink)
                 return reader
             case WriteFile():
                 self._writers += 1
-                writer = FileWriter(self._context, self._writers)
+                writer = FileWriteJob(self._context, self._writers)
                 writer.begin(request, sink)
                 return writer
             case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
@@ -209,6 +209,6 @@ def run(
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
     context = Context.open(config, kernel)
-    Server(context, listener_fd, Service(context).dispatch)
+    RunnerServer(context, listener_fd, Service(context).dispatch)
     on_ready()
     context.loop.run_forever()

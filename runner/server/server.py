@@ -18,7 +18,7 @@ from typing import Any
 
 from runner.loop.config import MAX_CONNECTIONS, OUT_BUFFER_BYTES
 from runner.loop.context import Context, Descriptor, Job, Sink
-from runner.loop.loop import HANG_UP, READ, WRITE, Loop, Timer
+from runner.loop.loop import HANG_UP, READ, WRITE, EventLoop, Timer
 from runner.wire.protocol import (
     ANSWERS,
     CHUNK_BYTES,
@@ -51,7 +51,9 @@ taken by then is closed."""
 class Connection:
     """One peer. Implements `Sink` for the request it carries."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, dispatch: Dispatch, on_closed: Callable[[Connection], None]):
+    def __init__(
+        self, loop: EventLoop, sock: socket.socket, dispatch: Dispatch, on_closed: Callable[[Connection], None]
+    ):
         self._loop = loop
         self._socket = sock
         self._dispatch = dispatch
@@ -235,7 +237,7 @@ class Connection:
             self._loop.change(self._socket.fileno(), events | HANG_UP)
 
 
-class Server:
+class RunnerServer:
     """Accepts connections on a listening socket."""
 
     def __init__(self, context: Context, listener_fd: int, dispatch: Dispatch) -> None:

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.loop.loop import Loop
+from runner.loop.loop import EventLoop
 from runner.shell.files import open_fifo, open_private, remove_private
 from runner.streams import pty
-from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
+from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.streams.streams import Streams
 from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
 
@@ -30,7 +30,7 @@ from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
 class FifoOutflow(Outflow):
     """Output of a command through a FIFO that its shell opens by name, and that the next command uses again."""
 
-    def __init__(self, loop: Loop, path: str, kind: Kind, owner: FlowOwner) -> None:
+    def __init__(self, loop: EventLoop, path: str, kind: Kind, owner: FlowOwner) -> None:
         """Open the FIFO, made if it is not there.
 
         Raises:
@@ -68,7 +68,7 @@ class FifoOutflow(Outflow):
         if not self._is_clean:
             remove_private(self._path)
 
-    def close(self, leftovers: Leftovers | None) -> None:
+    def close(self, leftovers: AbandonedPipes | None) -> None:
         if not self.is_done and self._remaining is None:  # never finished: the command gets other FIFOs
             remove_private(self._path)
         super().close(None if self._is_clean else leftovers)
@@ -84,7 +84,7 @@ class FifoOutflow(Outflow):
 class CommandPipes(Streams):
     """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null."""
 
-    def __init__(self, loop: Loop, file: Callable[[str], str], owner: FlowOwner, *, stdin: bool) -> None:
+    def __init__(self, loop: EventLoop, file: Callable[[str], str], owner: FlowOwner, *, stdin: bool) -> None:
         super().__init__()
         self._loop = loop
         self._file = file
@@ -121,7 +121,7 @@ class CommandPipes(Streams):
         self._remove_input()
         super().finish(may_read=may_read)
 
-    def close(self, leftovers: Leftovers | None) -> None:
+    def close(self, leftovers: AbandonedPipes | None) -> None:
         """Give every descriptor up. Input that no shell has taken yet is kept for the next."""
         self._remove_input()
         super().close(leftovers)
@@ -257,7 +257,7 @@ class CommandTerminal(Streams):
         self.close(None)
         self._owner.on_output_done()
 
-    def close(self, leftovers: Leftovers | None) -> None:
+    def close(self, leftovers: AbandonedPipes | None) -> None:
         """Hang up: the kernel tells every process that has the terminal open."""
         self._early, self._early_bytes = [], 0
         if self._terminal_fd >= 0:

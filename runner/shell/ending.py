@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from runner.loop.context import Context
-from runner.loop.loop import Loop, OnError, Timer
+from runner.loop.loop import EventLoop, OnError, Timer
 from runner.process import process_set
 from runner.process.process_set import Process, ProcessSet
 from runner.shell.shell import Shell
@@ -49,7 +49,7 @@ class Interrupt:
     times. One request can be lost: the shell may be just before or after the command, or about to start a program, or
     that program about to begin. A program older than that gets the signal once."""
 
-    def __init__(self, loop: Loop, shell: Shell, number: int, find: Callable[[], list[Process]]) -> None:
+    def __init__(self, loop: EventLoop, shell: Shell, number: int, find: Callable[[], list[Process]]) -> None:
         self._loop = loop
         self._shell = shell
         self._number = number
@@ -82,7 +82,7 @@ class LineInterrupt:
     the shell computes no more, or has for too long: what was typed after the key may go to the shell then."""
 
     def __init__(
-        self, loop: Loop, shell: Shell, on_over: Callable[[], None], is_raw: Callable[[], bool] | None
+        self, loop: EventLoop, shell: Shell, on_over: Callable[[], None], is_raw: Callable[[], bool] | None
     ) -> None:
         self._loop = loop
         self._shell = shell

@@ -20,10 +20,10 @@ from runner.shell import command_driver, terminal_driver
 from runner.shell.command_streams import CommandPipes, CommandTerminal
 from runner.shell.ending import Interrupt, Ladder, LineInterrupt, ends_by_default
 from runner.shell.files import open_private, remove_private
-from runner.shell.lifecycle import COMMAND, Action, Event, Outcome, State
+from runner.shell.lifecycle import COMMAND, Action, Notice, RunOutcome, State
 from runner.shell.run import SIGNAL_BASE, Run
 from runner.shell.shell import Shell
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.streams.streams import Streams
 from runner.wire.protocol import Cause, Error, ErrorCode, Exec, TerminalSize
 
@@ -47,7 +47,7 @@ class Execution(Run):
         request: Exec,
         sink: Sink,
         shell: Shell,
-        leftovers: Leftovers,
+        leftovers: AbandonedPipes,
         *,
         on_over: Callable[[Execution], None],
     ) -> None:
@@ -85,7 +85,8 @@ class Execution(Run):
             case Action.START_AGAIN:
                 self._hand_over()
             case Action.TAKE_BACK:
-                self._remove_files()
+                self._streams.close(self._leftovers)
+                self._remove_command()
             case Action.FORCE:
                 self._withdraw_or_climb()
             case Action.HURRY:
@@ -99,7 +100,8 @@ class Execution(Run):
             case Action.ANSWER:
                 self._answer()
             case Action.FAIL:
-                self._give_up()
+                assert self._error is not None
+                self._give_up(self._error)
 
     # News of the queue and the shell --------------------------------------------------------------------------------
 
@@ -110,12 +112,12 @@ class Execution(Run):
             OSError: the files of the command could not be made; it is the caller's to `fail` it.
         """
         self._number = number
-        self._take(Event.BEGIN)
+        self._take(Notice.BEGIN)
 
     def on_unstarted(self, *, may_retry: bool) -> None:
         """Give the command to the next shell: this one never began it, and is being replaced."""
         if may_retry or not self._is_running:  # one that is to end anyway is not tried again, and does not fail
-            self._take(Event.UNSTARTED)
+            self._take(Notice.UNSTARTED)
         else:
             self.fail("SHELL_FAILED", "the shell does not take commands")
 
@@ -129,9 +131,9 @@ class Execution(Run):
         if status == _EXIT_ABANDONED and self._left_by is not None:
             status = SIGNAL_BASE + self._left_by  # the shell left it for a signal of ours, and knows no number
         if SIGNAL_BASE < status <= SIGNAL_BASE + _LAST_SIGNAL:
-            outcome = Outcome(status, status - SIGNAL_BASE, "signalled")
+            outcome = RunOutcome(status, status - SIGNAL_BASE, "signalled")
         else:
-            outcome = Outcome(status, None, "exited")
+            outcome = RunOutcome(status, None, "exited")
         self._perform(self._life.done(outcome))
 
     def on_shell_death(self, wait_status: int) -> None:
@@ -139,17 +141,17 @@ class Execution(Run):
         self.shell_restarted = True
         self._written_bytes = self._shell.written_bytes
         code = os.waitstatus_to_exitcode(wait_status)
-        outcome = Outcome(SIGNAL_BASE - code, -code, "shell_died") if code < 0 else Outcome(code, None, "exited")
+        outcome = RunOutcome(SIGNAL_BASE - code, -code, "shell_died") if code < 0 else RunOutcome(code, None, "exited")
         self._perform(self._life.done(outcome))
 
     def on_shell_ready(self) -> None:
         """Answer a command that has ended: a successor of its shell waits."""
-        self._take(Event.READY)
+        self._take(Notice.READY)
 
     def on_no_shell(self) -> None:
         """Fail, for the shell has no successor; but answer a command whose result is known, for that needs none."""
         if self._life.state is State.ENDED:
-            self._take(Event.READY)
+            self._take(Notice.READY)
         else:
             self.fail("SHELL_FAILED", "the shell cannot be started")
 
@@ -157,12 +159,12 @@ class Execution(Run):
         """End and answer: the shell is closed, nothing of it is left, and no other comes."""
         self._perform(self._life.close())
         if self._life.state is State.ENDED:  # else it was answered with an error on the way
-            self._take(Event.READY)
+            self._take(Notice.READY)
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Answer with an error instead of a result; the command is not running."""
         self._error = Error(code, message)
-        self._take(Event.FAIL)
+        self._take(Notice.FAIL)
 
     @property
     def is_begun(self) -> bool:
@@ -203,7 +205,7 @@ class Execution(Run):
             *(self._context, self._processes()),
             shell=self._shell,
             is_begun=lambda: self.is_begun,
-            on_clear=lambda: self._take(Event.CLEAR),
+            on_clear=lambda: self._take(Notice.CLEAR),
             on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
             now=self._in_hurry,
         )
@@ -212,7 +214,7 @@ class Execution(Run):
         except OSError:
             is_withdrawn = False  # the shell may have the command: end it as one that the shell has
         if is_withdrawn:
-            self._take(Event.UNSTARTED)
+            self._take(Notice.UNSTARTED)
         else:
             self._ladder.climb()
 
@@ -227,7 +229,7 @@ class Execution(Run):
         self._finish_streams()
         self._context.config.passing("runner.exec.ended")
         if self._shell.is_ready:
-            self._take(Event.READY)
+            self._take(Notice.READY)
 
     def _conclude(self) -> None:
         self._cwd = self._shell.cwd
@@ -235,19 +237,17 @@ class Execution(Run):
         self.on_output_done()
 
     def _answer(self) -> None:
-        sink = self._give_up_streams()
-        if sink is not None:
-            sink.finish(
-                self._reply(cwd=self._cwd, shell_restarted=self.shell_restarted, written_bytes=self._written_bytes)
-            )
+        self._answer_with(
+            lambda: self._reply(cwd=self._cwd, shell_restarted=self.shell_restarted, written_bytes=self._written_bytes)
+        )
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: Error) -> None:
         self._stop_clocks()
-        self._remove_files()
-        sink = self._give_up_streams()
-        if sink is not None:
-            sink.finish(self._error)
-        self._let_go()
+        self._remove_command()
+        try:
+            self._answer_with(lambda: error)
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         self._context.registry.remove(self._id, self)
@@ -297,14 +297,11 @@ class Execution(Run):
         _write_file(shell.file("post"), after)
 
     def _remove_command(self) -> None:
-        """Remove the files of `_write_files`, as far as they are there."""
+        """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""
+        if not self._mode:
+            return
         for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
             remove_private(self._shell.file(name))
-
-    def _remove_files(self) -> None:
-        self._streams.close(self._leftovers)
-        if self._mode:  # it was handed over
-            self._remove_command()
 
     # Signals and keys -----------------------------------------------------------------------------------------------
 

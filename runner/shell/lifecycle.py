@@ -50,7 +50,7 @@ class State(Enum):
     __hash__ = object.__hash__  # members are compared by identity; the hash of `Enum` is a call of Python code
 
 
-class Event(Enum):
+class Notice(Enum):
     """News of a run. The first words of each docstring name the source of the news."""
 
     BEGIN = "begin"
@@ -103,119 +103,119 @@ class Action(Enum):
     __hash__ = object.__hash__
 
 
-Table = Mapping[tuple[State, Event], tuple[State, Action]]
-Pairs = frozenset[tuple[State, Event]]
+Table = Mapping[tuple[State, Notice], tuple[State, Action]]
+Pairs = frozenset[tuple[State, Notice]]
 
 
 class ImpossibleEvent(Exception):
     """An event came in a state in which it cannot happen: an error of PID 1's own."""
 
 
-def _pairs(*rows: tuple[State, tuple[Event, ...]]) -> Pairs:
+def _pairs(*rows: tuple[State, tuple[Notice, ...]]) -> Pairs:
     return frozenset((state, event) for state, events in rows for event in events)
 
 
 COMMAND: Table = {
     # In the queue. Whatever ends it there ends it at once: it never ran, and no shell has to be asked.
-    (State.QUEUED, Event.BEGIN): (State.RUNNING, Action.START),
-    (State.QUEUED, Event.FORCE): (State.DRAINING, Action.CONCLUDE),
-    (State.QUEUED, Event.CLOSED): (State.ENDED, Action.NOTHING),
-    (State.QUEUED, Event.FAIL): (State.OVER, Action.FAIL),
+    (State.QUEUED, Notice.BEGIN): (State.RUNNING, Action.START),
+    (State.QUEUED, Notice.FORCE): (State.DRAINING, Action.CONCLUDE),
+    (State.QUEUED, Notice.CLOSED): (State.ENDED, Action.NOTHING),
+    (State.QUEUED, Notice.FAIL): (State.OVER, Action.FAIL),
     # With the shell.
-    (State.RUNNING, Event.UNSTARTED): (State.TAKEN_BACK, Action.TAKE_BACK),
-    (State.RUNNING, Event.DONE): (State.ENDED, Action.END),
-    (State.RUNNING, Event.FORCE): (State.FORCED, Action.FORCE),
-    (State.RUNNING, Event.CLOSED): (State.ENDED, Action.END),
-    (State.RUNNING, Event.FAIL): (State.OVER, Action.FAIL),
+    (State.RUNNING, Notice.UNSTARTED): (State.TAKEN_BACK, Action.TAKE_BACK),
+    (State.RUNNING, Notice.DONE): (State.ENDED, Action.END),
+    (State.RUNNING, Notice.FORCE): (State.FORCED, Action.FORCE),
+    (State.RUNNING, Notice.CLOSED): (State.ENDED, Action.END),
+    (State.RUNNING, Notice.FAIL): (State.OVER, Action.FAIL),
     # Between two shells. The first may have begun it in the instant in which it was given up: its status counts.
-    (State.TAKEN_BACK, Event.BEGIN): (State.RUNNING, Action.START_AGAIN),
-    (State.TAKEN_BACK, Event.DONE): (State.ENDED, Action.END),
-    (State.TAKEN_BACK, Event.FORCE): (State.ENDED, Action.END),
-    (State.TAKEN_BACK, Event.CLOSED): (State.ENDED, Action.END),
-    (State.TAKEN_BACK, Event.FAIL): (State.OVER, Action.FAIL),
+    (State.TAKEN_BACK, Notice.BEGIN): (State.RUNNING, Action.START_AGAIN),
+    (State.TAKEN_BACK, Notice.DONE): (State.ENDED, Action.END),
+    (State.TAKEN_BACK, Notice.FORCE): (State.ENDED, Action.END),
+    (State.TAKEN_BACK, Notice.CLOSED): (State.ENDED, Action.END),
+    (State.TAKEN_BACK, Notice.FAIL): (State.OVER, Action.FAIL),
     # Ended by force. One the shell turns out never to have begun is not tried again.
-    (State.FORCED, Event.UNSTARTED): (State.ENDED, Action.END),
-    (State.FORCED, Event.DONE): (State.CLEARING, Action.CLIMB),
-    (State.FORCED, Event.FORCE): (State.FORCED, Action.HURRY),
-    (State.FORCED, Event.CLOSED): (State.ENDED, Action.END),
-    (State.FORCED, Event.FAIL): (State.OVER, Action.FAIL),
-    (State.CLEARING, Event.DONE): (State.CLEARING, Action.NOTHING),  # the shell reported, and died afterwards
-    (State.CLEARING, Event.FORCE): (State.CLEARING, Action.HURRY),
-    (State.CLEARING, Event.CLEAR): (State.ENDED, Action.END),
-    (State.CLEARING, Event.READY): (State.CLEARING, Action.NOTHING),  # the shell died; its successor is there first
-    (State.CLEARING, Event.CLOSED): (State.ENDED, Action.END),
-    (State.CLEARING, Event.FAIL): (State.OVER, Action.FAIL),
+    (State.FORCED, Notice.UNSTARTED): (State.ENDED, Action.END),
+    (State.FORCED, Notice.DONE): (State.CLEARING, Action.CLIMB),
+    (State.FORCED, Notice.FORCE): (State.FORCED, Action.HURRY),
+    (State.FORCED, Notice.CLOSED): (State.ENDED, Action.END),
+    (State.FORCED, Notice.FAIL): (State.OVER, Action.FAIL),
+    (State.CLEARING, Notice.DONE): (State.CLEARING, Action.NOTHING),  # the shell reported, and died afterwards
+    (State.CLEARING, Notice.FORCE): (State.CLEARING, Action.HURRY),
+    (State.CLEARING, Notice.CLEAR): (State.ENDED, Action.END),
+    (State.CLEARING, Notice.READY): (State.CLEARING, Action.NOTHING),  # the shell died; its successor is there first
+    (State.CLEARING, Notice.CLOSED): (State.ENDED, Action.END),
+    (State.CLEARING, Notice.FAIL): (State.OVER, Action.FAIL),
     # Ended. Its shell may have died of it, even after it reported.
-    (State.ENDED, Event.DONE): (State.ENDED, Action.NOTHING),
-    (State.ENDED, Event.FORCE): (State.ENDED, Action.NOTHING),
-    (State.ENDED, Event.READY): (State.DRAINING, Action.CONCLUDE),
-    (State.ENDED, Event.CLOSED): (State.ENDED, Action.NOTHING),
-    (State.ENDED, Event.DRAINED): (State.ENDED, Action.NOTHING),  # asked for again by CONCLUDE
-    (State.ENDED, Event.FAIL): (State.OVER, Action.FAIL),
+    (State.ENDED, Notice.DONE): (State.ENDED, Action.NOTHING),
+    (State.ENDED, Notice.FORCE): (State.ENDED, Action.NOTHING),
+    (State.ENDED, Notice.READY): (State.DRAINING, Action.CONCLUDE),
+    (State.ENDED, Notice.CLOSED): (State.ENDED, Action.NOTHING),
+    (State.ENDED, Notice.DRAINED): (State.ENDED, Action.NOTHING),  # asked for again by CONCLUDE
+    (State.ENDED, Notice.FAIL): (State.OVER, Action.FAIL),
     # The shell has its next command. A client that reads slowly holds up its own answer only.
-    (State.DRAINING, Event.FORCE): (State.DRAINING, Action.NOTHING),
-    (State.DRAINING, Event.DRAINED): (State.OVER, Action.ANSWER),
-    (State.DRAINING, Event.FAIL): (State.OVER, Action.FAIL),
-    (State.OVER, Event.FORCE): (State.OVER, Action.NOTHING),
-    (State.OVER, Event.FAIL): (State.OVER, Action.NOTHING),  # what failed is the answer itself
+    (State.DRAINING, Notice.FORCE): (State.DRAINING, Action.NOTHING),
+    (State.DRAINING, Notice.DRAINED): (State.OVER, Action.ANSWER),
+    (State.DRAINING, Notice.FAIL): (State.OVER, Action.FAIL),
+    (State.OVER, Notice.FORCE): (State.OVER, Action.NOTHING),
+    (State.OVER, Notice.FAIL): (State.OVER, Action.NOTHING),  # what failed is the answer itself
 }
 
-_SHELL_NEWS = (Event.UNSTARTED, Event.DONE, Event.CLEAR, Event.READY, Event.CLOSED)
+_SHELL_NEWS = (Notice.UNSTARTED, Notice.DONE, Notice.CLEAR, Notice.READY, Notice.CLOSED)
 
 COMMAND_IMPOSSIBLE: Pairs = _pairs(
     # No shell has it.
-    (State.QUEUED, (Event.UNSTARTED, Event.DONE, Event.CLEAR, Event.READY, Event.DRAINED)),
+    (State.QUEUED, (Notice.UNSTARTED, Notice.DONE, Notice.CLEAR, Notice.READY, Notice.DRAINED)),
     # The shell is this command's, so none waits; a shell that dies is `DONE` first. No ladder climbs. Output counts as
     # drained when the end of the command is known (`END`), and not before.
-    (State.RUNNING, (Event.BEGIN, Event.CLEAR, Event.READY, Event.DRAINED)),
+    (State.RUNNING, (Notice.BEGIN, Notice.CLEAR, Notice.READY, Notice.DRAINED)),
     # The next shell that waits begins it (`BEGIN`). The streams are closed.
-    (State.TAKEN_BACK, (Event.UNSTARTED, Event.CLEAR, Event.READY, Event.DRAINED)),
+    (State.TAKEN_BACK, (Notice.UNSTARTED, Notice.CLEAR, Notice.READY, Notice.DRAINED)),
     # The ladder goes on while the shell is busy with the command.
-    (State.FORCED, (Event.BEGIN, Event.CLEAR, Event.READY, Event.DRAINED)),
-    (State.CLEARING, (Event.BEGIN, Event.UNSTARTED, Event.DRAINED)),
+    (State.FORCED, (Notice.BEGIN, Notice.CLEAR, Notice.READY, Notice.DRAINED)),
+    (State.CLEARING, (Notice.BEGIN, Notice.UNSTARTED, Notice.DRAINED)),
     # Clocks and ladder are stopped.
-    (State.ENDED, (Event.BEGIN, Event.UNSTARTED, Event.CLEAR)),
+    (State.ENDED, (Notice.BEGIN, Notice.UNSTARTED, Notice.CLEAR)),
     # The queue has forgotten it, and then the streams are closed.
-    (State.DRAINING, (Event.BEGIN, *_SHELL_NEWS)),
-    (State.OVER, (Event.BEGIN, Event.DRAINED, *_SHELL_NEWS)),
+    (State.DRAINING, (Notice.BEGIN, *_SHELL_NEWS)),
+    (State.OVER, (Notice.BEGIN, Notice.DRAINED, *_SHELL_NEWS)),
 )
 
 PROGRAM: Table = {
-    (State.QUEUED, Event.BEGIN): (State.RUNNING, Action.START),
-    (State.RUNNING, Event.DONE): (State.DRAINING, Action.END),
-    (State.RUNNING, Event.FORCE): (State.FORCED, Action.FORCE),
+    (State.QUEUED, Notice.BEGIN): (State.RUNNING, Action.START),
+    (State.RUNNING, Notice.DONE): (State.DRAINING, Action.END),
+    (State.RUNNING, Notice.FORCE): (State.FORCED, Action.FORCE),
     # Ended by force: the answer needs the program's wait status and an empty set of processes, in either order.
-    (State.FORCED, Event.DONE): (State.CLEARING, Action.NOTHING),
-    (State.FORCED, Event.FORCE): (State.FORCED, Action.HURRY),
-    (State.FORCED, Event.CLEAR): (State.REAPING, Action.NOTHING),
-    (State.CLEARING, Event.FORCE): (State.CLEARING, Action.HURRY),
-    (State.CLEARING, Event.CLEAR): (State.DRAINING, Action.END),
-    (State.REAPING, Event.DONE): (State.DRAINING, Action.END),
-    (State.REAPING, Event.FORCE): (State.REAPING, Action.NOTHING),
-    (State.DRAINING, Event.FORCE): (State.DRAINING, Action.NOTHING),
-    (State.DRAINING, Event.DRAINED): (State.OVER, Action.ANSWER),
-    (State.OVER, Event.FORCE): (State.OVER, Action.NOTHING),
+    (State.FORCED, Notice.DONE): (State.CLEARING, Action.NOTHING),
+    (State.FORCED, Notice.FORCE): (State.FORCED, Action.HURRY),
+    (State.FORCED, Notice.CLEAR): (State.REAPING, Action.NOTHING),
+    (State.CLEARING, Notice.FORCE): (State.CLEARING, Action.HURRY),
+    (State.CLEARING, Notice.CLEAR): (State.DRAINING, Action.END),
+    (State.REAPING, Notice.DONE): (State.DRAINING, Action.END),
+    (State.REAPING, Notice.FORCE): (State.REAPING, Action.NOTHING),
+    (State.DRAINING, Notice.FORCE): (State.DRAINING, Action.NOTHING),
+    (State.DRAINING, Notice.DRAINED): (State.OVER, Action.ANSWER),
+    (State.OVER, Notice.FORCE): (State.OVER, Action.NOTHING),
 }
 
-_NOT_OF_PROGRAMS = (Event.UNSTARTED, Event.READY, Event.CLOSED, Event.FAIL)
+_NOT_OF_PROGRAMS = (Notice.UNSTARTED, Notice.READY, Notice.CLOSED, Notice.FAIL)
 
 PROGRAM_IMPOSSIBLE: Pairs = _pairs(
     # Nobody knows of it before it runs: one that cannot be started is answered where it is asked for.
-    (State.QUEUED, (Event.DONE, Event.FORCE, Event.CLEAR, Event.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.QUEUED, (Notice.DONE, Notice.FORCE, Notice.CLEAR, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
     # As for a command: no ladder climbs before `FORCE`, and nothing drains before `END`.
-    (State.RUNNING, (Event.BEGIN, Event.CLEAR, Event.DRAINED, *_NOT_OF_PROGRAMS)),
-    (State.FORCED, (Event.BEGIN, Event.DRAINED, *_NOT_OF_PROGRAMS)),
-    (State.CLEARING, (Event.BEGIN, Event.DONE, Event.DRAINED, *_NOT_OF_PROGRAMS)),
-    (State.REAPING, (Event.BEGIN, Event.CLEAR, Event.DRAINED, *_NOT_OF_PROGRAMS)),
-    (State.DRAINING, (Event.BEGIN, Event.DONE, Event.CLEAR, *_NOT_OF_PROGRAMS)),
-    (State.OVER, (Event.BEGIN, Event.DONE, Event.CLEAR, Event.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.RUNNING, (Notice.BEGIN, Notice.CLEAR, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.FORCED, (Notice.BEGIN, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.CLEARING, (Notice.BEGIN, Notice.DONE, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.REAPING, (Notice.BEGIN, Notice.CLEAR, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
+    (State.DRAINING, (Notice.BEGIN, Notice.DONE, Notice.CLEAR, *_NOT_OF_PROGRAMS)),
+    (State.OVER, (Notice.BEGIN, Notice.DONE, Notice.CLEAR, Notice.DRAINED, *_NOT_OF_PROGRAMS)),
 )
 
 _UNFINISHED = (State.QUEUED, State.RUNNING, State.TAKEN_BACK, State.FORCED)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """End of a run: exit status as a shell would give it, the signal that ended the run, and the cause."""
 
     exit_code: int
@@ -231,10 +231,10 @@ class Lifecycle:
     def __init__(self, table: Table) -> None:
         self.state = State.QUEUED
         self._table = table
-        self._reported: Outcome | None = None
+        self._reported: RunOutcome | None = None
         self._forced: Cause | None = None
 
-    def take(self, event: Event) -> Action:
+    def take(self, event: Notice) -> Action:
         """Change the state; return the action to perform.
 
         Raises:
@@ -246,22 +246,22 @@ class Lifecycle:
         self.state, action = step
         return action
 
-    def done(self, outcome: Outcome) -> Action:
+    def done(self, outcome: RunOutcome) -> Action:
         """Take `DONE`; the first report is the one that counts."""
-        action = self.take(Event.DONE)
+        action = self.take(Notice.DONE)
         self._reported = self._reported or outcome
         return action
 
     def force(self, cause: Cause) -> Action:
         """Take `FORCE`; a cause that comes when the end is known, or begun for another cause, changes nothing."""
-        action = self.take(Event.FORCE)
+        action = self.take(Notice.FORCE)
         if action is not Action.NOTHING and self._forced is None:
             self._forced = cause
         return action
 
     def close(self) -> Action:
         """Take `CLOSED`; a command that the closing cut short counts as cancelled."""
-        action = self.take(Event.CLOSED)
+        action = self.take(Notice.CLOSED)
         if self._reported is None and self._forced is None:
             self._forced = "cancelled"
         return action
@@ -277,9 +277,9 @@ class Lifecycle:
         return self.state in _UNFINISHED
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RunOutcome:
         """The answer's exit status, signal and cause, known from `ENDED` and `DRAINING` on."""
         if self._forced is not None:
-            return Outcome(EXIT_TIMED_OUT if self._forced == "timed_out" else EXIT_CANCELLED, None, self._forced)
+            return RunOutcome(EXIT_TIMED_OUT if self._forced == "timed_out" else EXIT_CANCELLED, None, self._forced)
         assert self._reported is not None
         return self._reported

@@ -19,7 +19,7 @@ from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.shell import Birth, Shell, ShellEvents
 from runner.streams import pty
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.wire.protocol import Exec
 
 _MAX_BEGINNINGS = 2
@@ -30,7 +30,7 @@ _REAP_S = 0.001
 class CommandQueue:
     """Owns the shell and every command that waits, runs or ends."""
 
-    def __init__(self, context: Context, leftovers: Leftovers, *, directory: str, birth: Birth) -> None:
+    def __init__(self, context: Context, leftovers: AbandonedPipes, *, directory: str, birth: Birth) -> None:
         """Start the shell as soon as the answer to the request for it is out.
 
         Raises:
@@ -150,9 +150,11 @@ class CommandQueue:
 
     def _on_error(self, _error: Exception) -> None:
         """A turn between the shell and its command was lost: the command pays, the queue goes on."""
-        if self._current is not None:
-            self._current.fail("IO_ERROR", "the command was lost")
-        self.shell.replace()
+        try:
+            if self._current is not None:
+                self._current.fail("IO_ERROR", "the command was lost")
+        finally:
+            self.shell.replace()
 
     def _on_over(self, execution: Execution) -> None:
         if execution is self._current:

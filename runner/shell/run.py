@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from runner.loop.context import Context, Sink
 from runner.loop.loop import Timer
 from runner.process.storage import RoomGauge
 from runner.shell.ending import Ladder
-from runner.shell.lifecycle import Action, Event, Lifecycle, Table
-from runner.streams.flow import Leftovers
+from runner.shell.lifecycle import Action, Lifecycle, Notice, Table
+from runner.streams.flow import AbandonedPipes
 from runner.streams.streams import NO_STREAMS, ClientSide
-from runner.wire.protocol import Cause, Exec, ExecReply, RunProgram, Started, TerminalSize
+from runner.wire.protocol import Cause, Error, Exec, ExecReply, RunProgram, Started, TerminalSize
 
 SIGNAL_BASE = 128
 """Exit status of a process that a signal ended, less the signal's number."""
@@ -27,7 +28,7 @@ class Run(ClientSide, ABC):
     """One run, from its request to its answer. Implements `Job` and `Reachable`."""
 
     def __init__(
-        self, context: Context, request: Exec | RunProgram, sink: Sink, leftovers: Leftovers, table: Table
+        self, context: Context, request: Exec | RunProgram, sink: Sink, leftovers: AbandonedPipes, table: Table
     ) -> None:
         super().__init__(sink)
         self._context = context
@@ -44,7 +45,7 @@ class Run(ClientSide, ABC):
 
     # Events and actions ---------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Notice) -> None:
         self._perform(self._life.take(event))
 
     @abstractmethod
@@ -79,7 +80,7 @@ class Run(ClientSide, ABC):
 
     def on_output_done(self) -> None:
         if self._streams.is_done:
-            self._take(Event.DRAINED)
+            self._take(Notice.DRAINED)
 
     # Parts of actions -----------------------------------------------------------------------------------------------
 
@@ -119,12 +120,15 @@ class Run(ClientSide, ABC):
             self._ladder.stop()
         self._time_limit = self._ladder = None
 
-    def _give_up_streams(self) -> Sink | None:
-        """Close everything, for the last output is sent or not wanted; return the sink, for the answer."""
-        self._streams.close(self._leftovers)
-        self._streams = NO_STREAMS
+    def _answer_with(self, answer: Callable[[], ExecReply | Error]) -> None:
+        """Close the streams, whose last output is sent or not wanted, and send an answer, also if the close raises."""
         sink, self._sink = self._sink, None
-        return sink
+        streams, self._streams = self._streams, NO_STREAMS
+        try:
+            streams.close(self._leftovers)
+        finally:
+            if sink is not None:
+                sink.finish(answer())
 
     def _reply(
         self,

@@ -19,7 +19,7 @@ from runner.shell import filerules
 from runner.shell.execution import Execution
 from runner.shell.queue import CommandQueue, check_request, may_enter
 from runner.shell.shell import Birth, find_shell
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.wire.protocol import (
     DEFAULT_SHELL,
     MAX_SHELLS,
@@ -42,7 +42,7 @@ class Shells:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._leftovers = Leftovers(context.loop)
+        self._leftovers = AbandonedPipes(context.loop)
         self._queues: dict[str, CommandQueue] = {}
         self._opened = 0
 

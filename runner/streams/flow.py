@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from typing import Protocol
 
 from runner.loop.config import MAX_LEFTOVER_PIPES
-from runner.loop.loop import READ, WRITE, Loop
+from runner.loop.loop import READ, WRITE, EventLoop
 from runner.wire.protocol import CHUNK_BYTES, Kind
 
 _LAST_TERMINAL_BYTES = 128 * 1024
@@ -33,16 +33,16 @@ class FlowOwner(Protocol):
         """Take output of the run."""
 
     def on_output_done(self) -> None:
-        """One flow has given its last output."""
+        """Look whether the run is over. Called after a flow has given its last output."""
 
     def on_room(self) -> None:
-        """The run has taken input, or never will take any."""
+        """Accept input again. Called when the run has taken input, or never will take any."""
 
 
 class Outflow:
     """Output of a run. Owns the descriptor, non-blocking. Nothing is read before the first `resume` or `finish`."""
 
-    def __init__(self, loop: Loop, fd: int, kind: Kind, owner: FlowOwner, *, is_terminal: bool = False) -> None:
+    def __init__(self, loop: EventLoop, fd: int, kind: Kind, owner: FlowOwner, *, is_terminal: bool = False) -> None:
         self._loop = loop
         self._fd = fd
         self._kind = kind
@@ -79,7 +79,7 @@ class Outflow:
             if not self.is_done:
                 self.resume()
 
-    def close(self, leftovers: Leftovers | None) -> None:
+    def close(self, leftovers: AbandonedPipes | None) -> None:
         """Give the descriptor up. A pipe goes to `leftovers`, for a background job may hold it; a terminal hangs up."""
         self.pause()
         self.is_done = True
@@ -143,7 +143,7 @@ class Inflow:
     bytes that the run does not take yet. When nobody reads any more, input is dropped, as if the run had ignored
     SIGPIPE for the client."""
 
-    def __init__(self, loop: Loop, owner: FlowOwner, fd: int = -1) -> None:
+    def __init__(self, loop: EventLoop, owner: FlowOwner, fd: int = -1) -> None:
         self._loop = loop
         self._owner = owner
         self._fd = -1
@@ -218,11 +218,11 @@ class Inflow:
             self._loop.change(self._fd, interest)
 
 
-class Leftovers:
+class AbandonedPipes:
     """Pipes of ended runs that still have writers, background jobs, say: read and thrown away, so that the writers
     neither block nor die of SIGPIPE. A bounded number; the oldest is closed first."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._fds: OrderedDict[int, None] = OrderedDict()
 

@@ -16,7 +16,7 @@ from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
 from runner.streams import pty
-from runner.streams.flow import FlowOwner, Inflow, Leftovers, Outflow
+from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.wire.protocol import Kind, TerminalSize
 
 _NULL_FD = 0
@@ -35,8 +35,8 @@ class Streams:
     # Opening: streams of a command only -----------------------------------------------------------------------------
 
     def open(self, *, needs_input_file: bool) -> None:
-        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: it opens
-        `in`, even if the command has no standard input.
+        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: the shell
+        opens `in`, even if the command has no standard input.
 
         Raises:
             OSError
@@ -48,7 +48,7 @@ class Streams:
         return True
 
     def on_reader(self) -> None:
-        """The command holds its standard input now."""
+        """Let the input flow. To be called once the command holds its standard input."""
 
     # Input ----------------------------------------------------------------------------------------------------------
 
@@ -57,13 +57,13 @@ class Streams:
             self._inflow.feed(data)
 
     def end(self) -> None:
-        """End the input. On a terminal that takes a key, and this does nothing."""
+        """End the input. Does nothing on a terminal, where a key ends the input."""
         if self._inflow is not None and self._terminal_fd < 0:
             self._inflow.end()
 
     @property
     def buffered_bytes(self) -> int:
-        """Input not yet taken by the run."""
+        """Bytes of input that the run has not taken yet."""
         return self._inflow.buffered_bytes if self._inflow is not None else 0
 
     # Output ---------------------------------------------------------------------------------------------------------
@@ -85,14 +85,15 @@ class Streams:
     # The end --------------------------------------------------------------------------------------------------------
 
     def finish(self, *, may_read: bool) -> None:
-        """The run has ended: take no more input, and read its last output, at once if the client takes it."""
+        """Take no more input, and read the last output: at once if `may_read`, else after `resume`. To be called when
+        the run has ended."""
         if self._inflow is not None:
             self._inflow.close()
         for outflow in self._outflows:
             outflow.finish(may_read=may_read)
 
-    def close(self, leftovers: Leftovers | None) -> None:
-        """Give every descriptor up. Output that comes later is thrown away."""
+    def close(self, leftovers: AbandonedPipes | None) -> None:
+        """Close every descriptor, or give it to `leftovers`. Output that comes later is thrown away."""
         if self._inflow is not None:
             self._inflow.close()
         for outflow in self._outflows:
@@ -174,7 +175,7 @@ class ProgramStreams(Streams):
             raise
 
     def close_child_side(self) -> None:
-        """The program holds its ends now, or never will."""
+        """Close the program's ends. To be called once the program holds them, or never will."""
         for fd in self._child_side:
             os.close(fd)
         self._child_side.clear()
@@ -214,7 +215,7 @@ class ClientSide:
         self._streams.end()
 
     def on_drained(self) -> None:
-        """The client has taken enough of what was sent."""
+        """Read output again. To be called when the client has taken enough of what was sent."""
         self._streams.resume()
 
     @property

@@ -157,7 +157,7 @@ _LOOKS = {
 
 
 @attrs.frozen
-class Observed:
+class MetricSources:
     """The sources of the metrics. `parts` are the actors of which there is one; `cgroup_dirs` is empty as long as it
     is unknown."""
 
@@ -172,7 +172,7 @@ class Observed:
     node_id: str
 
 
-async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
+async def measure(seen: MetricSources, *, limiter: trio.CapacityLimiter) -> Sequence[Metric]:
     """Return all metrics."""
     statuses: Counter[Status] = Counter()
     for start, entry in enumerate(seen.directory):
@@ -183,7 +183,7 @@ async def measure(seen: Observed, *, limiter: trio.CapacityLimiter) -> Sequence[
     return [*_of_tree(seen, statuses), *_of_storage(seen), *slow]
 
 
-def _read_or_none(seen: Observed) -> list[Metric]:
+def _read_or_none(seen: MetricSources) -> list[Metric]:
     info = GaugeMetricFamily("sandkasten_build_info", "What this is; always 1.", labels=["node", "version"])
     info.add_metric([seen.node_id, package_version()], 1)
     return [
@@ -193,7 +193,7 @@ def _read_or_none(seen: Observed) -> list[Metric]:
     ]
 
 
-def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Metric]:
+def _of_tree(seen: MetricSources, statuses: Mapping[Status, int]) -> list[Metric]:
     entries = list(seen.directory)
     queues = list(seen.metrics.queues)
     running = sum(each.running for each in queues)
@@ -235,7 +235,7 @@ def _of_tree(seen: Observed, statuses: Mapping[Status, int]) -> list[Metric]:
     ]
 
 
-def _of_storage(seen: Observed) -> list[Metric]:
+def _of_storage(seen: MetricSources) -> list[Metric]:
     spool, journal = seen.spool, seen.journal
     return [
         gauge(

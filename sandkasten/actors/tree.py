@@ -33,10 +33,10 @@ from nsinit.wire.protocol import SeccompProfile
 from sandkasten.actors.core import Ask, R, Ref, unwrap
 from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
-from sandkasten.actors.node.creating import Node
-from sandkasten.actors.node.recovery import Leftovers
+from sandkasten.actors.node.creating import NodeIdentity
+from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
-from sandkasten.actors.node_view import NodeFacts, Observed, describe_capacity, describe_system, measure
+from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
 from sandkasten.actors.services import events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
@@ -93,7 +93,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self,
         config: Config,
         catalog: Catalog,
-        node: Node,
+        node: NodeIdentity,
         *,
         machine: Machine,
         pool_size: int,
@@ -121,7 +121,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         )
         self._directory, self._journal, self._metrics = directory, self._shared.journal, self._shared.metrics
         self._holds, self._in_flight, self._usages = Holds(), InFlight(), {}
-        self.leftovers = Leftovers(config.data_dir, node.boot_id, self._shared)
+        self.leftovers = LeftoverSearch(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
         self._matchers = trio.CapacityLimiter(_MATCHERS)
@@ -427,7 +427,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         if not self._cgroup_dirs:
             with trio.move_on_after(_METRICS_S), suppress(SandkastenError):
                 self._cgroup_dirs = (await self._nsinit.ask(Describe())).cgroup_dirs
-        seen = Observed(
+        seen = MetricSources(
             metrics=self._shared.metrics,
             directory=self._shared.directory,
             journal=self._shared.journal,

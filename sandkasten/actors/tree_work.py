@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.node.creating import stopping
-from sandkasten.actors.runs.run import Hold, Joined, Run, RunReader, RunRequest
+from sandkasten.actors.runs.run import Joined, Run, RunClaim, RunReader, RunRequest
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.actors.runs.waiting import Collector, wait_for
 from sandkasten.actors.services.directory import Entry
@@ -153,18 +153,18 @@ class WorkOfSessions:
         with self._in_flight.one_more():
             entry = await self._live(session_id)
             wish = self._command(entry, spec, on_disconnect)
-            hold = Hold(wish)
+            claim = RunClaim(wish)
             try:
-                await entry.ref.ask(OpenRun(hold))
-                reader = RunReader(hold.run, is_joined=hold.run is not wish)
+                await entry.ref.ask(OpenRun(claim))
+                reader = RunReader(claim.run, is_joined=claim.run is not wish)
                 try:
-                    if hold.run is wish:
+                    if claim.run is wish:
                         await wish.started.wait()
                     yield reader
                 finally:
                     reader.close()
             finally:
-                hold.leave()
+                claim.leave()
 
     async def exec(
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
@@ -177,16 +177,16 @@ class WorkOfSessions:
         collector = Collector(self._config.server.output_cap_bytes)
         entry = await self._live(session_id)
         wish = self._command(entry, spec, on_disconnect, collector)
-        hold = Hold(wish)
+        claim = RunClaim(wish)
         try:
-            entry.ref.post(RunToEnd(hold), wish.ended)
+            entry.ref.post(RunToEnd(claim), wish.ended)
             try:
                 return collector.result(await wish.ended.wait())
             except Joined:
-                end = await hold.run.ended.wait()
-                return await _result_of(hold.run, end, collector)
+                end = await claim.run.ended.wait()
+                return await _result_of(claim.run, end, collector)
         finally:
-            hold.leave()
+            claim.leave()
 
     def _command(
         self, entry: Entry, spec: ExecSpec, on_disconnect: OnDisconnect, collector: Collector | None = None
@@ -308,14 +308,14 @@ class WorkOfSessions:
             keep_alive=spec.keep_alive,
             pass_trace=self._config.runs.pass_traceparent,
         )
-        hold = Hold(Run(request))
+        claim = RunClaim(Run(request))
         try:
             entry = await self._live(session_id)
-            await entry.ref.ask(OpenRun(hold))
-            await hold.run.started.wait()
-            return hold.run.info
+            await entry.ref.ask(OpenRun(claim))
+            await claim.run.started.wait()
+            return claim.run.info
         finally:
-            hold.leave()
+            claim.leave()
 
     async def wait_process(self, session_id: str, exec_id: str, condition: WaitFor, *, timeout_s: float) -> Waited:
         run = await self._find(session_id, exec_id)

@@ -180,7 +180,7 @@ class WorkOfWorkspaces:
         self._check(workspace_id)
         done = trio.Event()
         borrow = (
-            messages.Borrow(workspace_id, done, self._within)
+            messages.BorrowFiles(workspace_id, done, self._within)
             if draft_of is None
             else messages.BorrowDraft(draft_of, done)
         )

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.config import MIB, Admission, Disk
+from sandkasten.config import MIB, AdmissionSettings, DiskSettings
 from sandkasten.counters import node
 from sandkasten.model import Limits
 from sandkasten.model.errors import Capacity, DiskReserve, InvalidRequest
@@ -44,7 +44,7 @@ class Budget:
     """The limits of live sessions, and their sums. Keys are session ids, or a stand-in before a session has its id."""
 
     def __init__(
-        self, settings: Admission, max_sessions: int, resources: Resources, shares: KeyShares | None = None
+        self, settings: AdmissionSettings, max_sessions: int, resources: Resources, shares: KeyShares | None = None
     ) -> None:
         self._settings, self._resources = settings, resources
         self._shares = shares or KeyShares(KeyRing())
@@ -154,7 +154,7 @@ class Budget:
         return max(1, min(math.ceil((end - datetime.now(UTC)).total_seconds()), _MAX_RETRY_S))
 
 
-def promisable(settings: Admission, totals: Amounts) -> Amounts:
+def promisable(settings: AdmissionSettings, totals: Amounts) -> Amounts:
     """Return the budget of a node with these totals; None: not counted."""
     return Amounts(
         sessions=totals.sessions,
@@ -225,13 +225,13 @@ class MachineResources:
 # The reserve of the disk
 
 
-def check(data_dir: Path, disk: Disk) -> None:
+def check(data_dir: Path, disk: DiskSettings) -> None:
     """Raise `DiskReserve` while less disk is free than the reserve."""
     space = os.statvfs(data_dir)
     refuse_below(space, disk)
 
 
-def refuse_below(space: os.statvfs_result, disk: Disk) -> None:
+def refuse_below(space: os.statvfs_result, disk: DiskSettings) -> None:
     """Raise `DiskReserve` if these counters are below the reserve."""
     free_mb = space.f_bavail * space.f_frsize // MIB
     needed_mb = max(disk.reserve_mb, int(space.f_blocks * space.f_frsize * disk.reserve_percent / 100) // MIB)

@@ -14,7 +14,7 @@ import attrs
 
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ImageKind, SandboxPlan
-from sandkasten.config import Config, Defaults, Disk, Maximum
+from sandkasten.config import Config, Defaults, DiskSettings, Maximum
 from sandkasten.model import (
     EXEC_MODES,
     FIXED_BOUNDS,
@@ -172,7 +172,7 @@ def check_limits(limits: Limits) -> None:
         raise InvalidRequest("limits out of range", **problems)
 
 
-def check_disk_limits(limits: Limits, disk: Disk) -> None:
+def check_disk_limits(limits: Limits, disk: DiskSettings) -> None:
     """Refuse more disk than the configuration allows. Raises `InvalidRequest`."""
     if limits.disk_mb > disk.max_mb:
         raise InvalidRequest("limits out of range", **{"limits.disk_mb": f"at most {disk.max_mb}"})

@@ -24,7 +24,7 @@ from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_t
 from sandkasten.api.http.exchange import JSON, Exchange, one_header
 from sandkasten.api.http.guard import App, Message, Receive, Scope, Send
 from sandkasten.api.http.measured import NOWHERE, FrontMetrics
-from sandkasten.api.http.routing import Found, Kind, Route, Target, parse_target
+from sandkasten.api.http.routing import Route, RouteKind, RouteMatch, Target, parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
@@ -114,7 +114,7 @@ class _Front:
         await self._authenticate(exchange, target)
         route = _find_route(exchange, target)
         await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
-        if route.kind is Kind.JSON:
+        if route.kind is RouteKind.JSON:
             limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
             exchange.scope[EXCHANGE_KEY] = (exchange, route)
             await exchange.hand_over(self._quart, limit_bytes=limit_bytes)
@@ -169,7 +169,7 @@ def make_quart() -> App:
     Each request's scope must carry its exchange, with the body read, and its route under `EXCHANGE_KEY`.
     """
     app = QuartTrio("sandkasten.api", static_folder=None)
-    methods = sorted({route.method for route in TABLE.routes if route.kind is Kind.JSON})
+    methods = sorted({route.method for route in TABLE.routes if route.kind is RouteKind.JSON})
     app.add_url_rule("/<path:_>", view_func=_serve_json, methods=methods, provide_automatic_options=False)
     app.url_map.merge_slashes = False
     app.register_error_handler(Exception, _on_exception)
@@ -210,7 +210,7 @@ def _find_route(exchange: Exchange, target: Target | None) -> Route:
         if not WORKSPACE_ID.match(workspace_id):
             raise errors.WorkspaceNotFound("no such workspace")
         exchange.workspace_id = workspace_id
-    found: Found | None = TABLE.find(target.segments)
+    found: RouteMatch | None = TABLE.find(target.segments)
     if found is None or not found.methods:
         raise errors.RouteNotFound("no such URL")
     route = found.methods.get(exchange.method)

@@ -24,7 +24,7 @@ import attrs
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
-from sandkasten.api.http.routing import Kind, Route
+from sandkasten.api.http.routing import Route, RouteKind
 from sandkasten.api.resources import fields
 from sandkasten.api.resources.fields import Between, Choice, Matching, check_of, plain_kind
 
@@ -42,7 +42,7 @@ def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON
     schemas: dict[str, Schema] = {}
     error = schema_of(ErrorBody, schemas)
     paths: dict[str, dict[str, Any]] = {}
-    for route in sorted(routes, key=lambda route: route.kind is Kind.WEBSOCKET):
+    for route in sorted(routes, key=lambda route: route.kind is RouteKind.WEBSOCKET):
         method = route.method.lower()
         operations = paths.setdefault(route.path, {})
         if method in operations:  # also a WebSocket
@@ -84,7 +84,7 @@ def _operation(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # J
 
 def _responses(route: Route, schemas: dict[str, Schema]) -> dict[str, Any]:  # JSON values
     error = {"default": {"$ref": "#/components/responses/Error"}}
-    if route.kind is Kind.WEBSOCKET:
+    if route.kind is RouteKind.WEBSOCKET:
         return {**_SWITCHED, **error}
     if route.answer_type is not None:
         content = _content(route.answer_type, {"type": "string"})

@@ -19,7 +19,7 @@ from typing import Any
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, OPEN, RULE_NODE, SEE_NODE, Needs
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.routing import Kind, Route, RouteTable
+from sandkasten.api.http.routing import Route, RouteKind, RouteTable
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
@@ -46,19 +46,19 @@ _CREATED = (201,)
 def _json(
     method: str, path: str, handler: Callable[[Exchange], Awaitable[Answer]], needs: Needs, **columns: Any
 ) -> Route:  # columns: of Route
-    return Route(kind=Kind.JSON, method=method, path=path, handler=handler, needs=needs, **columns)
+    return Route(kind=RouteKind.JSON, method=method, path=path, handler=handler, needs=needs, **columns)
 
 
 def _raw(
     method: str, path: str, handler: Callable[[Exchange], Awaitable[Answer | None]], needs: Needs, **columns: Any
 ) -> Route:  # columns: of Route
-    return Route(kind=Kind.RAW, method=method, path=path, handler=handler, needs=needs, **columns)
+    return Route(kind=RouteKind.RAW, method=method, path=path, handler=handler, needs=needs, **columns)
 
 
 def _websocket(
     path: str, handler: Callable[[WebSocketExchange], Awaitable[None]], needs: Needs, **columns: Any
 ) -> Route:  # columns: of Route
-    return Route(kind=Kind.WEBSOCKET, method="GET", path=path, handler=handler, needs=needs, **columns)
+    return Route(kind=RouteKind.WEBSOCKET, method="GET", path=path, handler=handler, needs=needs, **columns)
 
 
 async def openapi(_exchange: Exchange) -> Answer:
@@ -99,7 +99,7 @@ TABLE = RouteTable(
         ),
         _json("GET", _SESSION, sessions.get, LOOK, answer=sessions.SessionBody),
         _json("PATCH", _SESSION, sessions.update, ACT, body=sessions.PatchRequest, answer=sessions.SessionBody),
-        _json("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.Done),
+        _json("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.DoneBody),
         _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
         _json("GET", f"{_SESSION}/diagnostics", sessions.diagnostics, LOOK, answer=sessions.DiagnosisBody),
         _json(
@@ -123,10 +123,10 @@ TABLE = RouteTable(
         _raw("GET", _RUN, runs.get_run, LOOK, answer=runs.RunBody),
         _raw("GET", f"{_RUN}/output", runs.read_output, LOOK, query=OutputQuery, answer=OutputBody),
         _raw("GET", f"{_RUN}/stream", runs.follow_run, LOOK, query=runs.FollowQuery, answer_type=_EVENTS),
-        _raw("POST", f"{_RUN}/signal", runs.send_signal, ACT, body=runs.SignalRequest, answer=sessions.Done),
+        _raw("POST", f"{_RUN}/signal", runs.send_signal, ACT, body=runs.SignalRequest, answer=sessions.DoneBody),
         _raw("POST", f"{_RUN}/cancel", runs.cancel_run, ACT, body=runs.CancelRequest, answer=runs.RunBody),
-        _raw("POST", f"{_RUN}/stdin", runs.send_stdin, ACT, body=runs.StdinRequest, answer=sessions.Done),
-        _raw("POST", f"{_RUN}/resize", runs.resize, ACT, body=runs.TerminalRequest, answer=sessions.Done),
+        _raw("POST", f"{_RUN}/stdin", runs.send_stdin, ACT, body=runs.StdinRequest, answer=sessions.DoneBody),
+        _raw("POST", f"{_RUN}/resize", runs.resize, ACT, body=runs.TerminalRequest, answer=sessions.DoneBody),
         _raw("GET", f"{_SESSION}/shells", runs.list_shells, LOOK, answer=runs.ShellsBody),
         _raw(
             *("POST", f"{_SESSION}/shells", runs.open_shell, ACT),
@@ -134,7 +134,7 @@ TABLE = RouteTable(
             answer=runs.ShellBody,
             statuses=_CREATED,
         ),
-        _raw("DELETE", f"{_SESSION}/shells/{{name}}", runs.close_shell, ACT, answer=sessions.Done),
+        _raw("DELETE", f"{_SESSION}/shells/{{name}}", runs.close_shell, ACT, answer=sessions.DoneBody),
         _raw(
             *("GET", f"{_SESSION}/processes", runs.list_processes, LOOK),
             query=runs.ProcessesQuery,
@@ -149,9 +149,11 @@ TABLE = RouteTable(
         _raw("GET", _PROCESS, runs.get_process, LOOK, answer=runs.ProcessBody),
         _raw("DELETE", _PROCESS, runs.kill_process, ACT, answer=runs.ProcessBody),
         _raw("GET", f"{_PROCESS}/logs", runs.process_logs, LOOK, query=runs.LogsQuery, answer=OutputBody),
-        _raw("POST", f"{_PROCESS}/stdin", runs.process_stdin, ACT, body=runs.StdinRequest, answer=sessions.Done),
-        _raw("POST", f"{_PROCESS}/signal", runs.process_signal, ACT, body=runs.SignalRequest, answer=sessions.Done),
-        _raw("POST", f"{_PROCESS}/resize", runs.process_resize, ACT, body=runs.TerminalRequest, answer=sessions.Done),
+        _raw("POST", f"{_PROCESS}/stdin", runs.process_stdin, ACT, body=runs.StdinRequest, answer=sessions.DoneBody),
+        _raw("POST", f"{_PROCESS}/signal", runs.process_signal, ACT, body=runs.SignalRequest, answer=sessions.DoneBody),
+        _raw(
+            "POST", f"{_PROCESS}/resize", runs.process_resize, ACT, body=runs.TerminalRequest, answer=sessions.DoneBody
+        ),
         _raw("POST", f"{_PROCESS}/kill", runs.kill_process, ACT, answer=runs.ProcessBody),
         _raw("POST", f"{_PROCESS}/wait", runs.wait_for_process, LOOK, body=runs.WaitRequest, answer=runs.WaitedBody),
         _raw("GET", f"{_SESSION}/ports", runs.list_ports, LOOK, answer=runs.PortsBody),
@@ -187,7 +189,7 @@ TABLE = RouteTable(
             body=workspaces.WorkspacePatchRequest,
             answer=workspaces.WorkspaceBody,
         ),
-        _json("DELETE", _WORKSPACE, workspaces.delete, MAKE, query=workspaces.DeleteQuery, answer=sessions.Done),
+        _json("DELETE", _WORKSPACE, workspaces.delete, MAKE, query=workspaces.DeleteQuery, answer=sessions.DoneBody),
         # Files of a workspace
         _raw(
             *("GET", f"{_WORKSPACE}/fs", workspaces.list_files, FIND),

@@ -17,12 +17,12 @@ import attrs
 
 from sandkasten.cli.common import Stop, load, printable
 from sandkasten.cli.image import image_notices
-from sandkasten.cli.leftovers import Leftovers, as_json, as_lines, find_leftovers, fix_leftovers
+from sandkasten.cli.leftovers import LeftoverReport, as_json, as_lines, find_leftovers, fix_leftovers
 from sandkasten.config import Config
 from sandkasten.host import examine
 from sandkasten.host.leftovers import CantLook
 from sandkasten.host.protections import Situation, lacking, protections, with_needs
-from sandkasten.model.node import Check, Machine, Protection, State, Verdict
+from sandkasten.model.node import Check, Machine, Protection, ProtectionState, Verdict
 
 _MARKS = {
     Verdict.WORKS: "ok",
@@ -53,7 +53,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if lacks else 0
 
 
-def _look(config: Config) -> Leftovers | str:
+def _look(config: Config) -> LeftoverReport | str:
     """Return the leftovers, or the reason why they were not looked for."""
     if os.geteuid() != 0:
         return "takes root"
@@ -63,11 +63,11 @@ def _look(config: Config) -> Leftovers | str:
         return str(error)
 
 
-def _leftovers_json(seen: Leftovers | str) -> dict[str, object]:
+def _leftovers_json(seen: LeftoverReport | str) -> dict[str, object]:
     return {"not_looked_for": seen} if isinstance(seen, str) else as_json(seen)
 
 
-def _leftovers(seen: Leftovers | str) -> Sequence[str]:
+def _leftovers(seen: LeftoverReport | str) -> Sequence[str]:
     return [f"{'?':<5} {'leftovers':<18} not looked for: {seen}"] if isinstance(seen, str) else as_lines(seen)
 
 
@@ -89,7 +89,7 @@ def _print_all(config: Config, machine: Machine, found: Sequence[Protection], la
 
 
 def _need(protection: Protection) -> str:
-    return "required, " if protection.required and protection.state is not State.ON else ""
+    return "required, " if protection.required and protection.state is not ProtectionState.ON else ""
 
 
 def _print_table(machine: Machine) -> None:

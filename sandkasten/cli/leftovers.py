@@ -29,10 +29,10 @@ from sandkasten import app, log
 from sandkasten.actors.node.reconcile import (
     SESSION,
     TRASH,
-    Action,
     Leftover,
     Observed,
-    Plan,
+    Reconciliation,
+    SessionAction,
     as_leftovers,
     plan_reconciliation,
 )
@@ -62,7 +62,7 @@ _PAUSE_S = 0.05
 
 
 @attrs.frozen
-class Leftovers:
+class LeftoverReport:
     """Sessions and leftovers at one moment.
 
     `is_served`: a daemon is at work. `live`: sessions that run as recorded. `unfinished`: recorded sessions that don't
@@ -79,10 +79,10 @@ class Leftovers:
     ended: Sequence[Session] = ()
 
 
-def find_leftovers(config: Config, *, is_ours: bool = False, ask_for: Collection[str] = ()) -> Leftovers:
+def find_leftovers(config: Config, *, is_ours: bool = False, ask_for: Collection[str] = ()) -> LeftoverReport:
     """Look, as root. `is_ours`: this process holds the data directory. Raises `CantLook`."""
     if not config.data_dir.is_dir():
-        return Leftovers()
+        return LeftoverReport()
     is_served = not is_ours and has_daemon(config.data_dir)
     seen = _look(config, is_served, ask_for)
     if is_served and seen.left:
@@ -92,7 +92,7 @@ def find_leftovers(config: Config, *, is_ours: bool = False, ask_for: Collection
     return seen
 
 
-def as_json(found: Leftovers) -> dict[str, Any]:  # JSON values
+def as_json(found: LeftoverReport) -> dict[str, Any]:  # JSON values
     """Return sessions and leftovers for programs."""
     return {
         "daemon_runs": found.is_served,
@@ -102,7 +102,7 @@ def as_json(found: Leftovers) -> dict[str, Any]:  # JSON values
     }
 
 
-def as_lines(found: Leftovers) -> Sequence[str]:
+def as_lines(found: LeftoverReport) -> Sequence[str]:
     """Return sessions and leftovers as lines for people."""
     if found.is_served:
         summary = "a daemon is at work here, and answers for its sessions"
@@ -122,7 +122,7 @@ def as_lines(found: Leftovers) -> Sequence[str]:
     return [*lines, f"{'':<24} fix: {how}"]
 
 
-def describe(leftover: Leftover, found: Leftovers) -> str:
+def describe(leftover: Leftover, found: LeftoverReport) -> str:
     """Return the line of one leftover, without its kind."""
     if leftover.kind == "mount":
         return f"{leftover.name}: left to you: it may be a disk for the data directory"
@@ -133,7 +133,7 @@ def describe(leftover: Leftover, found: Leftovers) -> str:
     return f"{leftover.name}: {'runs' if leftover.name in found.running else 'remains'}, and the database has it not"
 
 
-def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Leftovers:
+def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> LeftoverReport:
     files = list_spool(DataPaths(config.data_dir).spool)  # before the rows: a session's row is older than its files
     try:
         with open_snapshot(config.db_path, is_in_use=is_served) as database:
@@ -145,10 +145,10 @@ def _look(config: Config, is_served: bool, ask_for: Collection[str]) -> Leftover
     survey = look(config.data_dir, node_id, live) if node_id else Survey()
     plan = _plan(config, known.records, survey, files, is_served=is_served)
     trash = [] if is_served else [each for each in as_leftovers(survey.leftovers) if each.kind == TRASH]
-    return Leftovers(
+    return LeftoverReport(
         is_served=is_served,
-        live=[each.session_id for each in plan.of(Action.ADOPT)],
-        unfinished={each.session_id: each.reason or f"{each.event}" for each in plan.of(Action.FINISH)},
+        live=[each.session_id for each in plan.of(SessionAction.ADOPT)],
+        unfinished={each.session_id: each.reason or f"{each.event}" for each in plan.of(SessionAction.FINISH)},
         left=[*plan.news, *trash],
         running=frozenset(each.session_id for each in survey.found if each.identity is not None),
         survey=survey,
@@ -176,7 +176,7 @@ def _read(database: sqlite3.Connection, ask_for: Collection[str]) -> _Known:
 
 def _plan(
     config: Config, records: Sequence[SessionRecord], survey: Survey, files: Sequence[SpoolFile], *, is_served: bool
-) -> Plan:
+) -> Reconciliation:
     """Plan as a start does. Beside a daemon every id is the daemon's own, and so is all output."""
     owned = frozenset[str]()
     if is_served:
@@ -225,7 +225,7 @@ def fix_leftovers(config: Config, *, is_json: bool) -> int:
     return 0 if is_clean else 1
 
 
-def refuse_rivals(before: Leftovers) -> None:
+def refuse_rivals(before: LeftoverReport) -> None:
     """Raise `Stop` if sessions run in two places: those of one could be adopted, and the others would be ended."""
     if before.survey.rivals:
         places = ", ".join(before.survey.rivals)
@@ -294,11 +294,11 @@ async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompPro
                 await trio.sleep(_PAUSE_S)
 
 
-def _removed(before: Leftovers, after: Leftovers) -> Sequence[Leftover]:
+def _removed(before: LeftoverReport, after: LeftoverReport) -> Sequence[Leftover]:
     return [each for each in before.left if each not in after.left]
 
 
-def _report_json(before: Leftovers, after: Leftovers) -> dict[str, object]:
+def _report_json(before: LeftoverReport, after: LeftoverReport) -> dict[str, object]:
     ended = [
         {"session_id": each.id, "status": each.status, "reason": each.reason, "end_reason": each.end_reason}
         for each in after.ended
@@ -313,7 +313,7 @@ def _report_json(before: Leftovers, after: Leftovers) -> dict[str, object]:
     }
 
 
-def _report_lines(before: Leftovers, after: Leftovers) -> Sequence[str]:
+def _report_lines(before: LeftoverReport, after: LeftoverReport) -> Sequence[str]:
     def line(word: str, kind: str, text: str) -> str:
         return f"{word:<9} {kind:<17} {text}"
 

@@ -39,7 +39,7 @@ from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.errors import NsinitLost, SandkastenError
-from sandkasten.model.node import Machine, State, System
+from sandkasten.model.node import Machine, ProtectionState, System
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def stop_signals() -> list[signal.Signals]:
 
 def _tell(system: System) -> None:
     for each in system.protections:
-        if each.state is not State.ON:
+        if each.state is not ProtectionState.ON:
             print(f"note: {each.name} is {each.state}: {each.detail}")
 
 

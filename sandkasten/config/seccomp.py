@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, REQUESTS, SeccompArgTest, SeccompProfile, SeccompRule, Start
-from sandkasten.config import ConfigError, Security
+from sandkasten.config import ConfigError, SecuritySettings
 from sandkasten.model import SECCOMP_NAME, SECCOMP_PROFILES
 
 MAX_FILE_BYTES = 256 * 1024
@@ -49,7 +49,7 @@ _CONDITION_KEYS = {"caps", "arches", "minKernel"}
 Json = Mapping[str, Any]  # JSON values
 
 
-def load_filters(security: Security) -> tuple[SeccompProfile, ...]:
+def load_filters(security: SecuritySettings) -> tuple[SeccompProfile, ...]:
     """Return the operator's own filters. Raises `ConfigError`, also for a configured name without a file."""
     profiles = load_profiles(security.seccomp_profiles)
     known = {*SECCOMP_PROFILES, *(profile.name for profile in profiles)}

@@ -164,7 +164,7 @@ def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum
 
 
 @attrs.frozen
-class Security:
+class SecuritySettings:
     """System call filters. `seccomp` is the default of sessions, `seccomp_allowed` the further ones that a session may
     ask for; `seccomp_profiles` is a directory of the operator's own filters.
     """
@@ -190,7 +190,7 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
 
 
 @attrs.frozen
-class Isolation:
+class IsolationSettings:
     """Protections by name: `required` ones must be fully on, `allow_missing` ones may be missing though the start is
     refused without them by default. `root_inside`: commands may run as the session's root.
     """
@@ -206,7 +206,7 @@ class Isolation:
 
 
 @attrs.frozen
-class Disk:
+class DiskSettings:
     """Disk limits of sessions, and the reserve of the data directory's disk.
 
     No session is created while less than `reserve_percent` of the bytes or inodes, or less than `reserve_mb`, is free.
@@ -222,7 +222,7 @@ class Disk:
 
 
 @attrs.frozen
-class Admission:
+class AdmissionSettings:
     """The node's budget. A ratio bounds the sum of the limits of all live sessions, as a multiple of the node's total;
     0: not counted. No session is made while less than the reserve is free, either.
     """
@@ -236,7 +236,7 @@ class Admission:
 
 
 @attrs.frozen
-class Pool:
+class PoolSettings:
     """Warm sessions: the number to keep ready, by image name."""
 
     enabled: bool = False
@@ -244,7 +244,7 @@ class Pool:
 
 
 @attrs.frozen
-class Workspace:
+class WorkspaceSettings:
     """Persistent workspaces. `max_import_mb` bounds the unpacked size of an imported archive."""
 
     enabled: bool = True
@@ -253,12 +253,12 @@ class Workspace:
 
 
 @attrs.frozen
-class Dashboard:
+class DashboardSettings:
     enabled: bool = True
 
 
 @attrs.frozen
-class Server:
+class ServerSettings:
     """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are sandboxes made ahead."""
 
     max_sessions: int = attrs.field(default=1000, validator=_between(1, 100_000))
@@ -281,7 +281,7 @@ class Server:
 
 
 @attrs.frozen
-class Runs:
+class RunsSettings:
     """Commands, processes and terminals. The graces are the times that each rung of the kill ladder waits for the one
     before.
 
@@ -306,21 +306,21 @@ class Runs:
 
 
 @attrs.frozen
-class Records:
+class RecordsSettings:
     """Seconds that the record of an ended session, with its idempotency key, is kept."""
 
     keep_seconds: int = attrs.field(default=7 * 86_400, validator=_between(60, 3650 * 86_400))
 
 
 @attrs.frozen
-class Events:
+class EventsSettings:
     """The journal: the number of events that the database keeps."""
 
     keep: int = attrs.field(default=100_000, validator=_between(1000, 100_000_000))
 
 
 @attrs.frozen
-class FaultTesting:
+class FaultSettings:
     """Settings for tests of this program. `crash_at`: the point at which a process ends itself (see `crash.py`),
     refused unless `crash_points` is set.
     """
@@ -405,18 +405,18 @@ class Config:
     )
     defaults: Defaults = attrs.field(factory=Defaults)
     maximum: Maximum = attrs.field(factory=Maximum, validator=_not_below_defaults)
-    security: Security = attrs.field(factory=Security)
-    isolation: Isolation = attrs.field(factory=Isolation)
-    disk: Disk = attrs.field(factory=Disk)
-    admission: Admission = attrs.field(factory=Admission)
-    pool: Pool = attrs.field(factory=Pool)
-    workspace: Workspace = attrs.field(factory=Workspace)
-    dashboard: Dashboard = attrs.field(factory=Dashboard)
-    runs: Runs = attrs.field(factory=Runs)
-    events: Events = attrs.field(factory=Events)
-    records: Records = attrs.field(factory=Records)
-    server: Server = attrs.field(factory=Server)
-    testing: FaultTesting = attrs.field(factory=FaultTesting)
+    security: SecuritySettings = attrs.field(factory=SecuritySettings)
+    isolation: IsolationSettings = attrs.field(factory=IsolationSettings)
+    disk: DiskSettings = attrs.field(factory=DiskSettings)
+    admission: AdmissionSettings = attrs.field(factory=AdmissionSettings)
+    pool: PoolSettings = attrs.field(factory=PoolSettings)
+    workspace: WorkspaceSettings = attrs.field(factory=WorkspaceSettings)
+    dashboard: DashboardSettings = attrs.field(factory=DashboardSettings)
+    runs: RunsSettings = attrs.field(factory=RunsSettings)
+    events: EventsSettings = attrs.field(factory=EventsSettings)
+    records: RecordsSettings = attrs.field(factory=RecordsSettings)
+    server: ServerSettings = attrs.field(factory=ServerSettings)
+    testing: FaultSettings = attrs.field(factory=FaultSettings)
 
     def __attrs_post_init__(self) -> None:
         if self.testing.crash_points and not all(_is_local(address) for address in self.listen):

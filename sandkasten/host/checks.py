@@ -125,15 +125,15 @@ def read(path: str) -> str:
 
 
 @attrs.frozen
-class Mount:
+class PathMount:
     point: str
     fstype: str
     options: tuple[str, ...]
 
 
-def find_mount(path: Path, mountinfo: str) -> Mount | None:
+def find_mount(path: Path, mountinfo: str) -> PathMount | None:
     """Return the mount that `path` is on, or would be made on; None if the text names none."""
-    best: Mount | None = None
+    best: PathMount | None = None
     real = os.path.realpath(path)
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -141,7 +141,7 @@ def find_mount(path: Path, mountinfo: str) -> Mount | None:
         point = fields[4].encode().decode("unicode_escape")
         is_above = real == point or real.startswith(point.rstrip("/") + "/")
         if is_above and (best is None or len(point) >= len(best.point)):  # of equals the later mount hides the earlier
-            best = Mount(point, after.split(" ")[0], tuple(fields[5].split(",")))
+            best = PathMount(point, after.split(" ")[0], tuple(fields[5].split(",")))
     return best
 
 
@@ -287,7 +287,7 @@ def _wsl(host: Host) -> Check:
 
 def _data_dir(host: Host) -> Check:
     """Several file systems can't hold a session's writable layer."""
-    mount = find_mount(host.data_dir, host.mountinfo) or Mount("/", "unknown", ())
+    mount = find_mount(host.data_dir, host.mountinfo) or PathMount("/", "unknown", ())
     if mount.fstype in _FOREIGN or mount.fstype.startswith("fuse"):
         kind = _FOREIGN.get(mount.fstype, "a file system in user space; keep the data directory on a disk")
         return fails("data_dir", f"{host.data_dir} is on {mount.fstype} ({mount.point}): {kind}")

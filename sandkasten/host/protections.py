@@ -12,14 +12,14 @@ from typing import Any
 import attrs
 
 from sandkasten.config import Config
-from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, State, Verdict
+from sandkasten.model.node import PROTECTIONS, Check, Machine, Need, Protection, ProtectionState, Verdict
 
 _WORST_FIRST = (Verdict.MISSING, Verdict.NOT_TRIED, Verdict.FALLS_BACK, Verdict.WORKS)
 _STATES = {
-    Verdict.MISSING: State.MISSING,
-    Verdict.NOT_TRIED: State.UNKNOWN,
-    Verdict.FALLS_BACK: State.DEGRADED,
-    Verdict.WORKS: State.ON,
+    Verdict.MISSING: ProtectionState.MISSING,
+    Verdict.NOT_TRIED: ProtectionState.UNKNOWN,
+    Verdict.FALLS_BACK: ProtectionState.DEGRADED,
+    Verdict.WORKS: ProtectionState.ON,
 }
 
 
@@ -42,10 +42,10 @@ Entry = Callable[[Situation, Protection], Protection]
 def _seccomp(now: Situation, found: Protection) -> Protection:
     profile = now.config.security.seccomp
     if profile == "off":
-        return attrs.evolve(found, state=State.OFF, detail="security.seccomp is off", fix="")
-    if found.state is State.ON and profile == "mvp":
+        return attrs.evolve(found, state=ProtectionState.OFF, detail="security.seccomp is off", fix="")
+    if found.state is ProtectionState.ON and profile == "mvp":
         return attrs.evolve(
-            found, state=State.DEGRADED, detail="security.seccomp is mvp: only what it lists is refused"
+            found, state=ProtectionState.DEGRADED, detail="security.seccomp is mvp: only what it lists is refused"
         )
     return found
 
@@ -56,11 +56,13 @@ def _landlock(now: Situation, found: Protection) -> Protection:
         return found
     if now.features["landlock_scopes"]:
         detail = "signals and abstract sockets stay inside; file rules by session"
-        return attrs.evolve(found, state=State.ON, detail=detail)
+        return attrs.evolve(found, state=ProtectionState.ON, detail=detail)
     if now.features.get("landlock_files"):
         detail = "file rules by session only: signals and abstract sockets can't be kept inside before Linux 6.12"
-        return attrs.evolve(found, state=State.DEGRADED, detail=detail)
-    return attrs.evolve(found, state=State.MISSING, detail="this kernel has neither scopes nor whole file rules")
+        return attrs.evolve(found, state=ProtectionState.DEGRADED, detail=detail)
+    return attrs.evolve(
+        found, state=ProtectionState.MISSING, detail="this kernel has neither scopes nor whole file rules"
+    )
 
 
 _DISK_MODES = {
@@ -74,26 +76,30 @@ _DISK_MODES = {
 def _disk(now: Situation, found: Protection) -> Protection:
     """Disk limits, by the mechanism that nsinit chose at its start; before that, as the checks say."""
     if now.config.disk.mode == "none":
-        return attrs.evolve(found, state=State.OFF, detail="disk.mode is none")
+        return attrs.evolve(found, state=ProtectionState.OFF, detail="disk.mode is none")
     mode = now.features.get("disk")
     if mode is None:
         return found
     if mode == "none":
         refused = "; ".join(f"{name}: {why}" for name, why in now.features["disk_refused"].items())
-        return attrs.evolve(found, state=State.MISSING, detail=f"no mechanism works here ({refused})")
-    return attrs.evolve(found, state=State.ON, detail=_DISK_MODES[mode])
+        return attrs.evolve(found, state=ProtectionState.MISSING, detail=f"no mechanism works here ({refused})")
+    return attrs.evolve(found, state=ProtectionState.ON, detail=_DISK_MODES[mode])
 
 
 def _daemon_privilege(now: Situation, found: Protection) -> Protection:
     if now.daemon_uid:
-        return attrs.evolve(found, state=State.ON, detail=f"the daemon is user {now.daemon_uid}, without capabilities")
+        return attrs.evolve(
+            found, state=ProtectionState.ON, detail=f"the daemon is user {now.daemon_uid}, without capabilities"
+        )
     if now.config.user == "root":
-        return attrs.evolve(found, state=State.OFF, detail="user is root, and so is the daemon", fix="")
+        return attrs.evolve(found, state=ProtectionState.OFF, detail="user is root, and so is the daemon", fix="")
     if now.daemon_uid is None:
         return attrs.evolve(
-            found, state=State.ON, detail=f"`serve` gives root away once it has begun (user: {now.config.user})"
+            found,
+            state=ProtectionState.ON,
+            detail=f"`serve` gives root away once it has begun (user: {now.config.user})",
         )
-    return attrs.evolve(found, state=State.MISSING, detail="the program that embeds the supervisor is root")
+    return attrs.evolve(found, state=ProtectionState.MISSING, detail="the program that embeds the supervisor is root")
 
 
 _ENTRIES: Mapping[str, Entry] = {
@@ -140,9 +146,13 @@ def lacking(config: Config, found: Sequence[Protection], *, before_start: bool =
     """
     sentences = []
     for each in found:
-        if before_start and each.name in _TOLD_BY_NSINIT and each.state is State.UNKNOWN:
+        if before_start and each.name in _TOLD_BY_NSINIT and each.state is ProtectionState.UNKNOWN:
             continue
-        good = {State.ON} if each.name in config.isolation.required else {State.ON, State.DEGRADED}
+        good = (
+            {ProtectionState.ON}
+            if each.name in config.isolation.required
+            else {ProtectionState.ON, ProtectionState.DEGRADED}
+        )
         if each.required and each.state not in good:
             sentences.append(_sentence(each))
     return sentences
@@ -159,7 +169,12 @@ def _sentence(lack: Protection) -> str:
     return f"{text} (or take {lack.name} out of isolation.required)"
 
 
-_WORDS = {State.MISSING: "missing", State.UNKNOWN: "unproven", State.OFF: "off", State.DEGRADED: "not complete"}
+_WORDS = {
+    ProtectionState.MISSING: "missing",
+    ProtectionState.UNKNOWN: "unproven",
+    ProtectionState.OFF: "off",
+    ProtectionState.DEGRADED: "not complete",
+}
 
 
 def _checks_of(now: Situation, name: str) -> list[Check]:
@@ -171,10 +186,10 @@ def _from_checks(now: Situation, name: str) -> Protection:
     required = is_required(now.config, name)
     checks = _checks_of(now, name)
     if not checks:
-        return Protection(name, State.UNKNOWN, "not examined", required)
+        return Protection(name, ProtectionState.UNKNOWN, "not examined", required)
     worst = min(checks, key=lambda check: _WORST_FIRST.index(check.verdict))
     if worst.verdict is Verdict.WORKS:
-        return Protection(name, State.ON, "; ".join(check.seen for check in checks), required)
+        return Protection(name, ProtectionState.ON, "; ".join(check.seen for check in checks), required)
     bad = [check for check in checks if check.verdict is worst.verdict]
     fixes = dict.fromkeys(check.fix for check in bad if check.fix)
     detail = "; ".join(f"{check.title}: {check.seen}" for check in bad)

@@ -231,7 +231,7 @@ _TAKEN_ID = "session", errno.EEXIST
 
 
 @attrs.frozen
-class Answer:
+class NsinitAnswer:
     """A message from nsinit and the descriptors that came with the message; the receiver closes them."""
 
     message: Any  # a member of nsinit.protocol.ANSWERS
@@ -253,7 +253,7 @@ class NsinitLink:
         self._next_seq += 1
         return self._next_seq
 
-    async def request(self, message: Any) -> Answer:  # a member of nsinit.protocol.REQUESTS
+    async def request(self, message: Any) -> NsinitAnswer:  # a member of nsinit.protocol.REQUESTS
         """Send a request and wait for its answer, which may be `Failed`. Cancelling closes the answer's descriptors.
 
         Raises:
@@ -297,7 +297,7 @@ class NsinitLink:
             for slot in self._waiting.values():
                 slot.done.set()
 
-    async def _receive(self) -> Answer:
+    async def _receive(self) -> NsinitAnswer:
         space = socket.CMSG_SPACE(MAX_FDS * _FD_SIZE)
         # MSG_CMSG_CLOEXEC: no descriptor leaks into a program that another thread starts meanwhile.
         data, ancillary, flags, _ = await self._socket.recvmsg(MAX_DATAGRAM_BYTES, space, socket.MSG_CMSG_CLOEXEC)
@@ -308,7 +308,7 @@ class NsinitLink:
             # MSG_CTRUNC: the kernel closed descriptors that found no room, so the message can't be believed.
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ProtocolError("truncated datagram")
-            return Answer(ANSWERS.decode(data), fds)
+            return NsinitAnswer(ANSWERS.decode(data), fds)
         except BaseException:
             for fd in fds:
                 fd.close()
@@ -320,9 +320,9 @@ class _Slot:
 
     def __init__(self) -> None:
         self.done = trio.Event()
-        self.answer: Answer | None = None
+        self.answer: NsinitAnswer | None = None
 
-    def fill(self, answer: Answer) -> None:
+    def fill(self, answer: NsinitAnswer) -> None:
         self.answer = answer
         self.done.set()
 

@@ -18,7 +18,7 @@ from sandkasten.links.fds import OwnedFd
 
 
 class OomEvent:
-    """Owner of the descriptor that came with `Built` or `Attached`; `close` frees it."""
+    """Owner of the descriptor that came with `Built` or `Adopted`; `close` frees it."""
 
     def __init__(self, kind: EventKind, fd: OwnedFd) -> None:
         self._kind = kind

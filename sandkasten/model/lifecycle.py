@@ -12,7 +12,7 @@ from sandkasten.model.errors import SessionExpired
 from sandkasten.model.session import EndReason, Session, Status
 
 
-class Event(enum.StrEnum):
+class Trigger(enum.StrEnum):
     """Events in the life of a session."""
 
     BUILT = "built"
@@ -41,45 +41,45 @@ WHOLE = frozenset({Status.RUNNING, Status.PAUSED})
 USABLE = frozenset({Status.RUNNING})
 """States in which commands and file requests are served."""
 
-_TABLE: dict[tuple[Status, Event], Status] = {
-    (Status.CREATING, Event.BUILT): Status.RUNNING,
-    (Status.CREATING, Event.BUILD_FAILED): Status.DESTROYING,
-    (Status.CREATING, Event.DIED): Status.DESTROYING,
-    (Status.CREATING, Event.DESTROY): Status.DESTROYING,
-    (Status.CREATING, Event.NOT_FOUND): Status.LOST,
-    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
-    (Status.RUNNING, Event.DESTROY): Status.DESTROYING,
-    (Status.RUNNING, Event.EXPIRE): Status.DESTROYING,
-    (Status.RUNNING, Event.DIED): Status.DESTROYING,
-    (Status.RUNNING, Event.NOT_FOUND): Status.LOST,
-    (Status.PAUSED, Event.RESUME): Status.RUNNING,
-    (Status.PAUSED, Event.DESTROY): Status.DESTROYING,
-    (Status.PAUSED, Event.EXPIRE): Status.DESTROYING,
-    (Status.PAUSED, Event.DIED): Status.DESTROYING,
-    (Status.PAUSED, Event.NOT_FOUND): Status.LOST,
-    (Status.DESTROYING, Event.DESTROY): Status.DESTROYING,
-    (Status.DESTROYING, Event.EXPIRE): Status.DESTROYING,
-    (Status.DESTROYING, Event.DIED): Status.DESTROYING,
+_TABLE: dict[tuple[Status, Trigger], Status] = {
+    (Status.CREATING, Trigger.BUILT): Status.RUNNING,
+    (Status.CREATING, Trigger.BUILD_FAILED): Status.DESTROYING,
+    (Status.CREATING, Trigger.DIED): Status.DESTROYING,
+    (Status.CREATING, Trigger.DESTROY): Status.DESTROYING,
+    (Status.CREATING, Trigger.NOT_FOUND): Status.LOST,
+    (Status.RUNNING, Trigger.PAUSE): Status.PAUSED,
+    (Status.RUNNING, Trigger.DESTROY): Status.DESTROYING,
+    (Status.RUNNING, Trigger.EXPIRE): Status.DESTROYING,
+    (Status.RUNNING, Trigger.DIED): Status.DESTROYING,
+    (Status.RUNNING, Trigger.NOT_FOUND): Status.LOST,
+    (Status.PAUSED, Trigger.RESUME): Status.RUNNING,
+    (Status.PAUSED, Trigger.DESTROY): Status.DESTROYING,
+    (Status.PAUSED, Trigger.EXPIRE): Status.DESTROYING,
+    (Status.PAUSED, Trigger.DIED): Status.DESTROYING,
+    (Status.PAUSED, Trigger.NOT_FOUND): Status.LOST,
+    (Status.DESTROYING, Trigger.DESTROY): Status.DESTROYING,
+    (Status.DESTROYING, Trigger.EXPIRE): Status.DESTROYING,
+    (Status.DESTROYING, Trigger.DIED): Status.DESTROYING,
 }
 
-_ENDINGS: dict[Event, Status] = {
-    Event.DESTROY: Status.DESTROYED,
-    Event.EXPIRE: Status.EXPIRED,
-    Event.DIED: Status.CRASHED,
-    Event.BUILD_FAILED: Status.CRASHED,
+_ENDINGS: dict[Trigger, Status] = {
+    Trigger.DESTROY: Status.DESTROYED,
+    Trigger.EXPIRE: Status.EXPIRED,
+    Trigger.DIED: Status.CRASHED,
+    Trigger.BUILD_FAILED: Status.CRASHED,
 }
 
-END_REASONS: dict[Event, EndReason] = {
-    Event.DESTROY: EndReason.USER,
-    Event.EXPIRE: EndReason.IDLE,
-    Event.DIED: EndReason.CRASHED,
-    Event.BUILD_FAILED: EndReason.ERROR,
-    Event.NOT_FOUND: EndReason.CRASHED,
+END_REASONS: dict[Trigger, EndReason] = {
+    Trigger.DESTROY: EndReason.USER,
+    Trigger.EXPIRE: EndReason.IDLE,
+    Trigger.DIED: EndReason.CRASHED,
+    Trigger.BUILD_FAILED: EndReason.ERROR,
+    Trigger.NOT_FOUND: EndReason.CRASHED,
 }
 """Default reason of a session's end by the event that began it; the teardown may know a more exact one."""
 
 
-def next_status(status: Status, event: Event, *, cause: Event | None = None) -> Status:
+def next_status(status: Status, event: Trigger, *, cause: Trigger | None = None) -> Status:
     """Return the state after `event`.
 
     `TORN_DOWN` ends `destroying`; `cause` is then the event that began the destruction and picks the final state.
@@ -87,7 +87,7 @@ def next_status(status: Status, event: Event, *, cause: Event | None = None) -> 
     Raises:
         IllegalTransition: the table has no such move.
     """
-    if event is Event.TORN_DOWN and status is Status.DESTROYING and cause in _ENDINGS:
+    if event is Trigger.TORN_DOWN and status is Status.DESTROYING and cause in _ENDINGS:
         return _ENDINGS[cause]
     try:
         return _TABLE[status, event]

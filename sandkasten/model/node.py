@@ -27,7 +27,7 @@ class Verdict(enum.StrEnum):
     NOT_TRIED = "not_tried"
 
 
-class State(enum.StrEnum):
+class ProtectionState(enum.StrEnum):
     """State of a protection. OFF: by configuration; UNKNOWN: no process with the privilege has tried."""
 
     ON = "on"
@@ -108,7 +108,7 @@ class Protection:
     """One protection and its state. `required`: the daemon does not start without it."""
 
     name: str
-    state: State
+    state: ProtectionState
     detail: str
     required: bool = False
     fix: str = ""

@@ -1,12 +1,12 @@
 """The end of a log that is kept, in blocks, and the counters of its cost.
 
-`Ledger` and `Account` count what all logs, and those of one session, cost. Which log has to give way is decided in
-`store.py`.
+`Ledger` and `OutputAccount` count what all logs, and those of one session, cost. Which log has to give way is decided
+in `store.py`.
 
 `KeptOutput` is what is kept of one log: a gapless end of its output. A block is the unit of the index, of leaving
 memory and of being dropped. Its pieces are in memory, in files, or in both: `written_sequence` tells how far the log
-lies in its session's files, as parts of blocks (`disk.Place`), and each byte is put there at most once. The oldest
-blocks may have left memory.
+lies in its session's files, as parts of blocks (`disk.RecordPlace`), and each byte is put there at most once. The
+oldest blocks may have left memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 import trio
 
 from sandkasten.model import Output, Stream
-from sandkasten.output.disk import PIECE_HEADER_BYTES, DataFile, Place, SessionFiles, Tail, pack, unpack
+from sandkasten.output.disk import PIECE_HEADER_BYTES, DataFile, RecordPlace, SessionFiles, Tail, pack, unpack
 from sandkasten.output.records import BadRecord, Span
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _REPORT_EVERY_S: Final = 60.0
 # Counters -----------------------------------------------------------------------------------------------------------
 
 
-class Account:
+class OutputAccount:
     """The cost of all logs of one session, wherever their output lies. `make_room` is called when the cost passes the
     limit.
 
@@ -82,7 +82,7 @@ class Ledger:
         self.lost_bytes = 0
         self.is_closed = False
         self.running: dict[KeptOutput, None] = {}
-        self.in_memory: OrderedDict[Account, None] = OrderedDict()
+        self.in_memory: OrderedDict[OutputAccount, None] = OrderedDict()
         """Sessions with output of ended runs in memory, in the order of their turns."""
         self.unneeded: dict[SessionFiles, None] = {}
         """Sessions with files of which nothing may be needed any more."""
@@ -121,7 +121,7 @@ class Ledger:
         if not kept.account.in_memory:
             self.in_memory.pop(kept.account, None)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RecordPlace) -> None:
         """One part less is needed of a file; a file without any may be removed."""
         place.file.live_parts -= 1
         if not place.file.live_parts:
@@ -172,7 +172,7 @@ class Block:
     pieces: list[Output] | None = attrs.field(factory=list)
     packed: bytes | None = None
     packed_bytes: int = 0
-    parts: list[Place] = attrs.field(factory=list)
+    parts: list[RecordPlace] = attrs.field(factory=list)
     written_bytes: int = 0
     is_sealed: bool = False
     is_dropped: bool = False
@@ -215,7 +215,7 @@ class KeptOutput:
         "written_sequence",
     )
 
-    def __init__(self, exec_id: str, ledger: Ledger, account: Account) -> None:
+    def __init__(self, exec_id: str, ledger: Ledger, account: OutputAccount) -> None:
         self.exec_id = exec_id
         self._ledger = ledger
         self._blocks: list[Block] = []
@@ -400,7 +400,7 @@ class KeptOutput:
             self._is_charged = False
             self.account.used_bytes -= self.cost_bytes
 
-    async def recover(self, parts: Sequence[tuple[Span, Place]], last_line: str) -> None:
+    async def recover(self, parts: Sequence[tuple[Span, RecordPlace]], last_line: str) -> None:
         """Begin with the output that an earlier daemon wrote to files."""
         for span, place in parts:
             block = self._blocks[-1] if self._blocks else None
@@ -433,7 +433,7 @@ class KeptOutput:
             cost_bytes -= block.cost_bytes
         return chosen
 
-    def note_written(self, block: Block, span: Span, place: Place) -> None:
+    def note_written(self, block: Block, span: Span, place: RecordPlace) -> None:
         """The tail of a block lies in a file now."""
         place.file.live_parts += 1
         if block.is_dropped:

@@ -1,23 +1,28 @@
 """Files in which the runs of each session lie: framed records that are only ever appended. Everything here blocks, and
 is for worker threads, unless it says otherwise.
 
-A session has files `<session>.<number>.runs` in `<data_dir>/spool/`, one of them open. What a file holds:
+A session has two kinds of files in `<data_dir>/spool/`, numbered in the order in which they were begun. The newest of
+each kind is open.
+
+Files `<session>.<number>.runs` hold records:
 
 - `ids `: digests of used ids, all of them, or with a mark that some are missing;
 - `run `: facts and state of a run; a later record of the same run replaces an earlier one;
-- `out `: consecutive pieces of output of one run;
 - `gone`: a run that is not kept any more; `none`: a run that was refused, whose id is free again;
 - `all `: the end of a statement.
 
-A new file begins with a statement: every used id and every known run. So all older files are needed only for the output
-in them. A file is removed once no part of its output is needed and a younger one has its statement whole. A file that a
-killed daemon left ends at most in an unfinished record, on which nobody relied: PID 1 had not been told to forget the
-run, and no older file had been removed. Any other damage is told, and nothing behind it in its file is read. The bytes
-of output are only read, and checked, when somebody asks for them.
+Such a file begins with a statement: every used id and every known run. So all older ones are removed once the
+statement is whole. Files `<session>.<number>.out` hold nothing but `out `: consecutive pieces of output of one run.
+Such a file is removed once no part of it is needed.
+
+A write brings output first, then the records: a kill between both leaves output that the next one writes again. A file
+that a killed daemon left ends at most in an unfinished record, on which nobody relied: PID 1 had not been told to
+forget the run, and no older file had been removed. Any other damage is told, and nothing behind it in its file is read.
+The bytes of output are only read, and checked, when somebody asks for them.
 
 Nothing is synced: a killed daemon loses nothing by that, and after a crash of the machine there are no runs.
 
-Sources: write(2), open(2) (O_NOFOLLOW, O_APPEND, O_EXCL), ftruncate(2), pread(2), unlink(2) (a link is removed, not
+Sources: writev(2), open(2) (O_NOFOLLOW, O_APPEND, O_EXCL), ftruncate(2), pread(2), unlink(2) (a link is removed, not
 followed; a directory is refused), zlib crc32.
 """
 
@@ -51,9 +56,9 @@ from sandkasten.output.records import (
 )
 
 FILE_BYTES: Final = 1024 * 1024
-"""Bytes in one file, about, and at least four times its statement; a store with room for many files has larger ones."""
+"""About the size of a file; one of records may be four times as large as its statement."""
 
-_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.runs")
+_NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.(runs|out)")
 _MAX_NAME: Final = 400
 
 _IDS, _RUN, _OUTPUT, _GONE, _REFUSED, _ALL = b"ids ", b"run ", b"out ", b"gone", b"none", b"all "
@@ -62,6 +67,7 @@ _HEADER: Final = struct.Struct("<IIIII")
 """Checksum of the rest of the header; lengths of the two parts of a record; checksum of each."""
 _SEED: Final = 0x4E55_5233
 _MAX_PART_BYTES: Final = 64 * 1024 * 1024
+_MAX_PARTS: Final = os.sysconf("SC_IOV_MAX")
 
 _PIECE: Final = struct.Struct("<BI")
 """Before every piece: its stream, its length in bytes."""
@@ -77,9 +83,13 @@ class CutShort(BadRecord):
     """A file that ends within a record."""
 
 
-def _record(head: bytes, body: bytes = b"") -> Sequence[bytes]:
-    rest = len(head), len(body), zlib.crc32(head), zlib.crc32(body)
-    return _HEADER.pack(_header_check(*rest), *rest), head, body
+def _record(head: bytes, *body: bytes) -> Sequence[bytes]:
+    """Return the parts of a record, of which large ones are not copied."""
+    body_check = 0
+    for part in body:
+        body_check = zlib.crc32(part, body_check)
+    rest = len(head), sum(map(len, body)), zlib.crc32(head), body_check
+    return _HEADER.pack(_header_check(*rest), *rest), head, *body
 
 
 def _header_check(*rest: int) -> int:
@@ -107,10 +117,13 @@ def _read_part(stream: BinaryIO, size_bytes: int, check: int) -> bytes:
 
 def pack(pieces: Iterable[Output]) -> bytes:
     """Return pieces as they lie in a file. The packed form of two lists is that of both in a row. Does not block."""
-    parts: list[bytes] = []
+    return b"".join(_packed(pieces))
+
+
+def _packed(pieces: Iterable[Output]) -> Iterator[bytes]:
     for piece in pieces:
-        parts += (_PIECE.pack(_NUMBERS[piece.stream], len(piece.data)), piece.data)
-    return b"".join(parts)
+        yield _PIECE.pack(_NUMBERS[piece.stream], len(piece.data))
+        yield piece.data
 
 
 def unpack(data: bytes, first_sequence: int) -> list[Output]:
@@ -144,7 +157,7 @@ class DataFile:
 
 
 @attrs.frozen
-class Place:
+class RecordPlace:
     """Where a record of output lies: from which byte of which file on, and how many bytes."""
 
     file: DataFile
@@ -180,7 +193,8 @@ class Tail:
 
 @attrs.frozen
 class News:
-    """Records to append. With `statement`, the encoded set of used ids, `runs` are all known runs and begin a file."""
+    """Records and output to append. With `statement`, the encoded set of used ids, `runs` are all known runs, and
+    both begin a file of records."""
 
     refused: Sequence[str] = ()
     runs: Sequence[tuple[RunFacts | bytes, RunState]] = ()
@@ -195,13 +209,13 @@ class WrittenRun:
 
     facts: RunFacts
     state: RunState
-    parts: list[tuple[Span, Place]] = attrs.field(factory=list)
+    parts: list[tuple[Span, RecordPlace]] = attrs.field(factory=list)
 
 
 @attrs.define
 class Written:
     """All that earlier daemons wrote down of one session. `gone` are ids of runs that were not kept any more; `used` is
-    not whole if a record may be missing."""
+    not whole if a record may be missing. `damaged_files` does not count files that a kill cut short."""
 
     runs: dict[str, WrittenRun] = attrs.field(factory=dict)
     gone: dict[str, None] = attrs.field(factory=dict)
@@ -216,7 +230,7 @@ class Written:
             self.used.add(exec_id)
 
 
-class DiskUse:
+class OutputDiskUse:
     """Counter of the bytes that the files of all sessions take. Any thread may count."""
 
     def __init__(self) -> None:
@@ -231,16 +245,21 @@ class DiskUse:
 class SessionFiles:
     """The files of one session, oldest first. Calls take turns; `discard` may come at any moment."""
 
-    def __init__(self, root: Path, session_id: str, use: DiskUse, *, file_bytes: int = 0) -> None:
+    def __init__(self, root: Path, session_id: str, use: OutputDiskUse) -> None:
         self._root = root
-        self._file_bytes = file_bytes or FILE_BYTES
         self.session_id = session_id
         self._use = use
         self._lock = threading.Lock()
-        self._files: list[DataFile] = []
+        self._records: list[DataFile] = []
+        self._outputs: list[DataFile] = []
         self._number = 0
         self._stated_bytes = 0
-        self._is_open = False
+        self._is_stated = False
+        """Whether the newest file of records begins with a statement of this daemon's, and the last write succeeded."""
+        self._is_filling = False
+        """Whether the newest file of output is this daemon's and takes more."""
+        self._is_counted = True
+        """Whether `live_parts` counts all parts that are needed; not before an earlier daemon's runs have logs."""
         self._is_kept = False
         self.is_discarded = False
 
@@ -248,41 +267,42 @@ class SessionFiles:
 
     @property
     def needs_statement(self) -> bool:
-        """Whether the next write begins a file, and so has to bring all known runs."""
-        return not self._is_open or self._files[-1].size_bytes >= max(self._file_bytes, 4 * self._stated_bytes)
+        """Whether the next write begins a file of records, and so has to bring all known runs."""
+        return not self._is_stated or self._records[-1].size_bytes >= max(FILE_BYTES, 4 * self._stated_bytes)
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self._files)
+        return sum(file.size_bytes for file in (*self._records, *self._outputs))
 
     @property
-    def slack_bytes(self) -> int:
-        """Bytes that the files may take beside the output that is needed."""
-        return 2 * max(self._file_bytes, 4 * self._stated_bytes)
+    def output_bytes(self) -> int:
+        """The size of the files of output."""
+        return sum(file.size_bytes for file in self._outputs)
 
     @property
     def is_empty(self) -> bool:
-        return not self._files
+        return not (self._records or self._outputs)
 
     @property
-    def first(self) -> DataFile | None:
-        """The oldest file, which may be the newest as well."""
-        return self._files[0] if self._files else None
+    def oldest_output(self) -> DataFile | None:
+        """The oldest file of output, which may be the newest as well."""
+        return self._outputs[0] if self._outputs else None
 
-    def is_stated_behind(self, file: DataFile) -> bool:
-        """Whether a younger file than this one begins with a statement of this daemon's."""
-        return self._is_open and file is not self._files[-1]
-
-    @property
-    def oldest(self) -> DataFile | None:
-        """The oldest file that is not written to any more."""
-        return self._files[0] if len(self._files) > 1 else None
-
-    def found(self, name: str, number: int, size_bytes: int) -> None:
-        """An earlier daemon left this file; files are told in the order of their numbers."""
-        self._files.append(DataFile(self, self._root / name, size_bytes))
-        self._number = number
+    def found(self, name: str, size_bytes: int) -> None:
+        """An earlier daemon left this file; files of a kind are told in the order of their numbers."""
+        _, number, kind = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]  # `find_files` has matched it
+        (self._records if kind == "runs" else self._outputs).append(DataFile(self, self._root / name, size_bytes))
+        self._number = max(self._number, int(number, 16))
+        self._is_counted = False
         self._use.count(size_bytes)
+
+    def note_counted(self) -> None:
+        """All parts of output that are needed are in `live_parts` from now on."""
+        self._is_counted = True
+
+    def end(self, file: DataFile) -> None:
+        """Add no more output to a file, so that it can be removed."""
+        self._is_filling = self._is_filling and file is not self._outputs[-1]
 
     def keep(self) -> None:
         """Remove no file for want of need: the next daemon needs them. `discard` still removes them."""
@@ -290,117 +310,147 @@ class SessionFiles:
 
     # For worker threads
 
-    def write(self, news: News) -> Sequence[Place]:
-        """Append records, and return where each of the tails lies.
+    def write(self, news: News) -> Sequence[RecordPlace]:
+        """Append records and output, and return where each of the tails lies.
 
         Raises:
             OSError: the disk did not take all of them, and now has none of them. The next write begins a file.
         """
-        data, places = _encode(news)
+        records = [part for record in _records(news) for part in record]
+        output, spans = _encode(news.tails)
         with self._lock:
             if self.is_discarded:
                 return ()
-            if news.statement is None and not self._is_open:
+            if news.statement is None and not self._is_stated:
                 raise OSError(errno.EAGAIN, "an earlier write failed meanwhile")
-            file = self._begin() if news.statement is not None else self._files[-1]
-            start = file.size_bytes
-            self._is_open = False
-            try:
-                self._append(file, data)
-            except OSError:
-                if news.statement is not None:
-                    self._files.remove(file)
-                raise
-            self._is_open = True
+            out_file = self._outputs[-1] if self._is_filling else None
+            if output and (out_file is None or out_file.size_bytes >= FILE_BYTES):
+                out_file = self._begin("out")
+            file = self._records[-1] if news.statement is None else self._begin("runs")
+            start = 0 if out_file is None else out_file.size_bytes
+            self._is_stated = self._is_filling = False
+            self._append([(out_file, output), (file, records)])
+            if out_file is not None:
+                if not start:
+                    self._outputs.append(out_file)
+                self._is_filling = True
             if news.statement is not None:
-                self._stated_bytes = file.size_bytes - sum(length for _, length in places)
-            return [Place(file, start + offset, length) for offset, length in places]
+                self._records.append(file)
+                self._stated_bytes = file.size_bytes
+            self._is_stated = True
+            return [] if out_file is None else [RecordPlace(out_file, start + at, length) for at, length in spans]
 
     def read(self) -> Written:
         """Return everything that was written down; what can't be read is left out."""
         written = Written()
         with self._lock:
-            self._is_open = self._is_kept = False
-            for file in self._files:
-                file.live_parts = 0
+            self._is_stated = self._is_filling = self._is_counted = self._is_kept = False
+            for file in self._records:
                 _read_into(written, file)
+            for file in self._outputs:
+                file.live_parts = 0
+                _read_into(written, file, is_output=True)
         return written
 
     def remove_unneeded(self) -> None:
-        """Remove the files whose output nobody needs, but for the newest. No file is, as long as none has a statement
-        of this daemon's; no file but those of an ended session may go then."""
+        """Remove files of records that are older than a statement of this daemon's, and files of output that nobody
+        needs. The one that is being filled stays: a part that was just written is not counted yet."""
         with self._lock:
-            if self.is_discarded or (self._is_open and not self._is_kept):
-                kept = 0 if self.is_discarded else 1
-                for file in self._files[: len(self._files) - kept]:
-                    if not file.live_parts:
-                        self._files.remove(file)
-                        _unlink(file)
-                        self._use.count(-file.size_bytes)
+            if self._is_kept and not self.is_discarded:
+                return
+            if self.is_discarded:
+                self._remove(self._records, list(self._records))
+            elif self._is_stated:
+                self._remove(self._records, self._records[:-1])
+            if self.is_discarded or self._is_counted:
+                filling = self._outputs[-1:] if self._is_filling else []
+                self._remove(
+                    self._outputs, [file for file in self._outputs if not file.live_parts and file not in filling]
+                )
 
     def discard(self) -> None:
         """The session has ended: nothing more is written, and a file stays only while a reader needs output in it."""
         with self._lock:
             self.is_discarded = True
+            self._is_stated = self._is_filling = False
         self.remove_unneeded()
 
-    def _begin(self) -> DataFile:
+    def _begin(self, kind: str) -> DataFile:
         self._number += 1
-        self._files.append(DataFile(self, self._root / f"{self.session_id}.{self._number:08x}.runs"))
-        return self._files[-1]
+        return DataFile(self, self._root / f"{self.session_id}.{self._number:08x}.{kind}")
 
-    def _append(self, file: DataFile, data: bytes) -> None:
+    def _append(self, additions: Iterable[tuple[DataFile | None, Sequence[bytes]]]) -> None:
+        """Append to all of these files, or to none."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-        except OSError:
-            if file.size_bytes:
-                os.ftruncate(fd, file.size_bytes)
-            else:
-                _unlink(file)
-            raise
-        finally:
-            os.close(fd)
-        file.size_bytes += len(data)
-        self._use.count(len(data))
+        opened: list[tuple[DataFile, int, int]] = []
+        with contextlib.ExitStack() as stack:
+            try:
+                for file, parts in additions:
+                    if file is not None and parts:
+                        fd = os.open(file.path, flags | (0 if file.size_bytes else os.O_CREAT | os.O_EXCL), 0o600)
+                        stack.callback(os.close, fd)
+                        opened.append((file, fd, sum(map(len, parts))))
+                        _write_all(fd, parts)
+            except OSError:
+                for file, fd, _ in opened:
+                    if file.size_bytes:
+                        os.ftruncate(fd, file.size_bytes)
+                    else:
+                        _unlink(file)
+                raise
+        for file, _, length in opened:
+            file.size_bytes += length
+            self._use.count(length)
+
+    def _remove(self, files: list[DataFile], unneeded: Iterable[DataFile]) -> None:
+        for file in unneeded:
+            files.remove(file)
+            _unlink(file)
+            self._use.count(-file.size_bytes)
 
 
-def _encode(news: News) -> tuple[bytes, Sequence[tuple[int, int]]]:
-    """Return the bytes to append, and where in them each tail lies."""
+def _write_all(fd: int, parts: Iterable[bytes]) -> None:
+    views = [memoryview(part) for part in parts]
+    done = 0
+    while done < len(views):
+        count = os.writev(fd, views[done : done + _MAX_PARTS])
+        while done < len(views) and count >= len(views[done]):
+            count -= len(views[done])
+            done += 1
+        if count:
+            views[done] = views[done][count:]
+
+
+def _encode(tails: Iterable[Tail]) -> tuple[Sequence[bytes], Sequence[tuple[int, int]]]:
+    """Return the parts to append, and at which of their bytes each tail begins, and how many it takes."""
     parts: list[bytes] = []
-    places: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     at = 0
-    for is_tail, record in _records(news):
-        length = sum(map(len, record))
-        if is_tail:
-            places.append((at, length))
-        at += length
+    for tail in tails:
+        content = (tail.content,) if isinstance(tail.content, bytes) else _packed(tail.content)
+        record = _record(_OUTPUT + tail.span.encode() + tail.exec_id.encode(), *content)
+        spans.append((at, sum(map(len, record))))
+        at += spans[-1][1]
         parts += record
-    return b"".join(parts), places
+    return parts, spans
 
 
-def _records(news: News) -> Iterator[tuple[bool, Sequence[bytes]]]:
+def _records(news: News) -> Iterator[Sequence[bytes]]:
     for exec_id in news.refused:
-        yield False, _record(_REFUSED + exec_id.encode())
+        yield _record(_REFUSED + exec_id.encode())
     if news.statement is not None:
         for start in range(0, len(news.statement), _MAX_PART_BYTES):
-            yield False, _record(_IDS, news.statement[start : start + _MAX_PART_BYTES])
+            yield _record(_IDS, news.statement[start : start + _MAX_PART_BYTES])
     for facts, state in news.runs:
         facts_json = facts if isinstance(facts, bytes) else facts_to_json(facts)
-        yield False, _record(_RUN + facts_json, state_to_json(state))
+        yield _record(_RUN + facts_json, state_to_json(state))
     if news.statement is not None:
-        yield False, _record(_ALL)
-    for tail in news.tails:
-        content = tail.content if isinstance(tail.content, bytes) else pack(tail.content)
-        yield True, _record(_OUTPUT + tail.span.encode() + tail.exec_id.encode(), content)
+        yield _record(_ALL)
     for exec_id in news.gone:
-        yield False, _record(_GONE + exec_id.encode())
+        yield _record(_GONE + exec_id.encode())
 
 
-def _read_into(written: Written, file: DataFile) -> None:
+def _read_into(written: Written, file: DataFile, *, is_output: bool = False) -> None:
     """Take over the records of a file, up to its end or the first that is damaged."""
     named: set[str] = set()
     try:
@@ -409,20 +459,21 @@ def _read_into(written: Written, file: DataFile) -> None:
             while header := stream.read(_HEADER.size):
                 head_bytes, body_bytes, head_check, body_check = _read_header(header)
                 head = _read_part(stream, head_bytes, head_check)
-                place = Place(file, at, _HEADER.size + head_bytes + body_bytes)
+                place = RecordPlace(file, at, _HEADER.size + head_bytes + body_bytes)
                 at += place.length
                 if at > end:
                     raise CutShort("the end of a record is missing")
-                if head.startswith(_OUTPUT):
+                if is_output:
                     stream.seek(body_bytes, os.SEEK_CUR)
-                    _take_output(written, head[_TAG_BYTES:], place)
+                    _take_output(written, head, place)
                 else:
                     _take(written, named, head, _read_part(stream, body_bytes, body_check))
     except CutShort:
-        written.damaged_files += 1
+        return  # by a kill; see above
     except (OSError, BadRecord, ValueError, struct.error):
         written.damaged_files += 1
-        written.used.is_whole = False
+        if not is_output:
+            written.used.is_whole = False
 
 
 def _take(written: Written, named: set[str], head: bytes, body: bytes) -> None:
@@ -446,8 +497,11 @@ def _take(written: Written, named: set[str], head: bytes, body: bytes) -> None:
         raise BadRecord("a record of no known kind")
 
 
-def _take_output(written: Written, head: bytes, place: Place) -> None:
+def _take_output(written: Written, head: bytes, place: RecordPlace) -> None:
     """Add a part to the output of its run. A part that is known was written twice; what lies before a gap is lost."""
+    if not head.startswith(_OUTPUT):
+        raise BadRecord("a record of no known kind")
+    head = head[_TAG_BYTES:]
     span, exec_id = Span.decode(head), head[Span.SIZE_BYTES :].decode("ascii")
     run = written.runs.get(exec_id)
     if run is None:
@@ -505,9 +559,9 @@ def find_files(root: Path, live: Collection[str], session: Callable[[str], Sessi
     with os.scandir(root) as entries:
         found = sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in entries)
     for name, size_bytes in found:
-        match, session_id = _NAME.fullmatch(name), session_of(name)
-        if match is not None and session_id is not None and session_id in live:
-            session(session_id).found(name, int(match[2], 16), size_bytes)
+        session_id = session_of(name)
+        if session_id is not None and session_id in live:
+            session(session_id).found(name, size_bytes)
 
 
 def list_spool(root: Path) -> Sequence[SpoolFile]:

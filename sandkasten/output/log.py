@@ -14,8 +14,8 @@ import trio
 
 from sandkasten.model import Output, OutputSlice, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.blocks import PIECE_OVERHEAD_BYTES, Account, Block, KeptOutput, Ledger
-from sandkasten.output.disk import Place
+from sandkasten.output.blocks import PIECE_OVERHEAD_BYTES, Block, KeptOutput, Ledger, OutputAccount
+from sandkasten.output.disk import RecordPlace
 from sandkasten.output.records import Span
 
 WINDOW_BYTES: Final = 1024 * 1024
@@ -50,7 +50,7 @@ class OutputLog:
         "record_bytes",
     )
 
-    def __init__(self, exec_id: str, ledger: Ledger, account: Account) -> None:
+    def __init__(self, exec_id: str, ledger: Ledger, account: OutputAccount) -> None:
         self.exec_id = exec_id
         self.kept = KeptOutput(exec_id, ledger, account)
         self.is_gone = False
@@ -116,7 +116,7 @@ class OutputLog:
             self.tell()
         return piece
 
-    async def recover(self, parts: Sequence[tuple[Span, Place]], last_line: str) -> None:
+    async def recover(self, parts: Sequence[tuple[Span, RecordPlace]], last_line: str) -> None:
         """Begin with output that an earlier daemon wrote to the session's files."""
         if parts:
             first = parts[0][0]

@@ -37,14 +37,14 @@ from typing import Final, NoReturn, TypeVar, TypeVarTuple
 
 import trio
 
-from sandkasten.config import MIB, Runs
+from sandkasten.config import MIB, RunsSettings
 from sandkasten.model.run import is_made
-from sandkasten.output.blocks import BLOCK_BYTES, Account, Block, KeptOutput, Ledger
+from sandkasten.output.blocks import BLOCK_BYTES, Block, KeptOutput, Ledger, OutputAccount
 from sandkasten.output.disk import (
     FILE_BYTES,
     DataFile,
-    DiskUse,
     News,
+    OutputDiskUse,
     SessionFiles,
     Tail,
     Written,
@@ -141,7 +141,7 @@ class SessionOutput:
         self.used = UsedIds()
         """Ids that clients chose for runs that are not kept any more."""
         self.files = files
-        self.account = Account(limit_bytes, self._make_room)
+        self.account = OutputAccount(limit_bytes, self._make_room)
         self._store, self._ledger, self._shelf = store, ledger, shelf
         self._on_gone: Callable[[str], None] = lambda exec_id: None
         self._describe: Describe = lambda exec_id: None
@@ -269,6 +269,7 @@ class SessionOutput:
     def recovered_all(self) -> None:
         """All runs that `read` returned and that are still to be kept have their logs: writes are on again."""
         self.is_recovering = False
+        self.files.note_counted()
 
     async def write(self, exec_ids: Iterable[str] | None = ()) -> bool:
         """Write all records that are due, and the output of some runs, or of all, that lies in memory alone. Return
@@ -315,15 +316,16 @@ class SessionOutput:
         has_room = not chosen or await self._make_disk_room(size_bytes)
         if has_room:
             chosen = [(kept, block, tail) for kept, block, tail in chosen if not block.is_dropped]
-        await self._append(chosen if has_room else (), has_statement=self.files.needs_statement)
+        await self._append(chosen if has_room else ())
         if not has_room:
             raise OSError(errno.EDQUOT, "the limit of output on disk is reached")
         await self._bound_files()
 
-    async def _append(self, chosen: Chosen, *, has_statement: bool) -> None:
+    async def _append(self, chosen: Chosen) -> None:
         """Write all records that are due and the chosen output; a write that fails is made up for by the next one."""
         if self._is_closed or self.is_recovering or self.files.is_discarded:
             raise OSError(errno.EAGAIN, "the session's output is closed, or not taken over yet")
+        has_statement = self.files.needs_statement
         if not (chosen or self._changed or self._gone or self._refused or has_statement):
             return
         changed, self._changed = self._changed, {}
@@ -377,31 +379,28 @@ class SessionOutput:
 
     async def _give_file(self) -> bool:
         """Give up the oldest file with the output in it. False: no room came of that."""
-        files, before_bytes = self.files, self._store.disk_bytes_used
+        before_bytes = self._store.disk_bytes_used
         await self._store.remove_unneeded()
-        if self._store.disk_bytes_used < before_bytes:
-            return True
-        oldest = files.first
-        if oldest is None:
-            return False
-        self._drop_file(oldest)
-        if not files.is_stated_behind(oldest):
-            await self._append((), has_statement=True)
-        await self._store.in_thread(files.remove_unneeded)
+        if self._store.disk_bytes_used == before_bytes and (oldest := self.files.oldest_output) is not None:
+            await self._drop_file(oldest)
         return self._store.disk_bytes_used < before_bytes
 
     async def _bound_files(self) -> None:
-        """Give up the oldest files when all of the session take much more than what is needed of them."""
+        """Give up the oldest files of output when all take much more than what is needed of them."""
         files = self.files
-        while files.size_bytes > self.account.limit_bytes + files.slack_bytes and (oldest := files.oldest) is not None:
-            self._drop_file(oldest)
-            if oldest.live_parts:
-                return
-            await self._store.in_thread(files.remove_unneeded)
+        while files.output_bytes > self.account.limit_bytes + 2 * FILE_BYTES:
+            oldest = files.oldest_output
+            assert oldest is not None
+            await self._drop_file(oldest)
+            if files.oldest_output is oldest:
+                return  # a reader needs it, or the session was closed
 
-    def _drop_file(self, file: DataFile) -> None:
+    async def _drop_file(self, file: DataFile) -> None:
+        """Drop the output in the oldest file, and the file unless a reader needs it."""
         for log in self._logs.values():
             log.kept.drop_file(file)
+        self.files.end(file)
+        await self._store.in_thread(self.files.remove_unneeded)
 
     # The limit of the session
 
@@ -448,20 +447,18 @@ class OutputStore:
     ) -> None:
         self._root = root
         self._session_bytes = session_bytes
-        self._disk = DiskUse()
+        self._disk = OutputDiskUse()
         self._ledger = Ledger(memory_bytes)
         self._shelf = Shelf(self._ledger, retention_s, records_bytes)
         self._files: dict[str, SessionFiles] = {}
         self._sessions: dict[str, SessionOutput] = {}
-        self._owners: dict[Account, SessionOutput] = {}
+        self._owners: dict[OutputAccount, SessionOutput] = {}
         self._writing = trio.CapacityLimiter(_WRITERS)
         self._recovering = trio.CapacityLimiter(_READERS)
         self.disk_limit_bytes = disk_bytes
-        # Each file begins with all that is known of all runs: with hundreds of runs, small files are mostly that.
-        self._file_bytes = max(FILE_BYTES, min(4 * FILE_BYTES, session_bytes // 16))
 
     @classmethod
-    def configured(cls, root: Path, runs: Runs) -> OutputStore:
+    def configured(cls, root: Path, runs: RunsSettings) -> OutputStore:
         """Return a store with the limits of the configuration."""
         return cls(
             root,
@@ -561,9 +558,7 @@ class OutputStore:
     def _files_of(self, session_id: str) -> SessionFiles:
         files = self._files.get(session_id)
         if files is None:
-            files = self._files[session_id] = SessionFiles(
-                self._root, session_id, self._disk, file_bytes=self._file_bytes
-            )
+            files = self._files[session_id] = SessionFiles(self._root, session_id, self._disk)
         return files
 
     def _forget_files(self, files: SessionFiles) -> None:

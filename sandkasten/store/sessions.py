@@ -32,7 +32,7 @@ from sandkasten.model import (
     Status,
 )
 from sandkasten.model.keys import MAKER_ID
-from sandkasten.model.lifecycle import LIVE, Event
+from sandkasten.model.lifecycle import LIVE, Trigger
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
 from sandkasten.store.rows import (
     Column,
@@ -86,7 +86,7 @@ class SessionRecord:
     idempotency_key: str | None = None
     identity: KernelIdentity | None = None
     is_busy: bool = False
-    ending: Event | None = None
+    ending: Trigger | None = None
     ended_at: datetime | None = None
     clocked: Clocked | None = None
 
@@ -127,7 +127,7 @@ _COLUMNS: Mapping[str, Column] = {
     "pause": json_column(Pause | None),
     "acquire_source": column(str, is_text),
     "reason": column(str | None, is_text),
-    "ending": column(Event | None),
+    "ending": column(Trigger | None),
     "end_reason": column(EndReason | None),
     "epoch": column(int),
     "incarnation": column(int),

@@ -16,7 +16,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services.store import Store, do
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.model.listing import LabelSelector, SessionQuery
 from sandkasten.store.database import open_database
 from sandkasten.store.events import append_events, open_journal, read_events
@@ -105,7 +105,7 @@ def _set_aside(path: Path) -> list[tuple[str, str]]:
 FULL = attrs.evolve(
     make_record(VICTIM, idempotency_key="key", max_lifetime_s=1.5, identity=IDENTITY),
     is_busy=True,
-    ending=Event.EXPIRE,
+    ending=Trigger.EXPIRE,
     ended_at=datetime.fromtimestamp(2e9, UTC),
 )
 

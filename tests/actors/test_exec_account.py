@@ -12,13 +12,12 @@ import trio
 
 from runner.wire.protocol import ExecReply
 from sandkasten.actors.core import Ref
-from sandkasten.actors.runs.accounting import Account, Accounts
+from sandkasten.actors.runs.accounting import Accounts, RunAccount
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
-from sandkasten.output.blocks import Account as OutputAccount
-from sandkasten.output.blocks import Ledger
+from sandkasten.output.blocks import Ledger, OutputAccount
 from sandkasten.output.log import OutputLog
 
 SESSION = "s" * 24
@@ -210,7 +209,7 @@ async def test_groups_that_are_found_again_are_counted(session: Session) -> None
 
 
 async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
-    """And its CPU time is not known any more."""
+    """CPU time of such a group is not known any more."""
     session.group("gone", cpu_usec=700, processes=1)
     stats, open_before = session.stats.groups, len(os.listdir("/proc/self/fd"))
     assert (stats.cpu_usec("gone"), stats.count_processes("gone")) == (700, 1)
@@ -241,4 +240,4 @@ async def test_an_account_outlives_its_daemon(session: Session) -> None:
         end = await session.report(run)
         assert (end.cause, end.usage.cpu_ms) == (cause, cpu_ms)
         session.leave(run)
-    assert Account.of_numbers((1, 2, 3)) is None
+    assert RunAccount.of_numbers((1, 2, 3)) is None

@@ -108,7 +108,7 @@ async def test_a_vessel_that_never_answers_is_given_up(tmp_path: Path, autojump_
 
 
 async def test_a_build_that_fails_ends_the_greeting(tmp_path: Path) -> None:
-    """And leaves no connection (the leak check of every test looks)."""
+    """No connection is left (the leak check of every test looks)."""
     greeting = Greeting(tmp_path, Setup())
     with closing(Init(tmp_path).listener):
         async with trio.open_nursery() as nursery:

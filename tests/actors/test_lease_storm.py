@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.node.creating import Node
+from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.sessions import CONCURRENT_EXPIRIES
 from sandkasten.actors.supervision import ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
@@ -88,7 +88,7 @@ async def test_a_thousand_sessions_expire_within_a_second(data_dir: Path) -> Non
     async with trio.open_nursery() as outside:
         nsinit = FakeNsinit(data_dir, identities_of(ids), outside)
         async with trio.open_nursery() as nursery:
-            node = Node("0badcafe", 1, read_boot_id(), b"k" * 32)
+            node = NodeIdentity("0badcafe", 1, read_boot_id(), b"k" * 32)
             machine = Machine(datetime.now(UTC), [])
             supervisor = LocalSupervisor(
                 config, Catalog(data_dir), node, machine=machine, pool_size=0, start_nsinit=nsinit.start

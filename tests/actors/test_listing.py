@@ -77,7 +77,7 @@ def _node() -> Iterator[_Node]:
 
 @pytest.fixture(autouse=True)
 def few_at_a_time() -> Iterator[None]:
-    """So that small numbers of sessions are many."""
+    """Make small numbers of sessions many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sql, "MAX_LOOKED_AT", 4)
         yield

@@ -196,7 +196,7 @@ async def test_a_session_that_was_busy_is_not_found_expired(nursery: trio.Nurser
 
 
 async def test_a_lease_without_end_survives_a_restart(nursery: trio.Nursery) -> None:
-    """And shows none."""
+    """No end is shown."""
     notes = await _notes(nursery)
     record = make_record(ID, ttl_s=FOREVER_S)
     session = _Session(attrs.evolve(record, session=attrs.evolve(record.session, expires_at=None)), notes)

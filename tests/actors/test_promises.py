@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Server
+from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
     Cause,
     ExecKind,
@@ -65,7 +65,7 @@ async def supervisor(request: pytest.FixtureRequest) -> AsyncIterator[Supervisor
             yield tree.supervisor
         return
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        async with open_supervisor(Config(data_dir=Path(directory), server=Server(vessels=0))) as real:
+        async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(vessels=0))) as real:
             yield real
 
 
@@ -88,7 +88,7 @@ async def wait_state(supervisor: Supervisor, session_id: str, exec_id: str, stat
 
 
 async def test_a_result_has_both_streams_and_the_status(supervisor: Supervisor, session_id: str) -> None:
-    """And a repeat is the same result."""
+    """A repeat is the same result."""
     spec = ExecSpec(BOTH, exec_id="e-1", timeout_ms=5000)
     result = await supervisor.exec(session_id, spec)
     assert (result.stdout, result.stderr, result.bytes_total, result.truncated) == (b"one\n", b"two\n", 8, False)

@@ -15,7 +15,7 @@ import trio
 
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
-from sandkasten.config import Config, Server
+from sandkasten.config import Config, ServerSettings
 from sandkasten.model import (
     Cause,
     EndReason,
@@ -67,7 +67,7 @@ async def test_a_death_of_the_sandbox_is_told_to_all_who_wait(tree: ScriptedTree
 
 
 async def test_a_runner_that_breaks_the_protocol_ends_its_session(tree: ScriptedTree, session_id: str) -> None:
-    """And no other."""
+    """No other session ends."""
     other = await tree.supervisor.create(SessionSpec())
     tree.scripts["hostile"] = Script(breaks_protocol=True)
     with trio.fail_after(patience()), pytest.raises(errors.SandkastenError):
@@ -153,7 +153,7 @@ async def test_commands_of_one_shell_run_in_turn(tree: ScriptedTree, session_id:
 async def test_a_run_outlives_its_daemon() -> None:
     """The next daemon adopts the session and goes on with the run behind the output that is known."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        config = Config(data_dir=Path(directory) / "data", server=Server(vessels=0), sessions_on_stop="keep")
+        config = Config(data_dir=Path(directory) / "data", server=ServerSettings(vessels=0), sessions_on_stop="keep")
         async with trio.open_nursery() as nursery:
             nsinit = FakeNsinit(config.data_dir, {}, nursery)
             nsinit.scripts[FOREVER] = Script([(Stream.STDOUT, b"begun\n")], hold=trio.Event())

@@ -16,7 +16,7 @@ from sandkasten.actors.services.store import Store, do
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import EndReason, Status
 from sandkasten.model.errors import StoreFailed
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.model.listing import SessionQuery
 from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.store.sessions import (
@@ -45,7 +45,7 @@ async def test_a_record_comes_back_as_it_was_put(store: Ref) -> None:
         "a" * 24,
         status=Status.DESTROYING,
         identity=KernelIdentity(12, 34, 56, read_boot_id()),
-        ending=Event.EXPIRE,
+        ending=Trigger.EXPIRE,
         ended_at=datetime.now(UTC),
         idempotency_key="key",
         is_busy=True,

@@ -7,7 +7,7 @@ import re
 import attrs
 import pytest
 
-from sandkasten.api.http.routing import Kind
+from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.model import SessionSpec
 from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
@@ -47,7 +47,7 @@ def all_requests() -> list[Request]:
     return [
         Request(method, _pattern(route.path))
         for route in TABLE.routes
-        if route.kind is not Kind.WEBSOCKET
+        if route.kind is not RouteKind.WEBSOCKET
         for method in (("GET", "HEAD") if route.method == "GET" else (route.method,))
     ]
 
@@ -188,7 +188,7 @@ async def test_idempotency_keys_of_two_keys_do_not_meet() -> None:
 
 def websocket_paths(session_id: str) -> dict[str, str]:
     """Return every WebSocket by its pattern."""
-    paths = [route.path for route in TABLE.routes if route.kind is Kind.WEBSOCKET]
+    paths = [route.path for route in TABLE.routes if route.kind is RouteKind.WEBSOCKET]
     return {_pattern(path): path.replace("{id}", session_id) for path in paths}
 
 

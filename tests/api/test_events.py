@@ -160,7 +160,7 @@ async def test_who_may_not_or_asks_wrongly_gets_no_stream(path: Path) -> None:
 
 
 async def test_a_cursor_that_is_gone_is_said_with_the_oldest(path: Path) -> None:
-    """And with that one the client can go on."""
+    """From the oldest cursor the client can go on."""
     async with running_front(path, memory_events=16, kept=20) as front, front.running.client() as client:
         first = front.node.journal.head
         for start in range(0, 100, 10):

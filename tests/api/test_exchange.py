@@ -54,7 +54,7 @@ async def test_work_that_ends_gives_its_value() -> None:
 
 
 async def test_a_disconnect_cancels_the_work() -> None:
-    """And says so with one exception, not a group."""
+    """The work ends with one exception, not a group."""
     with pytest.raises(ClientGone):
         await make_exchange({"type": "http.disconnect"}).until_disconnect(trio.sleep_forever)
 

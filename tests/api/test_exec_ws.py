@@ -70,14 +70,14 @@ async def test_a_run_is_started_output_and_exit() -> None:
 
 
 async def test_a_run_gets_an_id_if_it_has_none() -> None:
-    """And every run its own."""
+    """Every run has an id of its own."""
     async with running_fake() as running, exec_talk(running) as client:
         ids = [last(await client.run(1, "x"))["exec_id"] for _ in range(2)]
     assert len(set(ids)) == 2
 
 
 async def test_a_start_has_the_fields_of_post_exec() -> None:
-    """And what POST refuses is refused here, by field."""
+    """A field that POST refuses is refused here, by name."""
     async with running_fake() as running, exec_talk(running) as client:
         fields = {"argv": ["ls", "-l"], "cwd": "/tmp", "env": {"A": "b"}, "user": "nobody", "timeout_ms": 5}
         await client.say("start", id=1, **fields)
@@ -319,7 +319,7 @@ async def test_more_input_than_was_granted_ends_the_channel() -> None:
 
 
 async def test_input_to_a_run_that_takes_none_is_refused_once() -> None:
-    """And the run goes on."""
+    """The run goes on."""
     async with running_fake() as running, exec_talk(running) as client:
         run = await started(running, client)
         for _ in range(3):

@@ -184,7 +184,7 @@ async def test_input_reaches_a_run_byte_by_byte() -> None:
 
 
 async def test_input_waits_for_a_run_that_does_not_read() -> None:
-    """And a client that leaves meanwhile is not waited for."""
+    """A client that leaves meanwhile is not waited for."""
     reads = trio.Event()
     async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True, reads=reads), stdin=True)
@@ -238,7 +238,7 @@ async def test_a_terminal_is_resized() -> None:
     ],
 )
 async def test_a_bad_request_to_a_run_is_refused_by_name(action: str, body: dict[str, object], field: str) -> None:
-    """And the run knows nothing of it."""
+    """The run knows nothing of such a request."""
     async with running_fake() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)

@@ -108,7 +108,7 @@ async def test_worker_context_has_the_event_that_ends_idle_connections() -> None
 
 
 async def test_asgi_wrapper_passes_scope_receive_and_send() -> None:
-    """And ignores the two functions for WSGI."""
+    """The two functions for WSGI are ignored."""
     from hypercorn.app_wrappers import ASGIWrapper
 
     seen: list[object] = []

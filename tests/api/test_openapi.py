@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
 from sandkasten.api.http.json import Body
-from sandkasten.api.http.routing import Kind
+from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.openapi import document, schema_of
 from sandkasten.api.resources import fields
 from sandkasten.api.routes import TABLE
@@ -96,7 +96,7 @@ def test_what_is_served_is_described() -> None:
 def test_every_route_says_what_it_answers() -> None:
     """JSON by a class, anything else by its media type; and each operation has a summary, a sentence."""
     for route in TABLE.routes:
-        if route.kind is not Kind.WEBSOCKET:
+        if route.kind is not RouteKind.WEBSOCKET:
             assert (route.answer is None) != (route.answer_type is None), route.path
         summary = DOCUMENT["paths"][route.path][route.method.lower()]["summary"]
         assert re.fullmatch(r"[A-Z].*\.", summary), (route.path, summary)
@@ -264,7 +264,7 @@ PROBES: tuple[object, ...] = (
 
 @pytest.mark.parametrize("kind", [kind for kind in vars(fields).values() if hasattr(kind, "__supertype__")])
 def test_what_a_field_accepts_its_schema_accepts(kind: Any) -> None:
-    """And of numbers, choices and patterns exactly that: what is refused is described as refused."""
+    """Numbers, choices and patterns that a field refuses are refused by the schema, too."""
     schema = schema_of(kind, {})
     validator = Draft202012Validator(schema)
     is_exact = isinstance(fields.check_of(kind), fields.Between | fields.Choice | fields.Matching)

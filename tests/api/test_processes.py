@@ -24,7 +24,7 @@ async def start(running: RunningFake, client: httpx.AsyncClient, script: Script)
 
 
 async def test_a_process_is_started_with_all_that_was_said() -> None:
-    """And answered as it is, running."""
+    """The answer shows the process as it is, running."""
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         running.supervisor.scripts["srv -p 80"] = Script(hold=trio.Event())
@@ -92,7 +92,7 @@ async def test_a_repeated_start_attaches() -> None:
     ],
 )
 async def test_a_bad_process_is_refused_by_name(body: dict[str, object], field: str) -> None:
-    """And not started."""
+    """No process is started."""
     async with running_fake() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/processes", json=body)

@@ -81,7 +81,7 @@ async def test_the_last_event_is_small_wherever_the_shell_is(cwd: str, cause: Ca
 
 
 async def test_a_short_directory_is_not_cut() -> None:
-    """And nothing is said about it."""
+    """Nothing is said about the length."""
     async with running_fake() as running, running.client() as client:
         url = await begin(running, client, Script(cwd="/" + "é" * 300))
         end = ending((await client.get(url)).content, Cause.EXITED)

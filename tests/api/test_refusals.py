@@ -16,7 +16,7 @@ from tests.waiting import patience
 
 
 async def test_many_refusals_wait_and_few_do_not(autojump_clock: trio.testing.MockClock) -> None:
-    """So many at once, then so many a second; each of the others takes its pause."""
+    """A burst is answered at once, and then a number a second; each of the others takes its pause."""
     refusals = RefusalThrottle()
     began = trio.current_time()
     for _ in range(AT_ONCE):

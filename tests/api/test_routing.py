@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sandkasten.api.http.auth import OPEN
-from sandkasten.api.http.routing import Kind, Route, RouteTable, Target, parse_target
+from sandkasten.api.http.routing import Route, RouteKind, RouteTable, Target, parse_target
 from tests.api.harness import running_front
 from tests.fakes.runner import Script
 
@@ -14,7 +14,7 @@ async def _answer(_exchange: object) -> None:
     pass
 
 
-def route(path: str, method: str = "GET", kind: Kind = Kind.RAW) -> Route:
+def route(path: str, method: str = "GET", kind: RouteKind = RouteKind.RAW) -> Route:
     return Route(kind=kind, method=method, path=path, handler=_answer, needs=OPEN)
 
 
@@ -105,16 +105,16 @@ def test_a_table_in_which_a_path_means_two_things_can_not_be_made(patterns: tupl
         RouteTable(route(f"/{pattern}") for pattern in patterns)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_method_of_a_path_is_declared_once(kind: Kind) -> None:
-    """And HEAD comes with GET; a WebSocket may stand beside both."""
+@pytest.mark.parametrize("kind", RouteKind)
+def test_a_method_of_a_path_is_declared_once(kind: RouteKind) -> None:
+    """HEAD comes with GET; a WebSocket may stand beside both."""
     with pytest.raises(ValueError):
         RouteTable([route("/a", kind=kind), route("/a", kind=kind)])
     with pytest.raises(ValueError):
         RouteTable([route("/a"), route("/a", "HEAD")])
-    found = RouteTable([route("/a", kind=Kind.WEBSOCKET), route("/a", "POST"), route("/a")]).find(("a",))
+    found = RouteTable([route("/a", kind=RouteKind.WEBSOCKET), route("/a", "POST"), route("/a")]).find(("a",))
     assert found is not None
-    assert (found.allow, found.websocket) == ("POST, GET, HEAD", route("/a", kind=Kind.WEBSOCKET))
+    assert (found.allow, found.websocket) == ("POST, GET, HEAD", route("/a", kind=RouteKind.WEBSOCKET))
 
 
 async def test_an_id_with_slashes_names_its_run() -> None:

@@ -231,7 +231,7 @@ def test_the_idempotency_key_may_come_in_a_header() -> None:
     ],
 )
 def test_a_bad_exec_field_is_named(body: dict[str, object], field: str, words: str) -> None:
-    """And nothing else."""
+    """No other field is named."""
     details = refused(ExecRequest, body)
     assert list(details) == [field]
     assert words in str(details[field])
@@ -258,7 +258,7 @@ def test_an_exec_reaches_the_spec() -> None:
 
 @pytest.mark.parametrize(("body", "given"), [({}, 1000), ({"timeout_ms": 0}, 1000), ({"timeout_ms": 5}, 5)])
 def test_a_timeout_of_zero_is_the_maximum(body: dict[str, object], given: int) -> None:
-    """So is none; a longer one becomes it."""
+    """No timeout means the maximum, too; a longer one becomes the maximum."""
     assert exec_spec(cmd="a", **body) == ExecSpec("a", timeout_ms=given)
     assert exec_spec(cmd="a", timeout_ms=2**53).timeout_ms == 1000
 

@@ -73,7 +73,7 @@ async def test_a_shell_shows_what_keeps_it_busy() -> None:
     ],
 )
 async def test_a_bad_shell_is_refused_by_name(body: dict[str, object], field: str) -> None:
-    """And not opened."""
+    """No shell is opened."""
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/shells", json=body)

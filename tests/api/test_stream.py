@@ -165,7 +165,7 @@ async def test_raw_output_keeps_sequences() -> None:
 
 
 async def test_the_first_output_comes_before_the_command_ends() -> None:
-    """And the head before the first output."""
+    """The head comes before the first output."""
     first, last = trio.Event(), trio.Event()
     async with running_fake() as running, running.client() as client:
         running.supervisor.scripts["quiet"] = Script(hold=first)

@@ -39,7 +39,7 @@ async def test_no_trace_that_can_be_joined_begins_one_and_is_no_error(given: lis
 
 
 async def test_the_line_of_a_request_has_the_span_of_its_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """So that whoever holds an answer finds the log, and whoever records spans finds the parent."""
+    """A holder of an answer finds the log, and a recorder of spans finds the parent."""
 
     async def is_logged() -> bool:
         return any(record.message == "request" for record in caplog.records)

@@ -89,7 +89,7 @@ async def test_the_directory_may_come_after_the_files() -> None:
 
 
 async def test_early_files_wait_in_the_configured_spool(tmp_path: Path) -> None:
-    """And nothing of them is left there."""
+    """Nothing of the files is left there."""
     async with running_front(spool_dir=tmp_path) as running, running.client() as client:
         url = await make_session(running, client)
         body = form(part("file", b"x" * 300_000, "a"), part("path", b"sub"))

@@ -85,7 +85,7 @@ async def test_a_message_has_a_bounded_number_of_parts() -> None:
 
 @pytest.mark.parametrize("opcode", [9, 10])
 async def test_pings_and_pongs_are_bounded(opcode: int) -> None:
-    """So many within a second are taken; a flood of them closes."""
+    """A number within a second is taken; a flood closes the connection."""
     async with running_front() as running, await running.connect() as stream:
         await opened(running, stream)
         await stream.send_all(client_frame(opcode, b"x") * MAX_CONTROL_FRAMES + client_frame(1, b'{"type":"ping"}'))

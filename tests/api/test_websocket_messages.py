@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sandkasten.api.http.websocket import MAX_REASON_BYTES, Opcode, cut_reason, encode_frame
 from sandkasten.api.websocket import exec_messages as execs
 from sandkasten.api.websocket import terminal_messages as terminals
-from sandkasten.api.websocket.messages import MAX_CHANNEL, Refused, encode_message
+from sandkasten.api.websocket.messages import MAX_CHANNEL, MessageRefused, encode_message
 from sandkasten.model import Stream, TerminalSize
 from sandkasten.model.errors import InvalidRequest
 
@@ -40,7 +40,7 @@ def outcome(call: Callable[[], object]) -> object:
     """Return what a call returns, or why it refuses."""
     try:
         return call()
-    except (Refused, InvalidRequest) as refused:
+    except (MessageRefused, InvalidRequest) as refused:
         return refused
 
 
@@ -48,8 +48,8 @@ def outcome(call: Callable[[], object]) -> object:
 def test_any_message_is_taken_or_refused(message: str | bytes) -> None:
     """Never anything else, and a refusal names only a channel that can exist."""
     taken = outcome(lambda: execs.parse_message(message))
-    assert isinstance(taken, execs.ClientMessage | Refused)
-    if isinstance(taken, Refused):
+    assert isinstance(taken, execs.ClientMessage | MessageRefused)
+    if isinstance(taken, MessageRefused):
         assert isinstance(taken.error, InvalidRequest)
         assert taken.channel is None or 1 <= taken.channel <= MAX_CHANNEL
         assert taken.kind in (None, "stdin", *execs.CLIENT_MESSAGES)
@@ -59,7 +59,7 @@ def test_any_message_is_taken_or_refused(message: str | bytes) -> None:
 def test_any_message_to_a_terminal_is_taken_or_refused(message: str) -> None:
     """As with runs."""
     taken = outcome(lambda: terminals.parse_message(message))
-    assert isinstance(taken, terminals.ClientMessage | Refused)
+    assert isinstance(taken, terminals.ClientMessage | MessageRefused)
 
 
 @given(st.dictionaries(st.sampled_from(["cols", "rows", "shell", "terminal_id", "read_only", "window"]), st.text()))
@@ -142,7 +142,7 @@ REFUSED = [
 @pytest.mark.parametrize(("message", "channel", "kind"), REFUSED)
 def test_malformed_messages_are_refused_by_name(message: str | bytes, channel: int | None, kind: str | None) -> None:
     """The refusal has the channel and the type wherever they can be read."""
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(MessageRefused) as caught:
         execs.parse_message(message)
     assert (caught.value.channel, caught.value.kind) == (channel, kind)
     assert caught.value.error.details
@@ -159,7 +159,7 @@ def test_a_start_has_the_fields_of_a_command() -> None:
 
 
 def test_what_is_none_is_not_sent() -> None:
-    """But false and zero are."""
+    """False and zero are sent."""
     error = execs.ChannelError(error_code="CODE", message="message", retryable=False, id=3, seq=0)
     fields = {"type": "error", "error_code": "CODE", "message": "message", "retryable": False, "id": 3, "seq": 0}
     assert payload(encode_message(error)) == fields | {"final": False}

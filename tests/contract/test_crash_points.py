@@ -14,7 +14,7 @@ from nsinit.server.start import _crash
 from nsinit.steps import Crash
 from nsinit.wire.launching import Grant
 from nsinit.wire.validate import InvalidName
-from sandkasten.config import Config, FaultTesting
+from sandkasten.config import Config, FaultSettings
 from sandkasten.crash import Point
 
 ROOT = Path(__file__).parents[2]
@@ -80,20 +80,20 @@ def test_names_are_unique() -> None:
 def test_a_crash_point_alone_is_refused() -> None:
     """A variable that leaked into production stops the start with a sentence."""
     with pytest.raises(ValueError, match="crash_points is not set"):
-        FaultTesting(crash_at="daemon.create.built")
+        FaultSettings(crash_at="daemon.create.built")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "192.0.2.1:80", "[::]:80", "example.org:80"])
 def test_crash_points_are_refused_to_a_daemon_that_others_can_reach(address: str) -> None:
     """A daemon that serves a network is no test."""
     with pytest.raises(ValueError, match="loopback"):
-        Config(listen=("127.0.0.1:1", address), testing=FaultTesting(crash_points=True))
+        Config(listen=("127.0.0.1:1", address), testing=FaultSettings(crash_points=True))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:80", "localhost:1", "unix:/run/x.sock"])
 def test_crash_points_are_for_this_machine_and_are_told_at_the_start(address: str) -> None:
     """A notice says so."""
-    config = Config(listen=(address,), testing=FaultTesting(crash_points=True))
+    config = Config(listen=(address,), testing=FaultSettings(crash_points=True))
     assert any("crash" in notice for notice in config.notices())
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from sandkasten.api.http.errors import STATUS
-from sandkasten.api.http.routing import Kind
+from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import TABLE
 from tests.e2e.daemon import SCRIPT, running_daemon
 from tests.waiting import patience
@@ -146,7 +146,7 @@ def test_the_documented_routes_of_workspaces_are_those_that_there_are() -> None:
 
 def _requests() -> set[tuple[str, str]]:
     """Return the method and path of every route but WebSockets."""
-    return {(route.method, route.path) for route in TABLE.routes if route.kind is not Kind.WEBSOCKET}
+    return {(route.method, route.path) for route in TABLE.routes if route.kind is not RouteKind.WEBSOCKET}
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -17,7 +17,7 @@ MADE_LATER = {"keys.json"}
 
 
 def test_the_metrics_that_it_points_to_are_documented() -> None:
-    """And so they are there: another test compares those with what is served."""
+    """Documented metrics are there: another test compares the documented with the served ones."""
     named = set(re.findall(r"`(sandkasten_\w+)", TEXT))
     assert len(named) > 5
     assert named - set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/observability.md").read_text(), re.MULTILINE)) == set()

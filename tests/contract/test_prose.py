@@ -15,7 +15,8 @@ PACKAGES = ("sandkasten", "nsinit", "runner", "tests", "bench")
 
 _PERSONAL = "it|its|he|him|his|she|her|they|them|their"
 _FIRST = re.compile(
-    rf"(?:{_PERSONAL}|this|that|these|those|who|whom|whose|whoever|what|whatever|which|whichever|how)\b",
+    rf"(?:{_PERSONAL}|this|that|these|those|who|whom|whose|whoever|what|whatever|which|whichever|how"
+    r"|and|so|or|but|nor|yet)\b",
     re.IGNORECASE,
 )
 _BARE = re.compile(
@@ -37,7 +38,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
 
 
 def is_offence(text: str) -> bool:
-    """Tell whether a docstring begins with a pronoun, or is one line about a pronoun without a noun."""
+    """Tell whether a docstring begins with a pronoun or a conjunction, or is one line on a pronoun without a noun."""
     return bool(_FIRST.match(text) or ("\n" not in text and _BARE.match(text)))
 
 
@@ -48,13 +49,17 @@ def files() -> frozenset[str]:
     return frozenset("/".join(path.parts[start:]) for path in paths for start in range(len(path.parts)))
 
 
-@pytest.mark.parametrize("text", ["It ends.", "Those who wait.", "Whether it runs.", "Say that they end.", "Stop it."])
-def test_a_pronoun_is_found(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["It ends.", "Those who wait.", "Whether it runs.", "Say that they end.", "Stop it.", "And no other."]
+)
+def test_an_offence_is_found(text: str) -> None:
     """The check would find what it is for."""
     assert is_offence(text)
 
 
-@pytest.mark.parametrize("text", ["Item of a list.", "Whether a run ends.", "Requests in flight; it counts them."])
+@pytest.mark.parametrize(
+    "text", ["Item of a list.", "Orders and answers.", "Whether a run ends.", "Requests in flight; it counts them."]
+)
 def test_a_noun_is_no_pronoun(text: str) -> None:
     """The check finds no fault with nouns and verbs."""
     assert not is_offence(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,29 @@ MAX_LINES = 800
 FEW_LINES = 60
 SLIVERS = {"sandkasten": 12, "nsinit": 5, "runner": 2, "tests": 49, "bench": 3}
 """Ceilings, by package, of files with fewer lines than `FEW_LINES`; they may only be lowered."""
+
+DOMAINS = ("sandkasten", "nsinit", "runner")
+SHARED_NAMES = {
+    "CloseShell": "the actor's message, and the request to PID 1 that it becomes",
+    "Crash": "a crash point; nsinit imports nothing of the daemon",
+    "FileInfo": "a file's properties: the model's, and PID 1's answer",
+    "FileRules": "the paths of a session: the model's, and those sent to PID 1",
+    "Leftover": "a thing of no session: nsinit's finding, and the planner's reading of it",
+    "Limits": "a session's limits: in a caller's units, and in the kernel's",
+    "ListRuns": "the actor's message, and the request to PID 1 that it becomes",
+    "OpenShell": "the actor's message, and the request to PID 1 that it becomes",
+    "Packed": "the members of an archive: the model's, and PID 1's answer",
+    "Ports": "the open ports of a session: read by PID 1, told of by the daemon",
+    "Resize": "a terminal's new size: from a client, and to PID 1",
+    "Run": "a run: the daemon's part, and PID 1's",
+    "Sessions": "all sessions: the daemon's part, and nsinit's",
+    "Shell": "a persistent shell: the daemon's part, and PID 1's",
+    "ShellInfo": "a persistent shell: the model's, and PID 1's answer",
+    "Shells": "the persistent shells of a session: the daemon's part, and PID 1's",
+    "TerminalSize": "a terminal's size: the model's, and PID 1's",
+    "Workspaces": "all workspaces: the daemon's part, and nsinit's",
+}
+"""Class names that two trust domains have for one idea, and the idea."""
 
 ASYNC_RULES = ",".join(
     f"ASYNC{number}"
@@ -87,6 +112,18 @@ def test_every_module_says_what_it_owns() -> None:
         str(path.relative_to(ROOT)) for path in sources() if (text := path.read_text()) and not text.startswith('"""')
     ]
     assert silent == []
+
+
+def test_class_names_have_one_home() -> None:
+    """A name means one thing: two domains share one only for one idea, and no domain has a name twice."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in sources():
+        if (domain := path.relative_to(ROOT).parts[0]) in DOMAINS:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes[node.name].append(domain)
+    assert {name: each for name, each in homes.items() if len(each) > len(set(each))} == {}
+    assert sorted(name for name, each in homes.items() if len(each) > 1) == sorted(SHARED_NAMES)
 
 
 def test_nothing_is_left_for_later() -> None:

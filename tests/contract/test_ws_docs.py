@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from sandkasten.api.http import websocket as ws_stream
-from sandkasten.api.http.routing import Kind
+from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.routes import TABLE
@@ -58,8 +58,8 @@ def said(full: Any, plain: Any) -> Fields:  # messages
 
 
 EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
-    "hello": (exec_messages.Hello("p", "s", {}),) * 2,
-    "started": (exec_messages.Started(1, 0, "e", False),) * 2,
+    "hello": (exec_messages.ExecHello("p", "s", {}),) * 2,
+    "started": (exec_messages.ChannelStarted(1, 0, "e", False),) * 2,
     "exit": (
         exec_messages.ChannelExit.of(FULL_END, **COUNTS, omitted_bytes=1),
         exec_messages.ChannelExit.of(PLAIN_END, **COUNTS, omitted_bytes=None),
@@ -70,12 +70,12 @@ EXEC_SAID: Mapping[str, tuple[Any, Any]] = {
     "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }
 TERMINAL_SAID: Mapping[str, tuple[Any, Any]] = {
-    "ready": (terminal_messages.Ready("t", 1, 1, True, True),) * 2,
+    "ready": (terminal_messages.TerminalReady("t", 1, 1, True, True),) * 2,
     "skipped": (terminal_messages.Skipped(1),) * 2,
     "taken_over": (terminal_messages.TakenOver(),) * 2,
     "given_back": (terminal_messages.GivenBack(),) * 2,
     "exit": (ws_messages.Exit.of(FULL_END), ws_messages.Exit.of(PLAIN_END)),
-    "error": (ws_messages.Error(**PUBLIC, refused="x"), ws_messages.Error(**ERROR)),
+    "error": (ws_messages.ErrorMessage(**PUBLIC, refused="x"), ws_messages.ErrorMessage(**ERROR)),
     "pong": (ws_messages.Pong("x"), ws_messages.Pong()),
 }
 
@@ -117,7 +117,7 @@ def test_the_urls_and_subprotocols_are_documented() -> None:
     rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
     assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, SUBPROTOCOL}
     paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
-    assert paths == {route.path for route in TABLE.routes if route.kind is Kind.WEBSOCKET}
+    assert paths == {route.path for route in TABLE.routes if route.kind is RouteKind.WEBSOCKET}
 
 
 def test_the_query_of_a_terminal_is_documented() -> None:
@@ -180,5 +180,5 @@ def test_the_limits_in_hello_are_listed() -> None:
 
 
 def test_a_silent_client_is_given_up_after_two_minutes() -> None:
-    """So many pings, one interval each."""
+    """Unanswered pings, one interval each, make two minutes."""
     assert ws_stream.PINGS_UNANSWERED * ApiSettings().websocket_ping_s == 120

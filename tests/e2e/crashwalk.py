@@ -33,7 +33,7 @@ import trio
 from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
-from sandkasten.config import Config, FaultTesting, Server
+from sandkasten.config import Config, FaultSettings, ServerSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.crash import Point
 from sandkasten.host import examine
@@ -166,8 +166,8 @@ class Walk:
     @contextlib.contextmanager
     def daemon(self, at: str = "", *, vessels: int = 0) -> Iterator[Daemon]:
         """Run a daemon, and kill it."""
-        testing = FaultTesting(crash_points=bool(at), crash_at=at)
-        config = attrs.evolve(self._config, testing=testing, server=Server(vessels=vessels))
+        testing = FaultSettings(crash_points=bool(at), crash_at=at)
+        config = attrs.evolve(self._config, testing=testing, server=ServerSettings(vessels=vessels))
         daemon = Daemon(config, self._machine, self.log)
         try:
             yield daemon

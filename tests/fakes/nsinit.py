@@ -103,9 +103,9 @@ class FakeNsinit:
                 await self._build(plan)
                 fds.append(self._life(plan.session_id))
                 return protocol.Built(seq, plan.session_id, identity, "none", {"clone": 100})
-            case protocol.Attach(seq, session_id):
+            case protocol.Adopt(seq, session_id):
                 fds.append(self._life(session_id))
-                return protocol.Attached(seq, session_id, self._alive[session_id], "none")
+                return protocol.Adopted(seq, session_id, self._alive[session_id], "none")
             case protocol.Teardown(seq, session_id):
                 await self._tear_down(session_id)
                 return protocol.TornDown(seq, session_id, 0, 0, 0)

@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree
-from sandkasten.config import Config, Server
+from sandkasten.config import Config, ServerSettings
 from sandkasten.host.checks import CATALOGUE, works
 from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import HOST, Catalog, Image, now
@@ -70,7 +70,7 @@ async def open_scripted(
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        settings: dict[str, Any] = {"data_dir": Path(directory) / "data", "server": Server(vessels=0)} | changes
+        settings: dict[str, Any] = {"data_dir": Path(directory) / "data", "server": ServerSettings(vessels=0)} | changes
         config = config or Config(**settings)
         make_data_dir(config.data_dir)
         _make_image(config.data_dir)

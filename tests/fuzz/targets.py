@@ -32,7 +32,7 @@ from sandkasten.api.http.routing import parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.resources import fields, files, runs, sessions
 from sandkasten.api.websocket import exec_messages, terminal_messages
-from sandkasten.api.websocket.messages import Refused
+from sandkasten.api.websocket.messages import MessageRefused
 from sandkasten.links.runner import decode_answer
 from sandkasten.model import Limits
 from sandkasten.model.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
@@ -331,7 +331,7 @@ def websocket_messages(data: bytes) -> None:
     ):
         try:
             parse()
-        except Refused as refused:
+        except MessageRefused as refused:
             _check_refusal(refused.error)
 
 

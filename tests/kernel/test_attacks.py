@@ -21,11 +21,11 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.config import Config, Disk, Security
+from sandkasten.config import Config, DiskSettings, SecuritySettings
 from sandkasten.security.attacks.field import USERS, open_field
 from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
-from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, Target, judge
+from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, OutsideFacts, judge
 from sandkasten.security.probes.inside import INSIDE
 from tests.waiting import patience
 
@@ -95,16 +95,16 @@ async def test_what_looks_for_the_neighbour_finds_it_where_it_is(config: Config)
 
 
 @pytest.fixture
-def probes(tmp_path: Path) -> tuple[Path, Target]:
+def probes(tmp_path: Path) -> tuple[Path, OutsideFacts]:
     """The packed attempts on the host, and a target with a readable file."""
     path, secret = tmp_path / "probes.zip", tmp_path / "secret"
     path.write_bytes(pack_probes())
     secret.write_text("here")
-    return path, Target(outside_pid=os.getpid(), outside_paths=(str(secret),))
+    return path, OutsideFacts(outside_pid=os.getpid(), outside_paths=(str(secret),))
 
 
 @pytest.mark.parametrize("name", [each.id for each in INSIDE if each.control == "host"])
-def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], name: str) -> None:
+def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, OutsideFacts], name: str) -> None:
     """The same attempt is BROKEN outside, by root, in throw-away mount, host name and IPC namespaces."""
     path, target = probes
     kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
@@ -116,7 +116,7 @@ def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, Target], nam
 
 @pytest.mark.parametrize(
     ("layer", "weak", "least"),
-    [("seccomp", {"security": Security(seccomp="off")}, 8), ("disk", {"disk": Disk(mode="none")}, 2)],
+    [("seccomp", {"security": SecuritySettings(seccomp="off")}, 8), ("disk", {"disk": DiskSettings(mode="none")}, 2)],
     ids=["filter", "disk"],
 )
 async def test_without_a_layer_what_only_it_holds_is_broken(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsinit.cgroup.tree import read_owner
-from nsinit.wire.protocol import Attach, Ok, Prepare, Ready, SetLimits
+from nsinit.wire.protocol import Adopt, Ok, Prepare, Ready, SetLimits
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
     PATIENCE_S,
@@ -113,7 +113,7 @@ def test_a_session_goes_before_others_only_while_it_is_built(server: Nsinit) -> 
     directory = Path(server.ready.cgroup_dirs["cpu"], plan.session_id)
     (path,) = [directory / name for name in SHARES if (directory / name).exists()]
     path.write_text("5000")
-    _, fds = server.ask(Attach, session_id=plan.session_id)
+    _, fds = server.ask(Adopt, session_id=plan.session_id)
     for fd in fds:
         os.close(fd)
     assert path.read_text().strip() == usual

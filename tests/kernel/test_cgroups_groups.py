@@ -16,8 +16,8 @@ import pytest
 
 from nsinit.cgroup.session import MAX_RUN_CGROUPS
 from nsinit.wire.protocol import (
-    Attach,
-    Attached,
+    Adopt,
+    Adopted,
     Failed,
     FindOomKills,
     MakeRunCgroup,
@@ -266,8 +266,8 @@ def test_groups_outlive_nsinit() -> None:
         ):
             server.kill()
             with running(data_dir, node_id) as successor:
-                answer, fds = successor.ask(Attach, session_id=box.session_id)
-                assert isinstance(answer, Attached), answer
+                answer, fds = successor.ask(Adopt, session_id=box.session_id)
+                assert isinstance(answer, Adopted), answer
                 for fd in fds:
                     os.close(fd)
                 assert answer.identity == box.built.identity

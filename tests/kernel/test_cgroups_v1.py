@@ -19,8 +19,8 @@ import pytest
 from nsinit.cgroup.tree import REQUIRED
 from nsinit.kernel.mountinfo import Mount, parse_mountinfo
 from nsinit.wire.protocol import (
-    Attach,
-    Attached,
+    Adopt,
+    Adopted,
     Failed,
     FindOomKills,
     MakeRunCgroup,
@@ -145,8 +145,8 @@ def test_another_nsinit_finds_and_removes_a_session(server: Nsinit) -> None:
     node_group = Path(server.ready.cgroup_dirs["memory"]).name.removeprefix("sandkasten-")
     server.kill()
     with running(server.data_dir, node_group, wrapper=without_v2()) as successor:
-        answer, fds = successor.ask(Attach, session_id=box.session_id)
-        assert isinstance(answer, Attached), answer
+        answer, fds = successor.ask(Adopt, session_id=box.session_id)
+        assert isinstance(answer, Adopted), answer
         for fd in fds:
             os.close(fd)
         assert answer.identity == box.built.identity

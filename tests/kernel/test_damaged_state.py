@@ -19,7 +19,7 @@ from sandkasten.config import Config
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import ExecSpec, SessionSpec, Status
 from sandkasten.model.errors import SessionNotFound
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, put_session
 from tests import canary
@@ -55,7 +55,7 @@ async def test_a_recycled_pid_in_the_state_kills_nobody(
     identity = _identity_of(innocent.pid)
     if not is_exact:
         identity = attrs.evolve(identity, start_ticks=identity.start_ticks - 1)
-    ending = Event.DESTROY if status is Status.DESTROYING else None
+    ending = Trigger.DESTROY if status is Status.DESTROYING else None
     with closing(open_database(config.db_path)) as database:
         put_session(database, make_record("a" * 24, status=status, identity=identity, ending=ending))
     async with open_supervisor(config) as supervisor:

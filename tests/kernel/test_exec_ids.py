@@ -9,7 +9,7 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Runs
+from sandkasten.config import Config, RunsSettings
 from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.errors import ExecGone, ExecIdsExhausted, ExecNotFound
 
@@ -20,7 +20,7 @@ COUNT = ExecSpec("wc -l </tmp/log")
 @pytest.fixture
 def forgetful(config: Config) -> Config:
     """A daemon that keeps about a hundred ended runs, remembers ten ids, and leaves sessions to the next one."""
-    return attrs.evolve(config, sessions_on_stop="keep", runs=Runs(keep_mb=1, max_exec_ids=10))
+    return attrs.evolve(config, sessions_on_stop="keep", runs=RunsSettings(keep_mb=1, max_exec_ids=10))
 
 
 async def forget_all(supervisor: LocalSupervisor, session_id: str) -> None:

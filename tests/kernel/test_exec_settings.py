@@ -6,12 +6,12 @@ import attrs
 import pytest
 
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Defaults, Runs
+from sandkasten.config import Config, Defaults, RunsSettings
 from sandkasten.model import Cause, ExecSpec, SessionSpec
 
 LONG_MS = 20_000
 TIDY = "trap 'sleep 0.7; echo tidy; exit' {}; while :; do sleep 0.01; done"
-AT_ONCE = Runs(interrupt_grace_ms=0, terminate_grace_ms=0, kill_grace_ms=0)
+AT_ONCE = RunsSettings(interrupt_grace_ms=0, terminate_grace_ms=0, kill_grace_ms=0)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ AT_ONCE = Runs(interrupt_grace_ms=0, terminate_grace_ms=0, kill_grace_ms=0)
     ],
     ids=["interrupt", "terminate"],
 )
-async def test_what_is_asked_to_end_has_the_configured_time(config: Config, runs: Runs, script: str) -> None:
+async def test_what_is_asked_to_end_has_the_configured_time(config: Config, runs: RunsSettings, script: str) -> None:
     """A program that is asked to end has the configured grace; with the usual one it would be killed before it has
     tidied up.
     """

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from nsinit.helpers import pool as helpers
-from nsinit.helpers.pool import HelperKind, HelperPool, Outcome
+from nsinit.helpers.pool import HelperKind, HelperPool, OrderOutcome
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.wire import control
@@ -58,7 +58,7 @@ def _obey(channel: socket.socket, _parent_pid: int) -> NoReturn:
                 break
             if word == "hang":
                 time.sleep(PATIENCE_S)
-            channel.sendall(control.STATUS.encode(control.Done({word: 1})))
+            channel.sendall(control.STATUS.encode(control.StepsDone({word: 1})))
     finally:
         os._exit(1)
 
@@ -74,9 +74,9 @@ def _pool(live: object, count: int = 2) -> Iterator[tuple[HelperPool, Scheduler]
         scheduler.close()
 
 
-def _outcomes(pool: HelperPool, scheduler: Scheduler, *words: str) -> dict[str, Outcome]:
+def _outcomes(pool: HelperPool, scheduler: Scheduler, *words: str) -> dict[str, OrderOutcome]:
     """Have several things done at a time."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, OrderOutcome] = {}
 
     def job(word: str) -> Job:
         outcome = yield from pool.hand_over(Task(word), [])
@@ -92,7 +92,7 @@ def _outcomes(pool: HelperPool, scheduler: Scheduler, *words: str) -> dict[str, 
     return found
 
 
-def _outcome(pool: HelperPool, scheduler: Scheduler, word: str) -> Outcome:
+def _outcome(pool: HelperPool, scheduler: Scheduler, word: str) -> OrderOutcome:
     """Have something done, as a job of nsinit's has."""
     return _outcomes(pool, scheduler, word)[word]
 

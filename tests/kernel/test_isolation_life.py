@@ -14,8 +14,8 @@ from nsinit.server.requests import LIST_BATCH
 from nsinit.storage import trash
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import (
-    Attach,
-    Attached,
+    Adopt,
+    Adopted,
     Failed,
     Found,
     Prepare,
@@ -116,8 +116,8 @@ def test_sessions_outlive_nsinit_and_are_found_again(data_dir: Path) -> None:
             found = second.scan()[sandbox.session_id]
             assert found.identity == sandbox.built.identity
             assert (found.has_cgroup, found.has_files) == (True, True)
-            attached, fds = second.ask(Attach, session_id=sandbox.session_id)
-            assert isinstance(attached, Attached)
+            attached, fds = second.ask(Adopt, session_id=sandbox.session_id)
+            assert isinstance(attached, Adopted)
             assert (attached.identity, attached.oom_event) == (sandbox.built.identity, sandbox.built.oom_event)
             assert sandbox.run("echo $KEPT").out == "yes\n"
             sandbox.release()
@@ -179,7 +179,7 @@ def test_two_nsinits_never_share_a_data_directory(data_dir: Path, server: Nsinit
     server.build(host_plan()).teardown()
 
 
-@pytest.mark.parametrize(("request_type", "fields"), [(Attach, {}), (SetLimits, {"limits": ROOMY})])
+@pytest.mark.parametrize(("request_type", "fields"), [(Adopt, {}), (SetLimits, {"limits": ROOMY})])
 def test_requests_on_an_unknown_session_fail_softly(
     server: Nsinit, request_type: type, fields: dict[str, object]
 ) -> None:

@@ -214,7 +214,7 @@ async def test_output_that_was_lost_is_said_to_be_gone(config: Config, keeping: 
                 if got == size + 4:
                     break
             last = piece.sequence
-    for path in (data_dir / "spool").glob("*.runs"):
+    for path in (data_dir / "spool").iterdir():
         path.unlink()
     async with open_supervisor(config) as supervisor:
         await supervisor.exec(session.id, GO)

@@ -14,7 +14,7 @@ from nsinit.kernel.seccomp.table import NUMBERS
 from nsinit.wire.protocol import Ok, Prepare
 from runner.wire.protocol import ExecReply, RunProgram, TerminalSize
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, ConfigError, Security
+from sandkasten.config import Config, ConfigError, SecuritySettings
 from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.errors import BuildFailed, InvalidRequest
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
@@ -196,7 +196,7 @@ def test_x32_calls_are_refused(sandbox: Sandbox) -> None:
 
 async def test_a_session_may_ask_for_the_filter_it_debugs_under(config: Config) -> None:
     """`debug` where it is allowed: strace traces, gdb reads memory; what is not allowed is refused."""
-    allowing = attrs.evolve(config, security=Security(seccomp_allowed=("debug",)))
+    allowing = attrs.evolve(config, security=SecuritySettings(seccomp_allowed=("debug",)))
     async with open_supervisor(allowing) as supervisor:
         session = await supervisor.create(SessionSpec(seccomp="debug"))
         assert session.options.seccomp == "debug"
@@ -223,7 +223,7 @@ async def test_an_operators_own_filter_is_in_force(config: Config, tmp_path: Pat
     rules = [{"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": 95}]
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules[:0]}))
-    security = Security(seccomp="own", seccomp_profiles=tmp_path)
+    security = SecuritySettings(seccomp="own", seccomp_profiles=tmp_path)
     async with open_supervisor(attrs.evolve(config, security=security)) as supervisor:
         session = await supervisor.create(SessionSpec())
         assert session.options.seccomp == "own"

@@ -8,7 +8,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Admission, Config, Server
+from sandkasten.config import AdmissionSettings, Config, ServerSettings
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import Capacity, Draining, LimitInUse, SandkastenError
 
@@ -16,12 +16,12 @@ SMALL = Limits(memory_mb=64, pids=64, disk_mb=64)
 TWICE = attrs.evolve(SMALL, memory_mb=128)
 
 
-async def roomy(supervisor: LocalSupervisor, count: int) -> Admission:
+async def roomy(supervisor: LocalSupervisor, count: int) -> AdmissionSettings:
     """Return the settings with which `count` small sessions fit, and no more."""
     total = (await supervisor.capacity()).totals.memory_bytes
     assert total is not None
     ratio = (count * SMALL.memory_mb + 32) * 2**20 / total
-    return Admission(memory_overcommit=ratio)
+    return AdmissionSettings(memory_overcommit=ratio)
 
 
 async def test_the_budget_counts_what_lives_and_nothing_else(config: Config) -> None:
@@ -58,7 +58,7 @@ async def test_a_storm_of_creates_never_gets_more_than_fits(config: Config) -> N
     up.
     """
     outcomes: list[str] = []
-    async with open_supervisor(attrs.evolve(config, server=Server(vessels=0, max_sessions=4))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=0, max_sessions=4))) as supervisor:
 
         async def create() -> None:
             try:

@@ -17,10 +17,10 @@ from sandkasten.actors.node import recovery
 from sandkasten.actors.services.store import do
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, ConfigError, Server
+from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.sessions import put_session
 from tests.kernel.processes import init_pids, nsinit_pid
 from tests.strategies import make_record
@@ -138,7 +138,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_s
 
 async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> None:
     """The first creates after the death of nsinit work like any other, and the vessels that it left are swept up."""
-    async with open_supervisor(attrs.evolve(config, server=Server(vessels=2))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=2))) as supervisor:
 
         async def has_vessels() -> bool:
             return len(supervisor._directory.reserved) == 2
@@ -156,7 +156,7 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
 
 async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config) -> None:
     """A create whose PID 1 was killed fails as retryable and leaves nothing; the same request then works."""
-    async with open_supervisor(attrs.evolve(config, server=Server(vessels=1))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=1))) as supervisor:
 
         async def has_vessel() -> bool:
             return (await supervisor.node()).vessels == 1
@@ -271,7 +271,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:
     """A record kept in memory after a refused write never overwrites a later state."""
-    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
+    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Trigger.EXPIRE)
     await supervisor._store.ask(do(put_session, begun))
     supervisor._directory.unwritten[begun.session.id] = begun
     assert (await supervisor.destroy(begun.session.id)).status is Status.EXPIRED

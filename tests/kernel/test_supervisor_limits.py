@@ -10,7 +10,7 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, FaultTesting, Maximum
+from sandkasten.config import Config, FaultSettings, Maximum
 from sandkasten.model import Cause, ExecSpec, Limits, SessionPatch, SessionSpec, SessionStats
 from sandkasten.model.errors import BuildInterrupted, InvalidRequest, LimitInUse
 from tests.waiting import until
@@ -61,7 +61,7 @@ async def test_limits_change_while_a_hog_runs_or_stay_as_they_are(supervisor: Lo
 
 async def test_a_change_that_no_process_lives_to_make_may_be_tried_again(config: Config) -> None:
     """A change of limits whose helper died fails as an interrupted build; the limits on record stay as they were."""
-    testing = FaultTesting(crash_points=True, crash_at="cgroup_maker.raise_limits")
+    testing = FaultSettings(crash_points=True, crash_at="cgroup_maker.raise_limits")
     async with open_supervisor(attrs.evolve(config, testing=testing)) as supervisor:
         session = await supervisor.create(SessionSpec(limits=START))
         with pytest.raises(BuildInterrupted):

@@ -13,7 +13,7 @@ from sandkasten.actors.node import recovery
 from sandkasten.actors.services.store import do
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.sessions import put_session
 from tests.kernel.processes import nsinit_pid
 from tests.strategies import make_record
@@ -73,7 +73,7 @@ async def test_a_create_during_a_restart_of_the_fork_server_waits_for_it(supervi
 
 async def test_the_reaper_finishes_what_nobody_works_on(supervisor: LocalSupervisor) -> None:
     """The reaper finishes a begun end at once, and a live session's record without an actor after the second look."""
-    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Event.EXPIRE)
+    begun = make_record("a" * 24, status=Status.DESTROYING, ending=Trigger.EXPIRE)
     claimed = make_record("b" * 24, status=Status.RUNNING)
     for record in (begun, claimed):
         await supervisor._store.ask(do(put_session, record))

@@ -11,7 +11,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Runs
+from sandkasten.config import Config, RunsSettings
 from sandkasten.model import (
     Cause,
     ExecSpec,
@@ -255,7 +255,7 @@ async def test_a_full_queue_names_what_runs(supervisor: LocalSupervisor, session
 
 async def test_an_unknown_run_and_one_that_is_gone_differ(config: Config) -> None:
     """Runs are kept for a while; then their ids are still known, and still not run again."""
-    async with open_supervisor(attrs.evolve(config, runs=Runs(keep_seconds=1))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, runs=RunsSettings(keep_seconds=1))) as supervisor:
         session = await supervisor.create(SessionSpec())
         with pytest.raises(ExecNotFound):
             await supervisor.get_exec(session.id, "mine")
@@ -279,7 +279,7 @@ async def test_an_unknown_run_and_one_that_is_gone_differ(config: Config) -> Non
 async def test_output_beyond_the_session_s_share_drops_the_oldest(config: Config) -> None:
     """The newest run is whole, of the oldest the beginning is gone, and a repeat says so instead of running it again.
     Nothing of it is left on disk after the session."""
-    small = attrs.evolve(config, runs=Runs(keep_mb=2, spool_memory_mb=1))
+    small = attrs.evolve(config, runs=RunsSettings(keep_mb=2, spool_memory_mb=1))
     async with open_supervisor(small) as supervisor:
         session = await supervisor.create(SessionSpec())
         specs = {name: ExecSpec("head -c 800000 /dev/zero", exec_id=name) for name in "abc"}
@@ -308,7 +308,7 @@ async def test_a_run_without_limit_needs_permission(config: Config) -> None:
         session = await supervisor.create(SessionSpec())
         with pytest.raises(InvalidRequest):
             await supervisor.exec(session.id, ExecSpec(":", unlimited=True))
-    async with open_supervisor(attrs.evolve(config, runs=Runs(allow_unlimited=True))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, runs=RunsSettings(allow_unlimited=True))) as supervisor:
         session = await supervisor.create(SessionSpec())
         assert (await supervisor.exec(session.id, ExecSpec(":", unlimited=True))).end.timeout_ms is None
 

@@ -12,7 +12,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, ConfigError, Server
+from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import (
     Cause,
     EndReason,
@@ -161,7 +161,7 @@ async def test_an_idempotency_key_makes_one_session(supervisor: LocalSupervisor)
 
 async def test_admission_is_bounded(config: Config) -> None:
     """A create beyond the maximum is refused as retryable; the place of an ended session is given again."""
-    async with open_supervisor(attrs.evolve(config, server=Server(max_sessions=2, vessels=0))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(max_sessions=2, vessels=0))) as supervisor:
         outcomes: list[str] = []
 
         async def create() -> None:

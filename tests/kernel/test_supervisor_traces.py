@@ -11,7 +11,7 @@ from sandkasten import logcontext
 from sandkasten import logcontext as tracing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Runs
+from sandkasten.config import Config, RunsSettings
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
 
 SHOW = ExecSpec("echo ${TRACEPARENT-none}")
@@ -37,7 +37,7 @@ async def test_what_runs_is_told_its_trace_if_the_operator_wants_it(
     of the request wins.
     """
     first, second = requests
-    async with open_supervisor(attrs.evolve(config, runs=Runs(pass_traceparent=True))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, runs=RunsSettings(pass_traceparent=True))) as supervisor:
         session = await supervisor.create(SessionSpec())
         logcontext.origin.set(logcontext.Origin("r", first))
         assert await output(supervisor, session.id, SHOW) == first.header

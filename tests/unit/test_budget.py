@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandkasten.admission.budget import FIRST_MB, Budget
-from sandkasten.config import MIB, Admission
+from sandkasten.config import MIB, AdmissionSettings
 from sandkasten.model import Limits
 from sandkasten.model.errors import Capacity, InvalidRequest
 from sandkasten.model.node import Amounts
@@ -34,8 +34,8 @@ class Node:
         return self.end
 
 
-def budget_of(node: Node, max_sessions: int = 100, **settings: Any) -> Budget:  # settings: fields of Admission
-    return Budget(Admission(**{**NO_RESERVE, **settings}), max_sessions, node)
+def budget_of(node: Node, max_sessions: int = 100, **settings: Any) -> Budget:  # settings: fields of AdmissionSettings
+    return Budget(AdmissionSettings(**{**NO_RESERVE, **settings}), max_sessions, node)
 
 
 def refusal(budget: Budget, limits: Limits, **arguments: Any) -> Capacity:

@@ -119,6 +119,6 @@ async def test_no_room_is_said_on_standard_error_or_is_still_so(words: bytes) ->
 
 
 async def test_a_disk_that_was_full_before_says_nothing() -> None:
-    """Nor does one that somebody else may have filled."""
+    """A disk that somebody else may have filled says nothing, either."""
     assert await cause_of(reply(1, is_full=True), ALONE) is Cause.EXITED
     assert await cause_of(reply(1, is_full=True, was_filled=True), BESIDE) is Cause.EXITED

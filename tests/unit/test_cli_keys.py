@@ -93,7 +93,7 @@ def test_a_key_is_revoked_by_name_or_id(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_can_not_be_is_refused_in_one_sentence(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    """And changes nothing."""
+    """Nothing changes."""
     key("create", "--name", "taken")
     capsys.readouterr()
     assert key(*arguments) == 1

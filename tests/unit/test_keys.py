@@ -143,7 +143,7 @@ def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_the_ring_finds_a_key_by_its_token_alone() -> None:
-    """And an expired one not at all."""
+    """An expired key is not found at all."""
     old = issue(Access.WRITE, expires_at=datetime.now(UTC) - timedelta(seconds=1))
     ring = KeyRing()
     ring.replace([READ.key, old.key])

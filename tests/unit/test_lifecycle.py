@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandkasten.model import Status
-from sandkasten.model.lifecycle import ENDED, LIVE, USABLE, Event, IllegalTransition, next_status
+from sandkasten.model.lifecycle import ENDED, LIVE, USABLE, IllegalTransition, Trigger, next_status
 
-_STARTS_AN_END = (Event.DESTROY, Event.EXPIRE, Event.DIED, Event.BUILD_FAILED)
+_STARTS_AN_END = (Trigger.DESTROY, Trigger.EXPIRE, Trigger.DIED, Trigger.BUILD_FAILED)
 
 
-@given(st.lists(st.sampled_from(list(Event)), max_size=30))
-def test_no_walk_leaves_a_final_state_or_skips_the_teardown(events: list[Event]) -> None:
+@given(st.lists(st.sampled_from(list(Trigger)), max_size=30))
+def test_no_walk_leaves_a_final_state_or_skips_the_teardown(events: list[Trigger]) -> None:
     """A session ends only out of `destroying`, or as `lost`; once ended it stays so."""
     status, cause = Status.CREATING, None
     for event in events:
@@ -32,25 +32,25 @@ def test_no_walk_leaves_a_final_state_or_skips_the_teardown(events: list[Event])
 @pytest.mark.parametrize(
     ("cause", "final"),
     [
-        (Event.DESTROY, Status.DESTROYED),
-        (Event.EXPIRE, Status.EXPIRED),
-        (Event.DIED, Status.CRASHED),
-        (Event.BUILD_FAILED, Status.CRASHED),
+        (Trigger.DESTROY, Status.DESTROYED),
+        (Trigger.EXPIRE, Status.EXPIRED),
+        (Trigger.DIED, Status.CRASHED),
+        (Trigger.BUILD_FAILED, Status.CRASHED),
     ],
 )
-def test_the_first_cause_names_the_final_state(cause: Event, final: Status) -> None:
+def test_the_first_cause_names_the_final_state(cause: Trigger, final: Status) -> None:
     """The event that began the destruction decides the final state."""
-    assert next_status(Status.DESTROYING, Event.TORN_DOWN, cause=cause) is final
+    assert next_status(Status.DESTROYING, Trigger.TORN_DOWN, cause=cause) is final
 
 
 def test_every_live_state_can_be_destroyed_and_no_ended_one_can() -> None:
     """`DELETE` always has an answer; ended sessions never come back."""
     for status in LIVE:
-        assert next_status(status, Event.DESTROY) is Status.DESTROYING
+        assert next_status(status, Trigger.DESTROY) is Status.DESTROYING
     for status in ENDED:
-        for event in Event:
+        for event in Trigger:
             with pytest.raises(IllegalTransition):
-                next_status(status, event, cause=Event.DESTROY)
+                next_status(status, event, cause=Trigger.DESTROY)
 
 
 def test_only_running_sessions_serve() -> None:

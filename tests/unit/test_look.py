@@ -67,7 +67,7 @@ def test_who_holds_a_lock_is_known_without_taking_it(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_which_no_fork_server_ever_was_holds_nothing(tmp_path: Path) -> None:
-    """And is left as it is; a node id that is none is said to be one."""
+    """The directory is left as it is; a malformed node id is told."""
     assert look(tmp_path, "12345678", ()).found == []
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CantLook, match="node"):

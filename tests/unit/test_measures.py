@@ -29,7 +29,7 @@ def values(found: list[Metric], sample_name: str) -> dict[tuple[str, ...], float
 
 @pytest.mark.parametrize("bounds", [SECONDS, SHORT_SECONDS])
 def test_bounds_rise(bounds: tuple[float, ...]) -> None:
-    """Or no count would be right."""
+    """Counts are wrong with bounds in another order."""
     assert all(a < b for a, b in pairwise(bounds))
 
 

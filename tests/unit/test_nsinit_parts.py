@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nsinit.kernel import syscalls
 from nsinit.kernel.slots import parse_subordinate_ids
 from nsinit.log import MAX_LINE_BYTES, log
-from nsinit.scheduler import Event, Job, Scheduler, Wait
+from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.requests import LIST_BATCH
 from nsinit.steps import StepFailed, Steps, failure_of
 from nsinit.wire import validate
@@ -176,7 +176,7 @@ def _run(scheduler: Scheduler) -> None:
 def test_jobs_wait_for_events_descriptors_and_time(scheduler: Scheduler) -> None:
     """True for what happened, False for what did not in time."""
     read_fd, write_fd = os.pipe()
-    event, answers = Event(), []
+    event, answers = JobEvent(), []
 
     def waits(name: str, wait: Wait) -> Job:
         answers.append((name, (yield wait)))
@@ -189,7 +189,7 @@ def test_jobs_wait_for_events_descriptors_and_time(scheduler: Scheduler) -> None
 
     scheduler.spawn(waits("event", Wait(event=event)))
     scheduler.spawn(waits("fd", Wait(fd=read_fd, timeout_s=10)))
-    scheduler.spawn(waits("never", Wait(event=Event(), timeout_s=0.01)))
+    scheduler.spawn(waits("never", Wait(event=JobEvent(), timeout_s=0.01)))
     scheduler.spawn(waits("pause", Wait(timeout_s=0.001)))
     scheduler.spawn(acts())
     _run(scheduler)
@@ -201,7 +201,7 @@ def test_jobs_wait_for_events_descriptors_and_time(scheduler: Scheduler) -> None
 def test_a_job_that_timed_out_is_not_woken_again(scheduler: Scheduler) -> None:
     """The descriptor it waited for is no longer watched, and a late event changes nothing."""
     read_fd, write_fd = os.pipe()
-    event, answers = Event(), []
+    event, answers = JobEvent(), []
 
     def waits() -> Job:
         answers.append((yield Wait(fd=read_fd, event=event, timeout_s=0.001)))
@@ -220,7 +220,7 @@ def test_a_job_that_timed_out_is_not_woken_again(scheduler: Scheduler) -> None:
 
 def test_an_event_that_already_happened_is_not_waited_for(scheduler: Scheduler) -> None:
     """Even without a time limit."""
-    event, answers = Event(), []
+    event, answers = JobEvent(), []
     event.set()
 
     def waits() -> Job:

@@ -21,9 +21,9 @@ from sandkasten.model import Cause, ExecEnd, ExecKind, Output, Stream, TerminalS
 from sandkasten.model.run import is_made, make_exec_id
 from sandkasten.output import disk
 from sandkasten.output.disk import (
-    DiskUse,
     News,
-    Place,
+    OutputDiskUse,
+    RecordPlace,
     SessionFiles,
     SpoolFile,
     Tail,
@@ -79,7 +79,7 @@ ENDED = RunState(MOMENT, 7, END, MOMENT, last_sequence=4, stdout_bytes=12, stder
 
 def open_files(root: Path, session_id: str = SESSION) -> SessionFiles:
     """The files of a session, as the next daemon finds them."""
-    files = SessionFiles(root, session_id, DiskUse())
+    files = SessionFiles(root, session_id, OutputDiskUse())
     find_files(root, {session_id}, lambda _: files)
     return files
 
@@ -95,13 +95,17 @@ def run(exec_id: str, state: RunState | None = None) -> tuple[RunFacts, RunState
     return attrs.evolve(FACTS, exec_id=exec_id), state or RunState()
 
 
-def write(files: SessionFiles, *tails: Tail, **news: object) -> Sequence[Place]:
+def write(files: SessionFiles, *tails: Tail, **news: object) -> Sequence[RecordPlace]:
     """Write some tails, which are needed from then on, and other news."""
     statement = b"" if files.needs_statement else None
     places = files.write(News(tails=tails, **{"statement": statement, **news}))  # type: ignore[arg-type]
     for place in places:
         place.file.live_parts += 1
     return places
+
+
+def names(root: Path, kind: str) -> list[str]:
+    return sorted(path.name for path in root.glob(f"*.{kind}"))
 
 
 def data_of(written: Written, exec_id: str) -> bytes:
@@ -213,7 +217,7 @@ def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (root / f"{OTHER}.00000001.runs").symlink_to(target)
     with pytest.raises(FileExistsError):
-        write(SessionFiles(root, OTHER, DiskUse()), runs=[run("a")])
+        write(SessionFiles(root, OTHER, OutputDiskUse()), runs=[run("a")])
     assert not target.exists()
     written = open_files(root, OTHER).read()
     assert (written.damaged_files, written.used.is_whole) == (1, False)
@@ -222,11 +226,11 @@ def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
 def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
     """Files of ended sessions count for nothing; `reconcile.py` decides about them."""
     for session_id in (SESSION, OTHER):
-        write(SessionFiles(tmp_path, session_id, DiskUse()), runs=[run("a")])
+        write(SessionFiles(tmp_path, session_id, OutputDiskUse()), runs=[run("a")])
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / f"{SESSION}.00000007.runs").mkdir()
     os.mkfifo(tmp_path / f"{SESSION}.00000008.runs")
-    use = DiskUse()
+    use = OutputDiskUse()
     files = SessionFiles(tmp_path, SESSION, use)
     find_files(tmp_path, {SESSION}, lambda _: files)
     written = files.read()
@@ -247,26 +251,46 @@ def test_the_end_of_a_session_removes_its_files(tmp_path: Path) -> None:
     assert (list(tmp_path.iterdir()), files.is_empty) == ([], True)
 
 
-def test_a_file_stays_while_its_output_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while no younger file has a statement, and when the daemon leaves it to the next one."""
+def test_a_file_of_output_stays_while_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that is being filled stays, too, and no file goes before the next daemon has counted what is needed."""
     monkeypatch.setattr(disk, "FILE_BYTES", 1000)
     files = open_files(tmp_path)
-    (place,) = write(files, tail("a", 1, b"x" * 4000), runs=[run("a")])
-    assert files.needs_statement
-    write(files, runs=[run("a"), run("b")])
-    files.remove_unneeded()
-    assert len(list(tmp_path.iterdir())) == 2
-    place.file.live_parts -= 1
+    (first,) = write(files, tail("a", 1, b"x" * 4000), runs=[run("a")])
+    (second,) = write(files, tail("a", 2, b"y", offset=4000))
+    assert names(tmp_path, "out") == [first.file.path.name, second.file.path.name]
+    first.file.live_parts = second.file.live_parts = 0
     files.keep()
     files.remove_unneeded()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names(tmp_path, "out")) == 2
     files.read()
     files.remove_unneeded()
-    assert len(list(tmp_path.iterdir())) == 2
-    write(files, runs=[run("a"), run("b")])
+    assert len(names(tmp_path, "out")) == 2
+    files.note_counted()
+    (third,) = write(files, tail("a", 3, b"z", offset=4001), runs=[run("a")])
     files.remove_unneeded()
-    assert len(list(tmp_path.iterdir())) == 1
-    assert list(open_files(tmp_path).read().runs) == ["a", "b"]
+    third.file.live_parts = 0
+    files.remove_unneeded()
+    assert names(tmp_path, "out") == [third.file.path.name]
+    files.end(third.file)
+    files.remove_unneeded()
+    assert names(tmp_path, "out") == []
+
+
+def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amount of output makes no difference."""
+    monkeypatch.setattr(disk, "FILE_BYTES", 1000)
+    files = open_files(tmp_path)
+    write(files, tail("a", 1, b"x" * 4000), runs=[run("a", ENDED)])
+    while not files.needs_statement:
+        write(files, runs=[run("a", ENDED)])
+    files.remove_unneeded()
+    (older,) = names(tmp_path, "runs")
+    write(files, runs=[run("a", ENDED), run("b", ENDED)])
+    assert len(names(tmp_path, "runs")) == 2
+    files.remove_unneeded()
+    assert (len(names(tmp_path, "runs")), older in names(tmp_path, "runs")) == (1, False)
+    written = open_files(tmp_path).read()
+    assert (list(written.runs), data_of(written, "a")) == (["a", "b"], b"x" * 4000)
 
 
 def test_a_statement_says_which_runs_there_are(tmp_path: Path) -> None:
@@ -279,7 +303,7 @@ def test_a_statement_says_which_runs_there_are(tmp_path: Path) -> None:
 
 
 def test_a_file_that_begins_with_much_has_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many runs are not written anew with every change."""
+    """Many runs are not written anew with every change."""
     monkeypatch.setattr(disk, "FILE_BYTES", 1000)
     files = open_files(tmp_path)
     write(files, runs=[run(str(number), ENDED) for number in range(50)])
@@ -300,7 +324,7 @@ def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="File too large"):
                 write(files, tail("a", 2, b"x" * 4000, offset=3), runs=[run("a")])
             assert files.needs_statement
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(OSError, match="failed meanwhile"):
         write(files, statement=None)
     write(files, tail("a", 3, b"three", offset=4003), runs=[run("a")], statement=digests("used"))
@@ -310,7 +334,7 @@ def test_a_full_disk_takes_nothing_by_halves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_record_that_was_never_finished_is_no_damage(tmp_path: Path, cut: bool) -> None:
-    """Nobody relied on it. One that was there and has changed may have been about an id that was used."""
+    """Nobody relied on it, and nobody is warned. A record that has changed may have been about an id that was used."""
     write(open_files(tmp_path), runs=[run("a", ENDED), run("b", ENDED)])
     (path,) = tmp_path.iterdir()
     content = bytearray(path.read_bytes())
@@ -320,7 +344,17 @@ def test_a_record_that_was_never_finished_is_no_damage(tmp_path: Path, cut: bool
         content[4] ^= 1  # a length
     path.write_bytes(content)
     written = open_files(tmp_path).read()
-    assert (written.damaged_files, written.used.is_whole) == (1, cut)
+    assert (written.damaged_files, written.used.is_whole) == (int(not cut), cut)
+
+
+def test_damaged_output_says_nothing_about_used_ids(tmp_path: Path) -> None:
+    """The damage is told, and the session takes new ids as before."""
+    write(open_files(tmp_path), tail("a", 1, b"one"), runs=[run("a")])
+    (name,) = names(tmp_path, "out")
+    (tmp_path / name).write_bytes(b"x" * 100)
+    written = open_files(tmp_path).read()
+    assert (list(written.runs), written.runs["a"].parts, written.damaged_files) == (["a"], [], 1)
+    assert written.used.is_whole
 
 
 @settings(max_examples=60, deadline=None)
@@ -452,7 +486,15 @@ def test_files_say_whose_they_are(tmp_path: Path) -> None:
 
 def test_a_name_that_only_looks_like_a_session_s_is_nobody_s() -> None:
     """An id has hexadecimal digits and no others, and nothing follows the ending."""
-    for name in ("a.00000001.runs", f"{SESSION}.1.runs", f"{RUNS}.new", f"x{RUNS}", f"{RUNS}\n", f"{SESSION}.ids"):
+    for name in (
+        "a.00000001.runs",
+        f"{SESSION}.1.runs",
+        f"{RUNS}.new",
+        f"x{RUNS}",
+        f"{RUNS}\n",
+        f"{SESSION}.ids",
+        f"{SESSION}.00000001.out2",
+    ):
         assert session_of(name) is None
 
 

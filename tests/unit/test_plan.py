@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from sandkasten.admission.plan import plan_sandbox, resolve, spec_digest
-from sandkasten.config import Config, Isolation
+from sandkasten.config import Config, IsolationSettings
 from sandkasten.model import FOREVER_S, FileRules, SessionOptions, SessionSpec
 from sandkasten.model.errors import InvalidRequest
 
@@ -20,7 +20,7 @@ from sandkasten.model.errors import InvalidRequest
 )
 def test_root_is_possible_if_nobody_ruled_it_out(*, allowed: bool, asked: bool | None, possible: bool) -> None:
     """The operator's word is the default and the limit; a session can only have less."""
-    config = Config(isolation=Isolation(root_inside=allowed))
+    config = Config(isolation=IsolationSettings(root_inside=allowed))
     resolved = resolve(SessionSpec(root_inside=asked), config)
     plan = plan_sandbox("0" * 16, resolved, workspace_id=None, image="host", image_kind="host")
     assert (resolved.options.root_inside, plan.root_inside) == (possible, possible)
@@ -29,7 +29,7 @@ def test_root_is_possible_if_nobody_ruled_it_out(*, allowed: bool, asked: bool |
 def test_root_that_the_operator_ruled_out_is_refused() -> None:
     """A session that insists is not made without it."""
     with pytest.raises(InvalidRequest) as refused:
-        resolve(SessionSpec(root_inside=True), Config(isolation=Isolation(root_inside=False)))
+        resolve(SessionSpec(root_inside=True), Config(isolation=IsolationSettings(root_inside=False)))
     assert refused.value.details == {"root_inside": "not available"}
 
 

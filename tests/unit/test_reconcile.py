@@ -17,16 +17,16 @@ from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
     TRASH,
-    Action,
     Decision,
     Leftover,
     Observed,
-    Plan,
+    Reconciliation,
+    SessionAction,
     Sightings,
     plan_reconciliation,
 )
 from sandkasten.model import EndReason, Status
-from sandkasten.model.lifecycle import ENDED, LIVE, Event
+from sandkasten.model.lifecycle import ENDED, LIVE, Trigger
 from sandkasten.output.disk import SpoolFile
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 from tests.strategies import make_record
@@ -57,7 +57,7 @@ def later(
     owned: Container[str] = frozenset(),
     seen: Sightings = frozenset(),
     spool: Sequence[SpoolFile] = (),
-) -> Plan:
+) -> Reconciliation:
     """Plan as every minute does."""
     return plan_reconciliation(Observed(records, found, BOOT, leftovers, owned, seen, spool=spool))
 
@@ -68,21 +68,21 @@ def later(
 def test_what_runs_as_recorded_is_adopted() -> None:
     """Live sandboxes survive their daemon."""
     (decision,) = at_start([make_record(ID, identity=KERNEL)], [running()])
-    assert decision.action is Action.ADOPT
+    assert decision.action is SessionAction.ADOPT
 
 
 @pytest.mark.parametrize("found", [running(pid=11), running(start_ticks=21), running(pid_ns=31)])
 def test_another_process_under_the_same_id_is_not_adopted(found: Found) -> None:
     """Pid, start time and namespace must all agree."""
     (decision,) = at_start([make_record(ID, identity=KERNEL)], [found])
-    assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
+    assert (decision.action, decision.event) == (SessionAction.FINISH, Trigger.NOT_FOUND)
 
 
 def test_nothing_of_another_boot_is_adopted() -> None:
     """Pid, start time and namespace may all agree by chance: after a restart of the machine it is somebody else."""
     record = make_record(ID, identity=attrs.evolve(KERNEL, boot_id=EARLIER))
     (decision,) = at_start([record], [running()])
-    assert (decision.action, decision.event, decision.reason) == (Action.FINISH, Event.NOT_FOUND, HOST_REBOOT)
+    assert (decision.action, decision.event, decision.reason) == (SessionAction.FINISH, Trigger.NOT_FOUND, HOST_REBOOT)
     assert decision.end_reason is EndReason.HOST_REBOOT
 
 
@@ -90,34 +90,34 @@ def test_nothing_of_another_boot_is_adopted() -> None:
 def test_what_is_gone_is_finished_as_lost(found: list[Found]) -> None:
     """The kernel is the truth: files or an empty cgroup are no sandbox."""
     (decision,) = at_start([make_record(ID, identity=KERNEL)], found)
-    assert (decision.action, decision.event) == (Action.FINISH, Event.NOT_FOUND)
+    assert (decision.action, decision.event) == (SessionAction.FINISH, Trigger.NOT_FOUND)
 
 
 def test_a_half_built_session_is_undone_even_when_it_runs() -> None:
     """Nobody was ever told of it."""
     (decision,) = at_start([make_record(ID, status=Status.CREATING)], [running()])
-    assert (decision.action, decision.event) == (Action.FINISH, Event.BUILD_FAILED)
+    assert (decision.action, decision.event) == (SessionAction.FINISH, Trigger.BUILD_FAILED)
 
 
 def test_a_begun_end_is_finished_with_its_own_cause() -> None:
     """An expiry that a crash interrupted still ends as `expired`."""
-    record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE, identity=KERNEL)
+    record = make_record(ID, status=Status.DESTROYING, ending=Trigger.EXPIRE, identity=KERNEL)
     (decision,) = at_start([record], [running()])
-    assert (decision.action, decision.event) == (Action.FINISH, Event.EXPIRE)
+    assert (decision.action, decision.event) == (SessionAction.FINISH, Trigger.EXPIRE)
 
 
 def test_remains_that_the_store_does_not_know_go_at_the_start() -> None:
     """A blank vessel of the last daemon, a build that was cut short: nobody can be making it now."""
-    assert [each.action for each in at_start([], [remains()])] == [Action.CLEAN]
+    assert [each.action for each in at_start([], [remains()])] == [SessionAction.CLEAN]
 
 
 def test_a_sandbox_that_runs_unknown_is_told_of_before_it_is_ended() -> None:
     """A database may have been lost: there is a minute to notice."""
     first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True))
-    assert [each.action for each in first.decisions] == [Action.WATCH]
+    assert [each.action for each in first.decisions] == [SessionAction.WATCH]
     assert first.news == [Leftover(SESSION, ID)]
     second = later([], [running()], seen=first.seen)
-    assert [each.action for each in second.decisions] == [Action.CLEAN]
+    assert [each.action for each in second.decisions] == [SessionAction.CLEAN]
     assert (second.news, second.seen) == ([], frozenset())
 
 
@@ -128,35 +128,35 @@ def test_what_somebody_works_on_is_left_alone() -> None:
     """An owned session is left alone, whatever its record says and whatever runs."""
     for status in LIVE:
         plan = later([make_record(ID, status=status)], [running()], owned={ID}, seen=frozenset({ID}))
-        assert [each.action for each in plan.decisions] == [Action.LEAVE]
-    assert [each.action for each in later([], [running()], owned={ID}).decisions] == [Action.LEAVE]
+        assert [each.action for each in plan.decisions] == [SessionAction.LEAVE]
+    assert [each.action for each in later([], [running()], owned={ID}).decisions] == [SessionAction.LEAVE]
 
 
 @pytest.mark.parametrize(
     ("record", "found", "second"),
     [
-        (make_record(ID, identity=KERNEL), [running()], Action.ADOPT),
-        (make_record(ID, identity=KERNEL), [], Action.FINISH),
-        (make_record(ID, status=Status.PAUSED, identity=KERNEL), [running()], Action.ADOPT),
-        (make_record(ID, status=Status.CREATING), [remains()], Action.FINISH),
-        (None, [running()], Action.CLEAN),
-        (None, [remains()], Action.CLEAN),
+        (make_record(ID, identity=KERNEL), [running()], SessionAction.ADOPT),
+        (make_record(ID, identity=KERNEL), [], SessionAction.FINISH),
+        (make_record(ID, status=Status.PAUSED, identity=KERNEL), [running()], SessionAction.ADOPT),
+        (make_record(ID, status=Status.CREATING), [remains()], SessionAction.FINISH),
+        (None, [running()], SessionAction.CLEAN),
+        (None, [remains()], SessionAction.CLEAN),
     ],
 )
 def test_what_nobody_works_on_is_acted_on_when_it_was_seen_twice(
-    record: SessionRecord | None, found: list[Found], second: Action
+    record: SessionRecord | None, found: list[Found], second: SessionAction
 ) -> None:
     """Between the looks at store and kernel a session may have begun or ended."""
     records = [] if record is None else [record]
     first = later(records, found)
-    assert [each.action for each in first.decisions] == [Action.WATCH]
+    assert [each.action for each in first.decisions] == [SessionAction.WATCH]
     assert [each.action for each in later(records, found, seen=first.seen).decisions] == [second]
 
 
 def test_a_begun_end_waits_for_no_second_look() -> None:
     """The end of a session in state `destroying` was decided before."""
-    record = make_record(ID, status=Status.DESTROYING, ending=Event.EXPIRE)
-    assert [each.action for each in later([record], []).decisions] == [Action.FINISH]
+    record = make_record(ID, status=Status.DESTROYING, ending=Trigger.EXPIRE)
+    assert [each.action for each in later([record], []).decisions] == [SessionAction.FINISH]
 
 
 def test_a_leftover_is_told_of_once_and_removed_when_it_is_seen_again() -> None:
@@ -202,7 +202,7 @@ def test_unknown_files_of_the_spool_are_told_of_and_removed_at_the_start() -> No
 
 
 def test_later_they_are_removed_when_they_were_seen_twice() -> None:
-    """And told of once."""
+    """Each is told of once."""
     first = later(spool=[FILE, OTHER])
     assert (first.news, first.remove) == (FILES, [])
     second = later(spool=[FILE], seen=first.seen)
@@ -230,7 +230,7 @@ def test_files_of_a_sandbox_that_runs_unknown_go_with_it_and_not_before() -> Non
     first = plan_reconciliation(Observed([], [running()], BOOT, is_start=True, spool=[FILE]))
     assert (set(first.news), first.remove) == ({Leftover(SESSION, ID), FILES[0]}, [])
     second = later([], [running()], seen=first.seen, spool=[FILE])
-    assert ([each.action for each in second.decisions], second.remove) == ([Action.CLEAN], FILES[:1])
+    assert ([each.action for each in second.decisions], second.remove) == ([SessionAction.CLEAN], FILES[:1])
 
 
 def test_however_many_there_are_one_look_is_bounded() -> None:
@@ -258,21 +258,21 @@ class World:
     spool: set[SpoolFile]
     seen: Sightings = frozenset()
 
-    def plan(self, *, is_start: bool = False) -> Plan:
+    def plan(self, *, is_start: bool = False) -> Reconciliation:
         records = [each for each in self.records.values() if each.session.status in LIVE]
         found, leftovers, spool = list(self.found.values()), list(self.leftovers), list(self.spool)
         return plan_reconciliation(Observed(records, found, BOOT, leftovers, self.owned, self.seen, is_start, spool))
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: Reconciliation) -> None:
         for decision in plan.decisions:
             match decision.action:
-                case Action.ADOPT:
+                case SessionAction.ADOPT:
                     self.owned.add(decision.session_id)
-                case Action.FINISH:
+                case SessionAction.FINISH:
                     del self.records[decision.session_id]
                     self.found.pop(decision.session_id, None)
                     self.spool = {each for each in self.spool if each.session_id != decision.session_id}
-                case Action.CLEAN:
+                case SessionAction.CLEAN:
                     del self.found[decision.session_id]
         self.leftovers -= set(plan.remove)
         self.spool = {each for each in self.spool if Leftover(SPOOL_FILE, each.name) not in plan.remove}
@@ -287,7 +287,7 @@ def worlds(draw: st.DrawFn) -> World:
         kernel = draw(
             st.sampled_from([None, KERNEL, attrs.evolve(KERNEL, boot_id=EARLIER), attrs.evolve(KERNEL, pid=9)])
         )
-        ending = draw(st.sampled_from([None, Event.EXPIRE]))
+        ending = draw(st.sampled_from([None, Trigger.EXPIRE]))
         status = draw(st.sampled_from(sorted(LIVE | ENDED)))
         records[session_id] = make_record(session_id, status=status, identity=kernel, ending=ending)
     for session_id in draw(st.sets(st.sampled_from(IDS))):
@@ -305,14 +305,14 @@ def test_every_id_gets_exactly_one_action_and_nothing_live_is_cleaned(world: Wor
     assert sorted(each.session_id for each in plan.decisions) == sorted(live | world.found.keys())
     for each in plan.decisions:
         if each.session_id in world.owned:
-            assert each.action is Action.LEAVE
+            assert each.action is SessionAction.LEAVE
         elif each.session_id in live:
-            assert each.action is not Action.CLEAN
+            assert each.action is not SessionAction.CLEAN
             record, found = world.records[each.session_id], world.found.get(each.session_id)
             if record.session.status in (Status.RUNNING, Status.PAUSED) and record.identity == KERNEL and found:
-                assert (found.identity is None) or each.action in (Action.ADOPT, Action.WATCH)
+                assert (found.identity is None) or each.action in (SessionAction.ADOPT, SessionAction.WATCH)
         else:
-            assert each.action in (Action.CLEAN, Action.WATCH)
+            assert each.action in (SessionAction.CLEAN, SessionAction.WATCH)
     removed = {each.name for each in plan.remove if each.kind == SPOOL_FILE}
     assert not removed & (live | world.owned)
 
@@ -323,7 +323,7 @@ def test_what_was_carried_out_is_not_planned_again(world: World, is_start: bool)
     world.carry_out(world.plan(is_start=is_start))
     world.carry_out(world.plan())
     plan = world.plan()
-    assert {each.action for each in plan.decisions} <= {Action.LEAVE}
+    assert {each.action for each in plan.decisions} <= {SessionAction.LEAVE}
     assert (plan.remove, plan.news) == ([], [])
     assert {each.kind for each in world.leftovers} <= TOLD_ONLY
     kept = {name for name, each in world.records.items() if each.session.status in LIVE} | world.owned

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.loop.loop import Loop
+from runner.loop.loop import EventLoop
 from runner.shell.command_streams import FifoOutflow
-from runner.streams.flow import Inflow, Leftovers, Outflow, pending_bytes
+from runner.streams.flow import AbandonedPipes, Inflow, Outflow, pending_bytes
 from runner.streams.pty import settle
 from runner.wire.protocol import CHUNK_BYTES, Kind
 
@@ -47,10 +47,10 @@ class Owner:
 class Rig:
     """A loop, an outflow, and the run's end of it."""
 
-    loop: Loop
+    loop: EventLoop
     owner: Owner
     outflow: Outflow
-    leftovers: Leftovers
+    leftovers: AbandonedPipes
     write_fd: int
 
     def turn(self, until: Callable[[], bool]) -> None:
@@ -67,13 +67,13 @@ class Rig:
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
     yield loop
     loop.close()
 
 
-def make_rig(kind: str, loop: Loop, directory: Path) -> Rig:
+def make_rig(kind: str, loop: EventLoop, directory: Path) -> Rig:
     owner = Owner()
     if kind == "fifo":
         path = str(directory / "out")
@@ -85,11 +85,11 @@ def make_rig(kind: str, loop: Loop, directory: Path) -> Rig:
             tty.setraw(write_fd)  # or it makes two bytes of each line end
         os.set_blocking(read_fd, False)
         outflow = Outflow(loop, read_fd, Kind.STDOUT, owner, is_terminal=kind == "terminal")
-    return Rig(loop, owner, outflow, Leftovers(loop), write_fd)
+    return Rig(loop, owner, outflow, AbandonedPipes(loop), write_fd)
 
 
 @pytest.fixture(params=KINDS)
-def rig(request: pytest.FixtureRequest, loop: Loop, tmp_path: Path) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, loop: EventLoop, tmp_path: Path) -> Iterator[Rig]:
     rig = make_rig(request.param, loop, tmp_path)
     yield rig
     if rig.write_fd >= 0:
@@ -152,7 +152,7 @@ def test_an_owner_that_pauses_in_the_middle_is_heeded(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "fifo"])
-def test_packets_are_read_to_the_last(kind: str, loop: Loop, tmp_path: Path) -> None:
+def test_packets_are_read_to_the_last(kind: str, loop: EventLoop, tmp_path: Path) -> None:
     """A program may have its pipe give one write at a time (pipe2(2), O_DIRECT): a short read is no end."""
     rig = make_rig(kind, loop, tmp_path)
     fcntl.fcntl(rig.write_fd, fcntl.F_SETFL, os.O_DIRECT)
@@ -165,7 +165,7 @@ def test_packets_are_read_to_the_last(kind: str, loop: Loop, tmp_path: Path) -> 
     rig.outflow.close(None)
 
 
-def test_a_pipe_that_is_given_up_swallows_what_is_written(loop: Loop, tmp_path: Path) -> None:
+def test_a_pipe_that_is_given_up_swallows_what_is_written(loop: EventLoop, tmp_path: Path) -> None:
     """A background job neither blocks nor dies, and the descriptor goes with its last writer."""
     rig = make_rig("pipe", loop, tmp_path)
     rig.outflow.finish(may_read=True)
@@ -189,7 +189,9 @@ def test_a_pipe_that_is_given_up_swallows_what_is_written(loop: Loop, tmp_path: 
 
 
 @pytest.mark.parametrize("has_writer", [False, True])
-def test_a_fifo_stays_for_the_next_command_only_when_it_is_clean(loop: Loop, tmp_path: Path, has_writer: bool) -> None:
+def test_a_fifo_stays_for_the_next_command_only_when_it_is_clean(
+    loop: EventLoop, tmp_path: Path, has_writer: bool
+) -> None:
     """One that a job holds loses its name, so that the job writes to no later command."""
     rig = make_rig("fifo", loop, tmp_path)
     if not has_writer:
@@ -215,7 +217,7 @@ def open_files(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("has_opened", [False, True])
-def test_a_fifo_tells_whether_its_command_was_begun(loop: Loop, tmp_path: Path, has_opened: bool) -> None:
+def test_a_fifo_tells_whether_its_command_was_begun(loop: EventLoop, tmp_path: Path, has_opened: bool) -> None:
     """Also when the writer is gone again, which is how a command ends that writes nothing."""
     owner = Owner()
     outflow = FifoOutflow(loop, str(tmp_path / "out"), Kind.STDOUT, owner)
@@ -228,7 +230,7 @@ def test_a_fifo_tells_whether_its_command_was_begun(loop: Loop, tmp_path: Path, 
 # Input ----------------------------------------------------------------------------------------------------------------
 
 
-def test_input_waits_for_its_reader_and_arrives_whole(loop: Loop) -> None:
+def test_input_waits_for_its_reader_and_arrives_whole(loop: EventLoop) -> None:
     """Input from before the run holds its end, more than a pipe takes, and then end-of-file."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -249,7 +251,7 @@ def test_input_waits_for_its_reader_and_arrives_whole(loop: Loop) -> None:
     os.close(read_fd)
 
 
-def test_input_that_nobody_reads_is_dropped(loop: Loop) -> None:
+def test_input_that_nobody_reads_is_dropped(loop: EventLoop) -> None:
     """The client is not held up by a run that has closed its input."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)

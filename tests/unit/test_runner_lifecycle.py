@@ -16,11 +16,11 @@ from runner.shell.lifecycle import (
     PROGRAM,
     PROGRAM_IMPOSSIBLE,
     Action,
-    Event,
     ImpossibleEvent,
     Lifecycle,
-    Outcome,
+    Notice,
     Pairs,
+    RunOutcome,
     State,
     Table,
 )
@@ -45,8 +45,8 @@ KINDS = [
         id="program",
     ),
 ]
-EXITED = Outcome(7, None, "exited")
-LAST_STEPS = (Event.BEGIN, Event.FORCE, Event.DONE, Event.CLEAR, Event.READY, Event.DRAINED)
+EXITED = RunOutcome(7, None, "exited")
+LAST_STEPS = (Notice.BEGIN, Notice.FORCE, Notice.DONE, Notice.CLEAR, Notice.READY, Notice.DRAINED)
 """Events that every run meets at last, in this order, as far as they can happen."""
 
 
@@ -61,7 +61,7 @@ def reachable(kind: Kind, first: State) -> set[State]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pair_is_in_the_table_or_declared_impossible(kind: Kind) -> None:
     """No state is silent about an event, and none says two things."""
-    assert set(kind.table) | kind.impossible == {(state, event) for state in kind.states for event in Event}
+    assert set(kind.table) | kind.impossible == {(state, event) for state in kind.states for event in Notice}
     assert set(kind.table) & kind.impossible == set()
 
 
@@ -113,14 +113,14 @@ def test_an_impossible_event_changes_nothing(kind: Kind) -> None:
 class Told:
     """One piece of news."""
 
-    event: Event
-    outcome: Outcome = EXITED
+    event: Notice
+    outcome: RunOutcome = EXITED
 
 
 NEWS = st.lists(
     st.one_of(
-        st.sampled_from(Event).map(Told),
-        st.builds(Told, st.just(Event.DONE), st.builds(Outcome, st.integers(0, 255), st.none(), st.just("exited"))),
+        st.sampled_from(Notice).map(Told),
+        st.builds(Told, st.just(Notice.DONE), st.builds(RunOutcome, st.integers(0, 255), st.none(), st.just("exited"))),
     ),
     max_size=30,
 )
@@ -130,11 +130,11 @@ def tell(life: Lifecycle, news: Told, cause: str) -> Action | None:
     """Tell what happened, if it can happen."""
     try:
         match news.event:
-            case Event.DONE:
+            case Notice.DONE:
                 return life.done(news.outcome)
-            case Event.FORCE:
+            case Notice.FORCE:
                 return life.force("timed_out" if cause == "timed_out" else "cancelled")
-            case Event.CLOSED:
+            case Notice.CLOSED:
                 return life.close()
             case event:
                 return life.take(event)
@@ -149,7 +149,7 @@ def test_any_order_of_news_ends_in_one_true_answer(kind: Kind, news: list[Told],
     finished before its answer, and the answer tells the force that ended it or else the first report of its end."""
     life = Lifecycle(kind.table)
     actions: list[Action] = []
-    reported: Outcome | None = None
+    reported: RunOutcome | None = None
     forced = closed = False
     for told in (*news, *(Told(event) for event in LAST_STEPS)):
         before = life.state
@@ -158,10 +158,10 @@ def test_any_order_of_news_ends_in_one_true_answer(kind: Kind, news: list[Told],
             assert (before, told.event) in kind.impossible
             continue
         actions.append(action)
-        if told.event is Event.DONE and reported is None:
+        if told.event is Notice.DONE and reported is None:
             reported = told.outcome
-        forced = forced or (told.event is Event.FORCE and action not in (Action.NOTHING, Action.HURRY))
-        closed = closed or (told.event is Event.CLOSED and reported is None)
+        forced = forced or (told.event is Notice.FORCE and action not in (Action.NOTHING, Action.HURRY))
+        closed = closed or (told.event is Notice.CLOSED and reported is None)
         if life.state in (State.ENDED, State.DRAINING):
             check_outcome(life.outcome, reported, forced=forced, closed=closed, cause=cause)
     assert life.state is State.OVER
@@ -173,7 +173,7 @@ def test_any_order_of_news_ends_in_one_true_answer(kind: Kind, news: list[Told],
         assert actions.index(Action.END) < actions.index(Action.ANSWER)
 
 
-def check_outcome(outcome: Outcome, reported: Outcome | None, *, forced: bool, closed: bool, cause: str) -> None:
+def check_outcome(outcome: RunOutcome, reported: RunOutcome | None, *, forced: bool, closed: bool, cause: str) -> None:
     if forced:
         code = EXIT_TIMED_OUT if cause == "timed_out" else EXIT_CANCELLED
         assert (outcome.exit_code, outcome.signal, outcome.cause) == (code, None, cause)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.loop.loop import READ, Loop
+from runner.loop.loop import READ, EventLoop
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop()
     yield made
     made.close()
 
@@ -30,7 +30,7 @@ def fail(*_arguments: object) -> None:
     raise RuntimeError("a bug")
 
 
-def test_an_exception_goes_to_its_owner_and_no_further(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_an_exception_goes_to_its_owner_and_no_further(loop: EventLoop, pipe: tuple[int, int]) -> None:
     """A callback that raises, and an error handler that raises too, leave the loop running."""
     errors: list[Exception] = []
     loop.watch(pipe[0], READ, fail, errors.append)
@@ -42,7 +42,7 @@ def test_an_exception_goes_to_its_owner_and_no_further(loop: Loop, pipe: tuple[i
     assert [str(error) for error in errors] == ["a bug", "a bug"]
 
 
-def test_timers_come_in_order_and_cancelled_ones_never(loop: Loop) -> None:
+def test_timers_come_in_order_and_cancelled_ones_never(loop: EventLoop) -> None:
     """Deadlines decide, not the order of asking."""
     called: list[str] = []
     loop.call_later(0.002, lambda: called.append("second"), fail)
@@ -53,14 +53,14 @@ def test_timers_come_in_order_and_cancelled_ones_never(loop: Loop) -> None:
     assert called == ["first", "second"]
 
 
-def test_cancelled_timers_are_forgotten(loop: Loop) -> None:
+def test_cancelled_timers_are_forgotten(loop: EventLoop) -> None:
     """A limit far away that is cancelled for each of many commands takes no memory for long."""
     for _ in range(10_000):
         loop.call_later(3600.0, fail, fail).cancel()
     assert loop.pending_timers < 200
 
 
-def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: EventLoop, pipe: tuple[int, int]) -> None:
     """A descriptor unwatched within a batch gets nothing more of that batch, nor does a new owner of its number."""
     other = os.pipe()
     heard: list[str] = []
@@ -84,7 +84,7 @@ def test_an_event_of_a_closed_descriptor_is_not_delivered(loop: Loop, pipe: tupl
         os.close(fd)
 
 
-def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: Loop) -> None:
+def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: EventLoop) -> None:
     """Timers set after the standstill are not moved."""
     called: list[str] = []
     began = time.monotonic()
@@ -98,7 +98,7 @@ def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: Loop) -> None
     assert time.monotonic() - began >= 0.45  # however long the sleep above took
 
 
-def test_timers_wait_for_news_after_a_standstill(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_timers_wait_for_news_after_a_standstill(loop: EventLoop, pipe: tuple[int, int]) -> None:
     """Overdue timers are moved by the news, or called a moment later when there is none."""
     called: list[str] = []
 

@@ -17,12 +17,13 @@ from runner.loop.config import MAX_LEFTOVER_PIPES, RunnerConfig
 from runner.loop.context import Context
 from runner.process.process_set import Process
 from runner.programs import program as module
-from runner.programs.program import Plan, Program
+from runner.programs.program import Program, ProgramPlan
+from runner.shell.command_streams import FifoOutflow
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.queue import CommandQueue
 from runner.shell.shell import Birth
-from runner.streams.flow import Leftovers
+from runner.streams.flow import AbandonedPipes
 from runner.wire.protocol import Error, Exec, ExecReply, Kind, RunProgram
 
 LOST = OSError(errno.ENOMEM, "no memory")
@@ -83,14 +84,14 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context
 
 
 @pytest.fixture
-def leftovers(context: Context) -> Leftovers:
-    return Leftovers(context.loop)
+def leftovers(context: Context) -> AbandonedPipes:
+    return AbandonedPipes(context.loop)
 
 
 class Shell:
     """A queue whose shell has no process: the test takes its part."""
 
-    def __init__(self, context: Context, leftovers: Leftovers) -> None:
+    def __init__(self, context: Context, leftovers: AbandonedPipes) -> None:
         birth = Birth(["/bin/sh"], {}, b"/", context.as_user)
         self.queue = CommandQueue(context, leftovers, directory=context.file("shell"), birth=birth)
         self.wait()
@@ -110,7 +111,7 @@ class Shell:
 
 
 @pytest.fixture
-def shell(context: Context, leftovers: Leftovers) -> Iterator[Shell]:
+def shell(context: Context, leftovers: AbandonedPipes) -> Iterator[Shell]:
     shell = Shell(context, leftovers)
     yield shell
     shell.queue.shell.close()
@@ -134,6 +135,29 @@ def test_a_command_whose_end_fails_is_answered(shell: Shell, monkeypatch: pytest
     assert isinstance(answer.final, Error)
     assert answer.final.code == "IO_ERROR"
     assert shell.queue._current is None
+
+
+def test_a_command_whose_streams_can_not_be_closed_is_answered(
+    shell: Shell, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell is replaced, and the next command gets the new one."""
+    run, answer = shell.run("a")
+    _, other = shell.run("b")
+    shell.take()
+    streams = run._streams
+    replaced: list[bool] = []
+    with monkeypatch.context() as failing:
+        failing.setattr(FifoOutflow, "finish", fail)
+        failing.setattr(FifoOutflow, "close", fail)
+        failing.setattr(shell.queue.shell, "replace", lambda: replaced.append(True))
+        context.loop.guard(shell.queue._on_status, 0, shell.queue._on_error)
+    assert isinstance(answer.final, Error)
+    assert (answer.final.code, replaced) == ("IO_ERROR", [True])
+    streams.close(None)
+    shell.wait()
+    shell.queue._on_status(0)
+    shell.wait()
+    assert isinstance(other.final, ExecReply)
 
 
 def test_a_command_that_can_not_be_taken_back_is_ended_as_one_that_runs(
@@ -176,15 +200,15 @@ def test_the_next_command_is_told_of_a_shell_that_died_with_one_it_never_began(s
     assert (answer.final.cause, answer.final.shell_restarted) == ("exited", True)
 
 
-def program(context: Context, leftovers: Leftovers) -> tuple[Program, Answer, Plan]:
+def program(context: Context, leftovers: AbandonedPipes) -> tuple[Program, Answer, ProgramPlan]:
     answer = Answer()
     run = Program(context, RunProgram("p", ("x",)), answer, leftovers, on_over=lambda _program: None)
     account = context.as_user.account
-    return run, answer, Plan("/none", ["x"], {}, b"/", account, context.as_user, None)
+    return run, answer, ProgramPlan("/none", ["x"], {}, b"/", account, context.as_user, None)
 
 
 def test_a_program_whose_end_fails_is_answered(
-    context: Context, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
+    context: Context, leftovers: AbandonedPipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last output is given up."""
     run, answer, plan = program(context, leftovers)
@@ -203,7 +227,7 @@ def test_a_program_whose_end_fails_is_answered(
 
 
 def test_a_program_that_can_not_be_started_takes_no_pipe_from_a_background_job(
-    context: Context, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
+    context: Context, leftovers: AbandonedPipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program's own pipes have no writer any more, and are not kept."""
     run, _, plan = program(context, leftovers)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.loop.identity import Account
+from runner.loop.identity import UserAccount
 from runner.process.users import MAX_FILE_BYTES, MAX_GROUPS, MAX_ID, resolve
 
 PASSWD = b"""\
@@ -40,21 +40,21 @@ broken:x:alice
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ("alice", Account(1001, 100, (200, 202), "alice", "/home/alice")),
-        ("1001", Account(1001, 100, (200, 202), "alice", "/home/alice")),
-        ("1001:5", Account(1001, 5, (200, 202), "alice", "/home/alice")),
-        ("bob", Account(1002, 1002, (200,), "bob", "/")),
-        ("caf\xe9", Account(1004, 1004, (), "caf\xe9", "/home/\udcff")),
-        ("4000", Account(4000, 4000, (), "4000", "/")),
-        ("4000:4001", Account(4000, 4001, (), "4000", "/")),
-        ("1006", Account(1006, 1006, (), "1006", "/")),
-        ("root", Account(0, 0, (), "root", "/root")),
-        ("0:0", Account(0, 0, (), "root", "/root")),
-        ("toor", Account(0, 100, (), "toor", "/root")),
-        (str(MAX_ID), Account(MAX_ID, MAX_ID, (), str(MAX_ID), "/")),
+        ("alice", UserAccount(1001, 100, (200, 202), "alice", "/home/alice")),
+        ("1001", UserAccount(1001, 100, (200, 202), "alice", "/home/alice")),
+        ("1001:5", UserAccount(1001, 5, (200, 202), "alice", "/home/alice")),
+        ("bob", UserAccount(1002, 1002, (200,), "bob", "/")),
+        ("caf\xe9", UserAccount(1004, 1004, (), "caf\xe9", "/home/\udcff")),
+        ("4000", UserAccount(4000, 4000, (), "4000", "/")),
+        ("4000:4001", UserAccount(4000, 4001, (), "4000", "/")),
+        ("1006", UserAccount(1006, 1006, (), "1006", "/")),
+        ("root", UserAccount(0, 0, (), "root", "/root")),
+        ("0:0", UserAccount(0, 0, (), "root", "/root")),
+        ("toor", UserAccount(0, 100, (), "toor", "/root")),
+        (str(MAX_ID), UserAccount(MAX_ID, MAX_ID, (), str(MAX_ID), "/")),
     ],
 )
-def test_an_account_is_found(user: str, expected: Account) -> None:
+def test_an_account_is_found(user: str, expected: UserAccount) -> None:
     """By name or number; the first of a name counts, and groups that list it, those of root and PID 1 excepted."""
     assert resolve(user, PASSWD, GROUP) == expected
 
@@ -74,9 +74,9 @@ def test_nobody_else_is(user: str) -> None:
 
 def test_files_are_optional() -> None:
     """An image without them has numbers only."""
-    assert resolve("1001", b"", b"") == Account(1001, 1001, (), "1001", "/")
+    assert resolve("1001", b"", b"") == UserAccount(1001, 1001, (), "1001", "/")
     assert resolve("alice", b"", b"") is None
-    assert resolve("0", b"", b"") == Account(0, 0, (), "root", "/root")
+    assert resolve("0", b"", b"") == UserAccount(0, 0, (), "root", "/root")
 
 
 def test_there_are_bounds() -> None:

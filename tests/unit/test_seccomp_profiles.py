@@ -18,7 +18,7 @@ from nsinit.kernel.seccomp.profiles import BUILT_IN, OFF
 from nsinit.kernel.seccomp.table import NUMBERS
 from nsinit.wire.protocol import SeccompArgTest, SeccompProfile, SeccompRule
 from sandkasten.admission.plan import resolve
-from sandkasten.config import Config, ConfigError, Security
+from sandkasten.config import Config, ConfigError, SecuritySettings
 from sandkasten.config.seccomp import load_filters, parse_profile
 from sandkasten.model import SECCOMP_PROFILES, SessionSpec
 from sandkasten.model.errors import InvalidRequest
@@ -164,9 +164,9 @@ def test_the_floor_can_not_be_lowered(name: str) -> None:
             prepare([parse(syscalls=[{"names": ["read", name], "action": action}])])
 
 
-def write(directory: Path, name: str, text: str = '{"defaultAction": "SCMP_ACT_ALLOW"}') -> Security:
+def write(directory: Path, name: str, text: str = '{"defaultAction": "SCMP_ACT_ALLOW"}') -> SecuritySettings:
     (directory / name).write_text(text)
-    return Security(seccomp_profiles=directory)
+    return SecuritySettings(seccomp_profiles=directory)
 
 
 def test_files_are_found_by_name_and_trusted_only_if_theirs_alone(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_files_are_found_by_name_and_trusted_only_if_theirs_alone(tmp_path: Path
     with pytest.raises(ConfigError, match=r"big\.json: .*defaultAction"):
         load_filters(write(tmp_path, "big.json", "{}"))
     with pytest.raises(ConfigError, match="can't read"):
-        load_filters(Security(seccomp_profiles=tmp_path / "none"))
+        load_filters(SecuritySettings(seccomp_profiles=tmp_path / "none"))
 
 
 def test_many_large_profiles_are_refused_before_nsinit_is_asked(tmp_path: Path) -> None:
@@ -206,18 +206,18 @@ def test_a_configured_name_must_exist(tmp_path: Path) -> None:
     security = write(tmp_path, "own.json")
     for fields in ({"seccomp": "owm"}, {"seccomp_allowed": ("owm",)}):
         with pytest.raises(ConfigError, match=r"there is no owm\.json"):
-            load_filters(Security(seccomp_profiles=security.seccomp_profiles, **fields))
+            load_filters(SecuritySettings(seccomp_profiles=security.seccomp_profiles, **fields))
     with pytest.raises(ValueError, match="'own' is none of"):
-        Security(seccomp="own")
+        SecuritySettings(seccomp="own")
     with pytest.raises(ValueError, match="is no name"):
-        Security(seccomp_allowed=("../own",))
+        SecuritySettings(seccomp_allowed=("../own",))
 
 
 def test_sessions_get_what_is_configured_or_allowed() -> None:
     """The default without a word, `strict` always, others by the operator's list, and a refusal that says so."""
 
     def chosen(asked: str | None, **security: Any) -> str:
-        return resolve(SessionSpec(seccomp=asked), Config(security=Security(**security))).options.seccomp
+        return resolve(SessionSpec(seccomp=asked), Config(security=SecuritySettings(**security))).options.seccomp
 
     assert chosen(None) == "strict"
     assert chosen(None, seccomp="mvp") == "mvp"

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.config import Config, Defaults, Disk, Isolation, Runs, Security, Server
+from sandkasten.config import (
+    Config,
+    Defaults,
+    DiskSettings,
+    IsolationSettings,
+    RunsSettings,
+    SecuritySettings,
+    ServerSettings,
+)
 from sandkasten.host.account import Account
 from sandkasten.security import posture
 from sandkasten.security.posture import Finding, Severity, high, in_order, low, medium
@@ -49,13 +57,13 @@ def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
         (Config(api_key=GOOD_KEY), []),
         (Config(allowed_origins=("http://example.org",)), ["origins.plain-http"]),
         (Config(allowed_origins=("http://localhost:3000", "https://example.org")), []),
-        (Config(security=Security(seccomp="off")), ["seccomp.off"]),
-        (Config(security=Security(seccomp="mvp")), ["seccomp.weak"]),
-        (Config(isolation=Isolation(allow_missing=("seccomp",))), ["isolation.allow-missing"]),
-        (Config(disk=Disk(mode="none")), ["disk.none"]),
-        (Config(disk=Disk(mode="tmpfs")), []),
-        (Config(server=Server(log_level="debug")), ["log.debug"]),
-        (Config(runs=Runs(allow_unlimited=True)), ["runs.unlimited"]),
+        (Config(security=SecuritySettings(seccomp="off")), ["seccomp.off"]),
+        (Config(security=SecuritySettings(seccomp="mvp")), ["seccomp.weak"]),
+        (Config(isolation=IsolationSettings(allow_missing=("seccomp",))), ["isolation.allow-missing"]),
+        (Config(disk=DiskSettings(mode="none")), ["disk.none"]),
+        (Config(disk=DiskSettings(mode="tmpfs")), []),
+        (Config(server=ServerSettings(log_level="debug")), ["log.debug"]),
+        (Config(runs=RunsSettings(allow_unlimited=True)), ["runs.unlimited"]),
         (Config(defaults=Defaults(mem_limit_mb=40 << 10)), ["limits.memory"]),
         (Config(defaults=Defaults(pids_limit=100_000)), ["limits.pids"]),
         (Config(defaults=Defaults(cpu_limit=16)), ["limits.cpu"]),
@@ -63,7 +71,7 @@ def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
     ],
 )
 def test_a_setting_that_weakens_is_a_finding(config: Config, expected: list[str]) -> None:
-    """And one that does not is none."""
+    """A setting that weakens nothing is no finding."""
     assert of_settings(config) == expected
 
 

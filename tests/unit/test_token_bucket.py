@@ -6,7 +6,7 @@ from sandkasten.admission.quotas import TokenBucket
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
-    """And no more than the burst after a long silence."""
+    """A long silence saves up no more than the burst."""
     now_s = 0.0
     bucket = TokenBucket(per_s=2, burst=3, clock=lambda: now_s)
     assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]

@@ -42,7 +42,7 @@ def run(directory: Path, **files: str) -> tuple[int, str]:
 
 
 def test_what_passes_alone_is_a_success_and_is_named(tmp_path: Path) -> None:
-    """And only that runs again: the other test would fail a second time."""
+    """Only the failed test runs again: the other would fail a second time."""
     status, printed = run(tmp_path, once=ONCE)
     assert status == 0, printed
     *_, title, name, counts = printed.splitlines()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsinit.wire import verdict
-from nsinit.wire.verdict import Counts, Refused
+from nsinit.wire.verdict import ArchiveRefused, Counts
 
 NUMBERS = st.integers(0, 2**64 - 1)
 
@@ -22,7 +22,7 @@ def test_whatever_it_says_is_numbers_or_a_printable_sentence(data: bytes) -> Non
     said: Counts | str
     try:
         said = read(data)
-    except Refused as error:
+    except ArchiveRefused as error:
         said = str(error)
     if isinstance(said, Counts):
         assert said.members <= 100
@@ -38,7 +38,7 @@ def test_numbers_beyond_what_was_asked_for_are_a_lie(counts: Counts) -> None:
     if possible and max(counts.skipped, counts.privileged) <= counts.members:
         assert read(verdict.unpacked(counts)) == counts
     else:
-        with pytest.raises(Refused, match="can't have done"):
+        with pytest.raises(ArchiveRefused, match="can't have done"):
             read(verdict.unpacked(counts))
 
 
@@ -46,7 +46,7 @@ def test_counts_and_sentences_come_through() -> None:
     """Sound counts and sentences come through as they were given."""
     counts = Counts(100, 1000, 1, 100)
     assert read(verdict.unpacked(counts)) == counts
-    with pytest.raises(Refused, match="'x': no such file"):
+    with pytest.raises(ArchiveRefused, match="'x': no such file"):
         read(verdict.refused("'x': no such file"))
 
 
@@ -55,7 +55,7 @@ def test_a_sentence_is_cut_and_cleaned(sentence: str) -> None:
     """Names of members may be in it."""
     said = verdict.refused(sentence)
     assert len(said) <= verdict.MAX_VERDICT_BYTES
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ArchiveRefused) as caught:
         read(said)
     assert str(caught.value).isprintable()
 
@@ -63,5 +63,5 @@ def test_a_sentence_is_cut_and_cleaned(sentence: str) -> None:
 @pytest.mark.parametrize("data", [b"", b"+", b"+" + bytes(31), b"+" + bytes(33), b"?", b"{}"])
 def test_half_a_verdict_is_none(data: bytes) -> None:
     """The process was killed, or another one answers."""
-    with pytest.raises(Refused, match="died"):
+    with pytest.raises(ArchiveRefused, match="died"):
         read(data)

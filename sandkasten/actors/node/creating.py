@@ -41,7 +41,7 @@ _STOPPING_RETRY_S = 5
 
 
 @attrs.frozen
-class Node:
+class NodeIdentity:
     """The identity of this daemon: the id that is part of every session id, the number of its start, the boot of the
     machine. `run_key` seals the tickets of runs that PID 1 keeps."""
 
@@ -60,7 +60,7 @@ class Creating:
     def __init__(
         self,
         config: Config,
-        node: Node,
+        node: NodeIdentity,
         *,
         images: Ref,
         workspaces: Ref,

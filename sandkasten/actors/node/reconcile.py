@@ -20,14 +20,14 @@ import attrs
 from nsinit.wire import protocol
 from nsinit.wire.protocol import TOLD_ONLY, Found
 from sandkasten.model import EndReason, Status
-from sandkasten.model.lifecycle import Event
+from sandkasten.model.lifecycle import Trigger
 from sandkasten.output.disk import SpoolFile
 from sandkasten.store.sessions import SessionRecord
 
 HOST_REBOOT = "the machine was restarted"
 
 
-class Action(enum.StrEnum):
+class SessionAction(enum.StrEnum):
     """The action for one session id."""
 
     LEAVE = "leave"
@@ -52,9 +52,9 @@ class Decision:
     usual one of the event; `reason` is for people."""
 
     session_id: str
-    action: Action
+    action: SessionAction
     record: SessionRecord | None = None
-    event: Event | None = None
+    event: Trigger | None = None
     reason: str | None = None
     end_reason: EndReason | None = None
 
@@ -77,7 +77,7 @@ MAX_SPOOL_FILES = 1000
 """Bound of one look; the next looks find the rest."""
 
 TRASH = "trash"
-"""Trash is deleted without a plan, so only trash that stays is told of."""
+"""Trash is deleted without a decision, so only trash that stays is told of."""
 
 Sightings = frozenset["str | Leftover"]
 """Session ids and leftovers that the last look found and left."""
@@ -100,7 +100,7 @@ class Observed:
 
 
 @attrs.frozen
-class Plan:
+class Reconciliation:
     """A decision for each session id. `news`: leftovers to tell of; `remove`: leftovers to remove; `seen`: sightings
     for the next look."""
 
@@ -109,26 +109,26 @@ class Plan:
     news: Sequence[Leftover]
     seen: Sightings
 
-    def of(self, *actions: Action) -> Sequence[Decision]:
+    def of(self, *actions: SessionAction) -> Sequence[Decision]:
         """Return the decisions for some actions."""
         return [each for each in self.decisions if each.action in actions]
 
 
-def plan_reconciliation(observed: Observed) -> Plan:
+def plan_reconciliation(observed: Observed) -> Reconciliation:
     """Decide about every id and every leftover of one look."""
     found: Mapping[str, Found] = {each.session_id: each for each in observed.found}
     records = {record.session.id: record for record in observed.records}
     decisions = [_decide(observed, record, found.get(session_id)) for session_id, record in records.items()]
     decisions += [_decide_unknown(observed, each) for session_id, each in found.items() if session_id not in records]
-    watched = {each.session_id for each in decisions if each.action is Action.WATCH}
+    watched = {each.session_id for each in decisions if each.action is SessionAction.WATCH}
     files = _unknown_files(observed, records)
     leftovers = dict.fromkeys((*observed.leftovers, *files))
     remove = [each for each in leftovers if _is_due(observed, each) and files.get(each) not in watched]
     told = [each for each in leftovers if each.kind != TRASH and each not in observed.seen]
     unknown = [Leftover(SESSION, name) for name in watched - set(observed.seen) if name not in records]
-    unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is Action.CLEAN]
+    unknown += [Leftover(SESSION, each.session_id) for each in decisions if each.action is SessionAction.CLEAN]
     news = [*told, *(each for each in unknown if each.name not in observed.seen)]
-    return Plan(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
+    return Reconciliation(decisions, remove, news, frozenset(watched | (leftovers.keys() - set(remove))))
 
 
 def _unknown_files(observed: Observed, records: Container[str]) -> Mapping[Leftover, str | None]:
@@ -147,45 +147,48 @@ def _is_due(observed: Observed, leftover: Leftover) -> bool:
 
 
 def as_leftovers(found: Sequence[protocol.Leftover]) -> Sequence[Leftover]:
-    """Return nsinit's findings as leftovers of a plan."""
+    """Return nsinit's findings as leftovers of a reconciliation."""
     return [Leftover(each.kind, each.name) for each in found]
 
 
 def _decide(observed: Observed, record: SessionRecord, found: Found | None) -> Decision:
     session = record.session
     if session.id in observed.owned:
-        return Decision(session.id, Action.LEAVE, record)
+        return Decision(session.id, SessionAction.LEAVE, record)
     is_due = observed.is_start or session.status is Status.DESTROYING or session.id in observed.seen
-    return _judge(record, found, observed.boot_id) if is_due else Decision(session.id, Action.WATCH, record)
+    return _judge(record, found, observed.boot_id) if is_due else Decision(session.id, SessionAction.WATCH, record)
 
 
 def _decide_unknown(observed: Observed, found: Found) -> Decision:
     if found.session_id in observed.owned:
-        return Decision(found.session_id, Action.LEAVE)
+        return Decision(found.session_id, SessionAction.LEAVE)
     is_remains = observed.is_start and found.identity is None
-    return Decision(found.session_id, Action.CLEAN if is_remains or found.session_id in observed.seen else Action.WATCH)
+    return Decision(
+        found.session_id,
+        SessionAction.CLEAN if is_remains or found.session_id in observed.seen else SessionAction.WATCH,
+    )
 
 
 def _judge(record: SessionRecord, found: Found | None, boot_id: str) -> Decision:
     """Decide about a session that has no actor."""
     session = record.session
 
-    def finish(event: Event, reason: str | None, end_reason: EndReason | None = None) -> Decision:
-        return Decision(session.id, Action.FINISH, record, event, reason, end_reason)
+    def finish(event: Trigger, reason: str | None, end_reason: EndReason | None = None) -> Decision:
+        return Decision(session.id, SessionAction.FINISH, record, event, reason, end_reason)
 
     match session.status:
         case Status.CREATING:
-            return finish(Event.BUILD_FAILED, "the daemon stopped while the session was being created")
+            return finish(Trigger.BUILD_FAILED, "the daemon stopped while the session was being created")
         case Status.DESTROYING:
-            return finish(record.ending or Event.DESTROY, session.reason)
+            return finish(record.ending or Trigger.DESTROY, session.reason)
         case _ if is_of_another_boot(record, boot_id):
-            return finish(Event.NOT_FOUND, HOST_REBOOT, EndReason.HOST_REBOOT)
+            return finish(Trigger.NOT_FOUND, HOST_REBOOT, EndReason.HOST_REBOOT)
         case _ if found is None or found.identity is None:
-            return finish(Event.NOT_FOUND, "its processes were gone when the daemon looked for them")
+            return finish(Trigger.NOT_FOUND, "its processes were gone when the daemon looked for them")
         case _ if not _is_same(record, found):
-            return finish(Event.NOT_FOUND, "another process runs under its id")
+            return finish(Trigger.NOT_FOUND, "another process runs under its id")
         case _:
-            return Decision(session.id, Action.ADOPT, record)
+            return Decision(session.id, SessionAction.ADOPT, record)
 
 
 def is_of_another_boot(record: SessionRecord, boot_id: str) -> bool:

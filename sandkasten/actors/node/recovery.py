@@ -1,9 +1,9 @@
 """Recovery: differences between the store, the kernel and the disk are found, planned and settled.
 
-A start and a sweep (every minute) do the same three things: `Leftovers.look` compares, the pure planner of
-`reconcile.py` decides, and `Recovery` and `Leftovers` carry the plan out. A sandbox that runs as recorded is adopted by
-a session actor. A session that can't go on is torn down and its final state written. A leftover is told of, and removed
-only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
+A start and a sweep (every minute) do the same three things: `LeftoverSearch.look` compares, the pure planner of
+`reconcile.py` decides, and `Recovery` and `LeftoverSearch` carry the decisions out. A sandbox that runs as recorded is
+adopted by a session actor. A session that can't go on is torn down and its final state written. A leftover is told of,
+and removed only where it is surely ours. A step that fails is logged, and its cause is found again by the next sweep.
 
 `Recovery` ends sessions that have no actor; a session that has one is ended by its actor, as are leases that ran out.
 The reaper also writes final records that the database refused before, and forgets sessions that ended long ago.
@@ -26,11 +26,11 @@ from sandkasten.actors.core import Actor, Ask, Deferred, Ref
 from sandkasten.actors.node.reconcile import (
     SESSION,
     SPOOL_FILE,
-    Action,
     Decision,
     Leftover,
     Observed,
-    Plan,
+    Reconciliation,
+    SessionAction,
     Sightings,
     as_leftovers,
     plan_reconciliation,
@@ -45,7 +45,7 @@ from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
-from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Event, next_status
+from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Trigger, next_status
 from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
 from sandkasten.store.sessions import SessionRecord, forget_ended, get_session, live_sessions, put_session
 
@@ -64,7 +64,7 @@ _EVERY_S = 60.0
 # Leftovers ----------------------------------------------------------------------------------------------------
 
 
-class Leftovers:
+class LeftoverSearch:
     """The search for leftovers, and their removal. One object for the tree: it keeps the sightings of the last look,
     and counts by kind the leftovers `found` and `removed` since the start."""
 
@@ -81,7 +81,7 @@ class Leftovers:
         """Number of reserved ids: ends under way without an actor, and pool sandboxes."""
         return len(self._directory.reserved)
 
-    async def look(self, *, is_start: bool = False) -> Plan:
+    async def look(self, *, is_start: bool = False) -> Reconciliation:
         """Return the plan for this moment, and tell of new leftovers.
 
         Records are read first and owners last: a session that begins or ends meanwhile has an owner or is only watched.
@@ -182,7 +182,7 @@ class Recovery:
     """Carries out decisions about sessions, as a part of the sessions actor and in its nursery. `ends` bounds the
     teardowns under way."""
 
-    def __init__(self, owner: SessionOwner, shared: Shared, *, leftovers: Leftovers) -> None:
+    def __init__(self, owner: SessionOwner, shared: Shared, *, leftovers: LeftoverSearch) -> None:
         self._owner = owner
         self._store, self._nsinit, self._workspaces = shared.store, shared.nsinit, shared.workspaces
         self._directory, self._journal, self._output = shared.directory, shared.journal, shared.output
@@ -192,8 +192,8 @@ class Recovery:
     async def reconcile(self) -> None:
         """Recover at a start. Returns when adopted sessions answer; ends go on behind it."""
         plan = await self._leftovers.look(is_start=True)
-        adopted = [self._owner.adopt(each.record) for each in plan.of(Action.ADOPT) if each.record]
-        for each in plan.of(Action.FINISH, Action.CLEAN):
+        adopted = [self._owner.adopt(each.record) for each in plan.of(SessionAction.ADOPT) if each.record]
+        for each in plan.of(SessionAction.FINISH, SessionAction.CLEAN):
             self._directory.reserved.add(each.session_id)
             self._owner.start_task(self._end, each)
         await self._leftovers.remove(plan.remove)
@@ -202,7 +202,7 @@ class Recovery:
                 await actor.ready.wait()
             except SandkastenError as error:
                 log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
-        ending = len(plan.of(Action.FINISH, Action.CLEAN))
+        ending = len(plan.of(SessionAction.FINISH, SessionAction.CLEAN))
         log.info("reconciled", extra={"adopted": len(adopted), "ending": ending, "leftovers": len(plan.news)})
 
     async def settle(self, decision: Decision) -> None:
@@ -214,16 +214,16 @@ class Recovery:
         )
         if not is_as_seen or decision.session_id in self._directory:
             return
-        if decision.action is Action.ADOPT and now is not None:
+        if decision.action is SessionAction.ADOPT and now is not None:
             log.warning("unowned_session_adopted", extra={"session_id": decision.session_id})
             await self._owner.adopt(now).ready.wait()
-        elif decision.action in (Action.FINISH, Action.CLEAN):
+        elif decision.action in (SessionAction.FINISH, SessionAction.CLEAN):
             self._directory.reserved.add(decision.session_id)
             await self._end(decision)
 
     async def _end(self, decision: Decision) -> None:
         """Finish a session, or remove everything of an unknown id. The id is reserved."""
-        if decision.action is Action.CLEAN:
+        if decision.action is SessionAction.CLEAN:
             if await self.reap(decision.session_id):
                 self._leftovers.note_removed(Leftover(SESSION, decision.session_id))
             return
@@ -231,7 +231,7 @@ class Recovery:
         assert record is not None
         assert decision.event is not None
         try:
-            if record.session.status is not Status.DESTROYING and decision.event is not Event.NOT_FOUND:
+            if record.session.status is not Status.DESTROYING and decision.event is not Trigger.NOT_FOUND:
                 record = _begin_end(record, decision.event, decision.reason, decision.end_reason)
             await self._finish(record, decision.event, reason=decision.reason, end_reason=decision.end_reason)
         finally:
@@ -243,23 +243,23 @@ class Recovery:
         if record.session.status in ENDED:
             self._directory.unwritten[record.session.id] = record
             return
-        event = Event.BUILD_FAILED if record.session.status is Status.CREATING else Event.DIED
+        event = Trigger.BUILD_FAILED if record.session.status is Status.CREATING else Trigger.DIED
         if record.session.status is not Status.DESTROYING:
             record = _begin_end(record, event, "internal error", EndReason.ERROR)
         await self._finish(record, event)
 
     async def _finish(
-        self, record: SessionRecord, event: Event, *, reason: str | None = None, end_reason: EndReason | None = None
+        self, record: SessionRecord, event: Trigger, *, reason: str | None = None, end_reason: EndReason | None = None
     ) -> Session:
         """Tear down the remains of a session and write its final state. The reason is that of its record, or else
         the one given, or else the usual one of the event."""
         try:
             async with self.ends:
                 await ask_patiently(self._nsinit, teardown(record.session.id))
-                if event is Event.NOT_FOUND:
+                if event is Trigger.NOT_FOUND:
                     status = next_status(record.session.status, event)
                 else:
-                    status = next_status(record.session.status, Event.TORN_DOWN, cause=event)
+                    status = next_status(record.session.status, Trigger.TORN_DOWN, cause=event)
                 before = record.session
                 session = attrs.evolve(
                     before,
@@ -268,7 +268,7 @@ class Recovery:
                     end_reason=before.end_reason or end_reason or END_REASONS[event],
                     epoch=before.epoch + 1,
                 )
-                key = None if event is Event.BUILD_FAILED else record.idempotency_key  # a retry may try again
+                key = None if event is Trigger.BUILD_FAILED else record.idempotency_key  # a retry may try again
                 ended = attrs.evolve(
                     record, session=session, ending=event, ended_at=datetime.now(UTC), idempotency_key=key
                 )
@@ -303,12 +303,12 @@ class Recovery:
         if record.session.status not in LIVE or self._directory.owns(session_id):
             return record.session
         if record.session.status is Status.DESTROYING:
-            return await self._finish(record, record.ending or Event.DESTROY)
-        return await self._finish(record, Event.NOT_FOUND, reason="nothing answered for it any more")
+            return await self._finish(record, record.ending or Trigger.DESTROY)
+        return await self._finish(record, Trigger.NOT_FOUND, reason="nothing answered for it any more")
 
 
 def _begin_end(
-    record: SessionRecord, event: Event, reason: str | None, end_reason: EndReason | None = None
+    record: SessionRecord, event: Trigger, reason: str | None, end_reason: EndReason | None = None
 ) -> SessionRecord:
     session = attrs.evolve(
         record.session,
@@ -347,7 +347,7 @@ class Reaper(Actor):
         shared: Shared,
         *,
         sessions: Ref,
-        leftovers: Leftovers,
+        leftovers: LeftoverSearch,
         keep_records_s: float,
     ) -> None:
         super().__init__(ref)
@@ -382,7 +382,7 @@ class Reaper(Actor):
         async with self._turn:
             failures = [*await _failure_of(self._write_refused)]
             plan = await self._leftovers.look()
-            due = plan.of(Action.ADOPT, Action.FINISH, Action.CLEAN)
+            due = plan.of(SessionAction.ADOPT, SessionAction.FINISH, SessionAction.CLEAN)
             for decision in due:
                 failures += await _failure_of(self._sessions.ask, Settle(decision))
             removed = await self._leftovers.remove(plan.remove)

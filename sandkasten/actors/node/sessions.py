@@ -19,9 +19,9 @@ import trio
 
 from runner.wire.protocol import Graces
 from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
-from sandkasten.actors.node.creating import Creating, Node
+from sandkasten.actors.node.creating import Creating, NodeIdentity
 from sandkasten.actors.node.pool import Pool
-from sandkasten.actors.node.recovery import Leftovers, Recovery, Settle
+from sandkasten.actors.node.recovery import LeftoverSearch, Recovery, Settle
 from sandkasten.actors.services.directory import SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.store import do
@@ -119,12 +119,12 @@ class Sessions(Actor):
         self,
         ref: Ref,
         config: Config,
-        node: Node,
+        node: NodeIdentity,
         shared: Shared,
         *,
         images: Ref,
         holds: Holds,
-        leftovers: Leftovers,
+        leftovers: LeftoverSearch,
         pool_size: int,
     ) -> None:
         super().__init__(ref)

@@ -130,7 +130,7 @@ class Reading(NamedTuple):
 
 
 @attrs.define
-class Account:
+class RunAccount:
     """The readings of one run. `is_alone`: the run has had no company since its turn began. `is_clean`: earlier
     commands left no process in the run's shell. `init_usec`: PID 1's CPU time when company came, -1 before."""
 
@@ -144,7 +144,7 @@ class Account:
     is_restored: bool = False
 
     @classmethod
-    def of_numbers(cls, numbers: tuple[int, ...]) -> Account | None:
+    def of_numbers(cls, numbers: tuple[int, ...]) -> RunAccount | None:
         """Return the account of a run that an earlier daemon began; None if `numbers` are not those of an account."""
         if len(numbers) != _READINGS:
             return None
@@ -185,7 +185,7 @@ class Accounts(RunObserver):
         self._cgroups = cgroups
         self._active = active
         self._count_shells = count_shells
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, RunAccount] = {}
         self._left: WeakKeyDictionary[Shell, Reading] = WeakKeyDictionary()
         """The readings at the end of the last run of each shell in which the next run waited."""
 
@@ -241,7 +241,7 @@ class Accounts(RunObserver):
 
     def restore(self, run: Run, numbers: tuple[int, ...]) -> None:
         """Take over the account of a run that an earlier daemon began."""
-        account = Account.of_numbers(numbers)
+        account = RunAccount.of_numbers(numbers)
         if account is not None:
             self._accounts[run.exec_id] = account
 
@@ -251,7 +251,7 @@ class Accounts(RunObserver):
         if account is not None and len(self._active) > 1:
             account.end_solitude(account.init_usec)
 
-    def _settle(self, run: Run, *, has_failed: bool) -> Account | None:
+    def _settle(self, run: Run, *, has_failed: bool) -> RunAccount | None:
         """Take the last reading of a run that has ended, unless the next run in its shell has begun already."""
         account, shell = self._accounts.get(run.exec_id), run.shell
         if account is None or account.closed is not None:
@@ -269,7 +269,7 @@ class Accounts(RunObserver):
         is_quiet = 0 < processes <= idle
         is_alone = len(self._active) == 1 and is_quiet
         init_usec = UNKNOWN if is_alone else self._stats.read_init_cpu()
-        self._accounts[run.exec_id] = Account(reading, is_alone, is_quiet or self._is_clean(run), init_usec)
+        self._accounts[run.exec_id] = RunAccount(reading, is_alone, is_quiet or self._is_clean(run), init_usec)
 
     def _is_clean(self, run: Run) -> bool:
         """Whether earlier commands left nothing in the run's shell. The default shell shares its cgroup with PID 1."""
@@ -295,7 +295,7 @@ class Accounts(RunObserver):
             return session_usec - self._cgroups.read_cpu()
         return UNKNOWN if shell.cgroup is None else self._stats.groups.cpu_usec(shell.cgroup)
 
-    def _close(self, run: Run, account: Account, *, is_full: bool = True) -> Reading:
+    def _close(self, run: Run, account: RunAccount, *, is_full: bool = True) -> Reading:
         """Take the last reading of a run. The counters that explain a failure are read only if `is_full`."""
         opened, init_spent_usec = account.opened, 0
         reading = self._read(run) if is_full else Reading(*self._read_usage(run), opened.oom_kills, opened.pids_refused)
@@ -329,7 +329,7 @@ class Accounts(RunObserver):
             victim=await find_victim() if is_named else None,
         )
 
-    def _shell_usage(self, shell: Shell, account: Account | None, reply: ExecReply, cause: Cause) -> Usage:
+    def _shell_usage(self, shell: Shell, account: RunAccount | None, reply: ExecReply, cause: Cause) -> Usage:
         """The peak is exact when the session's highest mark rose meanwhile or the limit was hit; otherwise the higher
         of the two readings is a lower bound."""
         if account is None or account.closed is None:
@@ -344,7 +344,7 @@ class Accounts(RunObserver):
         return Usage(_ms(cpu_usec), peak, reply.written_bytes)
 
 
-def _facts(account: Account | None) -> Facts:
+def _facts(account: RunAccount | None) -> Facts:
     if account is None or account.closed is None:
         return Facts(0, 0, is_alone=False, is_clean=False, was_sent_kill=False)
     before, after = account.opened, account.closed

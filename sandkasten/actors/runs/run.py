@@ -1,9 +1,9 @@
 """One run of a session (a command, a background process or a terminal): its state, its readers, and who observes it.
 
 `Run` holds the state and changes it itself; `Runs` drive it. Accounting, persistence and screens are `RunObserver`s:
-the run calls them when it is admitted, begins, writes, changes and ends. A caller has a `Hold` on a run and may leave;
-a run is cancelled when its last caller leaves before the end, unless it is detached or never had a caller. Its output
-goes to its log, which readers follow. Knows no lease and no HTTP.
+the run calls them when it is admitted, begins, writes, changes and ends. A caller has a `RunClaim` on a run and may
+leave; a run is cancelled when its last caller leaves before the end, unless it is detached or never had a caller. Its
+output goes to its log, which readers follow. Knows no lease and no HTTP.
 """
 
 from __future__ import annotations
@@ -386,7 +386,7 @@ class Run:
         """The observers of the output: there are few, and there is much of it."""
         self._cancel: Callable[[Run, bool], None] | None = None
         self._is_cancelled = False
-        self._holders = 0
+        self._callers = 0
 
     # Readers ----------------------------------------------------------------------------------------------------
 
@@ -451,16 +451,16 @@ class Run:
 
     # Callers ----------------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def claim(self) -> None:
         """Count one more caller."""
-        self._holders += 1
+        self._callers += 1
 
     def leave(self, *, as_owner: bool) -> None:
-        """Count one caller less. Without its owner a run goes on if it is detached, or if another caller holds it at
+        """Count one caller less. Without its owner a run goes on if it is detached, or if another caller has it at
         that moment; such a caller never cancels it. Never blocks, never raises."""
-        self._holders -= 1
+        self._callers -= 1
         if as_owner and not self.is_detached:
-            if self._holders == 0:
+            if self._callers == 0:
                 self.cancel()
             else:
                 self.detach()
@@ -671,7 +671,7 @@ class Joined(SandkastenError):
     """Another run has the id: the caller is to wait for that one. Never leaves the daemon's actors."""
 
 
-class Hold:
+class RunClaim:
     """One caller's claim on a run: on the one asked for, or on the one that had its id already."""
 
     def __init__(self, wanted: Run) -> None:
@@ -681,10 +681,10 @@ class Hold:
         self._is_left = False
 
     def take(self, run: Run) -> None:
-        """Hold `run`. A caller who has left meanwhile leaves it at once."""
+        """Claim `run`. A caller who has left meanwhile leaves it at once."""
         self._is_owner = run is self.run
         self.run, self._is_taken = run, True
-        run.hold()
+        run.claim()
         if self._is_left:
             run.leave(as_owner=self._is_owner)
 

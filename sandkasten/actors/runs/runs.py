@@ -24,7 +24,7 @@ from sandkasten.actors.runs.accounting import Accounts, cut_short
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.driver import CONTROL_S, drive, drive_again
 from sandkasten.actors.runs.persistence import ExecIds, Keep, RunPersistence, gone, text_bytes
-from sandkasten.actors.runs.run import Hold, Run, RunObserver
+from sandkasten.actors.runs.run import Run, RunClaim, RunObserver
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
@@ -109,8 +109,8 @@ class Runs(RunObserver):
 
     # Admission --------------------------------------------------------------------------------------------------
 
-    def admit(self, hold: Hold) -> None:
-        """Begin the run of a hold, or give the hold the run that has the same id.
+    def admit(self, claim: RunClaim) -> None:
+        """Begin the claimed run, or give the claim the run that has the same id.
 
         Raises:
             Conflict: the run with this id is of another request.
@@ -118,14 +118,14 @@ class Runs(RunObserver):
             ExecIdsExhausted: the session can remember no more used ids.
             ShellNotFound, ShellBusy, Capacity.
         """
-        wanted = hold.run
+        wanted = claim.run
         known = self._known.get(wanted.exec_id)
         if known is None:
             self.ids.check_new(wanted)
             self._start(wanted)
-            hold.take(wanted)
+            claim.take(wanted)
         elif known.request.digest == wanted.request.digest:
-            hold.take(known)
+            claim.take(known)
         else:
             raise Conflict("another run has this exec_id", exec_id=wanted.exec_id, status=known.state.value)
 

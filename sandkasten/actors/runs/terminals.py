@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from sandkasten.actors.runs.accounting import cut_short
-from sandkasten.actors.runs.run import Hold, Run, RunObserver, RunRequest, Shell
+from sandkasten.actors.runs.run import Run, RunClaim, RunObserver, RunRequest, Shell
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.model import (
@@ -381,7 +381,7 @@ class Terminals:
         program = ExecSpec(stateless=True, terminal=spec.size, cwd=spec.cwd, env=spec.env, user=spec.user)
         screen = ProgramScreen()
         run = _run(program, screen)
-        self._runs.admit(Hold(run))
+        self._runs.admit(RunClaim(run))
         return self._begin(run, screen)
 
     async def adopt(self, run: Run) -> None:
@@ -449,7 +449,7 @@ class Terminals:
         assert terminal.shell is not None
         if terminal.run is None or terminal.run.has_ended:
             run = _run(ExecSpec(command="", shell=terminal.shell.name, terminal=size))
-            self._runs.admit(Hold(run))
+            self._runs.admit(RunClaim(run))
             terminal.offer(run)
         return terminal.take()
 

@@ -25,7 +25,7 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import (
-    Answer,
+    NsinitAnswer,
     NsinitLink,
     NsinitProcess,
     StartNsinit,
@@ -71,7 +71,7 @@ class Call(Ask[R]):
     """
 
     request: protocol.Request[Any]
-    read: Callable[[Answer], R]
+    read: Callable[[NsinitAnswer], R]
     is_retriable: bool = False
 
 
@@ -129,7 +129,7 @@ def build(plan: protocol.SandboxPlan) -> Call[Sandbox]:
 
 def attach(session_id: str) -> Call[Sandbox]:
     """Find a running sandbox again."""
-    return Call(protocol.Attach(_UNSENT, session_id), _sandbox)
+    return Call(protocol.Adopt(_UNSENT, session_id), _sandbox)
 
 
 def teardown(session_id: str) -> Call[protocol.TornDown]:
@@ -145,7 +145,7 @@ def set_limits(session_id: str, limits: protocol.Limits) -> Call[protocol.Ok]:
 def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
     """Make a run cgroup in a session."""
 
-    def read(answer: Answer) -> RunCgroup:
+    def read(answer: NsinitAnswer) -> RunCgroup:
         if len(answer.fds) != 1:
             raise _wrong_descriptors(answer)
         return RunCgroup(name, answer.message.membership, answer.fds[0])
@@ -158,20 +158,20 @@ def ping() -> Call[protocol.Scanned]:
     return call(protocol.Scan, _AFTER_ALL_IDS)
 
 
-def _message(answer: Answer) -> Any:  # the class that the request names
+def _message(answer: NsinitAnswer) -> Any:  # the class that the request names
     _close(answer)
     return answer.message
 
 
-def _torn_down(answer: Answer) -> protocol.TornDown:
+def _torn_down(answer: NsinitAnswer) -> protocol.TornDown:
     found: protocol.TornDown = _message(answer)
     if found.leftovers:
         log.error("teardown_leftovers", extra={"session_id": found.session_id, "leftovers": found.leftovers})
     return found
 
 
-def _sandbox(answer: Answer) -> Sandbox:
-    found: protocol.Built | protocol.Attached = answer.message
+def _sandbox(answer: NsinitAnswer) -> Sandbox:
+    found: protocol.Built | protocol.Adopted = answer.message
     if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
         raise _wrong_descriptors(answer)
     timings = found.timings_us if isinstance(found, protocol.Built) else {}
@@ -179,7 +179,7 @@ def _sandbox(answer: Answer) -> Sandbox:
     return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
 
 
-def _wrong_descriptors(answer: Answer) -> NsinitLost:
+def _wrong_descriptors(answer: NsinitAnswer) -> NsinitLost:
     _close(answer)
     return NsinitLost("the fork server sent the wrong descriptors")
 
@@ -307,7 +307,7 @@ class NsinitClient(Actor):
                 raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
             raise
 
-    async def _request(self, request: protocol.Request[Any]) -> Answer:
+    async def _request(self, request: protocol.Request[Any]) -> NsinitAnswer:
         """Send a request; an nsinit that hangs is killed and its askers get `NsinitLost`."""
         assert self._process is not None
         with trio.move_on_after(_REQUEST_S) as scope:
@@ -336,7 +336,7 @@ def _numbered(request: protocol.Request[R], seq: int) -> protocol.Request[R]:
     return dataclasses.replace(request, seq=seq)  # type: ignore[type-var]  # every request is a dataclass with a seq
 
 
-def _checked(request: protocol.Request[Any], answer: Answer) -> Answer:
+def _checked(request: protocol.Request[Any], answer: NsinitAnswer) -> NsinitAnswer:
     """Return the answer if it is of the class that the request names; otherwise close what came with it and raise."""
     if isinstance(answer.message, protocol.answer_class(type(request))):
         return answer
@@ -353,6 +353,6 @@ def _checked(request: protocol.Request[Any], answer: Answer) -> Answer:
     raise NsinitLost(f"the fork server answered with {type(answer.message).__name__}")
 
 
-def _close(answer: Answer) -> None:
+def _close(answer: NsinitAnswer) -> None:
     for fd in answer.fds:
         fd.close()

@@ -28,7 +28,7 @@ from sandkasten.actors.core import DEFERRED, Actor, Ref, Reply, unwrap
 from sandkasten.actors.runs.adoption import RunAdoption
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.runs.ports import Ports
-from sandkasten.actors.runs.run import Hold, Joined
+from sandkasten.actors.runs.run import Joined, RunClaim
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
@@ -96,7 +96,7 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.model.lifecycle import ENDED, USABLE, WHOLE, Event, next_status
+from sandkasten.model.lifecycle import ENDED, USABLE, WHOLE, Trigger, next_status
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class SessionActor(Actor):
                 self._hold(sandbox)
                 timer.end_steps("build", sandbox.timings_us)
                 crash.passing(Point.CREATE_BUILT)
-                self._own.change(status=next_status(session.status, Event.BUILT))
+                self._own.change(status=next_status(session.status, Trigger.BUILT))
                 meanwhile.start_soon(self._put_running)
                 self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
@@ -286,12 +286,12 @@ class SessionActor(Actor):
                 error = BuildInterrupted(str(error))
             self._own.note(idempotency_key=None)  # a retry may try again
             is_built = self.session.status is not Status.CREATING
-            await self._finish(Event.DIED if is_built else Event.BUILD_FAILED, str(error), EndReason.ERROR)
+            await self._finish(Trigger.DIED if is_built else Trigger.BUILD_FAILED, str(error), EndReason.ERROR)
         elif isinstance(error, BuildFailed | RunnerLost | RunnerProtocolError) or type(error) is SandboxError:
-            await self._finish(Event.DIED, str(error))
+            await self._finish(Trigger.DIED, str(error))
         self.ready.fail(error)
 
-    async def _finish(self, event: Event, reason: str | None, end_reason: EndReason | None = None) -> Session:
+    async def _finish(self, event: Trigger, reason: str | None, end_reason: EndReason | None = None) -> Session:
         """End the session. Awaited in the mailbox, so that no message overtakes the end."""
         self.stop()
         await end_session(
@@ -336,13 +336,13 @@ class SessionActor(Actor):
             case Wake():
                 return await self._go_on(self._pausing.wake)
             case Destroy(reason):
-                return await self._finish(Event.DESTROY, reason)
+                return await self._finish(Trigger.DESTROY, reason)
             case Expire():
                 if self._lease.has_ended:
-                    await self._finish(Event.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
+                    await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
                 return None
             case Died(reason):
-                await self._finish(Event.DIED, reason)
+                await self._finish(Trigger.DIED, reason)
                 return None
         if is_read(message):
             self._require(WHOLE)
@@ -356,12 +356,12 @@ class SessionActor(Actor):
     def _work(self, message: Work) -> Any:  # each message names its answer
         """Serve a message about the work in the session, which is awake if the message needs that."""
         match message:
-            case OpenRun(hold):
-                return self._open_run(hold)
-            case RunToEnd(hold):
-                wanted = hold.run
-                self._open_run(hold)
-                if hold.run is not wanted:
+            case OpenRun(claim):
+                return self._open_run(claim)
+            case RunToEnd(claim):
+                wanted = claim.run
+                self._open_run(claim)
+                if claim.run is not wanted:
                     raise Joined("another run has this id")
                 return DEFERRED  # the run's own end is the answer
             case FindRun(exec_id, _):
@@ -405,7 +405,7 @@ class SessionActor(Actor):
             return await resume()
         except (RunnerLost, RunnerProtocolError) as error:
             reason = str(error)
-        await self._finish(Event.DIED, reason)
+        await self._finish(Trigger.DIED, reason)
         raise self.gone()
 
     async def _read_stats(self) -> SessionStats:
@@ -422,10 +422,10 @@ class SessionActor(Actor):
         await self._own.put()
         return self.session
 
-    def _open_run(self, hold: Hold) -> None:
+    def _open_run(self, claim: RunClaim) -> None:
         self._services.crash.passing(Point.EXEC_ACCEPTED)
         self._ports.ensure_watched()
-        self._runs.admit(hold)
+        self._runs.admit(claim)
 
     async def _close_shell(self, name: str) -> None:
         self._terminals.close_view(await self._runs.shells.close(name))

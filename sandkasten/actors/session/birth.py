@@ -22,7 +22,7 @@ from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.services.directory import Shared
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved
-from sandkasten.config import Disk, Maximum
+from sandkasten.config import DiskSettings, Maximum
 from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
@@ -59,7 +59,7 @@ class Services(Shared):
     maximum: Maximum
     graces: protocol.Graces
     run_key: bytes = attrs.field(repr=False)
-    disk: Disk
+    disk: DiskSettings
     budget: Budget
     expiries: trio.CapacityLimiter
     adoptions: trio.CapacityLimiter

@@ -18,7 +18,7 @@ from sandkasten.actors.services.nsinit import call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
-from sandkasten.config import Disk
+from sandkasten.config import DiskSettings
 from sandkasten.model import Limits, Session, SessionPatch
 from sandkasten.model.errors import (
     BuildFailed,
@@ -32,7 +32,7 @@ from sandkasten.model.errors import (
 log = logging.getLogger(__name__)
 
 
-async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: Disk) -> None:
+async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: DiskSettings) -> None:
     """Put the disk limits of `after` into force, unless they are those of `before`.
 
     Raises:

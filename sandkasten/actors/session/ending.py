@@ -20,7 +20,7 @@ from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
 from sandkasten.model import EndReason, EventType, Status
 from sandkasten.model.errors import SandkastenError
-from sandkasten.model.lifecycle import END_REASONS, Event, next_status
+from sandkasten.model.lifecycle import END_REASONS, Trigger, next_status
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ async def end_session(
     watch: SandboxWatch,
     services: Services,
     *,
-    event: Event,
+    event: Trigger,
     reason: str | None,
     end_reason: EndReason | None = None,
 ) -> None:
@@ -65,10 +65,10 @@ async def end_session(
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return
     services.crash.passing(Point.DESTROY_TORN_DOWN)
-    if event is Event.DIED and await watch.ran_out_of_memory(torn_down.oom_kills):
+    if event is Trigger.DIED and await watch.ran_out_of_memory(torn_down.oom_kills):
         reason, end_reason = f"out of memory: {reason}", EndReason.OOM
     own.note(ended_at=datetime.now(UTC))
-    status = next_status(own.session.status, Event.TORN_DOWN, cause=event)
+    status = next_status(own.session.status, Trigger.TORN_DOWN, cause=event)
     own.change(status=status, reason=reason, end_reason=end_reason)
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_WRITTEN)

@@ -9,7 +9,7 @@ import trio
 
 from sandkasten.actors.core import Ask, Tell
 from sandkasten.actors.runs.ports import Ports
-from sandkasten.actors.runs.run import Hold, Run
+from sandkasten.actors.runs.run import Run, RunClaim
 from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
@@ -79,16 +79,16 @@ class Died(Tell):
 
 @attrs.frozen
 class OpenRun(Ask[None]):
-    """Begin the run of a hold, or give the hold the run that has the same id; answered when the run is queued."""
+    """Begin the claimed run, or give the claim the run that has the same id; answered when the run is queued."""
 
-    hold: Hold
+    claim: RunClaim
 
 
 @attrs.frozen
 class RunToEnd(Ask[ExecEnd]):
-    """As `OpenRun`, answered with the run's end, or `Joined`. To be posted with the `ended` of the hold's run."""
+    """As `OpenRun`, answered with the run's end, or `Joined`. To be posted with the `ended` of the claim's run."""
 
-    hold: Hold
+    claim: RunClaim
 
 
 @attrs.frozen

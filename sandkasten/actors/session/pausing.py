@@ -23,7 +23,7 @@ from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.model import EventType, Pause, PauseSpec, Status
 from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
-from sandkasten.model.lifecycle import Event, next_status
+from sandkasten.model.lifecycle import Trigger, next_status
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Pausing:
         if is_new and not await self._actor.wait_transferred(_TRANSFER_S):
             raise Conflict("a file of the session is being transferred; try again when that is done")
         since = datetime.now(UTC) if session.pause is None else session.pause.since
-        status = next_status(session.status, Event.PAUSE) if is_new else session.status
+        status = next_status(session.status, Trigger.PAUSE) if is_new else session.status
         self._own.renew()
         self._own.change(status=status, pause=Pause(since, spec.auto_resume, spec.stop_lease))
         self._lease.pause(stop=spec.stop_lease)
@@ -124,7 +124,7 @@ class Pausing:
         if not self._is_greeted:
             await self._greet()
         self._lease.resume()
-        self._own.change(status=next_status(session.status, Event.RESUME), pause=None)
+        self._own.change(status=next_status(session.status, Trigger.RESUME), pause=None)
         self._own.renew()
         self._runs.start_clocks()
         thawed = protocol.Thawed(round(still_s * 1000))

@@ -34,7 +34,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
-from sandkasten.model.lifecycle import END_REASONS, ENDED, WHOLE, Event, ended_error, next_status
+from sandkasten.model.lifecycle import END_REASONS, ENDED, WHOLE, Trigger, ended_error, next_status
 
 T = TypeVar("T")
 
@@ -178,8 +178,8 @@ def end_error(session: Session, *, has_died: bool) -> SandkastenError | None:
         return ended_error(session)
     if not has_died or session.status not in WHOLE:
         return None
-    dying = next_status(session.status, Event.DIED)  # the status that its actor is about to set
-    return ended_error(attrs.evolve(session, status=dying, reason=INIT_ENDED, end_reason=END_REASONS[Event.DIED]))
+    dying = next_status(session.status, Trigger.DIED)  # the status that its actor is about to set
+    return ended_error(attrs.evolve(session, status=dying, reason=INIT_ENDED, end_reason=END_REASONS[Trigger.DIED]))
 
 
 @asynccontextmanager

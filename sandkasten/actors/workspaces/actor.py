@@ -119,7 +119,7 @@ class Remove(Ask[None]):
 
 
 @attrs.frozen
-class Borrow(Ask[RunnerLink]):
+class BorrowFiles(Ask[RunnerLink]):
     """A link to the files of a workspace, to be used until `done`. Raises `WorkspaceBusy`, `Capacity`."""
 
     workspace_id: str
@@ -169,7 +169,7 @@ class DropDraft(Ask[None]):
 Step = Remove | BorrowDraft | BeginDraft | Publish | DropDraft | EndClaim
 """Steps in the name of a claim: taken in the order in which they were asked for."""
 
-Message = ListAll | Get | Make | Change | Admit | Released | Holders | Borrow | EndFileAccess | Step
+Message = ListAll | Get | Make | Change | Admit | Released | Holders | BorrowFiles | EndFileAccess | Step
 
 
 # The actor ----------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Workspaces(Actor):
                 return self.defer(self._release, workspace_id)
             case Holders(workspace_id, within):
                 return self.defer(self._own_holders, workspace_id, within)
-            case Borrow():
+            case BorrowFiles():
                 return self.defer(self._borrow, message)
             case EndFileAccess(workspace_id):
                 return self.defer(self._files.end, workspace_id)
@@ -392,7 +392,7 @@ class Workspaces(Actor):
 
     # Its files --------------------------------------------------------------------------------------------------
 
-    async def _borrow(self, message: Borrow) -> RunnerLink:
+    async def _borrow(self, message: BorrowFiles) -> RunnerLink:
         workspace_id = message.workspace_id
         hold = self._holds.begin(Hold(workspace_id, Use.FILES, message.within))
         try:

@@ -32,13 +32,47 @@ JSON = ("content-type", "application/json")
 MAX_QUERY_FIELDS = 32
 
 
-class Exchange:
-    """One request for a handler, with all that the handler needs.
+class AsgiExchange:
+    """A request for a handler, by HTTP or for a WebSocket.
 
     `key` is the caller's key, or `NOBODY` before authentication. `route` is the template of the path once a route was
-    found, and `params` are its open segments; `session_id` or `workspace_id` is set beneath one. `status` is set once
-    the answer's head was sent.
+    found; `session_id` is set beneath a session. `use` counts the request among those of its key.
     """
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        supervisor: Supervisor,
+        settings: ApiSettings,
+        shares: KeyShares,
+    ) -> None:
+        self.scope = scope
+        self.supervisor = supervisor
+        self.settings = settings
+        self.shares = shares
+        self.use = shares.ring.use()
+        self.key = NOBODY
+        self.route: str | None = None
+        self.session_id = ""
+        self._receive = receive
+        self._send = send
+
+    @functools.cached_property
+    def query(self) -> dict[str, str]:
+        """The query's fields, the last of a name.
+
+        Raises:
+            InvalidRequest: the query is not UTF-8 or has too many fields.
+        """
+        return parse_query(self.scope["query_string"])
+
+
+class Exchange(AsgiExchange):
+    """One HTTP request, with all that the handler needs. `params` are the open segments of the path; `workspace_id` is
+    set beneath a workspace. `status` is set once the answer's head was sent."""
 
     def __init__(
         self,
@@ -52,22 +86,13 @@ class Exchange:
         metrics: FrontMetrics,
         zstandard: Zstandard,
     ) -> None:
-        self.scope = scope
-        self.supervisor = supervisor
-        self.settings = settings
+        super().__init__(scope, receive, send, supervisor=supervisor, settings=settings, shares=shares)
         self.metrics = metrics
         self.zstandard = zstandard
-        self.key = NOBODY
-        self.shares = shares
-        self.use = shares.ring.use()
-        self.route: str | None = None
-        self.session_id = ""
         self.workspace_id = ""
         self.params: Mapping[str, str] = {}
         self.is_started = False
         self.status = 0
-        self._receive = receive
-        self._send = send
         self._is_body_done = False
         self._body_bytes = 0
         self._json_body: bytes | None = None
@@ -84,15 +109,6 @@ class Exchange:
     def header(self, name: bytes) -> str | None:
         """Return a header's value, or None if the header is missing or there are several."""
         return one_header(self.scope, name)
-
-    @functools.cached_property
-    def query(self) -> dict[str, str]:
-        """The query's fields, the last of a name.
-
-        Raises:
-            InvalidRequest: the query is not UTF-8 or has too many fields.
-        """
-        return parse_query(self.scope["query_string"])
 
     def query_all(self, name: str) -> list[str]:
         """Return every value of a query's field, in order. Raises as `query`."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import os
 import socket
 import stat
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any
 
 import attrs
 import trio
@@ -57,29 +57,23 @@ def split_host_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def resolve(address: str, *, loopback_only: bool) -> list[tuple[str, int]]:
-    """Return the numeric addresses behind `host:port`, in the resolver's order, each once.
+def resolve(address: str, *, loopback_only: bool) -> list[tuple[str, int]]:
+    """Return the numeric addresses behind `host:port`, in the resolver's order, each once. Blocking.
 
     Raises:
         ListenError: the name has no address, or one that is not loopback although `loopback_only`.
     """
     host, port = split_host_port(address)
     try:
-        found = await trio.socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
-        )
+        flags = socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
     except (socket.gaierror, UnicodeError):
         raise ListenError(f"listen address {address!r}: the name {host!r} has no address") from None
-    return [(ip, port) for ip in numeric_addresses(address, found, loopback_only=loopback_only)]
-
-
-def numeric_addresses(address: str, found: Iterable[Sequence[Any]], *, loopback_only: bool) -> list[str]:
-    """Return what getaddrinfo(3) found for `address`, each once. Raises `ListenError` as `resolve`."""
     numeric = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for ip in numeric:
         if loopback_only and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
             raise ListenError(f"refusing to listen on {address!r} ({ip}) without an API key: set one, or use 127.0.0.1")
-    return numeric
+    return [(ip, port) for ip in numeric]
 
 
 @contextlib.asynccontextmanager
@@ -100,33 +94,51 @@ async def open_listeners(addresses: Sequence[str], *, loopback_only: bool) -> As
                 bound.listeners.append(listener)
                 bound.addresses.append(f"{UNIX}{path}")
             else:
-                for opened in await _tcp_listeners(address, loopback_only=loopback_only):
-                    stack.callback(opened.socket.close)
-                    bound.listeners.append(opened)
-                    bound.addresses.append(url_of(opened.socket))
+                look_up = functools.partial(resolve, address, loopback_only=loopback_only)
+                for sock in _listen_tcp(address, await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)):
+                    stack.enter_context(contextlib.closing(sock))
+                    bound.listeners.append(trio.SocketListener(trio.socket.from_stdlib_socket(sock)))
+                    bound.addresses.append(url_of(sock))
         yield bound
 
 
-async def _tcp_listeners(address: str, *, loopback_only: bool) -> list[trio.SocketListener]:
-    opened: list[trio.SocketListener] = []
+def _listen_tcp(address: str, resolved: Iterable[tuple[str, int]]) -> list[socket.socket]:
+    """Listen on what `address` was resolved to. Raises `ListenError`; nothing is left open then."""
+    opened: list[socket.socket] = []
     missing: OSError | None = None
-    for ip, port in await resolve(address, loopback_only=loopback_only):
+    for ip, port in resolved:
         try:
-            opened += await trio.open_tcp_listeners(port, host=ip, backlog=BACKLOG)
+            opened.append(_listen(ip, port))
         except OSError as error:
             # `localhost` may name an address family this machine hasn't got; one that works is enough.
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 missing = error
                 continue
-            for listener in opened:
-                listener.socket.close()
+            for sock in opened:
+                sock.close()
             raise ListenError(f"can't listen on {address!r}: {error.strerror}") from error
     if not opened:
         raise ListenError(f"can't listen on {address!r}: this machine has no such address") from missing
     return opened
 
 
-def url_of(sock: socket.socket | trio.socket.SocketType) -> str:
+def _listen(ip: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.setblocking(False)
+        sock.bind(socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4])
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
     """Return the URL of a listening TCP socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -188,9 +200,6 @@ def _remove_if_same(path: str, created: os.stat_result) -> None:
             os.unlink(path)
 
 
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-
-
 @attrs.define
 class EarlySockets:
     """Sockets that listen since before the daemon gave its privilege away.
@@ -226,7 +235,9 @@ def listen_early(addresses: Sequence[str], *, loopback_only: bool) -> EarlySocke
             if address.startswith(UNIX):
                 _listen_early_unix(early, address.removeprefix(UNIX))
             else:
-                _listen_early_tcp(early, address, loopback_only=loopback_only)
+                opened = _listen_tcp(address, resolve(address, loopback_only=loopback_only))
+                early.listening += opened
+                early.addresses += map(url_of, opened)
     except BaseException:
         early.close()
         for path, _device, _inode in early.unix_paths:
@@ -241,43 +252,3 @@ def _listen_early_unix(early: EarlySockets, path: str) -> None:
     found = os.lstat(path)
     early.unix_paths.append((os.path.abspath(path), found.st_dev, found.st_ino))
     early.addresses.append(f"{UNIX}{path}")
-
-
-def _listen_early_tcp(early: EarlySockets, address: str, *, loopback_only: bool) -> None:
-    host, port = split_host_port(address)
-    try:
-        flags = socket.AI_PASSIVE | socket.AI_ADDRCONFIG
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
-    except (socket.gaierror, UnicodeError):
-        raise ListenError(f"listen address {address!r}: the name {host!r} has no address") from None
-    opened = 0
-    missing: OSError | None = None
-    for ip in numeric_addresses(address, found, loopback_only=loopback_only):
-        try:
-            sock = _listen(ip, port)
-        except OSError as error:
-            if error.errno not in _NOT_HERE:
-                raise ListenError(f"can't listen on {address!r}: {error.strerror}") from error
-            missing = error  # `localhost` may name an address family this machine hasn't got; one is enough
-            continue
-        early.listening.append(sock)
-        early.addresses.append(url_of(sock))
-        opened += 1
-    if not opened:
-        raise ListenError(f"can't listen on {address!r}: this machine has no such address") from missing
-
-
-def _listen(ip: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.setblocking(False)
-        sock.bind(socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4])
-        sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

@@ -52,7 +52,7 @@ def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
         return None
 
 
-class Kind(enum.Enum):
+class RouteKind(enum.Enum):
     """The way in which a route is served.
 
     JSON: by Quart; the handler returns an `Answer`. RAW: in front of Quart, by an ASGI handler that returns an
@@ -77,7 +77,7 @@ class Route:
     are the media types of bodies that are not JSON.
     """
 
-    kind: Kind
+    kind: RouteKind
     method: str
     path: str
     handler: Handler
@@ -104,7 +104,7 @@ class _Node:
 
 
 @attrs.frozen
-class Found:
+class RouteMatch:
     """The routes at a path: by method, and the WebSocket. `params` are the open segments by name."""
 
     methods: dict[str, Route]
@@ -127,7 +127,7 @@ class RouteTable:
         for route in self.routes:
             self._add(route)
 
-    def find(self, segments: Sequence[str]) -> Found | None:
+    def find(self, segments: Sequence[str]) -> RouteMatch | None:
         """Return the routes at a path, or None."""
         node, params = self._top, {}
         for segment in segments:
@@ -141,13 +141,13 @@ class RouteTable:
                 if following is None:
                     return None
                 node = following
-        return Found(node.methods, node.websocket, params) if node.methods or node.websocket else None
+        return RouteMatch(node.methods, node.websocket, params) if node.methods or node.websocket else None
 
     def _add(self, route: Route) -> None:
         node = self._top
         for segment in route.path[1:].split("/"):
             node = _beneath(node, segment, route.path)
-        if route.kind is Kind.WEBSOCKET:
+        if route.kind is RouteKind.WEBSOCKET:
             if node.websocket is not None:
                 raise ValueError(f"two WebSockets at {route.path!r}")
             node.websocket = route

@@ -62,7 +62,7 @@ from sandkasten.api.resources.run_output import (
     is_timeout_error,
     timeout_error,
 )
-from sandkasten.api.resources.sessions import Done
+from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model import (
     DEFAULT_SHELL,
     ExecInfo,
@@ -522,7 +522,7 @@ async def send_signal(exchange: Exchange) -> Answer:
     """Send a signal to a run."""
     request = await read_request(exchange, SignalRequest)
     await exchange.supervisor.signal_exec(exchange.session_id, _exec_id(exchange), request.signal)
-    return json_answer(Done())
+    return json_answer(DoneBody())
 
 
 async def cancel_run(exchange: Exchange) -> Answer:
@@ -543,14 +543,14 @@ async def send_stdin(exchange: Exchange) -> Answer:
         close=bool(request.close),
     )
     await exchange.until_disconnect(work)
-    return json_answer(Done())
+    return json_answer(DoneBody())
 
 
 async def resize(exchange: Exchange) -> Answer:
     """Change the size of a run's terminal."""
     request = await read_request(exchange, TerminalRequest)
     await exchange.supervisor.resize_exec(exchange.session_id, _exec_id(exchange), request.size)
-    return json_answer(Done())
+    return json_answer(DoneBody())
 
 
 async def _find_runs(
@@ -681,4 +681,4 @@ async def list_shells(exchange: Exchange) -> Answer:
 async def close_shell(exchange: Exchange) -> Answer:
     """Close a named shell."""
     await exchange.supervisor.close_shell(exchange.session_id, exchange.params["name"])
-    return json_answer(Done())
+    return json_answer(DoneBody())

@@ -338,7 +338,7 @@ class SessionBody(Body):
 
 
 @attrs.frozen
-class Done(Body):
+class DoneBody(Body):
     """The request was carried out."""
 
     ok: Literal[True] = True
@@ -420,7 +420,7 @@ async def resume(exchange: Exchange) -> Answer:
 async def destroy(exchange: Exchange) -> Answer:
     """Destroy a session; nothing changes on one that has ended."""
     await exchange.supervisor.destroy(exchange.session_id)
-    return json_answer(Done())
+    return json_answer(DoneBody())
 
 
 async def stats(exchange: Exchange) -> Answer:

@@ -39,7 +39,7 @@ from sandkasten.api.resources.fields import (
     read_request,
 )
 from sandkasten.api.resources.files import WrittenBody
-from sandkasten.api.resources.sessions import Done
+from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, InvalidRequest
 from sandkasten.model.workspace import (
     FileInfo,
@@ -326,7 +326,7 @@ async def update(exchange: Exchange) -> Answer:
 async def delete(exchange: Exchange) -> Answer:
     """Delete a workspace; with `force` also one that sessions have."""
     await exchange.workspaces.delete_workspace(exchange.workspace_id, force=read_query(exchange, DeleteQuery).force)
-    return json_answer(Done())
+    return json_answer(DoneBody())
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -19,15 +19,15 @@ from sandkasten.api.websocket.exec_messages import (
     DEFAULT_CREDIT_BYTES,
     DEFAULT_FRAME_BYTES,
     STDIN_CREDIT_BYTES,
-    Attach,
-    Cancel,
+    ChannelAttach,
+    ChannelCancel,
     ChannelError,
     ChannelExit,
+    ChannelStarted,
     Detached,
     Granted,
     Input,
     StartCommand,
-    Started,
     encode_output,
 )
 from sandkasten.api.websocket.messages import MAX_CREDIT_BYTES, encode_message
@@ -245,7 +245,7 @@ class Channel:
 
     def __init__(
         self,
-        message: StartCommand | Attach,
+        message: StartCommand | ChannelAttach,
         exec_id: str,
         opener: Opener,
         outbox: Outbox,
@@ -257,7 +257,7 @@ class Channel:
         self.exec_id = exec_id
         self._opener = opener
         self._fails_on_timeout = isinstance(message, StartCommand) and message.request.on_timeout == "error"
-        self._sequence = message.after or 0 if isinstance(message, Attach) else 0
+        self._sequence = message.after or 0 if isinstance(message, ChannelAttach) else 0
         self._max_frame_bytes = message.max_frame or DEFAULT_FRAME_BYTES
         self._credit_bytes = DEFAULT_CREDIT_BYTES if message.credit is None else message.credit
         self._outbox = outbox
@@ -300,7 +300,7 @@ class Channel:
             self._connected.set()
             self._input.open(run)
             self._sequence = min(self._sequence, run.info.last_sequence)
-            started = Started(self.id, self._sequence, run.exec_id, run.is_joined)
+            started = ChannelStarted(self.id, self._sequence, run.exec_id, run.is_joined)
             self._lane.put(encode_message(started), sequence=self._sequence, hold=True)
             async for output in run:
                 await self._send(output)
@@ -381,7 +381,7 @@ class Channel:
 
     def cancel(self, order: Order) -> None:
         """Have the run cancelled at once. What it writes beyond the credit is dropped: nothing holds up its end."""
-        if self._orders.add(Cancel.kind, order, lasts=True):
+        if self._orders.add(ChannelCancel.kind, order, lasts=True):
             self._is_cancelled = True
             self._credit.unpark_all()
 

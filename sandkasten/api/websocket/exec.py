@@ -21,22 +21,22 @@ from sandkasten.api.websocket.exec_messages import (
     LIMITS,
     MAX_CHANNELS,
     PROTOCOL,
-    Attach,
-    Cancel,
+    ChannelAttach,
+    ChannelCancel,
     ChannelCredit,
     ChannelError,
     ChannelResize,
+    ChannelSignal,
     ClientMessage,
     CloseStdin,
     Detach,
-    Hello,
+    ExecHello,
     Input,
-    Signal,
     StartCommand,
     parse_message,
 )
 from sandkasten.api.websocket.handshake import WebSocketExchange
-from sandkasten.api.websocket.messages import Ping, Pong, Refused, encode_message, reason_of
+from sandkasten.api.websocket.messages import MessageRefused, Ping, Pong, encode_message, reason_of
 from sandkasten.api.websocket.outbox import Outbox
 from sandkasten.model import OnDisconnect, TerminalSize
 from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
@@ -75,7 +75,7 @@ class _ExecSocket:
     async def run(self) -> None:
         """Take messages until either side ends the connection; every channel is left then."""
         limits = dict(LIMITS) | {"message_bytes": self._ws.settings.max_message_bytes}
-        self._outbox.put(encode_message(Hello(PROTOCOL, self._ws.session_id, limits)))
+        self._outbox.put(encode_message(ExecHello(PROTOCOL, self._ws.session_id, limits)))
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._outbox.run)
@@ -109,7 +109,7 @@ class _ExecSocket:
         while (message := await self._ws.receive()) is not None:
             try:
                 channel = self._handle(parse_message(message))
-            except Refused as refused:
+            except MessageRefused as refused:
                 self._refuse(refused)
                 continue
             if channel is not None:
@@ -123,7 +123,7 @@ class _ExecSocket:
         match message:
             case StartCommand():
                 return self._start(message)
-            case Attach():
+            case ChannelAttach():
                 return self._attach(message)
             case Input():
                 if (channel := self._channels.get(message.id)) is not None:  # otherwise the message crossed the end
@@ -133,11 +133,11 @@ class _ExecSocket:
                     channel.add_credit(message.bytes)
             case CloseStdin():
                 self._channel(message).close_input()
-            case Signal():
+            case ChannelSignal():
                 self._order(message, self._supervisor.signal_exec, number=message.signal)
             case ChannelResize():
                 self._order(message, self._supervisor.resize_exec, size=TerminalSize(message.cols, message.rows))
-            case Cancel():
+            case ChannelCancel():
                 channel = self._channel(message)
                 channel.cancel(self._make_order(channel, self._supervisor.cancel_exec, now=bool(message.now)))
             case Detach():
@@ -157,25 +157,27 @@ class _ExecSocket:
             spec = request.to_spec(self._ws.settings, exec_id=exec_id)
             opener = self._supervisor.open_exec(self._ws.session_id, spec, on_disconnect=on_disconnect)
         except SandkastenError as error:
-            raise Refused(error, channel=message.id, kind=message.kind) from None
+            raise MessageRefused(error, channel=message.id, kind=message.kind) from None
         return self._open(message, exec_id, opener)
 
-    def _attach(self, message: Attach) -> Channel:
+    def _attach(self, message: ChannelAttach) -> Channel:
         self._require_free(message)
         try:
             opener = self._supervisor.attach_exec(self._ws.session_id, message.exec_id, after=message.after or 0)
         except SandkastenError as error:
-            raise Refused(error, channel=message.id, kind=message.kind) from None
+            raise MessageRefused(error, channel=message.id, kind=message.kind) from None
         return self._open(message, message.exec_id, opener)
 
-    def _require_free(self, message: StartCommand | Attach) -> None:
+    def _require_free(self, message: StartCommand | ChannelAttach) -> None:
         number = message.id
         if number in self._channels:
-            raise Refused(Conflict("the channel is in use", id=number), channel=number, kind=message.kind)
+            raise MessageRefused(Conflict("the channel is in use", id=number), channel=number, kind=message.kind)
         if len(self._channels) >= MAX_CHANNELS:
-            raise Refused(Capacity("too many channels", max_channels=MAX_CHANNELS), channel=number, kind=message.kind)
+            raise MessageRefused(
+                Capacity("too many channels", max_channels=MAX_CHANNELS), channel=number, kind=message.kind
+            )
 
-    def _open(self, message: StartCommand | Attach, exec_id: str, opener: Opener) -> Channel:
+    def _open(self, message: StartCommand | ChannelAttach, exec_id: str, opener: Opener) -> Channel:
         on_end = functools.partial(self._forget, message.id)
         channel = Channel(message, exec_id, opener, self._outbox, self._nursery, on_end=on_end)
         self._channels[message.id] = channel
@@ -188,14 +190,16 @@ class _ExecSocket:
         if isinstance(channel.failure, SessionExpired):
             self._close(CloseCode.ENDED, channel.failure.message)
 
-    def _channel(self, message: CloseStdin | Signal | ChannelResize | Cancel | Detach) -> Channel:
+    def _channel(self, message: CloseStdin | ChannelSignal | ChannelResize | ChannelCancel | Detach) -> Channel:
         channel = self._channels.get(message.id)
         if channel is None or channel.is_over:
             error = ExecNotFound("no run is on this channel", id=message.id)
-            raise Refused(error, channel=message.id, kind=message.kind)
+            raise MessageRefused(error, channel=message.id, kind=message.kind)
         return channel
 
-    def _order(self, message: Signal | ChannelResize, method: Callable[..., Awaitable[object]], **details: Any) -> None:
+    def _order(
+        self, message: ChannelSignal | ChannelResize, method: Callable[..., Awaitable[object]], **details: Any
+    ) -> None:
         """Order the supervisor to do something to a run; `details` are the arguments of `method` besides the run."""
         channel = self._channel(message)
         channel.order(message.kind, self._make_order(channel, method, **details))
@@ -207,14 +211,14 @@ class _ExecSocket:
         try:
             self._channel(message).detach()
         except SandkastenError as error:
-            raise Refused(error, channel=message.id, kind=message.kind) from None
+            raise MessageRefused(error, channel=message.id, kind=message.kind) from None
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: MessageRefused) -> None:
         """Answer a message that was not taken; a message that names no channel ends the connection."""
         if refused.channel is None:
             self._close(CloseCode.INVALID, reason_of(refused.error))
             return
-        is_start = refused.kind in (StartCommand.kind, Attach.kind)
+        is_start = refused.kind in (StartCommand.kind, ChannelAttach.kind)
         channel = self._channels.get(refused.channel)
         final = is_start and channel is None
         sequence = 0 if channel is None else channel.sent_sequence

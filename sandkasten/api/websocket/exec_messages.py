@@ -1,8 +1,8 @@
 """The messages of an exec WebSocket. Sans-I/O.
 
 Text frames are JSON objects with a `type`; binary frames are a header and bytes of a stream. `CLIENT_MESSAGES` and
-`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them. A malformed message raises `Refused`,
-which names the channel if the message did. Unknown fields are ignored, as in bodies of requests.
+`SERVER_MESSAGES` are the whole table; docs/websocket.md is compared with them. A malformed message raises
+`MessageRefused`, which names the channel if the message did. Unknown fields are ignored, as in bodies of requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sandkasten.api.websocket.messages import (
     CreditBytes,
     Fields,
     FrameBytes,
+    MessageRefused,
     Ping,
     Pong,
-    Refused,
     Sequence,
     build,
     named_channel,
@@ -67,7 +67,7 @@ _TAGS = {Stream.STDOUT: Tag.STDOUT, Stream.STDERR: Tag.STDERR}
 
 
 @attrs.frozen
-class Start:
+class ChannelStart:
     """Run a command; besides these fields those of `POST …/exec`."""
 
     kind: ClassVar[str] = "start"
@@ -77,14 +77,14 @@ class Start:
 
 
 @attrs.frozen
-class StartCommand(Start):
+class StartCommand(ChannelStart):
     """A `start` with its command."""
 
     request: ExecRequest = attrs.field(kw_only=True)
 
 
 @attrs.frozen
-class Attach:
+class ChannelAttach:
     """Follow a run that exists, behind the piece of output numbered `after`."""
 
     kind: ClassVar[str] = "attach"
@@ -111,7 +111,7 @@ class CloseStdin:
 
 
 @attrs.frozen
-class Signal:
+class ChannelSignal:
     """Send a signal to the run."""
 
     kind: ClassVar[str] = "signal"
@@ -127,7 +127,7 @@ class ChannelResize(messages.Resize):
 
 
 @attrs.frozen
-class Cancel:
+class ChannelCancel:
     """End the run; `now`: without asking it first."""
 
     kind: ClassVar[str] = "cancel"
@@ -153,11 +153,31 @@ class Input:
 
 
 ClientMessage = (
-    StartCommand | Attach | ChannelCredit | CloseStdin | Signal | ChannelResize | Cancel | Detach | Ping | Input
+    StartCommand
+    | ChannelAttach
+    | ChannelCredit
+    | CloseStdin
+    | ChannelSignal
+    | ChannelResize
+    | ChannelCancel
+    | Detach
+    | Ping
+    | Input
 )
 
 CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Start, Attach, ChannelCredit, CloseStdin, Signal, ChannelResize, Cancel, Detach, Ping)
+    cls.kind: cls
+    for cls in (
+        ChannelStart,
+        ChannelAttach,
+        ChannelCredit,
+        CloseStdin,
+        ChannelSignal,
+        ChannelResize,
+        ChannelCancel,
+        Detach,
+        Ping,
+    )
 }
 
 NOT_IN_START = ("raw_output", "encoding")
@@ -167,7 +187,7 @@ NOT_IN_START = ("raw_output", "encoding")
 def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
     """Return the fields of a client's message, and whether each is required."""
     own = {field.name: field.default is attrs.NOTHING for field in attrs.fields(cls)}
-    if cls is not Start:
+    if cls is not ChannelStart:
         return own
     return own | {field.name: False for field in attrs.fields(ExecRequest) if field.name not in NOT_IN_START}
 
@@ -176,38 +196,38 @@ def parse_message(message: str | bytes) -> ClientMessage:
     """Return a client's message.
 
     Raises:
-        Refused: the message is malformed.
+        MessageRefused: the message is malformed.
     """
     return _parse_input(message) if isinstance(message, bytes) else _parse_text(message)
 
 
 def _parse_input(message: bytes) -> Input:
     if len(message) < HEADER.size:
-        raise Refused(InvalidRequest("a malformed frame", binary="shorter than its header"))
+        raise MessageRefused(InvalidRequest("a malformed frame", binary="shorter than its header"))
     channel, tag, sequence = HEADER.unpack_from(message)
     if not 1 <= channel <= MAX_CHANNEL:
-        raise Refused(InvalidRequest("a binary frame names no channel", id=f"must be from 1 to {MAX_CHANNEL}"))
+        raise MessageRefused(InvalidRequest("a binary frame names no channel", id=f"must be from 1 to {MAX_CHANNEL}"))
     if tag != Tag.STDIN or sequence != 0:
         error = InvalidRequest("a client's binary frames have tag 0 and sequence number 0", tag=tag, sequence=sequence)
-        raise Refused(error, channel=channel, kind=Input.kind)
+        raise MessageRefused(error, channel=channel, kind=Input.kind)
     return Input(channel, message[HEADER.size :])
 
 
 def _parse_text(message: str) -> ClientMessage:
     cls, value = parse_control(message, CLIENT_MESSAGES)
     try:
-        if cls is Start:
+        if cls is ChannelStart:
             return _build_start(value)
         built: ClientMessage = build(cls, value)
     except SandkastenError as error:
-        raise Refused(error, channel=named_channel(value), kind=cls.kind) from None
+        raise MessageRefused(error, channel=named_channel(value), kind=cls.kind) from None
     return built
 
 
 def _build_start(value: Fields) -> StartCommand:
     if meaningless := [name for name in NOT_IN_START if value.get(name) is not None]:
         raise bad_fields(**dict.fromkeys(meaningless, "means nothing here: output is bytes"))
-    start: Start = build(Start, value)
+    start: ChannelStart = build(ChannelStart, value)
     return StartCommand(start.id, start.credit, start.max_frame, request=build(ExecRequest, value))
 
 
@@ -215,7 +235,7 @@ def _build_start(value: Fields) -> StartCommand:
 
 
 @attrs.frozen
-class Hello(Body):
+class ExecHello(Body):
     """The first message: the key was right, if one is needed."""
 
     kind: ClassVar[str] = "hello"
@@ -225,7 +245,7 @@ class Hello(Body):
 
 
 @attrs.frozen
-class Started(Body):
+class ChannelStarted(Body):
     """The run has its turn. Output follows from behind the piece numbered `seq`."""
 
     kind: ClassVar[str] = "started"
@@ -260,7 +280,7 @@ class Detached(Body):
 
 
 @attrs.frozen(kw_only=True)
-class ChannelError(messages.Error):
+class ChannelError(messages.ErrorMessage):
     """An error. Everything up to `seq` was sent. `final`: the channel has ended and is free; otherwise only the message
     named by `refused` was not taken. An error of the whole connection has neither `id` nor `seq`."""
 
@@ -278,10 +298,10 @@ class Granted(Body):
     bytes: int
 
 
-ServerMessage = Hello | Started | ChannelExit | Detached | ChannelError | Granted | Pong
+ServerMessage = ExecHello | ChannelStarted | ChannelExit | Detached | ChannelError | Granted | Pong
 
 SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Hello, Started, ChannelExit, Detached, ChannelError, Granted, Pong)
+    cls.kind: cls for cls in (ExecHello, ChannelStarted, ChannelExit, Detached, ChannelError, Granted, Pong)
 }
 
 LIMITS: Mapping[str, int] = {

@@ -7,7 +7,6 @@ Connections that have not shown a key are counted and timed. Knows no message bu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -16,14 +15,14 @@ import trio
 from sandkasten import logcontext
 from sandkasten.api.http.auth import OPEN, Authenticator, Needs, admit
 from sandkasten.api.http.errors import STATUS
-from sandkasten.api.http.exchange import parse_query
+from sandkasten.api.http.exchange import AsgiExchange
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
-from sandkasten.api.websocket.messages import Error, encode_message
+from sandkasten.api.websocket.messages import ErrorMessage, encode_message
 from sandkasten.model import SESSION_ID, errors
 from sandkasten.model.errors import SandkastenError
-from sandkasten.model.keys import NOBODY, ApiKey
+from sandkasten.model.keys import ApiKey
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.supervisor import Supervisor
 
@@ -40,9 +39,8 @@ class ConnectionOver(Exception):
     """The end of a connection that the server closed with a reason. Raised into a handler, caught at the edge."""
 
 
-class WebSocketExchange:
-    """One WebSocket for a handler. `key` is the caller's key, once known. `session_id` is set for routes beneath a
-    session, `code` once the connection was closed."""
+class WebSocketExchange(AsgiExchange):
+    """One WebSocket for a handler. `code` is set once the connection was closed."""
 
     def __init__(
         self,
@@ -54,28 +52,16 @@ class WebSocketExchange:
         settings: ApiSettings,
         authenticator: Authenticator,
     ) -> None:
-        self.scope = scope
-        self.supervisor = supervisor
-        self.settings = settings
-        self.session_id = ""
-        self.key = NOBODY
-        self.route: str | None = None
+        shares = authenticator.shares
+        super().__init__(scope, receive, send, supervisor=supervisor, settings=settings, shares=shares)
         self.needs_live_session = True
-        self.use = authenticator.shares.ring.use()
         self._needs = OPEN
         self.is_accepted = False
         self.code = 0
-        self._receive = receive
-        self._send = send
         self._authenticator = authenticator
         self._is_proven = False
         self._may_prove = True
         self._is_over = False
-
-    @functools.cached_property
-    def query(self) -> dict[str, str]:
-        """The query's fields, as `Exchange.query`."""
-        return parse_query(self.scope["query_string"])
 
     # The way in
 
@@ -143,7 +129,7 @@ class WebSocketExchange:
         self.key, self._is_proven = key, True
         logcontext.set_key(key.id)
         self.use.bind(key)
-        self._authenticator.shares.take_request(key)
+        self.shares.take_request(key)
 
     async def _admit(self) -> None:
         await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)
@@ -182,7 +168,7 @@ class WebSocketExchange:
 
     async def fail(self, error: Exception) -> None:
         """Send an `error` message and close."""
-        message = Error.of(error)
+        message = ErrorMessage.of(error)
         await self.send_frames(encode_message(message))
         await self.close(close_code(error), message.message)
 

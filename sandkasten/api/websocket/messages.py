@@ -1,7 +1,7 @@
 """The messages that all our WebSockets share, and how messages are read and spelled. Sans-I/O.
 
-A text frame is a JSON object with a `type`. A client's message that can't be taken raises `Refused`. A server's message
-is an attrs class whose optional fields are left out when they are None.
+A text frame is a JSON object with a `type`. A client's message that can't be taken raises `MessageRefused`. A server's
+message is an attrs class whose optional fields are left out when they are None.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Exit(EndBody):
 
 
 @attrs.frozen(kw_only=True)
-class Error(ErrorBody):
+class ErrorMessage(ErrorBody):
     """An error. `refused` names the type of the message that was not taken."""
 
     kind: ClassVar[str] = "error"
@@ -100,7 +100,7 @@ class Error(ErrorBody):
 # Reading and spelling -------------------------------------------------------------------------------------------------
 
 
-class Refused(Exception):
+class MessageRefused(Exception):
     """A message that can't be taken. `channel` and `kind` are those that the message named legibly."""
 
     def __init__(self, error: SandkastenError, *, channel: int | None = None, kind: str | None = None) -> None:
@@ -120,19 +120,19 @@ def parse_control(message: str, kinds: Mapping[str, type[Any]]) -> tuple[type[An
     """Return the class of a text frame's message, of those in `kinds`, and its unchecked fields.
 
     Raises:
-        Refused: the frame is no JSON object, or its type is not in `kinds`.
+        MessageRefused: the frame is no JSON object, or its type is not in `kinds`.
     """
     try:
         value = orjson.loads(message)
     except orjson.JSONDecodeError:
-        raise Refused(InvalidRequest("a text frame is not JSON", text="malformed")) from None
+        raise MessageRefused(InvalidRequest("a text frame is not JSON", text="malformed")) from None
     if not isinstance(value, dict):
-        raise Refused(InvalidRequest("a text frame is not a JSON object", text="must be an object"))
+        raise MessageRefused(InvalidRequest("a text frame is not a JSON object", text="must be an object"))
     kind = value.get("type")
     cls = kinds.get(kind) if isinstance(kind, str) else None
     if cls is None:
         error = InvalidRequest("a message of unknown type", type=f"must be one of {', '.join(kinds)}")
-        raise Refused(error, channel=named_channel(value))
+        raise MessageRefused(error, channel=named_channel(value))
     return cls, value
 
 

@@ -17,11 +17,11 @@ from sandkasten.api.websocket.handshake import WebSocketExchange, close_code
 from sandkasten.api.websocket.messages import (
     KIB,
     Credit,
-    Error,
+    ErrorMessage,
     Exit,
+    MessageRefused,
     Ping,
     Pong,
-    Refused,
     Resize,
     encode_message,
     reason_of,
@@ -32,12 +32,12 @@ from sandkasten.api.websocket.terminal_messages import (
     PROTOCOL,
     GiveBack,
     GivenBack,
-    Ready,
     ServerMessage,
     Skipped,
     TakenOver,
     TakeOver,
     TerminalQuery,
+    TerminalReady,
     parse_message,
     parse_query,
 )
@@ -87,7 +87,9 @@ class _Screen:
         """Send output and take input until the terminal or the connection ends."""
         info = self._viewer.info
         size = info.terminal or self._query.size
-        self._tell(Ready(self._viewer.terminal_id, size.cols, size.rows, self._is_taken_over, self._query.read_only))
+        self._tell(
+            TerminalReady(self._viewer.terminal_id, size.cols, size.rows, self._is_taken_over, self._query.read_only)
+        )
         try:
             async with trio.open_nursery() as nursery:
                 for task in (self._outbox.run, self._show, self._type, self._resize, self._close_when_told):
@@ -111,7 +113,7 @@ class _Screen:
             self._lane.put(encode_message(Exit.of(await self._viewer.wait_end())))
             self._close(CloseCode.NORMAL, "the terminal has ended")
         except SandkastenError as error:
-            self._lane.put(encode_message(Error.of(error)))
+            self._lane.put(encode_message(ErrorMessage.of(error)))
             self._close(close_code(error), error.message)
 
     async def _send(self, data: bytes) -> None:
@@ -147,7 +149,7 @@ class _Screen:
             return
         try:
             self._handle(message)
-        except Refused as refused:
+        except MessageRefused as refused:
             if refused.kind is None:
                 self._close(CloseCode.INVALID, reason_of(refused.error))
             else:
@@ -211,7 +213,7 @@ class _Screen:
             self._tell_hands()
             if not self._is_input_refused:  # told once, not for every key
                 self._is_input_refused = True
-                self._lane.put(encode_message(Error.of(error, refused=INPUT)))  # behind `given_back`
+                self._lane.put(encode_message(ErrorMessage.of(error, refused=INPUT)))  # behind `given_back`
 
     async def _change_hands(self, order: TakeOver | GiveBack) -> None:
         await self._lane.wait_for_room()  # bounds the answers to a client that reads none
@@ -252,7 +254,7 @@ class _Screen:
                 self._refuse(error, Resize.kind)
 
     def _refuse(self, error: SandkastenError, kind: str) -> None:
-        self._tell(Error.of(error, refused=kind))
+        self._tell(ErrorMessage.of(error, refused=kind))
 
     # The end ----------------------------------------------------------------------------------------------------
 

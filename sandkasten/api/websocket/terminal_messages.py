@@ -15,11 +15,11 @@ from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User, WindowBytes, bad_fields, query_values
 from sandkasten.api.websocket.messages import (
     Credit,
-    Error,
+    ErrorMessage,
     Exit,
+    MessageRefused,
     Ping,
     Pong,
-    Refused,
     Resize,
     build,
     parse_control,
@@ -98,18 +98,18 @@ def parse_message(message: str) -> ClientMessage:
     """Return a client's message in a text frame.
 
     Raises:
-        Refused: the message is malformed.
+        MessageRefused: the message is malformed.
     """
     cls, value = parse_control(message, CLIENT_MESSAGES)
     try:
         built: ClientMessage = build(cls, value)
     except SandkastenError as error:
-        raise Refused(error, kind=cls.kind) from None
+        raise MessageRefused(error, kind=cls.kind) from None
     return built
 
 
 @attrs.frozen
-class Ready(Body):
+class TerminalReady(Body):
     """The terminal is open. `taken_over`: input reaches a shell."""
 
     kind: ClassVar[str] = "ready"
@@ -142,8 +142,8 @@ class GivenBack(Body):
     kind: ClassVar[str] = "given_back"
 
 
-ServerMessage = Ready | Skipped | TakenOver | GivenBack | Exit | Error | Pong
+ServerMessage = TerminalReady | Skipped | TakenOver | GivenBack | Exit | ErrorMessage | Pong
 
 SERVER_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
-    cls.kind: cls for cls in (Ready, Skipped, TakenOver, GivenBack, Exit, Error, Pong)
+    cls.kind: cls for cls in (TerminalReady, Skipped, TakenOver, GivenBack, Exit, ErrorMessage, Pong)
 }

@@ -20,11 +20,11 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, Pool, Server
+from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.security.attacks.package import pack_probes
-from sandkasten.security.probes.attempt import CANARY, Target
+from sandkasten.security.probes.attempt import CANARY, OutsideFacts
 from sandkasten.security.probes.neighbour import PLANTED
 
 SANDBOX, ROOT = "sandbox", "root"
@@ -49,7 +49,7 @@ class Field:
     neighbour: str
     witness: str
     outside: Path
-    target: Target
+    target: OutsideFacts
     patience: float
     user: str = SANDBOX
 
@@ -115,12 +115,12 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             allowed_images=(),
             sessions_on_stop="destroy",
             api_key=secret(),
-            pool=Pool(),
-            server=Server(vessels=0),
+            pool=PoolSettings(),
+            server=ServerSettings(vessels=0),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB),
         )
         async with open_supervisor(own) as supervisor:
-            target = Target(
+            target = OutsideFacts(
                 outside_pid=os.getpid(),
                 outside_paths=(str(outside / "secret"), str(data_dir)),
                 neighbour_port=_PORT,

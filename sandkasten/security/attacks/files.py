@@ -75,6 +75,7 @@ async def _read_all(field: Field, session_id: str, paths: Sequence[str]) -> Answ
 
 @attempt("files.symlink", "have the daemon follow a link out of the session", "CVE-2018-15664", _REFUSED)
 async def follow_link(field: Field) -> Answers:
+    """Links by an absolute path, by `..` and through `/proc` lead to files of the host: access to each is refused."""
     async with field.session() as session_id:
         secret = field.outside / "secret"
         links = {"a": str(secret), "b": "../../../../../../etc/shadow", "c": "/proc/1/environ", "d": str(secret.parent)}
@@ -165,6 +166,7 @@ async def _exchange(field: Field, session_id: str) -> None:
     _REFUSED,
 )
 async def read_special(field: Field) -> Answers:
+    """Only regular files are read: a FIFO or socket would have the daemon wait, and a device would never end."""
     program = (
         "import os, socket; os.chdir('/workspace'); os.mkfifo('fifo'); os.symlink('/dev/zero', 'zero');"
         "os.symlink('/dev/tty', 'tty'); socket.socket(socket.AF_UNIX).bind('socket'); os.mkdir('directory')"
@@ -200,6 +202,7 @@ async def read_as_pid_1(field: Field) -> Answers:
 
 @attempt("files.endless", "have the daemon read a file of a tebibyte", "exhaustion", ("bounded", *_REFUSED))
 async def read_endless(field: Field) -> Answers:
+    """A read ends at the number of bytes asked for, whatever the size of the file."""
     async with field.session() as session_id:
         await field.run(session_id, "truncate -s 1T /workspace/huge || truncate -s 1G /workspace/huge")
         seen = await _read(field, session_id, "huge")
@@ -254,6 +257,7 @@ async def change_image(field: Field) -> Answers:
     ("nothing", *_REFUSED),
 )
 async def find_socket_directory(field: Field) -> Answers:
+    """The path of the runner's socket on the host means nothing in the session."""
     async with field.session() as session_id:
         path = DataPaths(field.config.data_dir).run_dir(session_id)
         return {"socket": await _read(field, session_id, f"{path}/r.sock")}

@@ -155,11 +155,11 @@ def _logged() -> Iterator[list[str]]:
     """Collect the log lines written meanwhile, in each of the daemon's formats."""
     lines: list[str] = []
 
-    class Collector(logging.Handler):
+    class LogCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.extend(make().format(record) for make in FORMATS.values() if not record.exc_info)
 
-    collector = Collector(logging.WARNING)
+    collector = LogCollector(logging.WARNING)
     logging.getLogger().addHandler(collector)
     try:
         yield lines

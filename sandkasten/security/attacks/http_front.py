@@ -29,7 +29,7 @@ Frame = tuple[int, bytes]
 
 
 @attrs.frozen
-class Reply:
+class HttpAnswer:
     """Status, headers and body of one answer."""
 
     status: int
@@ -47,7 +47,7 @@ class Front:
 
     async def ask(
         self, method: str, target: str, value: object = None, *, until: Callable[[bytes], bool] | None = None
-    ) -> Reply:
+    ) -> HttpAnswer:
         """Return the answer to a request with a value as its JSON body; of an endless answer, the part until `until`
         held.
         """
@@ -71,7 +71,7 @@ class Front:
                 has_left.set()
 
         await self._serve({"type": "http", "http_version": "1.1", "method": method}, target, receive, send)
-        return Reply(heads[0]["status"], tuple(heads[0]["headers"]), bytes(heard))
+        return HttpAnswer(heads[0]["status"], tuple(heads[0]["headers"]), bytes(heard))
 
     async def talk(self, target: str, said: Sequence[object], *, until: Callable[[list[Frame]], bool]) -> list[Frame]:
         """Send these values as JSON over a WebSocket, and return the messages received until `until` held."""

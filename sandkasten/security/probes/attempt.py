@@ -43,14 +43,14 @@ class Attempt:
     what: str
     stands_for: str
     expected: tuple[str, ...]
-    run: Callable[[Any], Any]  # a probe takes a Target, an attack a Field and is async
+    run: Callable[[Any], Any]  # a probe takes OutsideFacts, an attack a Field and is async
     users: tuple[str, ...] = ("sandbox", "root")
     layer: str = ""
     control: str = ""
 
 
 @dataclass(frozen=True)
-class Target:
+class OutsideFacts:
     """Facts of the outside for attempts inside. No secret is among them: leaks are found by their pattern."""
 
     outside_pid: int = 0

@@ -14,7 +14,7 @@ import signal
 import struct
 import time
 
-from sandkasten.security.probes.attempt import Answers, Target, attempt, collect
+from sandkasten.security.probes.attempt import Answers, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, buffer, call, calls, get, number, opening, raw, reading
 
 _NO_NAMESPACE = ("EPERM", "ENOSPC", "ENOSYS")
@@ -29,7 +29,7 @@ _OF_ROOT_INSIDE = 0b1111_1011
 
 
 @attempt("namespaces.unshare", "make a namespace of each kind", "CVE-2022-0185", _NO_NAMESPACE, control="host")
-def unshare(target: Target) -> Answers:
+def unshare(target: OutsideFacts) -> Answers:
     """In a user namespace of its own a program has every capability over the others, and reaches the kernel's bugs
     there.
     """
@@ -43,7 +43,7 @@ def unshare(target: Target) -> Answers:
     _NO_NAMESPACE,
     control="host",
 )
-def clone(target: Target) -> Answers:
+def clone(target: OutsideFacts) -> Answers:
     arguments = struct.pack("<11Q", _KINDS["user"], 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0)
 
     def born(name: str, *rest: object) -> str:
@@ -69,7 +69,7 @@ def clone(target: Target) -> Answers:
     ("EPERM", "EINVAL", "ENOSYS", "ENOENT", "EACCES"),
     control="host",
 )
-def enter(target: Target) -> Answers:
+def enter(target: OutsideFacts) -> Answers:
     """A process that is in that user namespace already gets EINVAL."""
     answers = {}
     for pid in ("self", "1"):
@@ -91,7 +91,7 @@ def enter(target: Target) -> Answers:
     "namespace escape",
     ("EPERM", "ENOTTY", "EACCES"),
 )
-def reach_owner(target: Target) -> Answers:
+def reach_owner(target: OutsideFacts) -> Answers:
     def ask(name: str, request: int) -> None:
         fd = os.open(f"/proc/self/ns/{name}", os.O_RDONLY)
         try:
@@ -105,12 +105,12 @@ def reach_owner(target: Target) -> Answers:
 
 
 @attempt("namespaces.name", "change the host name", "tampering", _NO_PRIVILEGE, control="host")
-def rename_host(target: Target) -> Answers:
+def rename_host(target: OutsideFacts) -> Answers:
     return calls(("sethostname", b"evil", 4), ("setdomainname", b"evil", 4))
 
 
 @attempt("namespaces.clock", "set the machine's clock", "tampering", ("EPERM", "ENOSYS"))
-def set_clock(target: Target) -> Answers:
+def set_clock(target: OutsideFacts) -> Answers:
     """Set the clock to the present time and one of its estimates to its present value: success does no harm."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     estimate = struct.pack("I", 8) + bytes(204)
@@ -131,7 +131,7 @@ def set_clock(target: Target) -> Answers:
     ("none",),
     control="host",
 )
-def have_capabilities(target: Target) -> Answers:
+def have_capabilities(target: OutsideFacts) -> Answers:
     allowed = _OF_ROOT_INSIDE if os.getuid() == 0 else 0
     with open("/proc/self/status") as file:
         found = {line.split(":")[0]: int(line.split()[1], 16) for line in file if line.startswith("Cap")}
@@ -144,7 +144,7 @@ def have_capabilities(target: Target) -> Answers:
     "privilege escalation",
     ("EPERM", "EINVAL", "ENOSYS"),
 )
-def gain_capabilities(target: Target) -> Answers:
+def gain_capabilities(target: OutsideFacts) -> Answers:
     header = struct.pack("<Ii", 0x20080522, 0)
     data = struct.pack("<6I", *[0xFFFFFFFF] * 6)
     sys_admin, ambient_raise = 21, 2
@@ -164,7 +164,7 @@ def gain_capabilities(target: Target) -> Answers:
     users=("sandbox",),
     control="host",
 )
-def become_root(target: Target) -> Answers:
+def become_root(target: OutsideFacts) -> Answers:
     return {
         "setresuid": answer(os.setresuid, 0, 0, 0),
         "setresgid": answer(os.setresgid, 0, 0, 0),
@@ -179,7 +179,7 @@ def become_root(target: Target) -> Answers:
     ("EPERM", "EINVAL"),
     users=("sandbox",),
 )
-def become_runner(target: Target) -> Answers:
+def become_runner(target: OutsideFacts) -> Answers:
     """The runner's uid could signal the runner, and open the files that only the runner may."""
     return {
         "setresuid": answer(os.setresuid, 65535, 65535, 65535),
@@ -194,7 +194,7 @@ def become_runner(target: Target) -> Answers:
     ("EPERM", "EACCES", "ENOENT", "ESRCH", "ENOSYS"),
     users=("root",),
 )
-def reach_as_runner(target: Target) -> Answers:
+def reach_as_runner(target: OutsideFacts) -> Answers:
     """The same id is not enough: PID 1 is not dumpable, and its memory belongs to the initial user namespace."""
     os.setgroups([65535])
     os.setresgid(65535, 65535, 65535)
@@ -216,7 +216,7 @@ def reach_as_runner(target: Target) -> Answers:
 
 
 @attempt("mounts.mount", "mount, remount, bind, move and unmount", "mount escape", _NO_PRIVILEGE, control="host")
-def mount(target: Target) -> Answers:
+def mount(target: OutsideFacts) -> Answers:
     return {
         "tmpfs": call("mount", b"x", b"/tmp", b"tmpfs", 0, 0),
         "proc": call("mount", b"x", b"/tmp", b"proc", 0, 0),
@@ -228,7 +228,7 @@ def mount(target: Target) -> Answers:
 
 
 @attempt("mounts.uncover", "take away a mask or a read-only bind", "CVE-2025-31133", _NO_PRIVILEGE)
-def uncover(target: Target) -> Answers:
+def uncover(target: OutsideFacts) -> Answers:
     places = ("/proc/kcore", "/proc/keys", "/proc/sys", "/proc", "/dev", "/run", "/workspace")
     return {place: call("umount2", place.encode(), 2) for place in places if os.path.exists(place)}
 
@@ -240,7 +240,7 @@ def uncover(target: Target) -> Answers:
     _NO_PRIVILEGE,
     control="host",
 )
-def mount_new_api(target: Target) -> Answers:
+def mount_new_api(target: OutsideFacts) -> Answers:
     at_fdcwd, open_tree_clone, at_empty_path = -100, 1, 0x1000
     attributes = struct.pack("<4Q", 1, 0, 0, 0)
     return {
@@ -252,12 +252,12 @@ def mount_new_api(target: Target) -> Answers:
 
 
 @attempt("mounts.roots", "change the root directory", "chroot escape", _NO_PRIVILEGE, control="host")
-def change_root(target: Target) -> Answers:
+def change_root(target: OutsideFacts) -> Answers:
     return {"pivot_root": call("pivot_root", b"/tmp", b"/tmp"), "chroot": call("chroot", b"/tmp")}
 
 
 @attempt("mounts.propagation", "find a mount that events travel to or from", "mount propagation", ("none",))
-def find_shared(target: Target) -> Answers:
+def find_shared(target: OutsideFacts) -> Answers:
     with open("/proc/self/mountinfo") as file:
         found = [
             line.split()[4] for line in file if "shared:" in line.split(" - ")[0] or "master:" in line.split(" - ")[0]
@@ -272,7 +272,7 @@ def find_shared(target: Target) -> Answers:
     ("EPERM", "EOPNOTSUPP", "ENOTSUP"),
     control="host",
 )
-def set_overlay_attributes(target: Target) -> Answers:
+def set_overlay_attributes(target: OutsideFacts) -> Answers:
     """Attributes of overlays could show files of another place, or merge removed ones back."""
     path = f"/tmp/overlay-{os.getpid()}"
     os.mkdir(path)
@@ -286,7 +286,7 @@ def set_overlay_attributes(target: Target) -> Answers:
 
 
 @attempt("mounts.swap", "switch swap and accounting of the host", "tampering", ("EPERM", "ENOSYS"))
-def switch_host_services(target: Target) -> Answers:
+def switch_host_services(target: OutsideFacts) -> Answers:
     return calls(
         ("swapon", b"/tmp", 0),
         ("swapoff", b"/tmp"),
@@ -300,14 +300,14 @@ def switch_host_services(target: Target) -> Answers:
 @attempt(
     "keyrings.read", "list and read keys by way of /proc", "information leak", ("empty", "ENOENT", "EACCES", "EPERM")
 )
-def list_keys(target: Target) -> Answers:
+def list_keys(target: OutsideFacts) -> Answers:
     return reading(("/proc/keys", "/proc/key-users"))
 
 
 @attempt(
     "keyrings.calls", "use the kernel's key management at all", "CVE-2016-0728", ("EPERM", "ENOSYS"), layer="seccomp"
 )
-def use_keys(target: Target) -> Answers:
+def use_keys(target: OutsideFacts) -> Answers:
     process_keyring, get_keyring_id = -2, 0
     return calls(
         ("add_key", b"user", b"sandkasten", b"x", 1, process_keyring),
@@ -324,7 +324,7 @@ def use_keys(target: Target) -> Answers:
     ("ENOENT", "EPERM", "ENOSYS", "ENOKEY"),
     control="neighbour",
 )
-def find_neighbour_ipc(target: Target) -> Answers:
+def find_neighbour_ipc(target: OutsideFacts) -> Answers:
     return {
         "shared memory": answer(get, "shmget", target.ipc_key, 0, 0),
         "message queue": answer(get, "msgget", target.ipc_key, 0),

@@ -11,7 +11,7 @@ import socket
 import stat
 import struct
 
-from sandkasten.security.probes.attempt import Answers, Target, attempt, collect
+from sandkasten.security.probes.attempt import Answers, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, buffer, call, get, opening
 
 _HARMLESS = ("/dev/null", "pipe:", "socket:")
@@ -20,7 +20,7 @@ _HARMLESS = ("/dev/null", "pipe:", "socket:")
 @attempt(
     "descriptors.inherited", "find an open descriptor that was not meant for a command", "CVE-2024-21626", ("none",)
 )
-def find_inherited(target: Target) -> Answers:
+def find_inherited(target: OutsideFacts) -> Answers:
     """Descriptors 0, 1 and 2 are the command's streams; any other came by mistake, a directory of the host at worst."""
     wrong = [
         f"{fd} -> {name}"
@@ -40,7 +40,7 @@ def _is_harmless(name: str) -> bool:
     "CVE-2024-21626",
     ("the session's root",),
 )
-def leave_by_cwd(target: Target) -> Answers:
+def leave_by_cwd(target: OutsideFacts) -> Answers:
     """A directory outside of the root has no end at `/`: going up from it leads elsewhere."""
     top = os.stat("/")
     up = "/proc/self/cwd" + "/.." * 40
@@ -58,7 +58,7 @@ def leave_by_cwd(target: Target) -> Answers:
     "CVE-2024-21626",
     ("none",),
 )
-def find_directories(target: Target) -> Answers:
+def find_directories(target: OutsideFacts) -> Answers:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -77,7 +77,7 @@ def find_directories(target: Target) -> Answers:
     "shocker (open_by_handle_at)",
     ("EPERM", "ENOSYS"),
 )
-def open_by_handle(target: Target) -> Answers:
+def open_by_handle(target: OutsideFacts) -> Answers:
     """The handle of inode 2, the root of most disks, as the well-known exploit makes it."""
     handle = buffer(16)
     handle.raw = struct.pack("IiQ", 8, 1, 2)
@@ -91,7 +91,7 @@ def open_by_handle(target: Target) -> Answers:
     "CVE-2019-5736",
     ("EACCES", "ETXTBSY", "EROFS", "EPERM"),
 )
-def overwrite_program(target: Target) -> Answers:
+def overwrite_program(target: OutsideFacts) -> Answers:
     return opening(["/proc/self/exe"])
 
 
@@ -101,7 +101,7 @@ def overwrite_program(target: Target) -> Answers:
     "forged SCM_CREDENTIALS",
     ("EPERM", "EINVAL"),
 )
-def claim_credentials(target: Target) -> Answers:
+def claim_credentials(target: OutsideFacts) -> Answers:
     """Root inside may send any id of the session's own; the runner has no socket that it could be sent to."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
@@ -119,7 +119,7 @@ def claim_credentials(target: Target) -> Answers:
 @attempt(
     "descriptors.runner-connection", "connect to the runner's socket by any name", "runner impersonation", ("no name",)
 )
-def reach_runner(target: Target) -> Answers:
+def reach_runner(target: OutsideFacts) -> Answers:
     """The runner's socket was bound outside; inside it has neither a path nor an entry. Root may read its directory."""
     with open("/proc/net/unix") as file:
         bound = [line.split()[7] for line in file.readlines()[1:] if len(line.split()) > 7]
@@ -150,7 +150,7 @@ def _sockets_in(path: str) -> str:
     "namespace theft",
     ("EPERM", "EACCES", "ENOSYS", "ESRCH"),
 )
-def enter_by_pidfd(target: Target) -> Answers:
+def enter_by_pidfd(target: OutsideFacts) -> Answers:
     everything = 0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
     try:
         pidfd = get("pidfd_open", 1, 0)

@@ -1,7 +1,7 @@
 """The driver of attempts inside a session: each runs in a fork of its own with a time limit; one line of JSON for each.
 
-`python3 probes.zip TARGET NAME…`: TARGET is the JSON of a `Target`. A fork that dies without an answer gives one: the
-name of the signal. The daemon trusts the lines no further than any output of a session.
+`python3 probes.zip TARGET NAME…`: TARGET is the JSON of `OutsideFacts`. A fork that dies without an answer gives one:
+the name of the signal. The daemon trusts the lines no further than any output of a session.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from sandkasten.security.probes.attempt import BROKEN, NOT_APPLICABLE, Attempt, NotApplicable, Outcome, Target, judge
+from sandkasten.security.probes.attempt import (
+    BROKEN,
+    NOT_APPLICABLE,
+    Attempt,
+    NotApplicable,
+    Outcome,
+    OutsideFacts,
+    judge,
+)
 from sandkasten.security.probes.inside import INSIDE
 from sandkasten.security.probes.neighbour import plant
 
@@ -36,10 +44,10 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps({"id": name, **asdict(outcome)}), flush=True)
 
 
-def parse_target(text: str) -> Target:
-    """Return the `Target` that was sent as JSON."""
+def parse_target(text: str) -> OutsideFacts:
+    """Return the `OutsideFacts` that was sent as JSON."""
     fields = json.loads(text)
-    return Target(**{**fields, "outside_paths": tuple(fields["outside_paths"])})
+    return OutsideFacts(**{**fields, "outside_paths": tuple(fields["outside_paths"])})
 
 
 def descriptors() -> dict[str, str]:
@@ -53,7 +61,7 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-def make(attempt: Attempt, target: Target) -> Outcome:
+def make(attempt: Attempt, target: OutsideFacts) -> Outcome:
     """Make one attempt in a fork, bounded in time."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -77,7 +85,7 @@ def make(attempt: Attempt, target: Target) -> Outcome:
     return Outcome(BROKEN, f"no answer within {ATTEMPT_S:.0f} s")
 
 
-def _try(attempt: Attempt, target: Target) -> Outcome:
+def _try(attempt: Attempt, target: OutsideFacts) -> Outcome:
     try:
         return judge(attempt.expected, attempt.run(target))
     except NotApplicable as reason:

@@ -13,7 +13,7 @@ import stat
 import struct
 import subprocess
 
-from sandkasten.security.probes.attempt import CANARY, Answers, NotApplicable, Target, attempt, collect
+from sandkasten.security.probes.attempt import CANARY, Answers, NotApplicable, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, opening, reading
 
 _REFUSED = ("EPERM", "EACCES", "EROFS", "ENOENT", "ENOTDIR")
@@ -31,24 +31,24 @@ _HARMLESS = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)}
 @attempt(
     "proc.kernel-memory", "read what /proc tells about the kernel and the host", "CVE-2025-31133", ("empty", *_REFUSED)
 )
-def read_kernel(target: Target) -> Answers:
+def read_kernel(target: OutsideFacts) -> Answers:
     return reading(f"/proc/{name}" for name in _PRIVATE)
 
 
 @attempt("proc.sysrq", "reboot the host by /proc/sysrq-trigger", "CVE-2025-52881", _REFUSED)
-def trigger_sysrq(target: Target) -> Answers:
+def trigger_sysrq(target: OutsideFacts) -> Answers:
     """Opens the files for writing only, and writes nothing."""
     return opening(["/proc/sysrq-trigger"])
 
 
 @attempt("proc.handlers", "name a program for the host's kernel to run as root", "CVE-2025-52881", _REFUSED)
-def set_handlers(target: Target) -> Answers:
+def set_handlers(target: OutsideFacts) -> Answers:
     names = ("core_pattern", "modprobe", "hotplug", "poweroff_cmd", "usermodehelper/bset")
     return opening([*(f"/proc/sys/kernel/{name}" for name in names), "/proc/sys/fs/binfmt_misc/register"])
 
 
 @attempt("proc.settings", "write kernel settings", "tampering", _REFUSED)
-def write_settings(target: Target) -> Answers:
+def write_settings(target: OutsideFacts) -> Answers:
     names = ("kernel/hostname", "kernel/randomize_va_space", "kernel/yama/ptrace_scope", "vm/drop_caches",
              "vm/overcommit_memory", "net/ipv4/ip_forward", "net/core/somaxconn", "fs/file-max",
              "fs/protected_symlinks", "user/max_user_namespaces", "kernel/dmesg_restrict")  # fmt: skip
@@ -56,7 +56,7 @@ def write_settings(target: Target) -> Answers:
 
 
 @attempt("proc.own-map", "map more ids into the own user namespace", "CVE-2018-18955", ("EPERM", "EACCES"))
-def widen_map(target: Target) -> Answers:
+def widen_map(target: OutsideFacts) -> Answers:
     def write(name: str) -> None:
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:
@@ -70,7 +70,7 @@ def widen_map(target: Target) -> Answers:
 @attempt(
     "proc.mount-table", "learn the host's paths from the mount table", "information leak", ("no path of the host",)
 )
-def read_mount_table(target: Target) -> Answers:
+def read_mount_table(target: OutsideFacts) -> Answers:
     with open("/proc/self/mountinfo") as file:
         table = file.read()
     found = [path for path in target.outside_paths if path in table]
@@ -84,7 +84,7 @@ def read_mount_table(target: Target) -> Answers:
     ("its own tree",),
     control="host",
 )
-def read_cgroup(target: Target) -> Answers:
+def read_cgroup(target: OutsideFacts) -> Answers:
     """At most one level shows: the command's own run cgroup, below the session's root."""
     with open("/proc/self/cgroup") as file:
         paths = {line.split(":")[1] or "v2": line.strip().split(":")[2] for line in file}
@@ -92,7 +92,7 @@ def read_cgroup(target: Target) -> Answers:
 
 
 @attempt("proc.page-frames", "learn physical addresses", "Rowhammer", ("no frame number", "EPERM", "EACCES", "ENOENT"))
-def read_page_frames(target: Target) -> Answers:
+def read_page_frames(target: OutsideFacts) -> Answers:
     def read() -> int:
         fd = os.open("/proc/self/pagemap", os.O_RDONLY)
         try:
@@ -112,7 +112,7 @@ def read_page_frames(target: Target) -> Answers:
 
 
 @attempt("sys.visible", "look at the host's hardware and firmware", "information leak", ("empty", "ENOENT"))
-def look_at_sys(target: Target) -> Answers:
+def look_at_sys(target: OutsideFacts) -> Answers:
     try:
         return {"/sys": "empty" if not os.listdir("/sys") else f"{len(os.listdir('/sys'))} entries"}
     except OSError as error:
@@ -120,7 +120,7 @@ def look_at_sys(target: Target) -> Answers:
 
 
 @attempt("sys.helpers", "have the kernel run a helper, by uevent_helper or release_agent", "CVE-2022-0492", _REFUSED)
-def set_helpers(target: Target) -> Answers:
+def set_helpers(target: OutsideFacts) -> Answers:
     names = ("/sys/kernel/uevent_helper", "/sys/fs/cgroup/release_agent", "/sys/fs/cgroup/memory/release_agent",
              "/sys/kernel/security/apparmor/.replace", "/sys/kernel/debug/sched/features", "/sys/kernel/tracing/trace",
              "/sys/firmware/efi/efivars", "/sys/module/overlay/parameters/metacopy", "/sys/power/state")  # fmt: skip
@@ -128,7 +128,7 @@ def set_helpers(target: Target) -> Answers:
 
 
 @attempt("sys.cgroup-files", "change the own limits by a cgroup file system", "CVE-2022-0492", ("none",))
-def find_cgroup_mounts(target: Target) -> Answers:
+def find_cgroup_mounts(target: OutsideFacts) -> Answers:
     with open("/proc/self/mountinfo") as file:
         mounts = [
             line for line in file if line.partition(" - ")[2].startswith(("cgroup", "sysfs", "debugfs", "tracefs"))
@@ -146,7 +146,7 @@ def find_cgroup_mounts(target: Target) -> Answers:
     ("EPERM", "EACCES", "ENOSYS"),
     control="host",
 )
-def make_devices(target: Target) -> Answers:
+def make_devices(target: OutsideFacts) -> Answers:
     def make(kind: int, major: int, minor: int) -> None:
         path = f"/tmp/node-{os.getpid()}-{major}-{minor}"
         os.mknod(path, kind | 0o600, os.makedev(major, minor))
@@ -161,12 +161,12 @@ def make_devices(target: Target) -> Answers:
 
 
 @attempt("devices.dangerous", "open the devices of the host", "device access", ("ENOENT", "ENXIO"))
-def open_devices(target: Target) -> Answers:
+def open_devices(target: OutsideFacts) -> Answers:
     return opening((f"/dev/{name}" for name in _DEVICES), os.O_RDONLY)
 
 
 @attempt("devices.listed", "find any device node that is not harmless, anywhere", "device access", ("none",))
-def find_devices(target: Target) -> Answers:
+def find_devices(target: OutsideFacts) -> Answers:
     found = []
     for root in ("/dev", "/tmp", "/run", "/var", "/etc", "/workspace"):
         for directory, _, names in os.walk(root):
@@ -182,7 +182,7 @@ def find_devices(target: Target) -> Answers:
 
 
 @attempt("devices.replace", "replace /dev/null or add to /dev", "CVE-2025-31133", _REFUSED)
-def replace_null(target: Target) -> Answers:
+def replace_null(target: OutsideFacts) -> Answers:
     return {
         "unlink": answer(os.unlink, "/dev/null"),
         "rename": answer(os.rename, "/dev/null", "/dev/old"),
@@ -193,7 +193,7 @@ def replace_null(target: Target) -> Answers:
 
 
 @attempt("devices.entropy", "empty or forge the kernel's entropy pool", "tampering", ("EPERM", "ENOTTY", "EACCES"))
-def forge_entropy(target: Target) -> Answers:
+def forge_entropy(target: OutsideFacts) -> Answers:
     rndaddtoentcnt, rndclearpool = 0x40045201, 0x5206
     fd = os.open("/dev/random", os.O_RDONLY)
     return {
@@ -212,7 +212,7 @@ def forge_entropy(target: Target) -> Answers:
     ("ENOENT", "EACCES", "ENOTDIR"),
     control="host",
 )
-def open_host_files(target: Target) -> Answers:
+def open_host_files(target: OutsideFacts) -> Answers:
     return reading(target.outside_paths)
 
 
@@ -222,7 +222,7 @@ def open_host_files(target: Target) -> Answers:
     "file system escape",
     ("ENOENT", "EACCES", "empty", "ENOTDIR"),
 )
-def read_accounts(target: Target) -> Answers:
+def read_accounts(target: OutsideFacts) -> Answers:
     names = ("/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/ssh/ssh_host_ed25519_key", "/etc/machine-id",
              "/root/.ssh/id_rsa", "/root/.bash_history", "/var/lib/sandkasten/api-key", "/var/log/syslog")  # fmt: skip
     return reading(names)
@@ -235,7 +235,7 @@ def read_accounts(target: Target) -> Answers:
     ("none",),
     control="neighbour",
 )
-def find_secrets(target: Target) -> Answers:
+def find_secrets(target: OutsideFacts) -> Answers:
     """The API key, a neighbour's variables and files, a file of the host: each holds the pattern."""
     found = [name for name, value in os.environ.items() if CANARY in value]
     for root in ("/etc", "/run", "/tmp", "/var", "/root", "/home", "/workspace", "/dev/shm"):
@@ -264,7 +264,7 @@ def _holds_secret(path: str) -> bool:
     ("same user",),
     users=("sandbox",),
 )
-def run_setuid(target: Target) -> Answers:
+def run_setuid(target: OutsideFacts) -> Answers:
     program, copy = shutil.which("id"), f"/tmp/id-{os.getpid()}"
     if program is None:
         raise NotApplicable("the image has no id program")
@@ -278,7 +278,7 @@ def run_setuid(target: Target) -> Answers:
 
 
 @attempt("setuid.every-mount", "find a mount where setuid bits count", "CVE-2021-4034", ("nosuid",), control="host")
-def find_suid_mounts(target: Target) -> Answers:
+def find_suid_mounts(target: OutsideFacts) -> Answers:
     """PwnKit needs a setuid pkexec: on a nosuid mount, and without new privileges, it is an ordinary program."""
     with open("/proc/self/mounts") as file:
         mounts = [line.split() for line in file]
@@ -286,7 +286,7 @@ def find_suid_mounts(target: Target) -> Answers:
 
 
 @attempt("setuid.no-new-privileges", "gain privileges by exec", "setuid escalation", ("1",), control="host")
-def read_no_new_privileges(target: Target) -> Answers:
+def read_no_new_privileges(target: OutsideFacts) -> Answers:
     with open("/proc/self/status") as file:
         found = [line.split()[1] for line in file if line.startswith("NoNewPrivs:")]
     return {"NoNewPrivs": found[0] if found else "the kernel has none"}
@@ -299,7 +299,7 @@ def read_no_new_privileges(target: Target) -> Answers:
     ("EPERM", "EOPNOTSUPP", "ENOTSUP", "ENOSYS"),
     control="host",
 )
-def set_file_capabilities(target: Target) -> Answers:
+def set_file_capabilities(target: OutsideFacts) -> Answers:
     """On an overlay, the bug let the write through to the host's file system."""
     path = f"/workspace/caps-{os.getpid()}" if os.path.isdir("/workspace") else f"/tmp/caps-{os.getpid()}"
     with open(path, "w"):

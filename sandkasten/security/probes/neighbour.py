@@ -9,13 +9,13 @@ import os
 import socket
 import sys
 
-from sandkasten.security.probes.attempt import Target
+from sandkasten.security.probes.attempt import OutsideFacts
 from sandkasten.security.probes.kernel import answer, get
 
 PLANTED = "planted"
 
 
-def plant(target: Target) -> None:
+def plant(target: OutsideFacts) -> None:
     """Listen, make IPC objects and files, say `planted`, and stay until standard input ends."""
     secret = os.environ["NEIGHBOUR_SECRET"]
     port = socket.create_server(("127.0.0.1", target.neighbour_port))

@@ -12,7 +12,7 @@ import resource
 import socket
 import struct
 
-from sandkasten.security.probes.attempt import Answers, Target, attempt, collect
+from sandkasten.security.probes.attempt import Answers, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, call
 
 _NO_WAY = ("ENETUNREACH", "EHOSTUNREACH", "EPERM", "EACCES", "EADDRNOTAVAIL")
@@ -43,7 +43,7 @@ def _socket(family: int, kind: int, protocol: int) -> None:
     _NO_WAY,
     control="host",
 )
-def reach_outside(target: Target) -> Answers:
+def reach_outside(target: OutsideFacts) -> Answers:
     answers = {
         name: _connect(socket.AF_INET, (address, 80), kind=socket.SOCK_DGRAM) for name, address in _OUTSIDE.items()
     }
@@ -58,7 +58,7 @@ def reach_outside(target: Target) -> Answers:
     ("ECONNREFUSED",),
     control="neighbour",
 )
-def reach_neighbour_port(target: Target) -> Answers:
+def reach_neighbour_port(target: OutsideFacts) -> Answers:
     return {"127.0.0.1": _connect(socket.AF_INET, ("127.0.0.1", target.neighbour_port))}
 
 
@@ -69,7 +69,7 @@ def reach_neighbour_port(target: Target) -> Answers:
     ("ECONNREFUSED",),
     control="neighbour",
 )
-def reach_abstract(target: Target) -> Answers:
+def reach_abstract(target: OutsideFacts) -> Answers:
     return {target.abstract_name: _connect(socket.AF_UNIX, "\0" + target.abstract_name)}
 
 
@@ -80,12 +80,12 @@ def reach_abstract(target: Target) -> Answers:
     ("lo",),
     control="host",
 )
-def list_interfaces(target: Target) -> Answers:
+def list_interfaces(target: OutsideFacts) -> Answers:
     return {"interfaces": " ".join(sorted(name for _, name in socket.if_nameindex()))}
 
 
 @attempt("sockets.raw", "open raw and packet sockets", "CVE-2020-14386", ("EPERM", "EACCES"), control="host")
-def open_raw(target: Target) -> Answers:
+def open_raw(target: OutsideFacts) -> Answers:
     return {
         "packet": answer(_socket, socket.AF_PACKET, socket.SOCK_RAW, 0),
         "raw": answer(_socket, socket.AF_INET, socket.SOCK_RAW, 1),
@@ -100,7 +100,7 @@ def open_raw(target: Target) -> Answers:
     _NO_FAMILY,
     layer="seccomp",
 )
-def open_families(target: Target) -> Answers:
+def open_families(target: OutsideFacts) -> Answers:
     answers = {}
     for name, family in _FAMILIES.items():
         kinds = [answer(_socket, family, kind, 0) for kind in (1, 2, 3, 5)]
@@ -115,13 +115,13 @@ def open_families(target: Target) -> Answers:
     _NO_FAMILY,
     layer="seccomp",
 )
-def open_protocols(target: Target) -> Answers:
+def open_protocols(target: OutsideFacts) -> Answers:
     protocols = {"SCTP": (1, 132), "DCCP": (6, 33), "MPTCP": (1, 262), "UDP-Lite": (2, 136)}
     return {name: answer(_socket, socket.AF_INET, kind, number) for name, (kind, number) in protocols.items()}
 
 
 @attempt("sockets.nftables", "make a firewall table", "CVE-2024-1086", ("EPERM", "EAFNOSUPPORT", "EPROTONOSUPPORT"))
-def make_table(target: Target) -> Answers:
+def make_table(target: OutsideFacts) -> Answers:
     """One batch: begin, new table, end. The kernel's reply to it is the answer."""
     name = b"evil\0\0\0\0"
     attribute = struct.pack("HH", 4 + 5, 1) + name
@@ -140,7 +140,7 @@ def make_table(target: Target) -> Answers:
     ("EPERM", "EAFNOSUPPORT", "EPROTONOSUPPORT", "EOPNOTSUPP"),
     control="host",
 )
-def change_links(target: Target) -> Answers:
+def change_links(target: OutsideFacts) -> Answers:
     new_link, interface = 16, struct.pack("BxHiII", 0, 0, 0, 0, 0)
     kind = struct.pack("HH", 4 + 6, 1) + b"dummy\0\0\0"
     info = struct.pack("HH", 4 + len(kind), 18) + kind
@@ -153,7 +153,7 @@ def change_links(target: Target) -> Answers:
     "CVE-2009-1185",
     ("EPERM", "EACCES", "EPROTONOSUPPORT", "ECONNREFUSED"),
 )
-def forge_uevent(target: Target) -> Answers:
+def forge_uevent(target: OutsideFacts) -> Answers:
     def send() -> None:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _UEVENT) as client:
             client.sendto(b"add@/devices/x\0ACTION=add\0", (0, 1))
@@ -182,7 +182,7 @@ def _ask_netlink(protocol: int, message: bytes) -> None:
 
 
 @attempt("limits.descriptors", "open descriptors until refused", "exhaustion", ("EMFILE",))
-def open_many(target: Target) -> Answers:
+def open_many(target: OutsideFacts) -> Answers:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     first = os.open("/dev/null", os.O_RDONLY)
@@ -199,7 +199,7 @@ def open_many(target: Target) -> Answers:
     "exhaustion of the machine's ptys",
     ("ENOSPC", "EMFILE", "EAGAIN"),
 )
-def open_terminals(target: Target) -> Answers:
+def open_terminals(target: OutsideFacts) -> Answers:
     for _ in range(500):
         reason = answer(os.open, "/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
         if reason != "ok":
@@ -208,7 +208,7 @@ def open_terminals(target: Target) -> Answers:
 
 
 @attempt("limits.inotify", "make inotify instances until refused", "exhaustion of the host's watches", ("EMFILE",))
-def watch_many(target: Target) -> Answers:
+def watch_many(target: OutsideFacts) -> Answers:
     libc = ctypes.CDLL(None, use_errno=True)
     for _ in range(100_000):
         if libc.inotify_init1(0) < 0:
@@ -219,7 +219,7 @@ def watch_many(target: Target) -> Answers:
 @attempt(
     "limits.locked-memory", "lock more memory than allowed", "exhaustion", ("ENOMEM", "EPERM", "EAGAIN"), control="host"
 )
-def lock_memory(target: Target) -> Answers:
+def lock_memory(target: OutsideFacts) -> Answers:
     size = 64 << 20
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -235,7 +235,7 @@ def lock_memory(target: Target) -> Answers:
     "exhaustion",
     ("EMFILE", "ENOSPC", "EPERM", "ENOSYS", "ENOMEM"),
 )
-def fill_queues(target: Target) -> Answers:
+def fill_queues(target: OutsideFacts) -> Answers:
     attributes = struct.pack("8q", 0, 10, 8192, 0, 0, 0, 0, 0)
     for count in range(2000):
         reason = call("mq_open", b"fill%d" % count, os.O_CREAT | os.O_RDWR, 0o600, attributes)

@@ -13,7 +13,7 @@ import resource
 import signal
 import struct
 
-from sandkasten.security.probes.attempt import CANARY, Answers, Target, attempt, collect
+from sandkasten.security.probes.attempt import CANARY, Answers, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, buffer, call, calls, get
 
 _GONE = ("EPERM", "ENOENT", "ESRCH", "EACCES")
@@ -23,7 +23,7 @@ _KILLING = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGINT, signa
 
 
 @attempt("processes.pid1", "find PID 1 in /proc, its environment, memory and program", "CVE-2019-5736", _GONE)
-def find_pid_1(target: Target) -> Answers:
+def find_pid_1(target: OutsideFacts) -> Answers:
     names = ("", "/environ", "/mem", "/exe", "/root", "/cwd", "/maps", "/fd", "/cmdline")
     return {f"/proc/1{name}": answer(_look, f"/proc/1{name}") for name in names}
 
@@ -36,7 +36,7 @@ def _look(path: str) -> None:
 
 
 @attempt("processes.strangers", "list processes of another user", "information leak", ("none",))
-def list_strangers(target: Target) -> Answers:
+def list_strangers(target: OutsideFacts) -> Answers:
     """hidepid hides whom one may not trace."""
     owners = {pid: os.stat(f"/proc/{pid}").st_uid for pid in os.listdir("/proc") if pid.isdigit() and _exists(pid)}
     strangers = [pid for pid, uid in owners.items() if uid != os.getuid()]
@@ -54,7 +54,7 @@ def _exists(pid: str) -> bool:
     ("none",),
     control="neighbour",
 )
-def find_secrets(target: Target) -> Answers:
+def find_secrets(target: OutsideFacts) -> Answers:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         for name in ("cmdline", "environ"):
@@ -74,7 +74,7 @@ def find_secrets(target: Target) -> Answers:
     ("ESRCH", "ENOENT", "EPERM", "ENOSYS"),
     control="host",
 )
-def reach_host_process(target: Target) -> Answers:
+def reach_host_process(target: OutsideFacts) -> Answers:
     pid = target.outside_pid
     return {
         "kill": answer(os.kill, pid, 0),
@@ -90,7 +90,7 @@ def reach_host_process(target: Target) -> Answers:
     ("EPERM", "EACCES", "ENOSYS"),
     control="host",
 )
-def take_priority(target: Target) -> Answers:
+def take_priority(target: OutsideFacts) -> Answers:
     ioprio_realtime = 1 << 13
     return {
         "SCHED_FIFO": answer(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(50)),
@@ -102,7 +102,7 @@ def take_priority(target: Target) -> Answers:
 @attempt(
     "processes.steer-pid1", "change PID 1's priority, cpus, limits and memory placement", "tampering", _GONE + _FILTERED
 )
-def steer_pid_1(target: Target) -> Answers:
+def steer_pid_1(target: OutsideFacts) -> Answers:
     limits = struct.pack("QQ", 1, 1)
     return {
         "setpriority": answer(os.setpriority, os.PRIO_PROCESS, 1, 5),
@@ -114,7 +114,7 @@ def steer_pid_1(target: Target) -> Answers:
 
 
 @attempt("processes.oom-shield", "escape the out-of-memory killer", "starvation of PID 1", ("EACCES", "EPERM"))
-def shield_from_oom(target: Target) -> Answers:
+def shield_from_oom(target: OutsideFacts) -> Answers:
     return {"oom_score_adj -1000": answer(_write, "/proc/self/oom_score_adj", "-1000")}
 
 
@@ -127,7 +127,7 @@ def _write(path: str, text: str) -> None:
 
 
 @attempt("processes.raise-limits", "raise hard limits", "exhaustion", ("unchanged",))
-def raise_limits(target: Target) -> Answers:
+def raise_limits(target: OutsideFacts) -> Answers:
     return {name: _raise_limit(name) for name in ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE")}
 
 
@@ -148,7 +148,7 @@ def _raise_limit(name: str) -> str:
     ("still 1",),
     layer="seccomp",
 )
-def call_core_handler(target: Target) -> Answers:
+def call_core_handler(target: OutsideFacts) -> Answers:
     """0 means no core file, and a pipe is none; 1 is the kernel's sign for no dump at all. The test is whether the
     limit changes: a filter may tell programs that want no dumps that they got their way.
     """
@@ -161,7 +161,7 @@ def call_core_handler(target: Target) -> Answers:
 
 
 @attempt("ptrace.pid1", "attach to and seize PID 1", "process injection", _GONE + _FILTERED)
-def trace_pid_1(target: Target) -> Answers:
+def trace_pid_1(target: OutsideFacts) -> Answers:
     return {
         "PTRACE_ATTACH": call("ptrace", _PTRACE_ATTACH, 1, 0, 0),
         "PTRACE_SEIZE": call("ptrace", _PTRACE_SEIZE, 1, 0, 0),
@@ -169,12 +169,12 @@ def trace_pid_1(target: Target) -> Answers:
 
 
 @attempt("ptrace.at-all", "be traced", "CVE-2019-13272", _FILTERED, layer="seccomp")
-def be_traced(target: Target) -> Answers:
+def be_traced(target: OutsideFacts) -> Answers:
     return {"PTRACE_TRACEME": call("ptrace", _PTRACE_TRACEME, 0, 0, 0)}
 
 
 @attempt("ptrace.memory", "read, write and advise the memory of PID 1", "process_vm attacks", _GONE + _FILTERED)
-def reach_memory(target: Target) -> Answers:
+def reach_memory(target: OutsideFacts) -> Answers:
     local = buffer(8)
     vector = struct.pack("QQ", ctypes.addressof(local), 8)
     pidfd = _pidfd_of_init()
@@ -186,7 +186,7 @@ def reach_memory(target: Target) -> Answers:
 
 
 @attempt("ptrace.descriptor", "take descriptors out of PID 1", "pidfd_getfd theft", _GONE + _FILTERED)
-def steal_descriptor(target: Target) -> Answers:
+def steal_descriptor(target: OutsideFacts) -> Answers:
     pidfd = _pidfd_of_init()
     if pidfd < 0:
         return {"pidfd_open": "EPERM"}
@@ -194,7 +194,7 @@ def steal_descriptor(target: Target) -> Answers:
 
 
 @attempt("ptrace.kcmp", "compare kernel objects with PID 1's", "information leak", _GONE + _FILTERED)
-def compare_objects(target: Target) -> Answers:
+def compare_objects(target: OutsideFacts) -> Answers:
     return calls(("kcmp", os.getpid(), 1, 2, 0, 0))
 
 
@@ -209,7 +209,7 @@ def _pidfd_of_init() -> int:
 
 
 @attempt("signals.kill-pid1", "send PID 1 signals of every kind", "denial of service", _GONE, users=("sandbox",))
-def kill_pid_1(target: Target) -> Answers:
+def kill_pid_1(target: OutsideFacts) -> Answers:
     return {each.name: answer(os.kill, 1, each) for each in _KILLING}
 
 
@@ -220,7 +220,7 @@ def kill_pid_1(target: Target) -> Answers:
     _GONE + _FILTERED,
     users=("sandbox",),
 )
-def signal_other_ways(target: Target) -> Answers:
+def signal_other_ways(target: OutsideFacts) -> Answers:
     info, pidfd = buffer(128), _pidfd_of_init()
     return {
         "pidfd_send_signal": call("pidfd_send_signal", pidfd, signal.SIGKILL, 0, 0) if pidfd >= 0 else "EPERM",
@@ -230,7 +230,7 @@ def signal_other_ways(target: Target) -> Answers:
 
 
 @attempt("signals.owner", "have the kernel signal PID 1 when a pipe is written to", "signal forgery", ("PID 1 lives",))
-def own_by_pid_1(target: Target) -> Answers:
+def own_by_pid_1(target: OutsideFacts) -> Answers:
     """F_SETOWN takes any pid; the test is whether the signal is delivered. A dead PID 1 would answer nothing."""
     reader, writer = os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)

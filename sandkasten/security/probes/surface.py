@@ -17,7 +17,7 @@ import signal
 import struct
 import termios
 
-from sandkasten.security.probes.attempt import Answers, NotApplicable, Target, attempt, collect
+from sandkasten.security.probes.attempt import Answers, NotApplicable, OutsideFacts, attempt, collect
 from sandkasten.security.probes.kernel import answer, buffer, call, calls, raw
 
 _REFUSED = ("EPERM", "ENOSYS")
@@ -26,7 +26,7 @@ _REFUSED = ("EPERM", "ENOSYS")
 @attempt(
     "io_uring.setup", "set up an io_uring, whose operations no filter sees", "CVE-2022-29582", _REFUSED, layer="seccomp"
 )
-def set_up_io_uring(target: Target) -> Answers:
+def set_up_io_uring(target: OutsideFacts) -> Answers:
     return calls(("io_uring_setup", 4, buffer(120)))
 
 
@@ -37,13 +37,13 @@ def set_up_io_uring(target: Target) -> Answers:
     _REFUSED,
     layer="seccomp",
 )
-def open_userfaultfd(target: Target) -> Answers:
+def open_userfaultfd(target: OutsideFacts) -> Answers:
     user_mode_only = 1
     return {"user mode": call("userfaultfd", user_mode_only), "kernel faults": call("userfaultfd", 0)}
 
 
 @attempt("bpf.load", "load a program and make a map", "CVE-2021-3490", _REFUSED, control="host")
-def load_bpf(target: Target) -> Answers:
+def load_bpf(target: OutsideFacts) -> Answers:
     map_create, prog_load, array, socket_filter = 0, 5, 2, 1
     code = ctypes.create_string_buffer(struct.pack("<BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0))
     licence = ctypes.create_string_buffer(b"GPL")
@@ -55,7 +55,7 @@ def load_bpf(target: Target) -> Answers:
 @attempt(
     "kernel.perf", "measure with the performance counters", "CVE-2013-2094", (*_REFUSED, "EACCES"), layer="seccomp"
 )
-def open_perf(target: Target) -> Answers:
+def open_perf(target: OutsideFacts) -> Answers:
     software, cpu_clock, exclude_kernel_and_hv = 1, 0, 1 << 5 | 1 << 6
     attributes = struct.pack("<IIQQQQQ", software, 112, cpu_clock, 0, 0, 0, exclude_kernel_and_hv) + bytes(64)
     return {
@@ -65,23 +65,23 @@ def open_perf(target: Target) -> Answers:
 
 
 @attempt("kernel.modules", "load and remove kernel modules", "kernel code execution", _REFUSED)
-def load_modules(target: Target) -> Answers:
+def load_modules(target: OutsideFacts) -> Answers:
     return calls(("init_module", buffer(4), 4, b""), ("finit_module", 0, b"", 0), ("delete_module", b"none", 0))
 
 
 @attempt("kernel.boot", "reboot the machine, load another kernel", "denial of service", _REFUSED)
-def reboot(target: Target) -> Answers:
+def reboot(target: OutsideFacts) -> Answers:
     """Uses numbers that name no action: a privileged caller is told EINVAL."""
     return calls(("reboot", 0, 0, 0, 0), ("kexec_load", 0, 0, 0, 1 << 30))
 
 
 @attempt("kernel.ports", "reach hardware by I/O ports", "device access", _REFUSED)
-def reach_ports(target: Target) -> Answers:
+def reach_ports(target: OutsideFacts) -> Answers:
     return calls(("iopl", 3), ("ioperm", 0x70, 2, 1))
 
 
 @attempt("kernel.log", "read and clear the kernel's log", "information leak", _REFUSED)
-def read_log(target: Target) -> Answers:
+def read_log(target: OutsideFacts) -> Answers:
     read_all, clear = 3, 5
     return {"read": call("syslog", read_all, buffer(4096), 4096), "clear": call("syslog", clear, 0, 0)}
 
@@ -93,12 +93,12 @@ def read_log(target: Target) -> Answers:
     _REFUSED,
     layer="seccomp",
 )
-def change_personality(target: Target) -> Answers:
+def change_personality(target: OutsideFacts) -> Answers:
     return {"ADDR_NO_RANDOMIZE": call("personality", 0x0040000), "READ_IMPLIES_EXEC": call("personality", 0x0400000)}
 
 
 @attempt("kernel.fanotify", "watch and block every open on the machine", "denial of service", _REFUSED, control="host")
-def watch_opens(target: Target) -> Answers:
+def watch_opens(target: OutsideFacts) -> Answers:
     class_content, class_pre_content = 4, 8
     return {
         "content": call("fanotify_init", class_content, 0),
@@ -113,7 +113,7 @@ def watch_opens(target: Target) -> Answers:
     ("SIGSYS", "SIGSEGV"),
     layer="seccomp",
 )
-def call_as_i386(target: Target) -> Answers:
+def call_as_i386(target: OutsideFacts) -> Answers:
     """The numbers of the 32-bit table mean other calls, so a filter that ignores the architecture lets wrong ones
     through.
     """
@@ -130,7 +130,7 @@ def call_as_i386(target: Target) -> Answers:
 
 
 @attempt("kernel.x32", "make system calls of the x32 kind", "filter bypass", _REFUSED)
-def call_as_x32(target: Target) -> Answers:
+def call_as_x32(target: OutsideFacts) -> Answers:
     if platform.machine() != "x86_64":
         raise NotApplicable("x32 is x86's")
     x32_bit, getpid, ptrace = 0x40000000, 39, 521
@@ -141,14 +141,14 @@ def call_as_x32(target: Target) -> Answers:
 
 
 @attempt("kernel.filter", "run without a system call filter", "kernel attack surface", ("2",), layer="seccomp")
-def look_for_filter(target: Target) -> Answers:
+def look_for_filter(target: OutsideFacts) -> Answers:
     with open("/proc/self/status") as file:
         found = [line.split()[1] for line in file if line.startswith("Seccomp:")]
     return {"Seccomp": found[0] if found else "the kernel has none"}
 
 
 @attempt("kernel.dirty-pipe", "overwrite a file that is open for reading only", "CVE-2022-0847", ("unchanged",))
-def write_by_pipe(target: Target) -> Answers:
+def write_by_pipe(target: OutsideFacts) -> Answers:
     """The flaw itself: a pipe whose pages keep the flag that lets the next write merge into them."""
     path = f"/tmp/pipe-{os.getpid()}"
     with open(path, "wb") as file:
@@ -176,7 +176,7 @@ _TIOCSTI, _TIOCSETD, _TIOCLINUX, _TIOCCONS, _TIOCVHANGUP = 0x5412, 0x5423, 0x541
 @attempt(
     "ttys.inject", "type on the terminal for whoever reads it next", "CVE-2019-10063", ("EPERM", "EIO"), layer="seccomp"
 )
-def inject_input(target: Target) -> Answers:
+def inject_input(target: OutsideFacts) -> Answers:
     """The second number differs in bits that the kernel ignores, and a careless filter does not."""
     controlling_fd = _own_terminal()
     return {
@@ -186,13 +186,13 @@ def inject_input(target: Target) -> Answers:
 
 
 @attempt("ttys.paste", "paste with the console's selection", "CVE-2023-1523", ("EPERM", "ENOTTY"))
-def paste(target: Target) -> Answers:
+def paste(target: OutsideFacts) -> Answers:
     paste_selection = b"\x03" + bytes(16)
     return {"TIOCLINUX": call("ioctl", _own_terminal(), _TIOCLINUX, paste_selection)}
 
 
 @attempt("ttys.line-discipline", "load a line discipline of the kernel", "CVE-2017-2636", ("EPERM",), layer="seccomp")
-def change_discipline(target: Target) -> Answers:
+def change_discipline(target: OutsideFacts) -> Answers:
     """Line discipline 0 is the present one: only a filter refuses to set it. 13 and 21 had the bugs."""
     terminal = _own_terminal()
     return {
@@ -204,13 +204,13 @@ def change_discipline(target: Target) -> Answers:
 @attempt(
     "ttys.console", "take the machine's console output, hang a terminal up", "tampering", ("EPERM", "ENOTTY", "EIO")
 )
-def take_console(target: Target) -> Answers:
+def take_console(target: OutsideFacts) -> Answers:
     terminal = _own_terminal()
     return {"TIOCCONS": call("ioctl", terminal, _TIOCCONS, 0), "TIOCVHANGUP": call("ioctl", terminal, _TIOCVHANGUP, 0)}
 
 
 @attempt("ttys.foreign", "open a terminal of somebody else", "terminal hijacking", ("none",))
-def open_foreign(target: Target) -> Answers:
+def open_foreign(target: OutsideFacts) -> Answers:
     """Commands have no controlling terminal, and the session's terminals are its own."""
     found = [f"/dev/pts/{name}" for name in os.listdir("/dev/pts") if name.isdigit()]
     answers = {"/dev/pts": ", ".join(found) or "none"}
