@@ -295,7 +295,7 @@ def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatc
 
 
 def test_a_write_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
-    """Its caller was cancelled, its thread went on: older states must not come behind newer ones, nor behind `read`."""
+    """Older states come behind neither newer ones nor `read`, though the thread of a cancelled write goes on."""
     files = open_files(tmp_path)
     early, late = files.take_number(), files.take_number()
     write(files, runs=[run("a", ENDED)], number=late)
