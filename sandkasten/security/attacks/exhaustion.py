@@ -56,6 +56,18 @@ try:
 except OSError as error:
     print(errno.errorcode[error.errno])
 """
+_WEDGE = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+for become in (libc.setresuid, libc.setreuid, libc.setuid):
+    become(65535, 65535, 65535)
+room = bytes(16)
+for kind in (7, 9, 6):
+    libc.prlimit(1, kind, room, None)
+libc.setpriority(0, 1, 19)
+print(errno.errorcode[ctypes.get_errno()])
+"""
+"""Program that takes PID 1's uid, and then PID 1's descriptors, memory, processes and priority."""
 _SLACK = 64 * _MIB
 """Bytes that others may write meanwhile; far below the attempt's excess."""
 _FORK_BOMB = """
@@ -302,6 +314,17 @@ for number in range(1, 65):
     async with field.session(SMALL) as session_id:
         await field.python(session_id, program)
         return {"session": await _still_answers(field, session_id), "witness": await field.ask_witness()}
+
+
+@attempt("exhaustion.wedge", "stop PID 1 by its limits", "denial of service", ("EPERM", "EACCES", "ESRCH", "answers"))
+async def wedge(field: Field) -> Answers:
+    async with field.session() as session_id:
+        result = await field.python(session_id, _WEDGE)
+        return {
+            "call": result.stdout.decode().strip() or f"{result.end.cause}",
+            "session": await _still_answers(field, session_id),
+            "witness": await field.ask_witness(),
+        }
 
 
 @attempt(
