@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,18 +15,18 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
-from tests.fakes.supervisor import FakeSupervisor
+from sandkasten.config import Config
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience
 
 KEY = "sk-test-key"
 PATIENCE_S = 10.0
 """Longest time for which a test waits for an event that must happen; only a failing test waits that long."""
+_SETTINGS_OF_TREE = attrs.fields_dict(Config).keys() - attrs.fields_dict(ApiSettings).keys()
 
 
 @attrs.define
@@ -57,6 +57,7 @@ class Running:
     def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
         token = options.pop("token", KEY)
         headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
+        options["verify"] = False  # nothing is encrypted here, and the certificates take 30 ms to load
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patience(), **options)
 
     async def is_alive(self) -> bool:
@@ -76,16 +77,11 @@ class RunningTree(Running):
     def supervisor(self) -> LocalSupervisor:
         return self.tree.supervisor
 
-
-@attrs.define
-class RunningFake(Running):
-    """A front with a supervisor in memory behind it."""
-
-    supervisor: FakeSupervisor = attrs.field(kw_only=True)
-
-    @property
-    def tree(self) -> FakeSupervisor:
-        return self.supervisor
+    async def activities(self, session_id: str) -> int:
+        """Return how many runs and connected clients keep a session from being idle."""
+        lease = (await self.supervisor.diagnose(session_id)).parts["lease"]
+        assert isinstance(lease, Mapping)
+        return int(lease["activities"])
 
 
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
@@ -123,23 +119,16 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 
 
 @asynccontextmanager
-async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: ApiSettings' fields
-    """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front."""
-    async with open_scripted() as tree:
+async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: fields of ApiSettings or Config
+    """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front or of the
+    tree.
+    """
+    of_tree = {name: changes.pop(name) for name in _SETTINGS_OF_TREE & changes.keys()}
+    async with open_scripted(**of_tree) as tree:
         app = make_app(tree.supervisor, settings=make_settings(**changes), shares=tree.supervisor.shares)
         async with running_app(app, **changes) as running:
             running.ring = tree.supervisor.shares.ring
             yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree)
-
-
-@asynccontextmanager
-async def running_fake(**changes: Any) -> AsyncIterator[RunningFake]:  # Any: ApiSettings' fields
-    """Serve the front over a supervisor in memory."""
-    supervisor, shares = FakeSupervisor(), KeyShares(KeyRing())
-    app = make_app(supervisor, settings=make_settings(**changes), shares=shares)
-    async with running_app(app, **changes) as running:
-        running.ring = shares.ring
-        yield RunningFake(**attrs.asdict(running, recurse=False), supervisor=supervisor)
 
 
 async def read_to_end(stream: trio.SocketStream) -> bytes:

@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import trio
+import trio.testing
 
-from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import Running, RunningFake, read_to_end, request_bytes, running_fake
-from tests.fakes.supervisor import Script
+from sandkasten.config import ServerSettings
+from sandkasten.model import Stream
+from tests.api.harness import Running, RunningTree, read_to_end, request_bytes, running_front
+from tests.fakes.runner import Script
 from tests.waiting import patience
 
 
@@ -19,51 +21,55 @@ async def make_session(running: Running, client: httpx.AsyncClient) -> str:
     return f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
 
 
-async def run(running: RunningFake, client: httpx.AsyncClient, script: Script, **body: Any) -> httpx.Response:  # JSON
+async def run(running: RunningTree, client: httpx.AsyncClient, script: Script, **body: Any) -> httpx.Response:  # JSON
     """Run one scripted command."""
-    running.supervisor.scripts["cmd"] = script
+    running.tree.scripts["cmd"] = script
     return await client.post(f"{await make_session(running, client)}/exec", json={"cmd": "cmd"} | body)
 
 
 async def test_a_result_has_the_published_and_the_new_fields() -> None:
     """A failing command is an answer, not an error."""
-    script = Script([(Stream.STDOUT, b"42\r\n"), (Stream.STDERR, b"oops\n")], exit_code=3, omitted=10)
-    async with running_fake() as running, running.client() as client:
+    cap = 4096
+    script = Script([(Stream.STDOUT, b"42\r\n"), (Stream.STDERR, b"x" * cap + b"oops\n")], exit_code=3)
+    async with (
+        running_front(server=ServerSettings(vessels=0, output_cap_bytes=cap)) as running,
+        running.client() as client,
+    ):
         answer = await run(running, client, script, exec_id="e-1", timeout_ms=500)
         assert (answer.status_code, answer.json()) == (
             200,
             {
                 "exit_code": 3,
                 "cwd": "/workspace",
-                "output": "42\noops\n",
+                "output": "42\n" + "x" * (cap - 9) + "oops\n",
                 "stdout": "42\n",
-                "stderr": "oops\n",
+                "stderr": "x" * (cap - 5) + "oops\n",
                 "truncated": True,
-                "bytes_total": 19,
-                "bytes_omitted": 10,
+                "bytes_total": cap + 9,
+                "bytes_omitted": 9,
                 "duration_ms": 7,
                 "exec_id": "e-1",
                 "cause": "exited",
                 "timed_out": False,
                 "timeout_ms": 500,
                 "shell_restarted": False,
-                "usage": {"cpu_ms": -1, "peak_memory_bytes": -1, "written_bytes": -1},
+                "usage": {"cpu_ms": 0, "peak_memory_bytes": 1024, "written_bytes": -1},
             },
         )
 
 
 async def test_a_signal_is_told() -> None:
     """The field is there only if there was one."""
-    async with running_fake() as running, running.client() as client:
-        answer = await run(running, client, Script(exit_code=137, cause=Cause.OOM, signal=9))
-        assert answer.json() | {"exit_code": 137, "cause": "oom", "signal": 9} == answer.json()
+    async with running_front() as running, running.client() as client:
+        answer = await run(running, client, Script(exit_code=137, cause="signalled", signal=9))
+        assert answer.json() | {"exit_code": 137, "cause": "signalled", "signal": 9} == answer.json()
 
 
 async def test_output_is_text_unless_asked_otherwise() -> None:
     """Clean text, raw text, or exact bytes."""
     data = b"\x1b[31mred\x1b[0m\r\n\xff"
     script = Script([(Stream.STDOUT, data)])
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         assert (await run(running, client, script)).json()["output"] == "red\n\ufffd"
         raw = await run(running, client, script, raw_output=True)
         assert raw.json()["output"] == "\x1b[31mred\x1b[0m\r\n\ufffd"
@@ -75,22 +81,22 @@ async def test_output_is_text_unless_asked_otherwise() -> None:
 async def test_large_output_is_cleaned_like_small_output() -> None:
     """Sequences across the internal slices vanish all the same."""
     data = b"ab\x1b[31mc\r\n" * 50_000
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await run(running, client, Script([(Stream.STDOUT, data)]))
         assert answer.json()["output"] == "abc\n" * 50_000
 
 
 async def test_a_directory_that_is_not_unicode_is_answered() -> None:
     """A surrogate-escaped cwd must not break the answer."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await run(running, client, Script(cwd="/workspace/\udcff"))
         assert answer.json()["cwd"] == "/workspace/\ufffd"
 
 
 async def test_a_timeout_is_504_with_the_partial_result() -> None:
     """The output so far, and where the shell is."""
-    script = Script([(Stream.STDOUT, b"so far\n")], exit_code=137, cause=Cause.TIMED_OUT)
-    async with running_fake() as running, running.client() as client:
+    script = Script([(Stream.STDOUT, b"so far\n")], exit_code=137, cause="timed_out")
+    async with running_front() as running, running.client() as client:
         answer = await run(running, client, script, timeout_ms=50, exec_id="e-2")
         error = answer.json()
         assert (answer.status_code, error["error_code"], error["retryable"]) == (504, "COMMAND_TIMEOUT", False)
@@ -100,8 +106,8 @@ async def test_a_timeout_is_504_with_the_partial_result() -> None:
 
 async def test_a_timeout_can_be_a_result() -> None:
     """`on_timeout: result` is what timeout(1) would exit with."""
-    script = Script([(Stream.STDOUT, b"so far\n")], exit_code=137, cause=Cause.TIMED_OUT)
-    async with running_fake() as running, running.client() as client:
+    script = Script([(Stream.STDOUT, b"so far\n")], exit_code=137, cause="timed_out")
+    async with running_front() as running, running.client() as client:
         answer = await run(running, client, script, on_timeout="result")
         wanted = {"timed_out": True, "exit_code": 124, "cause": "timed_out", "output": "so far\n"}
         assert answer.status_code == 200
@@ -110,55 +116,62 @@ async def test_a_timeout_can_be_a_result() -> None:
 
 async def test_a_command_over_a_mebibyte_is_413_and_one_of_it_runs() -> None:
     """With both sizes and advice."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         assert (await client.post(f"{url}/exec", json={"cmd": "é" * 2**19})).status_code == 200
-        assert running.supervisor.runs[0].spec.command == "é" * 2**19
+        assert running.tree.runs[0].request.command == "é" * 2**19
         answer = await client.post(f"{url}/exec", json={"cmd": "a" * (2**20 + 1)})
         assert (answer.status_code, answer.json()["error_code"]) == (413, "TOO_LARGE")
         assert set(answer.json()["details"]) == {"cmd_bytes", "max_cmd_bytes", "recommendation"}
 
 
 async def test_a_busy_shell_is_409_with_what_keeps_it_busy() -> None:
-    """Details go through as the supervisor gave them."""
-    details = {"exec_id": "e-1", "age_ms": 3500, "last_line": "building", "queue_length": 16}
-    busy = errors.ShellBusy("the shell's queue is full", **details)
-    async with running_fake() as running, running.client() as client:
-        answer = await run(running, client, Script(refusal=busy))
+    """The details name the run at the head of the queue, its age and last line, and the length of the queue."""
+    async with (
+        running_front(server=ServerSettings(vessels=0, shell_queue_length=1)) as running,
+        running.client() as client,
+    ):
+        url = await make_session(running, client)
+        running.tree.scripts["long"] = Script([(Stream.STDOUT, b"so far\nbuilding\n")], hold=trio.Event())
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "long", "exec_id": "e-1"}):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        answer = await client.post(f"{url}/exec", json={"cmd": "a"})
         assert (answer.status_code, answer.json()["error_code"], answer.json()["retryable"]) == (
             409,
             "SHELL_BUSY",
             True,
         )
-        assert answer.json()["details"] == details
+        details = answer.json()["details"]
+        assert 0 <= details.pop("age_ms") < 1000 * patience()
+        assert details == {"exec_id": "e-1", "last_line": "building", "queue_length": 1}
 
 
 async def test_a_client_that_leaves_cancels_its_command() -> None:
     """By closing, and the next request is served."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
-        running.supervisor.scripts["wait"] = Script(hold=trio.Event())
+        running.tree.scripts["wait"] = Script(hold=trio.Event())
         stream = await running.connect()
         await stream.send_all(request_bytes("POST", f"{url}/exec", body=b'{"cmd": "wait"}'))
-        await running.supervisor.run_opened.wait()
+        await running.tree.run_opened.wait()
         await stream.aclose()
         with trio.fail_after(patience()):
-            await running.supervisor.runs[0].cancelled.wait()
+            await running.tree.runs[0].cancelled.wait()
         assert (await client.post(f"{url}/exec", json={"cmd": "a"})).status_code == 200
 
 
 async def test_a_long_command_is_not_cut_by_any_http_timeout() -> None:
     """An idle connection beside it is closed by the keep-alive timeout; the command goes on and is answered."""
     release = trio.Event()
-    async with running_fake(keep_alive_timeout_s=0.15, read_timeout_s=0.1, write_timeout_s=0.1) as running:
+    async with running_front(keep_alive_timeout_s=0.15, read_timeout_s=0.1, write_timeout_s=0.1) as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        running.supervisor.scripts["wait"] = Script(hold=release)
+        running.tree.scripts["wait"] = Script(hold=release)
         async with await running.connect() as stream:
             await stream.send_all(
                 request_bytes("POST", f"{url}/exec", headers={"Connection": "close"}, body=b'{"cmd": "wait"}')
             )
-            await running.supervisor.run_opened.wait()
+            await running.tree.run_opened.wait()
             for _ in range(2):
                 async with await running.connect() as idle:
                     await read_to_end(idle)
@@ -168,12 +181,12 @@ async def test_a_long_command_is_not_cut_by_any_http_timeout() -> None:
 
 async def test_a_stop_cancels_running_commands() -> None:
     """Within the graceful timeout, although nobody left."""
-    async with running_fake(graceful_timeout_s=0.1) as running:
+    async with running_front(graceful_timeout_s=0.1) as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        running.supervisor.scripts["wait"] = Script(hold=trio.Event())
+        running.tree.scripts["wait"] = Script(hold=trio.Event())
         async with await running.connect() as stream:
             await stream.send_all(request_bytes("POST", f"{url}/exec", body=b'{"cmd": "wait"}'))
-            await running.supervisor.run_opened.wait()
+            await running.tree.run_opened.wait()
             assert await running.stop() < 1
-            assert running.supervisor.runs[0].cancelled.is_set()
+            assert running.tree.runs[0].cancelled.is_set()

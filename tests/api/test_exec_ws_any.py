@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trio_websocket import ConnectionClosed
 
+from runner.wire.protocol import Error
 from sandkasten.api.websocket.exec_messages import HEADER
 from sandkasten.model import Stream
-from tests.api.harness import running_fake
+from tests.api.harness import running_front
 from tests.api.ws_client import Talk, exec_talk
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 from tests.waiting import patience
 
 CHANNELS = st.integers(1, 4)
@@ -59,25 +60,30 @@ async def hear_all(client: Talk, done: trio.Event) -> None:
     done.set()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(MESSAGES, max_size=40))
-async def test_any_conversation_is_answered_or_refused(messages: list[str | bytes]) -> None:
+CONVERSATIONS = st.tuples(*[st.lists(MESSAGES, max_size=40)] * 3)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(CONVERSATIONS)
+async def test_any_conversation_is_answered_or_refused(conversations: tuple[list[str | bytes], ...]) -> None:
     """The connection stays, or is closed with 4400 for a message that names no channel; afterwards all is as before."""
-    async with running_fake() as running:
-        running.supervisor.scripts |= {
-            "cat": Script(echo=True),
-            "yes": Script([(Stream.STDOUT, bytes(1000)), (Stream.STDERR, b"x")], repeat=100),
-            "wait": Script(hold=trio.Event()),
-        }
-        async with exec_talk(running) as client, trio.open_nursery() as nursery:
-            done = trio.Event()
-            nursery.start_soon(hear_all, client, done)
-            with trio.fail_after(patience()), contextlib.suppress(ConnectionClosed):
-                for message in (*messages, json.dumps({"type": "ping", "data": "the last"})):
-                    await client.connection.send_message(message)
-                await done.wait()
-        closed = client.connection.closed
-        assert closed is not None
-        assert closed.code in (1000, 4400)
+    async with running_front() as running:
+        running.tree.scripts.update(
+            cat=Script(echo=True),
+            yes=Script([(Stream.STDOUT, bytes(1000)), (Stream.STDERR, b"x")], repeat=100),
+            wait=Script(hold=trio.Event()),
+            refused=Script(refusal=Error("TOO_MANY", "there are too many")),
+        )
+        for messages in conversations:
+            async with exec_talk(running) as client, trio.open_nursery() as nursery:
+                done = trio.Event()
+                nursery.start_soon(hear_all, client, done)
+                with trio.fail_after(patience()), contextlib.suppress(ConnectionClosed):
+                    for message in (*messages, json.dumps({"type": "ping", "data": "the last"})):
+                        await client.connection.send_message(message)
+                    await done.wait()
+            closed = client.connection.closed
+            assert closed is not None
+            assert closed.code in (1000, 4400)
         async with exec_talk(running) as again:
             assert isinstance(await again.run(1, "x"), list)

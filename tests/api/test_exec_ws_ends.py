@@ -10,8 +10,9 @@ import trio.testing
 
 from sandkasten.api.websocket import exec
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
-from sandkasten.model import ExecKind, ProcessSpec, Status, Stream, errors
-from tests.api.harness import running_fake
+from sandkasten.config import RunsSettings
+from sandkasten.model import ExecKind, ProcessSpec, Stream, errors
+from tests.api.harness import running_front
 from tests.api.ws_client import (
     Chunk,
     client_frame,
@@ -24,7 +25,7 @@ from tests.api.ws_client import (
     output_of,
     started,
 )
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 from tests.waiting import patience
 
 KIB = 1024
@@ -40,16 +41,16 @@ async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
     fields: dict[str, str], *, is_cancelled: bool, is_queued: bool
 ) -> None:
     """Runs go on unless they were to be cancelled, also those that wait for their turn."""
-    async with running_fake() as running:
+    async with running_front() as running:
         turn = trio.Event()
-        running.supervisor.scripts["wait"] = Script(turn=turn if is_queued else None, hold=trio.Event())
+        running.tree.scripts["wait"] = Script(turn=turn if is_queued else None, hold=trio.Event())
         async with exec_talk(running) as client:
             await client.say("start", id=1, cmd="wait", **fields)
             with trio.fail_after(patience()):
-                await running.supervisor.run_opened.wait()
+                await running.tree.run_opened.wait()
             if not is_queued:
                 await client.hear_text("started")
-        run = running.supervisor.runs[0]
+        run = running.tree.runs[0]
         if is_cancelled:
             with trio.fail_after(patience()):
                 await run.cancelled.wait()
@@ -59,7 +60,7 @@ async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
 
 async def test_a_run_is_left_to_itself() -> None:
     """Also one that was to be cancelled when its client leaves; its number is free then."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client:
             run = await started(running, client, on_disconnect="cancel")
@@ -79,9 +80,9 @@ async def test_a_run_is_left_to_itself() -> None:
 async def test_a_stream_is_resumed_exactly_where_it_broke() -> None:
     """Only a piece whose last part came counts; what follows it is sent again, whole."""
     data = [bytes([number]) * 50_000 for number in range(1, 9)]
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
-        running.supervisor.scripts["data"] = Script([(Stream.STDOUT, each) for each in data], hold=trio.Event())
+        running.tree.scripts["data"] = Script([(Stream.STDOUT, each) for each in data], hold=trio.Event())
         async with exec_talk(running, session_id) as client:
             await client.say("start", id=1, cmd="data", exec_id="run", credit=110_000)
             heard = await client.hear_until("started")
@@ -90,7 +91,7 @@ async def test_a_stream_is_resumed_exactly_where_it_broke() -> None:
         whole = [each for each in heard if isinstance(each, Chunk)]
         after = max(each.sequence for each in whole if not each.more)
         assert after == 2
-        running.supervisor.scripts["data"].hold.set()  # type: ignore[union-attr]  # it was given one
+        running.tree.scripts["data"].hold.set()  # type: ignore[union-attr]  # it was given one
         async with exec_talk(running, session_id) as client:
             await client.say("attach", id=9, exec_id="run", after=after)
             rest = await client.hear_until("exit", 9)
@@ -101,8 +102,8 @@ async def test_a_stream_is_resumed_exactly_where_it_broke() -> None:
 
 async def test_a_repeated_start_joins_the_run() -> None:
     """From its first output on; another command of the same id is a conflict."""
-    async with running_fake() as running, exec_talk(running) as client:
-        running.supervisor.scripts["x"] = Script([(Stream.STDOUT, b"once")])
+    async with running_front() as running, exec_talk(running) as client:
+        running.tree.scripts["x"] = Script([(Stream.STDOUT, b"once")])
         await client.run(1, "x", exec_id="same")
         again = await client.run(1, "x", exec_id="same")
         assert (again[0], output_of(again)) == (
@@ -111,12 +112,12 @@ async def test_a_repeated_start_joins_the_run() -> None:
         )
         await client.say("start", id=1, cmd="y", exec_id="same")
         assert (await client.hear_text("error"))["error_code"] == "CONFLICT"
-    assert len(running.supervisor.runs) == 1
+    assert len(running.tree.runs) == 1
 
 
 async def test_a_run_that_is_joined_behind_its_end_says_where_that_is() -> None:
     """A number that the run has not come to yet is not believed."""
-    async with running_fake() as running, exec_talk(running) as client:
+    async with running_front() as running, exec_talk(running) as client:
         run = await started(running, client)
         run.write(Stream.STDOUT, b"one")
         await client.say("attach", id=2, exec_id=run.exec_id, after=1000)
@@ -140,7 +141,7 @@ async def test_what_is_refused_before_a_run_is_there_is_an_answer(
     def refuse(*_: object, **__: object) -> None:
         raise errors.TooLarge("that is too much")
 
-    async with running_fake() as running, exec_talk(running) as client:
+    async with running_front() as running, exec_talk(running) as client:
         monkeypatch.setattr(running.supervisor, method, refuse)
         await client.say(kind, id=1, **fields)
         error = await client.hear_text("error")
@@ -150,17 +151,21 @@ async def test_what_is_refused_before_a_run_is_there_is_an_answer(
 
 async def test_any_kind_of_run_can_be_joined() -> None:
     """A background process, for example; what was not kept is gone."""
-    async with running_fake() as running:
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running:
         session_id = await make_session(running)
+        running.tree.scripts["server"] = Script(hold=trio.Event())
         info = await running.supervisor.start_process(session_id, ProcessSpec(command="server"))
-        run = running.supervisor.runs[0]
+        run = running.tree.runs[0]
         run.write(Stream.STDOUT, b"log")
         async with exec_talk(running, session_id) as client:
             await client.say("attach", id=1, exec_id=info.exec_id)
             await client.hear_until("started")
             await client.say("attach", id=2, exec_id="unknown")
             assert last(await client.hear_until("error", 2))["error_code"] == "EXEC_NOT_FOUND"
-            run.forget_output()
+            await client.say("detach", id=1)
+            await client.hear_until("detached")
+            run.write(Stream.STDOUT, bytes(2 * KIB * KIB))
+            await trio.testing.wait_all_tasks_blocked(0.01)
             await client.say("attach", id=2, exec_id=info.exec_id)
             assert last(await client.hear_until("error", 2))["error_code"] == "EXEC_GONE"
         assert info.kind is ExecKind.PROCESS
@@ -170,26 +175,25 @@ async def test_any_kind_of_run_can_be_joined() -> None:
 
 
 async def test_the_end_of_the_session_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each channel gets an error, the connection 4410."""
+    """Each channel gets the exit of its run, or an error if output without credit is before it; the connection 4410."""
     monkeypatch.setattr(exec, "END_S", 0.05)
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client, exec_talk(running) as other:
-            for channel in (1, 2):
-                await started(running, client, channel)
-            running.supervisor.end(session_id, Status.EXPIRED, "idle")
-            heard = [await client.hear_text("error") for _ in range(2)]
-            assert {(each["id"], each["error_code"], each["final"]) for each in heard} == {
-                (1, "SESSION_EXPIRED", True),
-                (2, "SESSION_EXPIRED", True),
-            }
+            await started(running, client, 1)
+            (await started(running, client, 2, credit=0)).write(Stream.STDOUT, b"no credit")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await running.supervisor.destroy(session_id)
+            end, error = await client.hear_text("exit"), await client.hear_text("error")
+            assert (end["id"], end["cause"]) == (1, "sandbox_died")
+            assert (error["id"], error["error_code"], error["final"]) == (2, "SESSION_EXPIRED", True)
             assert (await client.hear_close())[0] == 4410
             assert await is_quiet(other)
 
 
 async def test_the_end_of_an_idle_session_closes_its_connections() -> None:
     """Nobody has to ask to be told."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as client:
             await running.supervisor.destroy(session_id)
@@ -202,7 +206,7 @@ async def test_the_end_of_an_idle_session_closes_its_connections() -> None:
 )
 async def test_a_message_that_names_no_channel_closes_the_connection(message: str | bytes) -> None:
     """4400 with a reason; what ran is left as always."""
-    async with running_fake() as running, exec_talk(running) as client:
+    async with running_front() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.connection.send_message(message)
         code, reason = await client.hear_close()
@@ -213,7 +217,7 @@ async def test_a_message_that_names_no_channel_closes_the_connection(message: st
 
 async def test_why_a_connection_is_closed_names_the_field() -> None:
     """Nothing else is said about a message that names no channel."""
-    async with running_fake() as running, exec_talk(running) as client:
+    async with running_front() as running, exec_talk(running) as client:
         await client.say("start", id=0, cmd="x")
         assert await client.hear_close() == (
             4400,
@@ -236,7 +240,7 @@ async def test_why_a_connection_is_closed_names_the_field() -> None:
 )
 async def test_a_malformed_message_to_a_channel_leaves_its_run_alone(message: str | bytes) -> None:
     """A malformed message is answered on the channel, and the answer is not the channel's end."""
-    async with running_fake() as running, exec_talk(running) as client:
+    async with running_front() as running, exec_talk(running) as client:
         run = await started(running, client)
         await client.connection.send_message(message)
         error = await client.hear_text("error")
@@ -247,7 +251,7 @@ async def test_a_malformed_message_to_a_channel_leaves_its_run_alone(message: st
 
 async def test_a_client_that_asks_and_does_not_listen_is_told_to_leave() -> None:
     """Answers that nobody reads are bounded; so is what a connection can hold."""
-    async with running_fake() as running, await running.connect(receive_buffer=4096) as stream:
+    async with running_front() as running, await running.connect(receive_buffer=4096) as stream:
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
         ping = client_frame(1, json.dumps({"type": "ping", "data": "x" * 256}).encode())
         with trio.fail_after(patience()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,30 +12,29 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.model import Cause, ExecSpec, Stream, TerminalSize, Usage
-from tests.api.harness import RunningFake, request_bytes, running_fake
+from nsinit.wire.protocol import OomKills
+from runner.wire import protocol
+from sandkasten.config import Defaults, RunsSettings
+from sandkasten.model import Stream
+from tests.api.harness import RunningTree, request_bytes, running_front
 from tests.api.test_exec import make_session
 from tests.api.test_sessions import RFC_3339
-from tests.fakes.supervisor import Run, Script
-from tests.waiting import patience
+from tests.fakes.runner import Script, ScriptedRun
 
 USAGE = {"cpu_ms": 5, "peak_memory_bytes": 4096, "written_bytes": 7}
 
 
 async def start(
-    running: RunningFake, client: httpx.AsyncClient, script: Script, **body: Any
-) -> tuple[str, Run]:  # JSON
+    running: RunningTree, client: httpx.AsyncClient, script: Script, **body: Any
+) -> tuple[str, ScriptedRun]:  # JSON
     """Start one scripted run that is detached; return the session's URL and the run."""
-    running.supervisor.scripts["cmd"] = script
+    running.tree.scripts["cmd"] = script
     url = await make_session(running, client)
     request = {"cmd": "cmd", "exec_id": "e-1"} | body
     async with client.stream("POST", f"{url}/exec/stream", json=request) as answer:
         assert answer.status_code == 200
-    run = running.supervisor.runs[-1]
-    with trio.fail_after(patience()):
-        while run.readers:
-            await run.changed.wait()
-    return url, run
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    return url, running.tree.runs[-1]
 
 
 async def test_a_run_is_shown_as_it_is() -> None:
@@ -44,12 +44,11 @@ async def test_a_run_is_shown_as_it_is() -> None:
         [(Stream.STDOUT, b"one\n"), (Stream.STDERR, b"bad \xff\n")],
         hold=end,
         exit_code=137,
-        cause=Cause.OOM,
+        cause="signalled",
         signal=9,
-        usage=Usage(5, 4096, 7),
-        victim="hog\udcff",
+        written_bytes=7,
     )
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, script)
         seen = (await client.get(f"{url}/execs/e-1")).json()
         times = {name: seen.pop(name) for name in ("created_at", "started_at")}
@@ -67,7 +66,11 @@ async def test_a_run_is_shown_as_it_is() -> None:
             "last_sequence": 2,
             "last_line": "bad \ufffd",
         }
+        running.tree.nsinit.oom_kills = OomKills(0, "hog\udcff")
+        counters = {"cpu.stat": "usage_usec 5099", "memory.peak": "4096", "memory.events": "oom_kill 1"}
+        running.tree.nsinit.count(url.rpartition("/")[2], counters)
         end.set()
+        await trio.testing.wait_all_tasks_blocked(0.01)
         seen = (await client.get(f"{url}/execs/e-1")).json()
         assert seen["state"] == "ended"
         assert RFC_3339.match(seen["ended_at"])
@@ -88,7 +91,7 @@ async def test_a_run_is_shown_as_it_is() -> None:
 
 async def test_runs_are_listed_oldest_first_and_can_be_picked() -> None:
     """By kind, by state, and the latest ones."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(hold=trio.Event()))
         await client.post(f"{url}/exec", json={"argv": ["true"], "exec_id": "e-2"})
         await client.post(f"{url}/processes", json={"cmd": "cmd", "process_id": "p-1"})
@@ -131,7 +134,7 @@ async def test_runs_are_listed_oldest_first_and_can_be_picked() -> None:
 )
 async def test_a_bad_query_is_refused_by_name(rest: str, field: str) -> None:
     """Never ignored."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/processes", json={"cmd": "a", "process_id": "e-1"})
         answer = await client.get(f"{url}/{rest}")
@@ -145,7 +148,7 @@ async def test_a_bad_query_is_refused_by_name(rest: str, field: str) -> None:
 async def test_a_signal_has_a_name_or_a_number(signal: object, number: int) -> None:
     """A signal given by name or by number reaches the run."""
     script = Script(hold=trio.Event(), ignores=frozenset(range(1, 65)))
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, script)
         answer = await client.post(f"{url}/execs/e-1/signal", json={"signal": signal})
         assert (answer.status_code, answer.json(), run.signals) == (200, {"ok": True}, [number])
@@ -153,7 +156,7 @@ async def test_a_signal_has_a_name_or_a_number(signal: object, number: int) -> N
 
 async def test_cancel_answers_with_the_end() -> None:
     """At once if it said so; on an ended run it changes nothing, and a body is not needed."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         for body in (None, {"now": True}, {"now": False}):
             url, run = await start(running, client, Script(hold=trio.Event()))
             answer = await client.post(f"{url}/execs/e-1/cancel", json=body)
@@ -169,7 +172,7 @@ async def test_cancel_answers_with_the_end() -> None:
 async def test_input_reaches_a_run_byte_by_byte() -> None:
     """Text, base64, and the end."""
     data = bytes(range(256))
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True), stdin=True)
         for body in (
             {"text": "é\0"},
@@ -179,30 +182,34 @@ async def test_input_reaches_a_run_byte_by_byte() -> None:
         ):
             answer = await client.post(f"{url}/execs/e-1/stdin", json=body)
             assert (answer.status_code, answer.json()) == (200, {"ok": True})
+        await trio.testing.wait_all_tasks_blocked(0.01)
         assert bytes(run.stdin) == "é\0".encode() + data
         assert (await client.get(f"{url}/execs/e-1")).json()["state"] == "ended"
 
 
 async def test_input_waits_for_a_run_that_does_not_read() -> None:
-    """A client that leaves meanwhile is not waited for."""
+    """A client that leaves meanwhile is not waited for. The next client's input follows the part that was taken."""
+    lost = b"l" * 2**20
     reads = trio.Event()
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True, reads=reads), stdin=True)
         path = f"{url}/execs/e-1/stdin"
         async with await running.connect() as connection:
-            await connection.send_all(request_bytes("POST", path, body=b'{"text": "lost"}'))
+            await connection.send_all(request_bytes("POST", path, body=b'{"text": "%b"}' % lost))
             await trio.testing.wait_all_tasks_blocked(0.01)
         await trio.testing.wait_all_tasks_blocked(0.01)
         reads.set()
         assert (await client.post(path, json={"text": "kept", "close": True})).status_code == 200
-        assert bytes(run.stdin) == b"kept"
+        await run.ended.wait()
+        assert bytes(run.stdin).strip(b"l") == b"kept"
+        assert len(run.stdin) < len(lost)
 
 
 async def test_a_terminal_is_resized() -> None:
     """The run shows the new size of its terminal."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, Script(hold=trio.Event()), tty={"cols": 80, "rows": 24})
-        assert run.spec.terminal == TerminalSize(80, 24)
+        assert run.sizes == [protocol.TerminalSize(80, 24)]
         answer = await client.post(f"{url}/execs/e-1/resize", json={"cols": 120, "rows": 40})
         assert (answer.status_code, answer.json()) == (200, {"ok": True})
         assert (await client.get(f"{url}/execs/e-1")).json()["tty"] == {"cols": 120, "rows": 40}
@@ -239,11 +246,11 @@ async def test_a_terminal_is_resized() -> None:
 )
 async def test_a_bad_request_to_a_run_is_refused_by_name(action: str, body: dict[str, object], field: str) -> None:
     """The run knows nothing of such a request."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, Script(echo=True), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])
-        assert (run.signals, bytes(run.stdin), run.is_stdin_open, run.end) == ([], b"", True, None)
+        assert (run.signals, bytes(run.stdin), run.is_stdin_open, run.reply) == ([], b"", True, None)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ async def test_an_ended_run_takes_nothing_any_more(
     action: str, body: dict[str, object], status: int, code: str | None
 ) -> None:
     """An ended run takes no input, signal or size, but a cancel as often as one likes."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(), stdin=True)
         answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
         assert (answer.status_code, answer.json().get("error_code")) == (status, code)
@@ -268,7 +275,7 @@ async def test_an_ended_run_takes_nothing_any_more(
 
 async def test_a_run_without_input_or_terminal_says_so() -> None:
     """As a bad request."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(hold=trio.Event()))
         for action, body in (("stdin", {"text": "x"}), ("resize", {"cols": 80, "rows": 24})):
             answer = await client.post(f"{url}/execs/e-1/{action}", json=body)
@@ -289,7 +296,7 @@ async def test_a_run_without_input_or_terminal_says_so() -> None:
 )
 async def test_a_run_that_never_was_is_404(method: str, rest: str, body: dict[str, object] | None) -> None:
     """Also one of another session; and all of them are 410 with the session."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         await start(running, client, Script())
         url = await make_session(running, client)
         answer = await client.request(method, f"{url}/execs/e-1{rest}", json=body)
@@ -300,39 +307,44 @@ async def test_a_run_that_never_was_is_404(method: str, rest: str, body: dict[st
 
 
 async def test_a_time_limit_above_the_maximum_is_cut_and_told() -> None:
-    """In the answer, in the last event of a stream, and to the supervisor."""
-    async with running_fake(max_exec_timeout_ms=7000) as running, running.client() as client:
+    """In the answer, in the last event of a stream, and to PID 1."""
+    at_most = {"max_exec_timeout_ms": 7000, "defaults": Defaults(max_exec_timeout_ms=7000)}
+    async with running_front(**at_most) as running, running.client() as client:
         url = await make_session(running, client)
         for asked_ms, given_ms in ((10**9, 7000), (7001, 7000), (6999, 6999), (0, 7000)):
             answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": asked_ms})
             assert (answer.status_code, answer.json()["timeout_ms"]) == (200, given_ms)
-            assert running.supervisor.runs[-1].spec.timeout_ms == given_ms
+            assert running.tree.runs[-1].request.timeout_ms == given_ms
             streamed = await client.post(f"{url}/exec/stream", json={"cmd": "a", "timeout_ms": asked_ms})
             assert f'"timeout_ms":{given_ms},' in streamed.text
 
 
 async def test_an_exec_without_a_limit_in_time_is_had_where_the_operator_allows() -> None:
     """Then its answer says null; elsewhere the field is refused by name."""
-    async with running_fake(allow_unlimited_exec=True) as running, running.client() as client:
+    allowed = {"allow_unlimited_exec": True, "runs": RunsSettings(allow_unlimited=True)}
+    async with running_front(**allowed) as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec", json={"cmd": "a", "timeout_ms": None})
         assert (answer.status_code, answer.json()["timeout_ms"]) == (200, None)
-        assert running.supervisor.runs[-1].spec.unlimited
+        assert running.tree.runs[-1].request.timeout_ms is None
         assert (await client.post(f"{url}/exec", json={"cmd": "a"})).json()["timeout_ms"] == 120_000
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         for route in ("exec", "exec/stream"):
             answer = await client.post(f"{url}/{route}", json={"cmd": "a", "timeout_ms": None})
             assert (answer.status_code, list(answer.json()["details"])) == (400, ["timeout_ms"])
 
 
-async def test_a_program_reaches_the_supervisor() -> None:
+async def test_a_program_reaches_the_sandbox() -> None:
     """Beside the shells, with its own user."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         body = {"argv": ["id", "-u"], "user": "app", "cwd": "/tmp", "env": {"A": "1"}, "exec_id": "e-1"}
         assert (await client.post(f"{url}/exec", json=body)).status_code == 200
-        assert running.supervisor.runs[0].spec == ExecSpec(
+        request = running.tree.runs[0].request
+        assert isinstance(request, protocol.RunProgram)
+        wanted = protocol.RunProgram(
             argv=("id", "-u"), user="app", cwd="/tmp", env={"A": "1"}, exec_id="e-1", timeout_ms=120_000
         )
+        assert request == replace(wanted, group=request.group, ticket=request.ticket)
         assert "shell" not in (await client.get(f"{url}/execs/e-1")).json()

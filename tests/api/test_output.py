@@ -8,11 +8,13 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trio.testing
 
+from sandkasten.config import RunsSettings
 from sandkasten.model import Stream
-from tests.api.harness import running_fake
+from tests.api.harness import running_front
 from tests.api.test_execs import start
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 
 MIXED = [(Stream.STDOUT, "aé€😀".encode()), (Stream.STDERR, b"\xff\r\n"), (Stream.STDOUT, b"end")]
 WHOLE = b"".join(data for _, data in MIXED)
@@ -27,7 +29,7 @@ async def read(client: httpx.AsyncClient, url: str, query: str = "") -> dict[str
 
 async def test_both_streams_come_as_they_arrived_or_one_alone() -> None:
     """As text with nothing removed, with all offsets."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         assert await read(client, url) == {
             "text": "aé€😀\ufffd\r\nend",
@@ -44,7 +46,7 @@ async def test_both_streams_come_as_they_arrived_or_one_alone() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 100])
 async def test_reading_on_from_the_next_offset_gives_all_of_it(limit: int) -> None:
     """However small the parts: text without a cut character, and exact bytes."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         text, offset, is_final = "", 0, False
         while not is_final:
@@ -65,21 +67,23 @@ async def test_reading_on_from_the_next_offset_gives_all_of_it(limit: int) -> No
 async def test_half_a_character_waits_for_its_end() -> None:
     """The next offset lies before it until it is whole, or nothing follows."""
     end = trio.Event()
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, run = await start(running, client, Script([(Stream.STDOUT, b"a\xe2\x82")], hold=end))
         part = await read(client, url)
         assert (part["text"], part["next_offset"], part["total_bytes"], part["is_final"]) == ("a", 1, 3, False)
         run.write(Stream.STDOUT, b"\xac\xe2")
+        await trio.testing.wait_all_tasks_blocked(0.01)
         part = await read(client, url, "?offset=1")
         assert (part["text"], part["next_offset"], part["is_final"]) == ("€", 4, False)
         end.set()
+        await trio.testing.wait_all_tasks_blocked(0.01)
         part = await read(client, url, "?offset=4")
         assert (part["text"], part["next_offset"], part["is_final"]) == ("\ufffd", 5, True)
 
 
 async def test_it_never_waits() -> None:
     """At the end of what is there the part is empty, and not final while the run goes on."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script([(Stream.STDOUT, b"abc")], hold=trio.Event()))
         part = await read(client, url, "?offset=3")
         assert (part["text"], part["next_offset"], part["is_final"]) == ("", 3, False)
@@ -87,7 +91,7 @@ async def test_it_never_waits() -> None:
 
 async def test_plain_bytes_have_their_offsets_in_headers() -> None:
     """For who asks for octets by name."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script(MIXED))
         headers = {"Accept": "text/html, application/octet-stream;q=0.9"}
         answer = await client.get(f"{url}/execs/e-1/output?offset=1&limit=6", headers=headers)
@@ -101,23 +105,26 @@ async def test_plain_bytes_have_their_offsets_in_headers() -> None:
 
 async def test_what_is_not_kept_any_more_is_410() -> None:
     """With the offset from which on there is something."""
-    async with running_fake() as running, running.client() as client:
-        running.supervisor.kept_bytes = 100
-        script = Script([(Stream.STDOUT, b"x" * 60), (Stream.STDERR, b"y" * 60)], repeat=2)
+    size = 60_000
+    whole = ("x" * size + "y" * size) * 20
+    async with running_front(runs=RunsSettings(keep_mb=1)) as running, running.client() as client:
+        script = Script([(Stream.STDOUT, b"x" * size), (Stream.STDERR, b"y" * size)], repeat=20)
         url, _ = await start(running, client, script)
         answer = await client.get(f"{url}/execs/e-1/output")
-        assert (answer.status_code, answer.json()["error_code"], answer.json()["details"]) == (
+        assert (answer.status_code, answer.json()["error_code"], list(answer.json()["details"])) == (
             410,
             "EXEC_GONE",
-            {"first_offset": 180},
+            ["first_offset"],
         )
-        part = await read(client, url, "?offset=180")
-        assert (part["text"], part["first_offset"], part["total_bytes"]) == ("y" * 60, 180, 240)
+        first = answer.json()["details"]["first_offset"]
+        part = await read(client, url, f"?offset={first}&limit={len(whole)}")
+        assert (part["text"], part["first_offset"], part["total_bytes"]) == (whole[first:], first, len(whole))
+        assert 0 < first < len(whole)
 
 
 async def test_a_large_part_is_decoded_in_slices() -> None:
     """With a character across each boundary."""
     data = b"a" + "é".encode() * 200_000
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _ = await start(running, client, Script([(Stream.STDOUT, data)]))
         assert (await read(client, url))["text"] == data.decode()

@@ -13,10 +13,13 @@ import pytest
 import trio
 import trio.testing
 
-from sandkasten.model import Cause, Stream, errors
-from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
+from sandkasten.actors.runs.run import RunReader
+from sandkasten.actors.session import watch
+from sandkasten.config import ServerSettings
+from sandkasten.model import Stream
+from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 from tests.waiting import patience
 
 CANCELLED_WHEN_LEFT = b'{"cmd": "cmd", "on_disconnect": "cancel"}'
@@ -53,9 +56,9 @@ class EventReader:
         raise StopAsyncIteration
 
 
-async def stream(running: RunningFake, client: httpx.AsyncClient, script: Script, **body: Any) -> list[Event]:  # JSON
+async def stream(running: RunningTree, client: httpx.AsyncClient, script: Script, **body: Any) -> list[Event]:  # JSON
     """Run one scripted command to its end."""
-    running.supervisor.scripts["cmd"] = script
+    running.tree.scripts["cmd"] = script
     url = await make_session(running, client)
     async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "cmd"} | body) as answer:
         assert answer.status_code == 200
@@ -71,7 +74,7 @@ def text_of(events: list[Event], kind: str | None = None) -> str:
 async def test_a_stream_is_chunks_and_one_done() -> None:
     """With the published fields, the headers that keep proxies from buffering, and ids that count pieces."""
     script = Script([(Stream.STDOUT, b"a\r\n"), (Stream.STDERR, b"b\n"), (Stream.STDOUT, b"\x1b[1mc")], exit_code=5)
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert (text_of(events), text_of(events, "stderr")) == ("a\nb\nc", "b\n")
         assert [event.position for event in events] == ["1", "2", "3", None]
@@ -84,7 +87,7 @@ async def test_a_stream_is_chunks_and_one_done() -> None:
 
 async def test_the_stream_has_the_headers_of_one() -> None:
     """Event stream, not cached, not buffered, with a request id."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/exec/stream", json={"cmd": "a"})
         assert answer.headers["content-type"] == "text/event-stream"
@@ -96,8 +99,8 @@ async def test_the_stream_has_the_headers_of_one() -> None:
 async def test_every_write_is_one_small_event() -> None:
     """Read as HTTP chunks: each has exactly one event, whole, of at most 4 KiB."""
     script = Script([(Stream.STDOUT, "é\u2028\x85\U0001f600".encode() * 5000)])
-    async with running_fake() as running:
-        running.supervisor.scripts["cmd"] = script
+    async with running_front() as running:
+        running.tree.scripts["cmd"] = script
         async with running.client() as client:
             url = await make_session(running, client)
         async with await running.connect() as connection:
@@ -128,7 +131,7 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
             (Stream.STDOUT, b"\nend\xc3"),
         ]
     )
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert text_of(events, "stdout") == "é\nend\ufffd"
         assert text_of(events, "stderr") == "x\ufffd"
@@ -137,7 +140,7 @@ async def test_characters_and_sequences_cut_between_pieces_stay_whole() -> None:
 async def test_no_position_comes_twice() -> None:
     """Positions with output held back on both streams differ, too."""
     script = Script([(Stream.STDOUT, b"a\xc3"), (Stream.STDERR, b"b\xff\xe2")])
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert [(event.data["chunk"], event.position) for event in events[:-1]] == [
             ("a", "1~c3~"),
@@ -150,7 +153,7 @@ async def test_no_position_comes_twice() -> None:
 async def test_base64_chunks_are_exact_bytes() -> None:
     """Each one decodable alone."""
     data = bytes(range(256)) * 40
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, Script([(Stream.STDOUT, data)]), encoding="base64")
         chunks = [base64.b64decode(event.data["chunk"]) for event in events[:-1]]
         assert b"".join(chunks) == data
@@ -159,7 +162,7 @@ async def test_base64_chunks_are_exact_bytes() -> None:
 
 async def test_raw_output_keeps_sequences() -> None:
     """As in the blocking route."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, Script([(Stream.STDOUT, b"\x1b[1ma\r\n")]), raw_output=True)
         assert text_of(events) == "\x1b[1ma\r\n"
 
@@ -167,9 +170,9 @@ async def test_raw_output_keeps_sequences() -> None:
 async def test_the_first_output_comes_before_the_command_ends() -> None:
     """The head comes before the first output."""
     first, last = trio.Event(), trio.Event()
-    async with running_fake() as running, running.client() as client:
-        running.supervisor.scripts["quiet"] = Script(hold=first)
-        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"first")], hold=last)
+    async with running_front() as running, running.client() as client:
+        running.tree.scripts["quiet"] = Script(hold=first)
+        running.tree.scripts["cmd"] = Script([(Stream.STDOUT, b"first")], hold=last)
         url = await make_session(running, client)
         async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "quiet"}) as answer:
             assert answer.status_code == 200
@@ -185,7 +188,7 @@ async def test_the_first_output_comes_before_the_command_ends() -> None:
 async def test_many_small_pieces_are_gathered() -> None:
     """A program that writes single bytes does not become one event per byte."""
     script = Script([(Stream.STDOUT, b"x")], repeat=2000)
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert text_of(events) == "x" * 2000
         assert len(events) < 500
@@ -194,8 +197,8 @@ async def test_many_small_pieces_are_gathered() -> None:
 async def test_silence_is_filled_with_pings() -> None:
     """Comments that no parser sees, while the command runs and while it waits for its turn."""
     turn, end = trio.Event(), trio.Event()
-    async with running_fake(ping_interval_s=0.05) as running:
-        running.supervisor.scripts["cmd"] = Script(turn=turn, hold=end)
+    async with running_front(ping_interval_s=0.05) as running:
+        running.tree.scripts["cmd"] = Script(turn=turn, hold=end)
         async with running.client() as client:
             url = await make_session(running, client)
         async with await running.connect() as connection:
@@ -210,45 +213,52 @@ async def test_silence_is_filled_with_pings() -> None:
 
 async def test_what_fails_before_the_command_starts_is_plain_json() -> None:
     """Validation, a busy shell, a command too long."""
-    async with running_fake(max_command_bytes=10) as running, running.client() as client:
+    async with (
+        running_front(max_command_bytes=10, server=ServerSettings(vessels=0, shell_queue_length=1)) as running,
+        running.client() as client,
+    ):
         url = await make_session(running, client)
-        running.supervisor.scripts["busy"] = Script(refusal=errors.ShellBusy("the shell's queue is full"))
+        running.tree.scripts["hold"] = Script(hold=trio.Event())
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "hold"}):
+            pass
         for body, status in (({}, 400), ({"cmd": "busy"}, 409), ({"cmd": "a" * 11}, 413)):
             answer = await client.post(f"{url}/exec/stream", json=body)
             assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
 
 
-async def test_what_fails_afterwards_is_an_error_event() -> None:
+async def test_what_fails_afterwards_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the output that came first, with the code, both spellings of the message, and the request id."""
-    script = Script([(Stream.STDOUT, b"some")], failure=errors.SessionExpired("the session ended", status="crashed"))
-    async with running_fake() as running, running.client() as client:
+    monkeypatch.setattr(watch, "_NEWS_S", 0.01)
+    script = Script([(Stream.STDOUT, b"some")], loses_connection=True)
+    async with running_front() as running, running.client() as client:
         events = await stream(running, client, script)
         assert [event.name for event in events] == ["chunk", "error"]
         error = events[-1].data
-        assert (error["error_code"], error["error"], error["message"]) == (
-            "SESSION_EXPIRED",
-            "the session ended",
-            "the session ended",
-        )
-        assert error["details"] == {"status": "crashed"}
+        message = "the sandbox closed the connection, and what became of it is not known yet"
+        assert (error["error_code"], error["error"], error["message"]) == ("CAPACITY", message, message)
+        assert error["details"] == {"session_id": (await running.supervisor.list())[0].id}
         assert error["request_id"]
 
 
 async def test_a_timeout_is_an_error_event_or_a_result() -> None:
     """As the client asked."""
-    script = Script([(Stream.STDOUT, b"so far")], cause=Cause.TIMED_OUT, exit_code=137)
-    async with running_fake() as running, running.client() as client:
+    script = Script([(Stream.STDOUT, b"so far")], cause="timed_out", exit_code=137)
+    async with running_front() as running, running.client() as client:
         error = (await stream(running, client, script))[-1]
         assert (error.name, error.data["error_code"]) == ("error", "COMMAND_TIMEOUT")
         done = (await stream(running, client, script, on_timeout="result"))[-1]
         assert (done.name, done.data["timed_out"], done.data["exit_code"]) == ("done", True, 124)
 
 
-async def test_a_bug_in_the_middle_ends_the_stream_unfinished() -> None:
+async def test_a_bug_in_the_middle_ends_the_stream_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client must not take half of a stream for all of it."""
-    script = Script([(Stream.STDOUT, b"some")], failure=RuntimeError("a bug"))
-    async with running_fake() as running:
-        running.supervisor.scripts["cmd"] = script
+
+    async def wait_end(reader: RunReader) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(RunReader, "wait_end", wait_end)
+    async with running_front() as running:
+        running.tree.scripts["cmd"] = Script([(Stream.STDOUT, b"some")])
         async with running.client() as client:
             url = await make_session(running, client)
             try:
@@ -266,18 +276,18 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
     """
     never = trio.Event()
     endless = Script([(Stream.STDOUT, bytes(60_000))], repeat=10**9)
-    async with running_fake() as running:
+    async with running_front() as running:
         async with running.client() as client:
             url = await make_session(running, client)
         for script in (endless, Script(hold=never), Script(turn=never)):
-            running.supervisor.scripts["cmd"] = script
-            running.supervisor.run_opened = trio.Event()
+            running.tree.scripts["cmd"] = script
+            running.tree.run_opened = trio.Event()
             connection = await running.connect()
             await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
-            await running.supervisor.run_opened.wait()
+            await running.tree.run_opened.wait()
             await connection.aclose()
             with trio.fail_after(patience()):
-                await running.supervisor.runs[-1].cancelled.wait()
+                await running.tree.runs[-1].cancelled.wait()
         assert await running.is_alive()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -285,31 +295,30 @@ async def test_a_client_that_leaves_cancels_its_command(caplog: pytest.LogCaptur
 async def test_a_slow_reader_stops_the_command_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """Output taken from the command while nobody reads is bounded; the write deadline then ends the command."""
     endless = Script([(Stream.STDOUT, b"x" * 60_000)], repeat=10**9)
-    async with running_fake(write_timeout_s=0.4) as running:
+    async with running_front(write_timeout_s=0.4) as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        running.supervisor.scripts["cmd"] = endless
+        running.tree.scripts["cmd"] = endless
         async with await running.connect(receive_buffer=4096) as connection:
             await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
-            await running.supervisor.run_opened.wait()
-            run = running.supervisor.runs[0]
+            await running.tree.run_opened.wait()
+            run = running.tree.runs[0]
             await trio.testing.wait_all_tasks_blocked(0.05)
-            taken = run.pieces_taken
-            assert taken < 200
+            assert run.pieces_taken < 200
             assert await running.is_alive()
             with trio.fail_after(patience()):
                 await run.cancelled.wait()
-            assert run.pieces_taken == taken
+            assert run.pieces_taken < 200
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_stop_ends_streams_in_time() -> None:
     """A stream that would go on for ever is ended with its command."""
-    async with running_fake(graceful_timeout_s=0.1) as running, running.client() as client:
-        running.supervisor.scripts["cmd"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
+    async with running_front(graceful_timeout_s=0.1) as running, running.client() as client:
+        running.tree.scripts["cmd"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
         url = await make_session(running, client)
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("POST", f"{url}/exec/stream", body=CANCELLED_WHEN_LEFT))
             await read_until(connection, b"event: chunk")
             assert await running.stop() < 1
-        assert running.supervisor.runs[0].cancelled.is_set()
+        assert running.tree.runs[0].cancelled.is_set()

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, overload
+from typing import Any
 
 import attrs
 import trio
@@ -14,8 +14,7 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_st
 
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, RunningTree, read_to_end, read_until
-from tests.fakes import supervisor as fake
+from tests.api.harness import KEY, PATIENCE_S, Running, RunningTree, read_to_end, read_until
 from tests.fakes.runner import Script, ScriptedRun
 from tests.waiting import patience
 
@@ -106,8 +105,8 @@ class Talk:
                 return heard
 
     async def run(self, channel: int, cmd: str, **fields: Any) -> list[Message]:  # JSON values
-        """Start a command and return what is heard of it to its end."""
-        await self.say("start", id=channel, cmd=cmd, **fields)
+        """Start a command that waits for no other, and return what is heard of it to its end."""
+        await self.say("start", id=channel, cmd=cmd, **{"mode": "stateless"} | fields)
         return await self.hear_until("exit", channel)
 
     async def hear_close(self) -> tuple[int, str]:
@@ -156,15 +155,13 @@ async def talk(
         nursery.cancel_scope.cancel()
 
 
-async def make_session(running: RunningTree | RunningFake) -> str:
+async def make_session(running: RunningTree) -> str:
     """Return the id of a fresh session."""
     return (await running.supervisor.create(SessionSpec())).id
 
 
 @asynccontextmanager
-async def exec_talk(
-    running: RunningTree | RunningFake, session_id: str | None = None, **options: Any
-) -> AsyncIterator[Talk]:
+async def exec_talk(running: RunningTree, session_id: str | None = None, **options: Any) -> AsyncIterator[Talk]:
     """Open an exec WebSocket, of a fresh session unless one is named, and take its `hello`. `options` as for `talk`."""
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/exec/ws", **options) as client:
@@ -172,22 +169,10 @@ async def exec_talk(
         yield client
 
 
-@overload
-async def started(running: RunningTree, client: Talk, channel: int = 1, **fields: Any) -> ScriptedRun: ...
-@overload
-async def started(running: RunningFake, client: Talk, channel: int = 1, **fields: Any) -> fake.Run: ...
-async def started(
-    running: RunningTree | RunningFake,
-    client: Talk,
-    channel: int = 1,
-    **fields: Any,  # JSON values
-) -> ScriptedRun | fake.Run:
-    """Start a command that waits to be told to end, and return it."""
-    if isinstance(running, RunningTree):
-        running.tree.scripts.setdefault("wait", Script(hold=trio.Event()))
-    else:
-        running.supervisor.scripts.setdefault("wait", fake.Script(hold=trio.Event()))
-    await client.say("start", id=channel, cmd="wait", **fields)
+async def started(running: RunningTree, client: Talk, channel: int = 1, **fields: Any) -> ScriptedRun:  # JSON values
+    """Start a command that waits to be told to end, and for no other command, and return it."""
+    running.tree.scripts.setdefault("wait", Script(hold=trio.Event()))
+    await client.say("start", id=channel, cmd="wait", **{"mode": "stateless"} | fields)
     await client.hear_text("started")
     return running.tree.runs[-1]
 
@@ -206,7 +191,7 @@ def last(messages: list[Message]) -> dict[str, Any]:  # JSON values
     return message
 
 
-async def opened(running: RunningTree | RunningFake, stream: trio.SocketStream) -> None:
+async def opened(running: RunningTree, stream: trio.SocketStream) -> None:
     """Shake hands and read `hello`."""
     await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/exec/ws"))
     await read_until(stream, b'"hello"')
