@@ -55,7 +55,7 @@ class Slot:
     system_userns_fd: int
 
 
-class Lease:
+class RangeLocks:
     """The id ranges of this machine that its nsinits use: a file with a locked byte for each range.
 
     A lock ends with the nsinit that holds it, and its sessions may go on: a range that processes have ids of is taken
@@ -105,7 +105,7 @@ def bases_in_use() -> set[int]:
 class SlotTable:
     """The bases that are taken, and spare slots ready to be taken. Owns `lease`."""
 
-    def __init__(self, lease: Lease, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
+    def __init__(self, lease: RangeLocks, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
         self._lease = lease
         for base in taken:
             lease.lock(base)

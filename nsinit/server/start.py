@@ -100,7 +100,7 @@ def _start(
         layout.make()
         lock_fd = _lock(layout.run)
     with steps.step("lease of ids"):
-        lease = slots.Lease()
+        lease = slots.RangeLocks()
         undo.callback(lease.close)
     with steps.step("cgroups"):
         located = locate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsinit.kernel.slots import FIRST_BASE, SIZE, Lease, bases_in_use
+from nsinit.kernel.slots import FIRST_BASE, SIZE, RangeLocks, bases_in_use
 from tests.kernel.harness import Nsinit, data_directory, host_plan, new_node_id, running
 
 MANY = 6
@@ -47,7 +47,7 @@ def test_ids_of_a_killed_nsinits_sessions_stay_theirs() -> None:
 def test_a_range_is_one_holders_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A locked range is refused to another holder until it is given back or the holder ends; others are free."""
     path = str(tmp_path_factory.mktemp("lease") / "ids")
-    one, two = Lease(path), Lease(path)
+    one, two = RangeLocks(path), RangeLocks(path)
     base = FIRST_BASE + 7 * SIZE
     assert one.lock(base)
     assert one.lock(base)
