@@ -141,6 +141,7 @@ def _front_settings(config: Config) -> ApiSettings:
         max_read_bytes=config.server.max_read_bytes,
         max_connections=config.server.max_connections,
         write_timeout_s=config.server.write_timeout_s,
+        head_timeout_s=config.server.head_timeout_s,
         keep_alive_timeout_s=config.server.keep_alive_timeout_s,
         graceful_timeout_s=config.server.graceful_timeout_s,
     )

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsinit.kernel.slots import LEASE_PATH
 from tests.ground import Ground
 from tests.waiting import patience
 
@@ -148,12 +149,18 @@ def _descriptors() -> Iterator[tuple[int, str]]:
                 yield int(entry), target.split(":")[0] if target.startswith(("socket:", "pipe:")) else target
 
 
+_LEASE = os.path.basename(LEASE_PATH)
+"""The file of id ranges belongs to the machine, and stays."""
+
+
 def _directories(ground: Ground) -> Iterator[str]:
     yield from (os.path.join(ground.directory, name) for name in os.listdir(ground.directory))
     yield from (str(_CHECKOUT / name) for name in os.listdir(_CHECKOUT) if not name.startswith("."))
     for base in ("/run", "/dev/shm"):
         if os.path.isdir(base):
-            yield from (os.path.join(base, name) for name in os.listdir(base) if name.startswith(_OURS))
+            yield from (
+                os.path.join(base, name) for name in os.listdir(base) if name.startswith(_OURS) and name != _LEASE
+            )
 
 
 def _idle_cgroups(ground: Ground) -> Iterator[str]:

@@ -1,15 +1,19 @@
 """User-id slots: 65536 host ids per session, and the user namespace that maps a session onto them.
 
-Owns which ids are taken. A slot is handed out again only after its session is fully dead. The namespace is made ahead
-(it costs a fork) and kept as a descriptor; nothing of a session is ever in it but the session itself, which joins last.
-Sources: user_namespaces(7); Documentation/admin-guide/sysctl/user.rst; subuid(5).
+Owns which ids are taken, by this nsinit and on this machine. A slot is handed out again only after its session is fully
+dead. The namespace is made ahead (it costs a fork) and kept as a descriptor; nothing of a session is ever in it but the
+session itself, which joins last.
+Sources: user_namespaces(7); Documentation/admin-guide/sysctl/user.rst; subuid(5); fcntl(2), open file description
+locks.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
+import struct
 from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
@@ -19,6 +23,10 @@ from nsinit.kernel.files import write_file
 SIZE = 65536
 FIRST_BASE, LAST_BASE = 524288, 1878982656
 """The range systemd sets aside for containers (UIDS-GIDS.md)."""
+
+LEASE_PATH = "/run/sandkasten-ids"
+_STATUS_BYTES = 1024
+"""Enough of `/proc/<pid>/status` for the line of the uids (proc_pid_status(5))."""
 
 SANDBOX_ID = 1000
 """Uid and gid of commands inside, and of workspace files on disk."""
@@ -47,10 +55,60 @@ class Slot:
     system_userns_fd: int
 
 
-class SlotTable:
-    """The bases that are taken, and spare slots ready to be taken."""
+class RangeLocks:
+    """The id ranges of this machine that its nsinits use: a file with a locked byte for each range.
 
-    def __init__(self, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
+    A lock ends with the nsinit that holds it, and its sessions may go on: a range that processes have ids of is taken
+    as well. An nsinit in a container that has a `/run` or a pid namespace of its own is not seen.
+    """
+
+    def __init__(self, path: str = LEASE_PATH) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def lock(self, base: int) -> bool:
+        """Lock a range; return whether no other nsinit has it."""
+        # Locks of the open file description: a process that is forked and ends does not release them (fcntl(2)).
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, base))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def unlock(self, base: int) -> None:
+        """Give a range back."""
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, base))
+
+    def close(self) -> None:
+        """Give every range back."""
+        os.close(self._fd)
+
+
+def _lock_of(kind: int, base: int) -> bytes:
+    """Return the structure of fcntl(2) for the byte of a range."""
+    return struct.pack("hhqqi", kind, os.SEEK_SET, (base - FIRST_BASE) // SIZE, 1, 0)
+
+
+def bases_in_use() -> set[int]:
+    """Return the bases of the ranges that processes of this machine have ids of."""
+    bases = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/status", "rb") as file:
+                    uid = int(file.read(_STATUS_BYTES).partition(b"\nUid:\t")[2].split(None, 1)[0])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended meanwhile
+            bases.add(FIRST_BASE + (uid - FIRST_BASE) // SIZE * SIZE)
+    return bases
+
+
+class SlotTable:
+    """The bases that are taken, and spare slots ready to be taken. Owns `lease`."""
+
+    def __init__(self, lease: RangeLocks, *, reserved: tuple[tuple[int, int], ...], taken: frozenset[int]) -> None:
+        self._lease = lease
+        for base in taken:
+            lease.lock(base)
         self._reserved = reserved
         self._taken = set(taken)
         self._spare: list[Slot] = []
@@ -87,10 +145,16 @@ class SlotTable:
     def reserve(self, base: int) -> None:
         """Mark the base of a session that an earlier nsinit built as taken."""
         self._taken.add(base)
+        self._lease.lock(base)
 
     def forget(self, base: int) -> None:
         """Let a base be used again that was marked with `reserve`, after the end of its session."""
         self._taken.discard(base)
+        self._lease.unlock(base)
+
+    def close(self) -> None:
+        """Give every range back to the machine."""
+        self._lease.close()
 
     def workspace_userns(self, slot: Slot) -> int:
         """Return the user namespace that maps workspace files of this slot: owner and squashed ids, nothing else."""
@@ -100,11 +164,18 @@ class SlotTable:
         return self._workspace_fds[slot.base]
 
     def _free_base(self) -> int:
+        seen: set[int] = set()
         for _ in range(FIRST_BASE, LAST_BASE + 1, SIZE):
             base = self._next
             self._next = base + SIZE if base + SIZE <= LAST_BASE else FIRST_BASE
-            if base not in self._taken and not any(start < base + SIZE and base < end for start, end in self._reserved):
-                return base
+            if base in self._taken | seen or any(start < base + SIZE and base < end for start, end in self._reserved):
+                continue
+            if self._lease.lock(base):
+                # After the lock: an nsinit that used the range has ended, so its sessions are all that can be left.
+                seen = bases_in_use()
+                if base not in seen:
+                    return base
+                self._lease.unlock(base)
         raise OSError(11, "every id slot is taken")
 
 

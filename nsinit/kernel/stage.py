@@ -1,7 +1,7 @@
 """nsinit's own namespaces, and the private tmpfs in them with the templates that sessions get clones of.
 
-Owns `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory, and empty
-mount points. All of it is made before any session exists and never written again.
+Owns `<data_dir>/stage`: a `/dev` with real device nodes, one empty unreadable file, one empty directory, files that
+replace some of /proc, and empty mount points. All of it is made before any session exists and never written again.
 Sources: mount_namespaces(7); mount(2); null(4), random(4), tty(4).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Collection
 
 from nsinit.kernel import constants as k
@@ -29,6 +30,11 @@ LOWER = ("lower", "lower-2")
 UPPER = "upper"
 """Mount points, relative to the stage, for kernels that take no layers by descriptor; the names show in the sandbox."""
 
+REPLACED = {"stat": "stat", "vmstat": "vmstat", "boot-id": "sys/kernel/random/boot_id"}
+"""Templates by name, relative to the stage, and the files of /proc that each session has them for. Programs need the
+files; the real ones tell about the work of neighbours, or name the machine."""
+
+_NEW_UUID = "sys/kernel/random/uuid"
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 _LINKS = {
     "fd": "/proc/self/fd",
@@ -71,12 +77,41 @@ def make_stage(stage: str) -> None:
             os.mkdir(f"{stage}/{name}", 0o755)
         os.mkdir(f"{stage}/{EMPTY_DIRECTORY}", 0o555)
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))
+        for name, lines in zip(REPLACED, (_calm_stat(), _calm_vmstat(), _proc_lines(_NEW_UUID)), strict=True):
+            with open(os.open(f"{stage}/{name}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o444), "wb") as file:
+                file.writelines(line + b"\n" for line in lines)
         syscalls.mount("sandkasten", f"{stage}/{DEV}", "tmpfs", k.MS_NOSUID | k.MS_NOEXEC, "mode=0755,nr_inodes=64")
         _make_devices(f"{stage}/{DEV}")
         # With MS_BIND the flag is set on this mount, which clones copy, and not on the file system (mount(2)).
         syscalls.mount("", stage, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | inert)
     finally:
         os.umask(mask)
+
+
+def _calm_stat() -> list[bytes]:
+    """Return /proc/stat as it would be if every processor had been idle since the boot, and nothing had happened."""
+    idle = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    lines = []
+    for line in _proc_lines("stat"):
+        name, *values = line.split()
+        if name.startswith(b"cpu"):
+            count = (os.cpu_count() or 1) if name == b"cpu" else 1
+            values = [*[b"0"] * 3, b"%d" % (count * idle), *[b"0"] * (len(values) - 4)]
+        elif name in (b"processes", b"procs_running"):
+            values = [b"1"]
+        elif name != b"btime":  # ps(1) computes the start of each process from the moment of the boot
+            values = [b"0"] * (1 if name == b"intr" else len(values))
+        lines.append(b" ".join((name, *values)))
+    return lines
+
+
+def _calm_vmstat() -> list[bytes]:
+    return [line.split()[0] + b" 0" for line in _proc_lines("vmstat")]
+
+
+def _proc_lines(name: str) -> list[bytes]:
+    with open(f"/proc/{name}", "rb") as file:
+        return file.read().splitlines()
 
 
 def _make_devices(directory: str) -> None:

@@ -29,19 +29,20 @@ JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
 """The namespaces of a sandbox that the builder works in."""
 
 MASKED = (
-    *("acpi", "asound", "bus/input", "cmdline", "config.gz", "driver", "fs/nfsd", "interrupts", "iomem", "ioports"),
-    *("kallsyms", "kcore", "key-users", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats"),
-    *("modules", "pagetypeinfo", "sched_debug", "scsi", "slabinfo", "sysrq-trigger", "timer_list", "timer_stats"),
-    *("tty/driver", "vmallocinfo", "zoneinfo"),
+    *("acpi", "asound", "buddyinfo", "bus/input", "cmdline", "config.gz", "diskstats", "driver", "fs", "interrupts"),
+    *("iomem", "ioports", "kallsyms", "kcore", "key-users", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags"),
+    *("latency_stats", "locks", "modules", "pagetypeinfo", "partitions", "pressure", "sched_debug", "schedstat"),
+    *("scsi", "slabinfo", "softirqs", "sysrq-trigger", "timer_list", "timer_stats", "tty/driver", "vmallocinfo"),
+    "zoneinfo",
 )
-"""Files of /proc that tell about the host or reach it. Most are unreadable for unmapped ids: this is the
-second layer."""
+"""Files of /proc that tell about the host and the work of neighbours, or reach the host. Many are unreadable for
+unmapped ids: this is the second layer."""
 
-_MASKED_DIRECTORIES = frozenset({"acpi", "asound", "bus/input", "driver", "fs/nfsd", "scsi", "tty/driver"})
+_MASKED_DIRECTORIES = frozenset({"acpi", "asound", "bus/input", "driver", "fs", "pressure", "scsi", "tty/driver"})
 
 _INERT_FLAGS = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
 
-READ_ONLY = ("sys", "irq", "bus", "fs")
+READ_ONLY = ("sys", "irq", "bus")
 
 HOST_USR = "/usr"
 PRIVATE_DIRECTORY = "run/sandkasten"
@@ -143,6 +144,8 @@ def protect_proc(build: SandboxBuild) -> None:
             syscalls.mount("", name, flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _INERT_FLAGS)
     for name in MASKED:
         template = stage.EMPTY_DIRECTORY if name in _MASKED_DIRECTORIES else stage.EMPTY_FILE
+        _bind_if_present(f"{stage_path}/{template}", name)
+    for template, name in stage.REPLACED.items():
         _bind_if_present(f"{stage_path}/{template}", name)
     os.chdir("/")
 

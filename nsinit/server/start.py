@@ -64,6 +64,7 @@ class StartedNsinit:
         births.cgroup_makers.stop()
         births.forker.stop()
         cgroup_tree.release(births.tree, self.leftovers.located)
+        births.slots.close()
         os.close(self.lock_fd)
         self.leftovers.host.close()
 
@@ -98,6 +99,9 @@ def _start(
     with steps.step("data directory"):
         layout.make()
         lock_fd = _lock(layout.run)
+    with steps.step("lease of ids"):
+        lease = slots.RangeLocks()
+        undo.callback(lease.close)
     with steps.step("cgroups"):
         located = locate()
         name = cgroup_tree.name_of_node(request.node_id)
@@ -121,7 +125,7 @@ def _start(
         disk, refused = choose.choose(layout, request.disk, disks)
         volumes.open(disk.mode, refused)
     with steps.step("id slots"):
-        table = slots.SlotTable(reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
+        table = slots.SlotTable(lease, reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)

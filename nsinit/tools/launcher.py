@@ -25,6 +25,9 @@ import sys
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_capability
+from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER
+from nsinit.kernel.syscalls import capget, capset
 from nsinit.log import log
 from nsinit.spawn import CHANNEL_FD, spawn_nsinit
 from nsinit.wire.launching import (
@@ -42,6 +45,9 @@ from nsinit.wire.launching import (
 
 STOP_S = 15.0
 """Longer than nsinit takes to end by itself."""
+
+OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER
+"""Capabilities to unlink a socket in a directory of the daemon's."""
 
 _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
@@ -123,6 +129,7 @@ def main() -> None:
     os.closerange((NOTIFY_FD if is_service and fields["notify_fd"] == NOTIFY_FD else CHANNEL_FD) + 1, 256)
     os.chdir("/")
     os.umask(0o077)
+    become_small()
     channel = socket.socket(fileno=CHANNEL_FD)
     channel.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -132,6 +139,17 @@ def main() -> None:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager means the daemon, and that ends us
         launch_for_parent(channel, LaunchForParent(**fields))
+
+
+def become_small() -> None:
+    """Keep the capabilities that an nsinit starts with, and use only those that the removal of a socket takes.
+
+    With no_new_privs nsinit gets no capability that this process does not have (capabilities(7), "Capabilities and
+    execution of programs by root").
+    """
+    keep_only(START_CAPABILITIES, read_last_capability())
+    permitted = capget()
+    capset(permitted & OWN_CAPABILITIES, permitted=permitted)
 
 
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:

@@ -50,9 +50,10 @@ from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
 from sandkasten.actors.workspaces.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
 from sandkasten.actors.workspaces.holds import Holds
+from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.config import Config
+from sandkasten.config import MIB, Config
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
@@ -73,6 +74,7 @@ from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, Ses
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
+from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping
 from sandkasten.store.sessions import get_session, live_sessions
@@ -198,6 +200,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             nsinit=self._nsinit,
             directory=self._directory,
             holds=self._holds,
+            policy=_quota_policy(self._config),
             paths=DataPaths(self._config.data_dir),
             new_id=self._node.new_session_id,
             crash=self._shared.crash,
@@ -461,6 +464,12 @@ async def _check(ref: Ref, message: Ask[R]) -> str:
         else:
             return "ok"
     return "does not answer"
+
+
+def _quota_policy(config: Config) -> QuotaPolicy:
+    default_mb = config.workspace_quota_mb
+    default = WorkspaceQuota.of(default_mb * MIB) if default_mb else None
+    return QuotaPolicy(default, max(default_mb, config.disk.max_mb) * MIB)
 
 
 def _check_disk(config: Config) -> str:

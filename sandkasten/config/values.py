@@ -56,6 +56,14 @@ def _none_or(check: Validator) -> Validator:
     return check_unless_none
 
 
+def _zero_or(check: Validator) -> Validator:
+    def check_unless_zero(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value != 0:
+            check(instance, attribute, value)
+
+    return check_unless_zero
+
+
 def _only(available: object, *later: object) -> Validator:
     def check(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value in later:
@@ -245,9 +253,14 @@ class PoolSettings:
 
 @attrs.frozen
 class WorkspaceSettings:
-    """Persistent workspaces. `max_import_mb` bounds the unpacked size of an imported archive."""
+    """Persistent workspaces. `default_quota_mb` is the quota of a workspace that is made without one (None: as much as
+    `defaults.disk_limit_mb`; 0: no quota); `max_import_mb` bounds the unpacked size of an imported archive.
+    """
 
     enabled: bool = True
+    default_quota_mb: int | None = attrs.field(
+        default=None, validator=_none_or(_zero_or(_between(*LIMIT_BOUNDS["disk_mb"])))
+    )
     max_import_mb: int = attrs.field(default=10 * 1024, validator=_between(1, MIB * MIB))
     persist_by_default: bool = attrs.field(default=False, validator=_only(False, True))
 
@@ -271,6 +284,7 @@ class ServerSettings:
     vessels: int = attrs.field(default=2, validator=_between(0, 64))
     shell_queue_length: int = attrs.field(default=32, validator=_between(1, 10_000))
     write_timeout_s: float = attrs.field(default=30.0, validator=_between(0.1, 3600))
+    head_timeout_s: float = attrs.field(default=10.0, validator=_between(0.1, 3600))
     keep_alive_timeout_s: float = attrs.field(default=75.0, validator=_between(0.1, 3600))
     drain_timeout_s: float = attrs.field(default=30.0, validator=_between(0, 3600))
     graceful_timeout_s: float = attrs.field(default=5.0, validator=_between(0.1, 600))
@@ -423,6 +437,12 @@ class Config:
             raise ValueError(
                 "testing.crash_points: refused to a daemon that other machines can reach; listen on loopback only"
             )
+
+    @property
+    def workspace_quota_mb(self) -> int:
+        """Quota of a workspace that is made without one, in MiB; 0: none."""
+        given = self.workspace.default_quota_mb
+        return self.defaults.disk_limit_mb if given is None else given
 
     @property
     def api_key_path(self) -> Path:

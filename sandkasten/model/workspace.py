@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Self
 
 import attrs
 
@@ -43,6 +44,7 @@ class WorkspaceUsage:
 
 QUOTA_BYTES_BOUNDS = (16 << 20, 1 << 44)
 QUOTA_FILES_BOUNDS = (256, 1 << 32)
+_BYTES_PER_FILE = 8192
 
 
 @attrs.frozen
@@ -51,6 +53,11 @@ class WorkspaceQuota:
 
     size_bytes: int
     files: int
+
+    @classmethod
+    def of(cls, size_bytes: int, files: int | None = None) -> Self:
+        """Return a quota of that size, by default with one file for each 8 KiB."""
+        return cls(size_bytes, size_bytes // _BYTES_PER_FILE if files is None else files)
 
 
 @attrs.frozen
@@ -73,7 +80,7 @@ class Workspace:
 
 @attrs.frozen
 class WorkspaceSpec:
-    """A workspace to make. `quota` None: no limit but the machine's, now and later."""
+    """A workspace to make. `quota` None: the configured default."""
 
     labels: Mapping[str, str] = attrs.field(factory=dict)
     quota: WorkspaceQuota | None = None

@@ -228,6 +228,13 @@ def check_limits(config: Config, *, memory_bytes: int, cpus: int, free_bytes: in
             "one session can keep every core busy",
             f"defaults.cpu_limit: {max(1, cpus // 2)}",
         )
+    if config.workspace.enabled and not config.workspace_quota_mb:
+        yield medium(
+            "limits.workspaces",
+            "workspaces are made without a quota",
+            "a session with such a workspace can fill the disk that all sessions and the database are on",
+            f"workspace.default_quota_mb: {defaults.disk_limit_mb}",
+        )
     if free_bytes and defaults.disk_limit_mb * MIB > free_bytes:
         yield medium(
             "limits.disk",
@@ -251,6 +258,24 @@ def check_places(config: Config, config_path: Path | None) -> Iterator[Finding]:
         if address.startswith("unix:"):
             yield from check_above(Path(address.removeprefix("unix:")), "listen.socket-directory")
     yield from check_images(config)
+    yield from check_workspaces(config)
+
+
+def check_workspaces(config: Config) -> Iterator[Finding]:
+    """Workspaces from before there was a default quota keep having none; the operator's word for it is asked."""
+    if not config.workspace_quota_mb:
+        return
+    try:
+        unlimited = sorted(os.listdir(config.data_dir / "workspaces"))
+    except OSError:
+        return  # there are none, or this user may not look
+    if unlimited:
+        yield medium(
+            "workspaces.no-quota",
+            f"{len(unlimited)} workspaces have no quota, the first is {unlimited[0]}",
+            "a session with such a workspace can fill the disk that all sessions and the database are on",
+            "make each anew with quota_bytes, export the old one and import it there with replace=true",
+        )
 
 
 def _account(config: Config) -> Account:

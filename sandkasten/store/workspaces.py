@@ -96,6 +96,14 @@ def change_workspace(database: sqlite3.Connection, workspace_id: str, patch: Wor
     return True
 
 
+def note_quota(database: sqlite3.Connection, workspace_id: str, quota: WorkspaceQuota) -> None:
+    """Write a quota into the record of that id, unless the record has one."""
+    database.execute(
+        "UPDATE workspaces SET quota_bytes = ?, quota_files = ? WHERE id = ? AND quota_bytes IS NULL",
+        (quota.size_bytes, quota.files, workspace_id),
+    )
+
+
 def get_workspace(database: sqlite3.Connection, workspace_id: str) -> WorkspaceRecord | None:
     """Return the record of that id."""
     found = _select(database, "WHERE id = ?", workspace_id)

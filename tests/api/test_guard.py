@@ -42,10 +42,36 @@ UPGRADE = (
 )
 
 
+HEALTHZ = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
 async def reset(stream: trio.SocketStream) -> None:
     """Leave without a goodbye."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     await stream.aclose()
+
+
+async def wait_for_leave(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer `/healthz` at once, and other requests never."""
+    if scope.get("path") == "/healthz":
+        await apps.plain(scope, receive, send)
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def begin_request(running: Running, host: str = "127.0.0.1") -> trio.SocketStream:
+    """Begin a request that is not answered, from an address of this machine."""
+    stream = await connect_from(running, host)
+    await stream.send_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await trio.testing.wait_all_tasks_blocked(0.02)
+    return stream
+
+
+async def connect_from(running: Running, host: str) -> trio.SocketStream:
+    sock = trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    await sock.bind((host, 0))
+    await sock.connect(("127.0.0.1", running.port))
+    return trio.SocketStream(sock)
 
 
 async def mistreat(running: Running, data: bytes) -> None:
@@ -280,11 +306,10 @@ async def test_an_idle_connection_is_closed_after_the_keep_alive_timeout(server:
 
 
 async def test_connections_over_the_limit_are_refused_with_an_answer() -> None:
-    """The one over the limit gets 503 and is closed; when one leaves, the next is served."""
-    async with running_app(apps.plain, max_connections=2) as running:
-        first, second = await running.connect(), await running.connect()
-        await trio.testing.wait_all_tasks_blocked(0.02)
-        answer = await send_and_read(running, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    """With all connections busy, one more gets 503 and is closed; when one leaves, the next is served."""
+    async with running_app(wait_for_leave, max_connections=2) as running:
+        first, second = [await begin_request(running) for _ in range(2)]
+        answer = await send_and_read(running, HEALTHZ)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"CAPACITY" in answer
         assert b"x-request-id" in answer.lower()

@@ -107,7 +107,8 @@ async def test_a_workspace_in_use_is_refused_unless_forced() -> None:
 
 
 async def test_a_quota_is_given_when_it_is_made_and_only_grows() -> None:
-    """By POST and PUT; a number of files of its own, or one by the size; never taken away, never without bytes."""
+    """By POST and PUT; a number of files of its own, or one by the size; never taken away, never without bytes. One
+    that nobody asked for is as large as a session's disk."""
     mib = 1 << 20
     async with running_front() as running, running.client() as client:
         made = (await client.post(TOP, json={"id": "w-1", "quota_bytes": 64 * mib, "quota_files": 1000})).json()
@@ -118,8 +119,8 @@ async def test_a_quota_is_given_when_it_is_made_and_only_grows() -> None:
         assert (grown["quota_bytes"], grown["quota_files"]) == (128 * mib, 1000)
         assert (await client.patch(f"{TOP}/w-1", json={"labels": {"a": "b"}})).json()["quota_bytes"] == 128 * mib
         assert await error_of(await client.patch(f"{TOP}/w-1", json={"quota_bytes": None})) == (409, "CONFLICT")
-        plain = (await client.post(TOP, json={"id": "w-3"})).json()
-        assert (plain["quota_bytes"], plain["quota_files"]) == (None, None)
+        unasked = (await client.post(TOP, json={"id": "w-3"})).json()
+        assert (unasked["quota_bytes"], unasked["quota_files"]) == (2048 * mib, 262_144)
         for bad in ({"quota_files": 1000}, {"quota_bytes": 1}, {"quota_bytes": "1G"}):
             assert await error_of(await client.post(TOP, json={"id": "w-4", **bad})) == (400, "INVALID_REQUEST")
         assert (await client.get(f"{TOP}/w-4")).status_code == 404

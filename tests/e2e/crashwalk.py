@@ -33,7 +33,7 @@ import trio
 from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
-from sandkasten.config import Config, FaultSettings, ServerSettings
+from sandkasten.config import Config, FaultSettings, ServerSettings, WorkspaceSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.crash import Point
 from sandkasten.host import examine
@@ -138,7 +138,13 @@ class Walk:
         self.tar = data_dir.with_name(f"{data_dir.name}.tar")
         self.log = data_dir.with_name(f"{data_dir.name}.log")
         self._machine = examine.examine(data_dir)
-        self._config = Config(data_dir=data_dir, listen=("127.0.0.1:0",), api_key=KEY, sessions_on_stop="keep")
+        self._config = Config(
+            data_dir=data_dir,
+            listen=("127.0.0.1:0",),
+            api_key=KEY,
+            sessions_on_stop="keep",
+            workspace=WorkspaceSettings(default_quota_mb=0),  # the tour has workspaces of both kinds
+        )
         self.kept = ""
         self.workspaces = WorkspaceTour(data_dir)
         self.alive: set[str] = set()

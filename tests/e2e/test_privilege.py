@@ -16,7 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, START_CAPABILITIES
 from nsinit.spawn import CHANNEL_FD
+from nsinit.tools.launcher import OWN_CAPABILITIES
 from tests.e2e.daemon import Daemon, create_patiently, running_daemon
 from tests.waiting import patience
 
@@ -118,6 +120,23 @@ say("read memory", open, "/proc/%d/mem" % daemon, "rb")
 say("read environment", open, "/proc/%d/environ" % daemon, "rb")
 say("setuid", os.setuid, 0)
 """
+
+
+def test_the_launcher_has_what_a_start_takes_and_uses_hardly_any_of_it(daemon: Daemon) -> None:
+    """The launcher and nsinit gain nothing by a program that they execute; the launcher has no capability that nsinit
+    does not start with, and uses two for the removal of sockets."""
+    launcher, nsinit = helpers(daemon)
+    status = {pid: status_of(pid) for pid in (launcher, nsinit)}
+    assert [each["NoNewPrivs"] for each in status.values()] == ["1", "1"]
+    held = {name: int(status[launcher][f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")}
+    assert held == {
+        "Inh": 0,
+        "Prm": held["Prm"] & START_CAPABILITIES,
+        "Eff": held["Prm"] & OWN_CAPABILITIES,
+        "Bnd": held["Bnd"] & START_CAPABILITIES,
+        "Amb": 0,
+    }
+    assert int(status[nsinit]["CapPrm"], 16) == held["Prm"] & NSINIT_CAPABILITIES
 
 
 def test_who_has_the_daemons_id_has_neither_the_machine_nor_the_sessions_files(

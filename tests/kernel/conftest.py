@@ -10,7 +10,7 @@ import pytest
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, ServerSettings
+from sandkasten.config import Config, ServerSettings, WorkspaceSettings
 from tests.kernel.harness import Nsinit, data_directory, running
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, open_sandbox
 
@@ -24,8 +24,9 @@ def data_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def config(data_dir: Path) -> Config:
-    """The defaults, small: no blank vessels, so that a test sees what it caused and nothing else."""
-    return Config(data_dir=data_dir, server=ServerSettings(vessels=0))
+    """The defaults, small: no blank vessels, so that a test sees what it caused and nothing else. Workspaces without a
+    quota are plain directories, so that a test sees their files."""
+    return Config(data_dir=data_dir, server=ServerSettings(vessels=0), workspace=WorkspaceSettings(default_quota_mb=0))
 
 
 @pytest.fixture

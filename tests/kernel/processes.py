@@ -55,8 +55,11 @@ def _hostname(pid: int) -> str:
 def nsinit_pid() -> int:
     """Return the pid of the fork server that this process started."""
     for pid, _ in descendants(os.getpid()):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # the process ended meanwhile
+            continue
         if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
             return pid
     raise AssertionError("nsinit is not running")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from sandkasten.actors.runs import driver, run
+from sandkasten.actors.session import actor, birth, watch
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.actors.workspaces import files
 from sandkasten.model import ExecSpec, SessionSpec, Status
 from sandkasten.model.errors import RunnerProtocolError, SandkastenError
 from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
-from tests.waiting import until
+from tests.kernel.processes import init_pid
+from tests.waiting import patience, until
 
 
 @pytest.mark.parametrize("name", REPLIES)
@@ -57,3 +63,50 @@ async def test_of_a_file_comes_no_more_than_was_asked_for(
                 await read()
         assert size <= 100_000
         assert (await supervisor.wait_ended(victim.id)).status is Status.CRASHED
+
+
+@pytest.mark.parametrize("request_kind", ["command", "file"])
+async def test_a_pid_1_that_was_stopped_crashes_the_session(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch, request_kind: str
+) -> None:
+    """A request waits in vain for a PID 1 that does not answer; then the session ends instead of running on for ever,
+    and another session works. A PID 1 that answers again in time keeps its session."""
+    monkeypatch.setattr(birth, "_HELLO_S", patience(0.3))
+    monkeypatch.setattr(watch, "_NEWS_S", 0.1)
+    monkeypatch.setattr(files, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(run, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(driver, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(driver, "CONTROL_S", 0.3)
+    victim, witness = await supervisor.create(SessionSpec()), await supervisor.create(SessionSpec())
+    pid = init_pid(victim)
+
+    async def ask() -> None:
+        if request_kind == "command":
+            await supervisor.exec(victim.id, ExecSpec("true", timeout_ms=100))
+        else:
+            async with supervisor.open_read(victim.id, "/etc/passwd", max_bytes=100):
+                pass
+
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(SandkastenError):
+        await ask()
+    os.kill(pid, signal.SIGCONT)
+    await until(lambda: answers(supervisor, victim.id))
+    monkeypatch.setattr(actor, "SILENCE_S", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(SandkastenError):
+        await ask()
+
+    async def has_crashed() -> bool:
+        return (await supervisor.get(victim.id)).status is Status.CRASHED
+
+    await until(has_crashed)
+    assert "does not answer" in str((await supervisor.get(victim.id)).reason)
+    assert (await supervisor.exec(witness.id, ExecSpec("echo fine"))).stdout == b"fine\n"
+
+
+async def answers(supervisor: LocalSupervisor, session_id: str) -> bool:
+    try:
+        return (await supervisor.exec(session_id, ExecSpec("echo here"))).stdout == b"here\n"
+    except SandkastenError:
+        return False

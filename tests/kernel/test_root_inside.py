@@ -52,6 +52,14 @@ def sandbox(server: Nsinit) -> Iterator[Sandbox]:
     box.teardown()
 
 
+@pytest.fixture(scope="module")
+def unfiltered(server: Nsinit) -> Iterator[Sandbox]:
+    """The same without a system call filter: processes can take PID 1's uid."""
+    box = server.build(host_plan(root_inside=True, seccomp="off"))
+    yield box
+    box.teardown()
+
+
 def as_root(box: Sandbox, *argv: str, user: str = "root") -> Result:
     """Run a program as another user than the session's."""
     reply, out, err = box.request(RunProgram("r", argv, user=user))
@@ -239,8 +247,28 @@ tell(raw=made(socket.AF_INET, socket.SOCK_RAW, 1), raw6=made(socket.AF_INET6, so
     assert {name: answer for name, answer in told.items() if answer not in REFUSED} == {}
 
 
-def test_root_neither_sees_nor_traces_nor_ends_pid_1(sandbox: Sandbox) -> None:
-    """PID 1 is out of reach of root, and of its own uid and gid, also with its group as a supplementary one."""
+def test_root_does_not_become_pid_1_s_uid(sandbox: Sandbox) -> None:
+    """No call gives a process PID 1's uid, so PID 1 keeps its limits, its priority and its processors."""
+    script = """
+pid1, other = 65535, 1000
+tell(setuid=sys("setuid", pid1), setreuid=sys("setreuid", pid1, other), effective=sys("setreuid", -1, pid1),
+     setresuid=sys("setresuid", pid1, 0, 0), saved=sys("setresuid", 0, 0, pid1), seteuid=sys("seteuid", pid1))
+libc.setfsuid(pid1)
+tell(setfsuid=libc.setfsuid(-1))
+room = struct.pack("=QQ", 0, 0)
+tell(prlimit=sys("prlimit", 1, 7, room, None), nice=sys("setpriority", 0, 1, 19),
+     affinity=sys("sched_setaffinity", 1, 8, room), allowed=sys("setresuid", other, other, other))
+"""
+    told = answers(sandbox, script)
+    assert told.pop("allowed") == "done"
+    assert told.pop("setfsuid") == "0"
+    assert {name: answer for name, answer in told.items() if answer != "EPERM"} == {}
+    assert sandbox.run("echo alive").out == "alive\n"
+
+
+def test_root_neither_sees_nor_traces_nor_ends_pid_1(sandbox: Sandbox, unfiltered: Sandbox) -> None:
+    """PID 1 is out of reach of root, and without a filter of its own uid and gid, also with its group as a
+    supplementary one."""
     script = """
 room = ctypes.create_string_buffer(8)
 def tries(who):
@@ -263,13 +291,15 @@ for ids in ((65535, 0, 0), (65535, 65535, 65535)):
         os.sys.stdout.flush(); os._exit(0)
     os.waitpid(pid, 0)
 """
-    told = answers(sandbox, script)
-    assert len(told) == 24
-    assert {name: answer for name, answer in told.items() if answer not in REFUSED} == {}
-    assert sandbox.run("echo alive").out == "alive\n"
+    root_only = script.partition("for ids")[0]
+    for box, lines, count in ((sandbox, root_only, 8), (unfiltered, script, 24)):
+        told = answers(box, lines)
+        assert len(told) == count
+        assert {name: answer for name, answer in told.items() if answer not in REFUSED} == {}
+        assert box.run("echo alive").out == "alive\n"
 
 
-def test_root_finds_no_fork_of_pid_1_that_can_be_read(sandbox: Sandbox) -> None:
+def test_root_finds_no_fork_of_pid_1_that_can_be_read(unfiltered: Sandbox) -> None:
     """While programs are started, a process with PID 1's uid and root's capabilities can't read a fork of PID 1 before
     its execve.
     """
@@ -288,8 +318,8 @@ while time.monotonic() < deadline:
             if "nsinit" in maps or "libffi" in maps: print("read", pid); system.exit()
 print("read none")
 """
-    sandbox.run("(for i in $(seq 1 400); do /bin/true; done) & true")
-    found = as_root(sandbox, "python3", "-c", f"{PRELUDE}\nimport subprocess\n{script}")
+    unfiltered.run("(for i in $(seq 1 400); do /bin/true; done) & true")
+    found = as_root(unfiltered, "python3", "-c", f"{PRELUDE}\nimport subprocess\n{script}")
     assert found.out == "read none\n", found
 
 

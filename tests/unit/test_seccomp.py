@@ -156,11 +156,22 @@ def test_what_init_needs_passes(profile: str, arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_commands_have_no_clone3(arch: Arch) -> None:
-    """The second filter refuses that one call and has no opinion on the others."""
+    """The second filter refuses that one call and, for small arguments, has no opinion on the others."""
     compiled = cbpf.load(encode(compile_command_filter(arch)))
     answers = {number: cbpf.run(compiled, AUDIT_ARCH[arch], number) for number in range(600)}
     assert {number for number, said in answers.items() if said != ALLOW} == {435}
     assert answers[435] == ENOSYS
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_commands_never_take_the_uid_of_pid_1(arch: Arch) -> None:
+    """The second filter refuses that uid in every place of every call for uids, whatever the upper half holds."""
+    compiled = cbpf.load(encode(compile_command_filter(arch)))
+    for name, count in {"setuid": 1, "setreuid": 2, "setresuid": 3, "setfsuid": 1}.items():
+        for place in range(count):
+            for uid, said in ((65535, EPERM), (65535 | 1 << 32, EPERM), (65534, ALLOW), (0, ALLOW), (2**32 - 1, ALLOW)):
+                args = [0] * place + [uid]
+                assert cbpf.run(compiled, AUDIT_ARCH[arch], NUMBERS[arch][name], *args) == said, (name, place, uid)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

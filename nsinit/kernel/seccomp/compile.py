@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from nsinit.kernel.capabilities import RUNNER_ID
 from nsinit.kernel.seccomp import bpf
 from nsinit.kernel.seccomp.bpf import Assembler, Instruction, Label
 from nsinit.kernel.seccomp.profile import STRICTNESS, Action, ArgTest, Profile, ProfileError, Rule, check
@@ -22,6 +23,9 @@ from nsinit.kernel.seccomp.table import AUDIT_ARCH, NUMBERS, WIDTHS, Arch
 X32_BIT: Final = 0x40000000
 HOT_CALLS: Final = ("ioctl", "clone", "socket")
 """Calls with argument tests that are frequent: looked for first, since the kernel can't remember their verdict."""
+
+_UID_CALLS: Final = {"setuid": 1, "setreuid": 2, "setresuid": 3, "setfsuid": 1}
+"""Calls that change a uid, with the number of their arguments; each is a uid."""
 
 _RETURN: Final[dict[Action, int]] = {
     "kill_process": 0x80000000,
@@ -88,12 +92,20 @@ def _compile(verdicts: dict[str, _Verdict], arch: Arch) -> tuple[Instruction, ..
 
 
 def compile_command_filter(arch: Arch) -> tuple[Instruction, ...]:
-    """Return the second program of every command: clone3, which PID 1 needs, is ENOSYS, as its flags can't be seen."""
+    """Return the second program of every command, about calls that PID 1 needs.
+
+    clone3 is ENOSYS, as its flags can't be seen. No process takes PID 1's uid: prlimit(2), setpriority(2),
+    sched_setaffinity(2) and others that would stop PID 1 ask for that uid or for a capability that nobody inside has.
+    """
     assembler = Assembler()
-    allowed, refused = assembler.ret(ALLOW), assembler.ret(refuse(errno.ENOSYS))
-    return assembler.finish(
-        assembler.load(bpf.NR_OFFSET, assembler.jump(bpf.JEQ, NUMBERS[arch]["clone3"], refused, allowed))
-    )
+    allowed, unknown = assembler.ret(ALLOW), assembler.ret(refuse(errno.ENOSYS))
+    entry = assembler.jump(bpf.JEQ, NUMBERS[arch]["clone3"], unknown, allowed)
+    for name, count in _UID_CALLS.items():
+        tests = tuple(((ArgTest(place, "eq", RUNNER_ID),), refuse(errno.EPERM)) for place in range(count))
+        # The kernel uses the lower half of an argument, as for every uid_t.
+        leaf = _leaf(assembler, _Verdict(ALLOW, tests, "w" * count), {})
+        entry = assembler.jump(bpf.JEQ, NUMBERS[arch][name], leaf, entry)
+    return assembler.finish(assembler.load(bpf.NR_OFFSET, entry))
 
 
 def _check_floor(profile: Profile) -> None:

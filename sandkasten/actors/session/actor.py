@@ -107,6 +107,12 @@ Ts = TypeVarTuple("Ts")
 MAX_SHOWN_RUNS = 50
 """The newest runs that a diagnosis shows."""
 
+SILENCE_S = 30.0
+"""Time without an answer, after one that was waited for in vain, until a PID 1 counts as dead. A busy machine is
+slower than a PID 1 that was stopped."""
+
+_PROBE_PAUSE_S = 1.0
+
 _CRASHES = {EventType.EXEC_STARTED: Point.EXEC_STARTED, EventType.EXEC_ENDED: Point.EXEC_ENDED}
 
 _MAX_CONTROLS = 8
@@ -138,7 +144,7 @@ class SessionActor(Actor):
         self._own = LiveRecord(record, self._lease, store=services.store, directory=services.directory)
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
-        self._is_lease_followed = False
+        self._is_lease_followed = self._is_doubted = False
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
@@ -554,6 +560,29 @@ class SessionActor(Actor):
 
     def distrust(self, error: RunnerProtocolError) -> None:
         self.start_task(self._tell_self, Died(f"its init broke the protocol: {error}"))
+
+    def doubt(self) -> None:
+        """Find out whether PID 1 still answers, and end the session if it is silent for too long."""
+        if not self._is_doubted:
+            self._is_doubted = True
+            self.start_task(self._probe_init)
+
+    async def _probe_init(self) -> None:
+        give_up_at = trio.current_time() + SILENCE_S
+        while self._own.facts.status in USABLE and not self.has_died.is_set():
+            try:
+                await greet(self.link, runner_protocol.Hello())
+                break
+            except RunnerProtocolError as error:
+                self.distrust(error)
+                break
+            except SandkastenError as error:
+                reason = str(error)
+            if trio.current_time() >= give_up_at:
+                await self._tell_self(Died(f"its init process does not answer: {reason}"))
+                break
+            await trio.sleep(_PROBE_PAUSE_S)
+        self._is_doubted = False
 
     async def ask_runner(self, request: object, answer: type[A], *, fd: int | None = None) -> A:
         try:

@@ -155,6 +155,8 @@ class WatchedSession(Protocol):
 
     def distrust(self, error: RunnerProtocolError) -> None: ...
 
+    def doubt(self) -> None: ...
+
 
 async def translate_death(error: SandkastenError, of: WatchedSession, watch: SandboxWatch) -> SandkastenError:
     """Return the error to answer instead of `error`, which came of work in the session `of`. After a lost connection,
@@ -168,6 +170,7 @@ async def translate_death(error: SandkastenError, of: WatchedSession, watch: San
     if is_over and isinstance(error, _Hidden):
         return of.gone()
     if isinstance(error, RunnerLost):
+        of.doubt()
         return ActorGone(f"{error}, and what became of it is not known yet", session_id=of.session.id)
     return error
 

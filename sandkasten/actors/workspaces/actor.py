@@ -22,7 +22,7 @@ from sandkasten.actors.services.nsinit import Call, ask_patiently, ask_when_up, 
 from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.files import IDLE_S, FileSandboxes
 from sandkasten.actors.workspaces.holds import HAVING, Hold, Holds, Use
-from sandkasten.actors.workspaces.records import Register, busy, exists, explain, require_growth
+from sandkasten.actors.workspaces.records import QuotaPolicy, Register, busy, exists, explain, require_growth
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
 from sandkasten.links.runner import RunnerLink
@@ -186,6 +186,7 @@ class Workspaces(Actor):
         nsinit: Ref,
         directory: SessionDirectory,
         holds: Holds,
+        policy: QuotaPolicy,
         paths: DataPaths,
         new_id: Callable[[], str],
         crash: Crash,
@@ -194,7 +195,7 @@ class Workspaces(Actor):
         super().__init__(ref)
         self._store, self._nsinit, self._directory = store, nsinit, directory
         self._holds = holds
-        self._register = Register(store=store, nsinit=nsinit)
+        self._register = Register(store=store, nsinit=nsinit, policy=policy)
         self._crash = crash
         self._files = FileSandboxes(
             self._start_task, nsinit=nsinit, directory=directory, paths=paths, new_id=new_id, crash=crash, idle_s=idle_s
@@ -283,9 +284,10 @@ class Workspaces(Actor):
         records = await self._records(workspace_id)
         if hold.use.refuses(Use(each.session.options.workspace_mode) for each in records):
             raise busy(workspace_id, [_name(each, within) for each in records])
-        record = await self._register.take_up(workspace_id, within)
-        if record.quota is not None:  # one without a quota is made by the session's build, if there is none
-            await self._have_made(workspace_id, record.quota)
+        await self._register.take_up(workspace_id, within)
+        quota = await self._register.quota_of(workspace_id)
+        if quota is not None:  # one without a quota is made by the session's build, if there is none
+            await self._have_made(workspace_id, quota)
 
     def _require_free_for(self, hold: Hold) -> None:
         if hold.use.refuses(self._holds.before(hold)):
@@ -334,14 +336,16 @@ class Workspaces(Actor):
 
     async def _make(self, message: Make) -> Workspace:
         workspace_id, within = message.workspace_id, message.within
+        self._register.require_allowed(None if message.spec.quota is None else message.spec.quota.size_bytes)
         with self._holds.taken(Hold(workspace_id, Use.MAKE, within)) as hold:
             self._require_free_for(hold)
             spec = attrs.evolve(message.spec, labels={**message.spec.labels, **within})
             if message.may_exist:
-                quota = (await self._register.take_up(workspace_id, within)).quota
+                was_promised = (await self._register.take_up(workspace_id, within)).quota is not None
             else:
-                quota = spec.quota
+                was_promised = False
                 await self._take_name(workspace_id, spec, within)
+            quota = await self._register.quota_of(workspace_id)
             self._crash.passing(Point.WORKSPACE_RECORDED)
             refusal: SandkastenError | None = None
             try:
@@ -349,7 +353,7 @@ class Workspaces(Actor):
             except SandkastenError as error:
                 refusal = error
             if refusal is not None:
-                if quota is None or not message.may_exist:  # a quota that was promised before stays one
+                if not was_promised:
                     await self._register.forget_unmade(workspace_id)
                 raise refusal
             self._crash.passing(Point.WORKSPACE_MADE)
@@ -360,6 +364,7 @@ class Workspaces(Actor):
             await self._ask(call(protocol.MakeWorkspace, workspace_id, quota=_disk(quota)))
         except BuildFailed as error:
             raise explain(error, workspace_id) from error
+        await self._register.note_quota(workspace_id, quota)
 
     async def _take_name(self, workspace_id: str, spec: WorkspaceSpec, within: Within) -> None:
         if workspace_id in await self._register.names():
@@ -372,6 +377,7 @@ class Workspaces(Actor):
 
     async def _change(self, message: Change) -> Workspace:
         workspace_id, patch, within = message.workspace_id, message.patch, message.within
+        self._register.require_allowed(patch.quota_bytes)
         if patch.quota_bytes is not None:
             with self._holds.taken(Hold(workspace_id, Use.GROW, within)) as hold:
                 self._require_free_for(hold)
@@ -424,7 +430,8 @@ class Workspaces(Actor):
     async def _publish(self, claim: Hold, *, replace: bool) -> None:
         workspace_id = claim.workspace_id
         await self._files.end(workspace_id)
-        await self._register.take_up(workspace_id, claim.within)
+        was_promised = (await self._register.take_up(workspace_id, claim.within)).quota is not None
+        quota = await self._register.quota_of(workspace_id)
         refusal: BuildFailed | None = None
         try:
             await ask_when_up(self._nsinit, call(protocol.PublishWorkspace, workspace_id, replace))
@@ -432,9 +439,10 @@ class Workspaces(Actor):
         except BuildFailed as error:
             refusal = error
         if refusal is not None:
-            if await self._register.quota_of(workspace_id) is None:
+            if not was_promised:
                 await self._register.forget_unmade(workspace_id)
             raise refusal
+        await self._register.note_quota(workspace_id, quota)
 
     async def _drop_draft(self, workspace_id: str) -> None:
         await self._files.end(workspace_id)

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+import attrs
+
 from nsinit.wire.protocol import AskQuota
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import ask_patiently, call
@@ -38,6 +40,7 @@ from sandkasten.store.workspaces import (
     forget_workspace,
     get_workspace,
     list_workspaces,
+    note_quota,
     put_workspace,
     touch_workspace,
 )
@@ -49,11 +52,19 @@ _NAMED_HOLDERS = 20
 _MOVE = "make another one with a quota, export this one, and import it there with replace=true"
 
 
+@attrs.frozen
+class QuotaPolicy:
+    """Quotas of workspaces: `default` for one that is made without (None: no limit), and the largest in bytes."""
+
+    default: WorkspaceQuota | None
+    max_bytes: int
+
+
 class Register:
     """Records and directories of workspaces."""
 
-    def __init__(self, *, store: Ref, nsinit: Ref) -> None:
-        self._store, self._nsinit = store, nsinit
+    def __init__(self, *, store: Ref, nsinit: Ref, policy: QuotaPolicy) -> None:
+        self._store, self._nsinit, self._policy = store, nsinit, policy
 
     async def names(self) -> frozenset[str]:
         """Return the workspaces that have a directory."""
@@ -112,9 +123,23 @@ class Register:
         return await self.get(workspace_id, within)
 
     async def quota_of(self, workspace_id: str) -> WorkspaceQuota | None:
-        """Return the quota on record."""
+        """Return the quota on record, else the one on the disk, else the one that the workspace is to be made with.
+        None: no limit."""
         record = await self._store.ask_again(do(get_workspace, workspace_id))
-        return None if record is None else record.quota
+        if record is not None and record.quota is not None:
+            return record.quota
+        # Files that are there without a quota keep their place: an image can't be put around them.
+        return await self._quota_on_disk(workspace_id) if workspace_id in await self.names() else self._policy.default
+
+    async def note_quota(self, workspace_id: str, quota: WorkspaceQuota | None) -> None:
+        """Write the quota that a workspace was made with into a record without one."""
+        if quota is not None:
+            await self._store.ask_again(do(note_quota, workspace_id, quota))
+
+    def require_allowed(self, size_bytes: int | None) -> None:
+        """Raise `InvalidRequest` for a quota larger than this node gives."""
+        if size_bytes is not None and size_bytes > self._policy.max_bytes:
+            raise InvalidRequest("the quota is too large", quota_bytes=f"at most {self._policy.max_bytes}")
 
     async def touch(self, workspace_id: str) -> None:
         """Note that the workspace was in use, if there is a record of it."""
@@ -201,7 +226,10 @@ def explain(error: BuildFailed, workspace_id: str) -> SandkastenError:
         case errno.ENOSPC | errno.EDQUOT:
             return DiskFull("no room for the workspace", workspace_id=workspace_id)
         case errno.EOPNOTSUPP:
-            return InvalidRequest("this node can't give a workspace a quota", quota_bytes=str(error))
+            return InvalidRequest(
+                "this node can't give a workspace a quota; workspace.default_quota_mb: 0 allows workspaces without",
+                quota_bytes=str(error),
+            )
         case errno.EBUSY:
             return busy(workspace_id)
         case errno.ENOENT:

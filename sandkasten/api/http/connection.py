@@ -9,8 +9,11 @@ has stopped.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import math
 import socket
 import struct
+from collections.abc import Iterator
 
 import trio
 
@@ -27,13 +30,19 @@ class GuardedStream:
 
     `is_broken`: data that is sent reaches nobody. `is_at_eof`: the client ended its side and may still read ours.
     `has_unread_body`: the application answered before the request had been read to its end; the application sets it.
+    `idle_since`: the moment since which no request is being served, None while one is. `peer`: the client's address
+    for the share of connections, "" behind a unix socket.
     """
 
-    def __init__(self, stream: trio.SocketStream, *, write_timeout_s: float) -> None:
+    def __init__(self, stream: trio.SocketStream, *, write_timeout_s: float, head_timeout_s: float) -> None:
         self.socket = stream.socket
+        self.peer = _peer_of(stream.socket)
         self._stream = stream
-        self._write_timeout_s = write_timeout_s
+        self._write_timeout_s, self._head_timeout_s = write_timeout_s, head_timeout_s
         self._receiving: trio.CancelScope | None = None
+        self._requests = 0
+        self.idle_since: float | None = trio.current_time()
+        self._head_deadline = trio.current_time() + head_timeout_s
         self._is_sending = False
         self._is_closed = False
         self.is_broken = False
@@ -68,22 +77,42 @@ class GuardedStream:
             self.abort()
             raise trio.BrokenResourceError("the client did not read in time")
 
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have the connection count as busy while the block serves a request, whose head has come."""
+        self._requests += 1
+        self.idle_since = None
+        self._set_head_deadline(math.inf)
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self.idle_since = trio.current_time()
+
+    def _set_head_deadline(self, deadline: float) -> None:
+        self._head_deadline = deadline
+        if self._receiving is not None:
+            self._receiving.deadline = deadline
+
     async def receive_some(self, max_bytes: int) -> bytes:
         """Return the next bytes, `b""` at the end.
 
         Raises:
             trio.BrokenResourceError: the connection was reset.
-            trio.ClosedResourceError: after, or because of, `aclose` or `abort`.
+            trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head that did not come in time.
         """
         if self._is_closed:
             raise trio.ClosedResourceError
-        with trio.CancelScope() as self._receiving:
+        with trio.CancelScope(deadline=self._head_deadline) as self._receiving:
             try:
                 data = await self._stream.receive_some(max_bytes)
             except trio.BrokenResourceError:
                 self.is_broken = self.is_at_eof = True
                 raise
             self.is_at_eof = not data
+            if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
+                self._head_deadline = trio.current_time() + self._head_timeout_s
             return bytes(data)
         raise trio.ClosedResourceError
 
@@ -118,3 +147,14 @@ class GuardedStream:
         ):
             while await self._stream.receive_some(64 * 1024):
                 pass
+
+
+def _peer_of(sock: trio.socket.SocketType) -> str:
+    """Return an IPv4 address, the /64 network of an IPv6 address (one client has all of it), or "" for neither."""
+    try:
+        if sock.family == socket.AF_UNIX:
+            return ""
+        address = ipaddress.ip_address(sock.getpeername()[0])
+    except OSError:  # the client has left
+        return "gone"
+    return str(address if address.version == 4 else ipaddress.IPv6Network((int(address), 64), strict=False))

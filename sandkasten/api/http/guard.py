@@ -66,7 +66,8 @@ class GuardedApp:
 
         self._stream.has_unread_body = False
         try:
-            await self._app(scope, guarded_receive, guarded_send)
+            with self._stream.serving():
+                await self._app(scope, guarded_receive, guarded_send)
         except* ClientGone:
             pass
 

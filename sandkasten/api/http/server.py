@@ -11,6 +11,7 @@ names the parts that are relied upon.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from typing import cast
 
@@ -34,6 +35,9 @@ REFUSALS = 32
 """Connections over the limit that are answered with 503 at the same time; further ones are just closed."""
 
 REFUSAL_S = 1.0
+ADDRESS_SHARE, UNIX_SHARE = 3 / 4, 1 / 16
+"""Parts of `max_connections`: the most of one address, and those kept for clients of unix sockets."""
+
 KEEPALIVE_IDLE_S = 60
 
 
@@ -127,10 +131,13 @@ class _Server:
 
     async def _handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection and raise nothing; trio closes the socket afterwards."""
-        if len(self._streams) >= self._settings.max_connections:
+        settings = self._settings
+        guarded = GuardedStream(
+            stream, write_timeout_s=settings.write_timeout_s, head_timeout_s=settings.head_timeout_s
+        )
+        if not self._make_room(guarded.peer):
             await self._refuse(stream)
             return
-        guarded = GuardedStream(stream, write_timeout_s=self._settings.write_timeout_s)
         _probe_silent_peers(stream)
         self._streams.add(guarded)
         try:
@@ -143,6 +150,32 @@ class _Server:
             self._streams.discard(guarded)
             if self._stopping.is_set() and not self._streams:
                 self._all_gone.set()
+
+    def _make_room(self, peer: str) -> bool:
+        """Return whether one more connection of a peer fits, after the oldest idle one has given way if need be.
+
+        Each address has a share, so that one alone can't keep out the others, and a part is kept for unix sockets.
+        """
+        most = self._settings.max_connections
+        if peer:
+            most_of_peer = math.ceil(most * ADDRESS_SHARE)
+            if not self._cut_down([each for each in self._streams if each.peer == peer], most_of_peer):
+                return False
+            if not self._cut_down([each for each in self._streams if each.peer], most - int(most * UNIX_SHARE)):
+                return False
+        return self._cut_down(list(self._streams), most)
+
+    def _cut_down(self, streams: list[GuardedStream], most: int) -> bool:
+        """Return whether fewer than `most` of these are left, after the oldest idle one was closed if need be."""
+        if len(streams) < most:
+            return True
+        idle = [each for each in streams if each.idle_since is not None]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda each: each.idle_since or 0.0)
+        oldest.abort()
+        self._streams.discard(oldest)
+        return True
 
     async def _speak_http(self, stream: GuardedStream) -> None:
         app = ASGIWrapper(cast(ASGIFramework, GuardedApp(self._app, stream)))

@@ -46,6 +46,7 @@ class ApiSettings:
     max_connections: int = 1000
     read_timeout_s: float = 30.0
     write_timeout_s: float = 30.0
+    head_timeout_s: float = 10.0
     keep_alive_timeout_s: float = 75.0
     graceful_timeout_s: float = 5.0
 

@@ -55,7 +55,6 @@ from sandkasten.supervisor import ArchiveWriter
 _SAME_QUOTA = QuotaBytes(0)
 """The default of a field that takes null, too: null would take the quota away."""
 
-_BYTES_PER_FILE = 8192
 DEFAULT_LIST = ListLimit(1000)
 _ALL_FILES = FilesLimit(MAX_FILES)
 _ITSELF = PathInWorkspace(TOP)
@@ -429,7 +428,7 @@ def _quota(request: WorkspaceRequest | WorkspacePutRequest) -> WorkspaceQuota | 
         if request.quota_files is not None:
             raise InvalidRequest("the body has bad fields", quota_files="needs quota_bytes")
         return None
-    return WorkspaceQuota(request.quota_bytes, request.quota_files or request.quota_bytes // _BYTES_PER_FILE)
+    return WorkspaceQuota.of(request.quota_bytes, request.quota_files)
 
 
 def _moment(microseconds: int) -> datetime | None:

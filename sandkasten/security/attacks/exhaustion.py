@@ -6,14 +6,17 @@ witness, a session without part in the attack, answers meanwhile. Sources: cgrou
 
 from __future__ import annotations
 
+import os
+
 import trio
 
 from sandkasten.model import Cause, ExecSpec, OnDisconnect
 from sandkasten.security.attacks.field import SMALL, Field
-from sandkasten.security.probes.attempt import Answers, attempt, collect
+from sandkasten.security.attacks.workspaces import new_workspace
+from sandkasten.security.probes.attempt import Answers, NotApplicable, attempt, collect
 
 _MIB = 1 << 20
-_FULL = ("ENOSPC", "EDQUOT")
+_FULL, _HELD = ("ENOSPC", "EDQUOT"), ("answers", "within the limit")
 _FILL = """
 import errno, os
 written = 0
@@ -43,6 +46,30 @@ except OSError as error:
 for name in range(made):
     os.unlink(str(name))
 """
+_ALLOCATE = """
+import errno, os
+fd = os.open("/workspace/big", os.O_CREAT | os.O_WRONLY)
+try:
+    for start in range(0, {limit}, {step}):
+        os.posix_fallocate(fd, start, {step})
+    print("all of it allocated")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+_WEDGE = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+for become in (libc.setresuid, libc.setreuid, libc.setuid):
+    become(65535, 65535, 65535)
+room = bytes(16)
+for kind in (7, 9, 6):
+    libc.prlimit(1, kind, room, None)
+libc.setpriority(0, 1, 19)
+print(errno.errorcode[ctypes.get_errno()])
+"""
+"""Program that takes PID 1's uid, and then PID 1's descriptors, memory, processes and priority."""
+_SLACK = 64 * _MIB
+"""Bytes that others may write meanwhile; far below the attempt's excess."""
 _FORK_BOMB = """
 import os, time
 end = time.monotonic() + 1.5
@@ -146,6 +173,33 @@ async def spin(field: Field) -> Answers:
 @attempt("exhaustion.disk", "fill the host's disk", "disk filling", (*_FULL, "answers"), layer="disk")
 async def fill_disk(field: Field) -> Answers:
     return await _fill(field, _FILL.format(path="/workspace/big", limit=3 * SMALL.disk_mb * _MIB))
+
+
+@attempt("exhaustion.workspace", "fill the host's disk by way of a workspace", "disk filling", (*_FULL, *_HELD))
+async def fill_workspace(field: Field) -> Answers:
+    """Allocate and write more in a workspace made without a quota than the configured default; the host's disk counts.
+
+    Raises:
+        NotApplicable: workspaces are switched off, or the operator gave them no quota.
+    """
+    quota_mb = field.config.workspace_quota_mb
+    if not quota_mb:
+        raise NotApplicable("the configuration gives workspaces no quota")
+    before = _free_bytes(field)
+    async with new_workspace(field) as workspace_id, field.session(SMALL, workspace_id=workspace_id) as session_id:
+        result = await field.python(session_id, _ALLOCATE.format(step=quota_mb << 17, limit=quota_mb << 21))
+        taken = before - _free_bytes(field)
+        return {
+            "file": result.stdout.decode().strip() or f"{result.end.cause}: {result.stderr[-80:].decode()}",
+            "disk": "within the limit" if taken <= quota_mb * _MIB + _SLACK else f"{taken // _MIB} MiB taken",
+            "witness": await field.ask_witness(),
+            "session": await _still_answers(field, session_id),
+        }
+
+
+def _free_bytes(field: Field) -> int:
+    space = os.statvfs(field.config.data_dir)
+    return space.f_bfree * space.f_frsize
 
 
 @attempt(
@@ -260,6 +314,17 @@ for number in range(1, 65):
     async with field.session(SMALL) as session_id:
         await field.python(session_id, program)
         return {"session": await _still_answers(field, session_id), "witness": await field.ask_witness()}
+
+
+@attempt("exhaustion.wedge", "stop PID 1 by its limits", "denial of service", ("EPERM", "EACCES", "ESRCH", "answers"))
+async def wedge(field: Field) -> Answers:
+    async with field.session() as session_id:
+        result = await field.python(session_id, _WEDGE)
+        return {
+            "call": result.stdout.decode().strip() or f"{result.end.cause}",
+            "session": await _still_answers(field, session_id),
+            "witness": await field.ask_witness(),
+        }
 
 
 @attempt(

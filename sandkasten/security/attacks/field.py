@@ -34,6 +34,8 @@ SMALL = Limits(cpu=0.5, memory_mb=96, pids=48, disk_mb=24, disk_inodes=2000)
 """Limits of a session whose limits are tried."""
 
 _ORDINARY = Limits(cpu=1.0, memory_mb=256, pids=128, disk_mb=64)
+_QUOTA_MB = 256
+"""Quota of the attempts' workspaces, at most: so much of the machine's disk is filled."""
 _PLANT_S = 10.0
 _MAX_IMPORT_MB = 4
 """Bound that ends a bomb before the disk is full."""
@@ -107,6 +109,7 @@ async def put(supervisor: LocalSupervisor, session_id: str, path: str, content: 
 async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[Field]:
     """Make the field for the block, and remove all of it afterwards."""
     with _directories(config.data_dir) as (data_dir, outside):
+        quota_mb = min(config.workspace_quota_mb, _QUOTA_MB)
         own = attrs.evolve(
             config,
             data_dir=data_dir,
@@ -117,7 +120,7 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             api_key=secret(),
             pool=PoolSettings(),
             server=ServerSettings(vessels=0),
-            workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB),
+            workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB, default_quota_mb=quota_mb),
         )
         async with open_supervisor(own) as supervisor:
             target = OutsideFacts(

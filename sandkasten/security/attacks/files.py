@@ -15,10 +15,12 @@ from pathlib import Path
 import trio
 
 from sandkasten.host.paths import DataPaths
+from sandkasten.model import ExecSpec
 from sandkasten.model.errors import SandkastenError
 from sandkasten.security.attacks.field import Field
-from sandkasten.security.probes.attempt import CANARY, Answers, attempt, collect
+from sandkasten.security.probes.attempt import CANARY, Answers, NotApplicable, attempt, collect
 
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _MAX_BYTES = 1 << 20
 _ROUNDS = 30
 _REFUSED = ("PathOutside", "FileNotFound", "PermissionDenied", "NotAFile", "IsADirectory", "InvalidRequest")
@@ -261,6 +263,23 @@ async def find_socket_directory(field: Field) -> Answers:
     async with field.session() as session_id:
         path = DataPaths(field.config.data_dir).run_dir(session_id)
         return {"socket": await _read(field, session_id, f"{path}/r.sock")}
+
+
+@attempt("files.counters", "watch a neighbour work by the machine's counters", "side channel", ("unchanged", "another"))
+async def read_counters(field: Field) -> Answers:
+    """The machine's counters, which the neighbour's work moves, and the machine's boot are known to the host."""
+    look = "cat /proc/stat /proc/vmstat"
+    async with field.session() as session_id:
+        host_before = await trio.Path("/proc/stat").read_text()
+        before = await field.run(session_id, look)
+        await field.supervisor.exec(field.neighbour, ExecSpec("i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"))
+        after, boot = await field.run(session_id, look), await field.run(session_id, f"cat {_BOOT_ID}")
+    if await trio.Path("/proc/stat").read_text() == host_before:
+        raise NotApplicable("the machine has no counters")
+    return {
+        "counters": "unchanged" if before.stdout and before.stdout == after.stdout else "changed",
+        "boot": "another" if boot.stdout.decode() != await trio.Path(_BOOT_ID).read_text() else "the machine's",
+    }
 
 
 FILES = collect(globals())

@@ -300,7 +300,7 @@ async def serve_deep_tree(field: Field) -> Answers:
 
 def _find_left(field: Field) -> list[str]:
     """Return the directories of workspaces, and those in the trash."""
-    return [name for place in ("workspaces", "trash") for name in os.listdir(field.config.data_dir / place)]
+    return [name for place in ("workspaces", "volumes", "trash") for name in os.listdir(field.config.data_dir / place)]
 
 
 # Archives that become workspaces ----------------------------------------------------------------------------------
@@ -311,14 +311,15 @@ async def _import(field: Field, members: Sequence[Member]) -> Answers:
     archive = await trio.to_thread.run_sync(make_tar, members)
     async with new_workspace(field) as workspace_id:
         said = "imported"
+        place = field.config.data_dir / "workspaces" / workspace_id
+        await trio.Path(place).mkdir()  # one without a quota: what comes in its place can be examined from outside
         try:
-            async with field.supervisor.open_unpack(workspace_id) as writer:
+            async with field.supervisor.open_unpack(workspace_id, replace=True) as writer:
                 await writer.send(archive)
                 await writer.commit()
         except SandkastenError as error:
             said = "refused" if _is_refusal(error) else type(error).__name__
         if said == "imported":
-            place = field.config.data_dir / "workspaces" / workspace_id
             wrong = await trio.to_thread.run_sync(find_wrong, place)
             said = f"left {', '.join(wrong)}" if wrong else await _use(field, workspace_id)
     after = await trio.to_thread.run_sync(tree, field.outside)

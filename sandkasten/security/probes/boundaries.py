@@ -189,27 +189,32 @@ def become_runner(target: OutsideFacts) -> Answers:
 
 @attempt(
     "capabilities.as-runner",
-    "reach PID 1 as its own user, which root inside can become",
+    "become PID 1's user, and reach PID 1 as that user",
     "runner impersonation",
     ("EPERM", "EACCES", "ENOENT", "ESRCH", "ENOSYS"),
     users=("root",),
 )
 def reach_as_runner(target: OutsideFacts) -> Answers:
-    """The same id is not enough: PID 1 is not dumpable, and its memory belongs to the initial user namespace."""
+    """The uid is refused, and would not be enough: PID 1 is not dumpable, and its memory belongs to the initial user
+    namespace."""
     os.setgroups([65535])
     os.setresgid(65535, 65535, 65535)
-    os.setresuid(65535, 65535, 65535)
+    became = calls(("setreuid", 65535, 65535), ("setuid", 65535), ("setresuid", 65535, 65535, 65535))
     local = buffer(8)
     vector = struct.pack("QQ", ctypes.addressof(local), 8)
     answers = opening(
         [f"/proc/1/{name}" for name in ("mem", "environ", "maps", "exe", "fd/3", "root", "ns/mnt")], os.O_RDONLY
     )
-    return answers | {
-        "ptrace": call("ptrace", 16, 1, 0, 0),
-        "process_vm_readv": call("process_vm_readv", 1, vector, 1, vector, 1, 0),
-        "setns": call("setns", get("pidfd_open", 1, 0), _KINDS["mnt"]),
-        "pidfd_getfd": call("pidfd_getfd", get("pidfd_open", 1, 0), 3, 0),
-    }
+    return (
+        became
+        | answers
+        | {
+            "ptrace": call("ptrace", 16, 1, 0, 0),
+            "process_vm_readv": call("process_vm_readv", 1, vector, 1, vector, 1, 0),
+            "setns": call("setns", get("pidfd_open", 1, 0), _KINDS["mnt"]),
+            "pidfd_getfd": call("pidfd_getfd", get("pidfd_open", 1, 0), 3, 0),
+        }
+    )
 
 
 # Mounts -----------------------------------------------------------------------------------------------------------

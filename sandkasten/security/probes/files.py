@@ -19,7 +19,8 @@ from sandkasten.security.probes.kernel import answer, opening, reading
 _REFUSED = ("EPERM", "EACCES", "EROFS", "ENOENT", "ENOTDIR")
 _PRIVATE = ("kcore", "kallsyms", "kmsg", "keys", "key-users", "timer_list", "sched_debug", "slabinfo", "vmallocinfo",
             "pagetypeinfo", "zoneinfo", "iomem", "ioports", "interrupts", "modules", "cmdline", "config.gz",
-            "kpagecount", "kpageflags", "kpagecgroup", "latency_stats")  # fmt: skip
+            "kpagecount", "kpageflags", "kpagecgroup", "latency_stats", "diskstats", "buddyinfo", "locks", "partitions",
+            "schedstat", "softirqs", "pressure/cpu", "pressure/io", "pressure/memory")  # fmt: skip
 _DEVICES = ("mem", "kmem", "port", "kmsg", "console", "tty0", "vcs", "sda", "vda", "nvme0n1", "loop0", "loop-control",
             "mapper/control", "fuse", "kvm", "net/tun", "vhost-net", "vhost-vsock", "uinput", "cpu/0/msr", "snapshot",
             "userfaultfd", "dri/card0", "btrfs-control", "hwrng", "rtc0", "hpet", "nvram", "ppp", "autofs", "cuse",
