@@ -29,6 +29,8 @@ __all__ = [
 
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
+MAX_TERMINALS = 16
+"""Terminals that exist in one sandbox at once, those of the API and its programs' own."""
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)

@@ -229,7 +229,7 @@ class AdmissionSettings:
 
     cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
-    pids_overcommit: float = attrs.field(default=4.0, validator=_between(0, 100_000))
+    pids_overcommit: float = attrs.field(default=0.9, validator=_between(0, 100_000))
     disk_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
     reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))
