@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import closing
+from errno import EIO
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from nsinit.wire.protocol import Failed, Scan
+from sandkasten.actors import tree as tree_module
 from sandkasten.actors.node_view import keep_beating
+from sandkasten.actors.services.store import do
 from sandkasten.host.notify import Notifier, open_notifier
-from sandkasten.model.node import Readiness
-from tests.fakes.supervisor import FakeSupervisor
+from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.waiting import patience
+
+BEAT_S = 0.02
+ALIVE = "WATCHDOG=1"
 
 
 @pytest.fixture
@@ -26,53 +36,74 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def notifier(manager: socket.socket) -> Iterator[Notifier]:
-    """A notifier whose watchdog wants to hear of us every second."""
-    opened = open_notifier({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "3000000"})
+    """A notifier whose watchdog wants to hear of us every `BEAT_S` seconds."""
+    usec = round(3 * BEAT_S * 1e6)
+    opened = open_notifier({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": str(usec)})
     yield opened
     opened.close()
 
 
-def heard(manager: socket.socket) -> list[str]:
-    """Return the first line of each message that came."""
-    lines = []
-    while True:
-        try:
-            lines.append(manager.recv(4096).decode().splitlines()[0])
-        except BlockingIOError:
-            return lines
+async def hear(manager: socket.socket) -> str:
+    """Return the first line of the next message."""
+    with trio.fail_after(patience()):
+        await trio.lowlevel.wait_readable(manager)
+    return manager.recv(4096).decode().splitlines()[0]
+
+
+async def hear_other(manager: socket.socket) -> str:
+    """Return the first line of the next message that is no sign of life."""
+    while (line := await hear(manager)) == ALIVE:
+        pass
+    return line
+
+
+def rename(tree: ScriptedTree, old: str, new: str) -> None:
+    """Take a table of the database away, or bring it back."""
+    with closing(sqlite3.connect(tree.supervisor._config.db_path)) as database:
+        database.execute(f"ALTER TABLE {old} RENAME TO {new}")
 
 
 async def test_signs_of_life_stop_with_the_parts_that_must_answer(
-    manager: socket.socket, notifier: Notifier, autojump_clock: trio.testing.MockClock
+    manager: socket.socket, notifier: Notifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signs come every third of the watchdog's time. A database or fork server that is gone is named instead of a sign;
-    a full disk stops no sign.
+    """Signs come in the watchdog's time. A database or fork server that is ill is named instead of a sign; a full disk
+    stops no sign.
     """
-    supervisor = FakeSupervisor()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(keep_beating, supervisor, notifier)
-        await trio.sleep(2.5)
-        assert heard(manager) == ["WATCHDOG=1"] * 3
-        for name in ("store", "zygote"):
-            supervisor.readiness_checks[name] = "does not answer"
-            await trio.sleep(1)
-            assert heard(manager) == [f"STATUS={name}: does not answer"]
-            supervisor.readiness_checks[name] = "ok"
-        supervisor.readiness_checks["disk"] = "full"
-        await trio.sleep(1)
-        assert heard(manager) == ["WATCHDOG=1"]
+    async with open_scripted() as tree, trio.open_nursery() as nursery:
+        began = trio.current_time()
+        nursery.start_soon(keep_beating, tree.supervisor, notifier)
+        assert [await hear(manager) for _ in range(3)] == [ALIVE] * 3
+        assert trio.current_time() - began >= 2 * BEAT_S
+        tree.nsinit.refusals[Scan] = Failed(0, "scan", "", EIO, "is ill")
+        assert "is ill" in (line := await hear_other(manager))
+        assert line.startswith("STATUS=zygote: ")
+        assert await hear(manager) == ALIVE
+        rename(tree, "node", "gone")
+        assert (line := await hear_other(manager)).startswith("STATUS=store: ")
+        assert [await hear(manager) for _ in range(2)] == [line] * 2
+        rename(tree, "gone", "node")
+        while await hear(manager) != ALIVE:
+            pass
+        monkeypatch.setattr(tree_module, "_MIN_FREE_RATIO", 1.0)
+        assert not (await tree.supervisor.readiness()).ready
+        assert [await hear(manager) for _ in range(3)] == [ALIVE] * 3
         nursery.cancel_scope.cancel()
 
 
-async def test_a_part_that_never_answers_is_no_sign_of_life(
-    manager: socket.socket, notifier: Notifier, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_part_that_never_answers_is_no_sign_of_life(manager: socket.socket, notifier: Notifier) -> None:
     """A daemon that waits for the readiness of a hung part sends no sign of life."""
+    is_over = threading.Event()
 
-    class Stuck(FakeSupervisor):
-        async def readiness(self) -> Readiness:
-            await trio.sleep_forever()
+    def hang(_database: sqlite3.Connection) -> None:
+        is_over.wait()
 
-    with trio.move_on_after(10):
-        await keep_beating(Stuck(), notifier)
-    assert heard(manager) == []
+    async with open_scripted() as tree, trio.open_nursery() as nursery:
+        nursery.start_soon(tree.supervisor._store.ask, do(hang))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(keep_beating, tree.supervisor, notifier)
+        await trio.sleep(10 * BEAT_S)
+        with pytest.raises(BlockingIOError):
+            manager.recv(4096)
+        is_over.set()
+        assert await hear(manager) == ALIVE
+        nursery.cancel_scope.cancel()

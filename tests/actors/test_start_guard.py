@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import attrs
-import pytest
+import re
+from pathlib import Path
 
-from sandkasten.app import _guard
-from sandkasten.config import Config, ConfigError, IsolationSettings
+import pytest
+import trio
+
+from sandkasten.config import Config, ConfigError, IsolationSettings, ServerSettings
 from sandkasten.host.protections import lacking
 from sandkasten.model.node import Protection, ProtectionState, System
-from tests.fakes.supervisor import FakeSupervisor
+from tests.fakes.nsinit import FakeNsinit
+from tests.fakes.tree import open_scripted
 
-CONFIG = Config(isolation=IsolationSettings(required=("disk",)))
-
-
-def supervisor_with(state: ProtectionState) -> FakeSupervisor:
-    supervisor = FakeSupervisor()
-    disk = Protection("disk", state, "as nsinit says", required=True, fix="mend it")
-    supervisor.system_answer = attrs.evolve(supervisor.system_answer, protections=(disk,))
-    return supervisor
+REQUIRED = IsolationSettings(required=("disk",))
+CONFIG = Config(isolation=REQUIRED)
 
 
-async def test_a_required_protection_that_nsinit_lacks_stops_the_start() -> None:
-    """The error names it and its fix; nothing is told as if it were in force."""
+async def test_a_required_protection_that_nsinit_lacks_stops_the_start(tmp_path: Path) -> None:
+    """The error names it; nothing is told as if it were in force."""
     told: list[System] = []
-    with pytest.raises(ConfigError, match="disk is required and missing: as nsinit says; mend it"):
-        await _guard(supervisor_with(ProtectionState.MISSING), CONFIG, told.append)
+    config = Config(data_dir=tmp_path / "data", isolation=REQUIRED, server=ServerSettings(vessels=0))
+    lack = re.escape("disk is required and missing: no mechanism works here (project: no quota here)")
+    async with trio.open_nursery() as nursery:
+        nsinit = FakeNsinit(config.data_dir, {}, nursery)
+        nsinit.disk_refused = {"project": "no quota here"}
+        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=lack), flatten_subgroups=True):
+            async with open_scripted(config, nsinit=nsinit, told=told.append):
+                pytest.fail("the tree runs")
+        nursery.cancel_scope.cancel()
     assert told == []
 
 
 async def test_what_is_in_force_is_told_once_it_is_known() -> None:
     """With everything that is required on, the start goes on."""
     told: list[System] = []
-    supervisor = supervisor_with(ProtectionState.ON)
-    await _guard(supervisor, CONFIG, told.append)
-    assert told == [supervisor.system_answer]
+    async with open_scripted(isolation=REQUIRED, told=told.append) as tree:
+        assert told == [await tree.supervisor.system()]
 
 
 def test_what_only_nsinit_knows_is_no_reason_to_refuse_before_it_has_spoken() -> None:
@@ -44,3 +47,10 @@ def test_what_only_nsinit_knows_is_no_reason_to_refuse_before_it_has_spoken() ->
     assert lacking(CONFIG, [disk], before_start=True) == []
     assert len(lacking(CONFIG, [disk])) == 1
     assert len(lacking(CONFIG, [disk, overlay], before_start=True)) == 1
+
+
+def test_what_lacks_is_named_with_its_fix() -> None:
+    """In one line."""
+    disk = Protection("disk", ProtectionState.MISSING, "as nsinit says", required=True, fix="mend it")
+    (line,) = lacking(CONFIG, [disk])
+    assert line.startswith("disk is required and missing: as nsinit says; mend it ")

@@ -5,58 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import attrs
+import pytest
 import trio
 import trio_websocket
 
-from sandkasten.actors.services.events import EventReader
-from sandkasten.api.app import make_app
+from sandkasten.actors import tree
+from sandkasten.actors.services.events import Flush
+from sandkasten.config.values import EventsSettings
+from sandkasten.journal.ring import Journal
 from sandkasten.model import EventType, SessionSpec
-from tests.actors.event_node import EventNode, running_node
-from tests.api.harness import KEY, Running, make_settings, read_until, request_bytes, running_app
-from tests.fakes.supervisor import FakeSupervisor
+from tests.api import harness
+from tests.api.harness import KEY, read_until, request_bytes
 from tests.waiting import patience
-
-
-class JournalSupervisor(FakeSupervisor):
-    """Sessions in memory, events from a journal as the real supervisor has it."""
-
-    def __init__(self, node: EventNode) -> None:
-        super().__init__()
-        self.event_node = node
-
-    def emit(self, kind: EventType, session_id: str, **data: object) -> None:
-        self.event_node.journal.emit(kind, session_id, **data)
-
-    @asynccontextmanager
-    async def events(  # type: ignore[override]  # the real reader, not the fake's
-        self, *, session_id: str | None = None, after: str | None = None
-    ) -> AsyncIterator[EventReader]:
-        if session_id is not None:
-            await self.get(session_id)
-        async with self.event_node.reader(session_id, after=after) as reader:
-            yield reader
 
 
 @attrs.frozen
 class Front:
-    """A server over a journal."""
+    """A server, and the journal behind it."""
 
-    running: Running
-    supervisor: JournalSupervisor
+    running: harness.RunningTree
 
     @property
-    def node(self) -> EventNode:
-        return self.supervisor.event_node
+    def journal(self) -> Journal:
+        return self.running.supervisor._journal
+
+    def emit(self, *numbers: int, session_id: str = "a" * 24) -> None:
+        for number in numbers:
+            self.journal.emit(EventType.PORT_OPENED, session_id, port=number, address="::")
+
+    async def flush(self) -> None:
+        await self.running.supervisor._writer.ask(Flush())
 
     async def session(self) -> str:
-        return (await self.supervisor.create(SessionSpec())).id
+        return (await self.running.supervisor.create(SessionSpec())).id
 
     async def no_reader_is_left(self) -> bool:
-        return self.node.journal.readers == 0
+        return self.journal.readers == 0
 
     @asynccontextmanager
     async def follow(
@@ -124,11 +112,13 @@ def path_of(session_id: str | None) -> str:
 
 
 @asynccontextmanager
-async def running_front(
-    path: Path, *, memory_events: int = 8192, kept: int = 100_000, **changes: Any
-) -> AsyncIterator[Front]:
-    """Serve the real front over a journal on `path`; `changes` are settings."""
-    async with running_node(path, memory_events=memory_events, kept=kept) as node:
-        supervisor = JournalSupervisor(node)
-        async with running_app(make_app(supervisor, settings=make_settings(**changes)), **changes) as running:
-            yield Front(running, supervisor)
+async def running_front(*, memory_events: int = 8192, kept: int = 100_000, **changes: Any) -> AsyncIterator[Front]:
+    """Serve the real front over the daemon's tree, whose journal has this many events in memory and in the database;
+    `changes` are settings.
+    """
+    with attrs.validators.disabled():  # fewer than a daemon may be told to keep
+        events = EventsSettings(keep=kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "Journal", partial(Journal, memory_events=memory_events))
+        async with harness.running_front(events=events, **changes) as running:
+            yield Front(running)

@@ -15,13 +15,11 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.app import make_app
 from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.config import Config
-from tests.fakes.supervisor import FakeSupervisor
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience
 
@@ -59,6 +57,7 @@ class Running:
     def client(self, **options: Any) -> httpx.AsyncClient:  # Any: httpx's own options
         token = options.pop("token", KEY)
         headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
+        options["verify"] = False  # nothing is encrypted here, and the certificates take 30 ms to load
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patience(), **options)
 
     async def is_alive(self) -> bool:
@@ -83,17 +82,6 @@ class RunningTree(Running):
         lease = (await self.supervisor.diagnose(session_id)).parts["lease"]
         assert isinstance(lease, Mapping)
         return int(lease["activities"])
-
-
-@attrs.define
-class RunningFake(Running):
-    """A front with a supervisor in memory behind it."""
-
-    supervisor: FakeSupervisor = attrs.field(kw_only=True)
-
-    @property
-    def tree(self) -> FakeSupervisor:
-        return self.supervisor
 
 
 def make_settings(**changes: Any) -> ApiSettings:  # Any: ApiSettings' fields
@@ -141,16 +129,6 @@ async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: f
         async with running_app(app, **changes) as running:
             running.ring = tree.supervisor.shares.ring
             yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree)
-
-
-@asynccontextmanager
-async def running_fake(**changes: Any) -> AsyncIterator[RunningFake]:  # Any: ApiSettings' fields
-    """Serve the front over a supervisor in memory."""
-    supervisor, shares = FakeSupervisor(), KeyShares(KeyRing())
-    app = make_app(supervisor, settings=make_settings(**changes), shares=shares)
-    async with running_app(app, **changes) as running:
-        running.ring = shares.ring
-        yield RunningFake(**attrs.asdict(running, recurse=False), supervisor=supervisor)
 
 
 async def read_to_end(stream: trio.SocketStream) -> bytes:

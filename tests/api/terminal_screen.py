@@ -10,9 +10,9 @@ from typing import Any
 import trio
 import trio.testing
 
-from tests.api.harness import RunningFake
+from tests.api.harness import RunningTree
 from tests.api.ws_client import Talk, make_session, talk
-from tests.fakes.supervisor import Run
+from tests.fakes.runner import Script, ScriptedRun
 from tests.waiting import patience
 
 
@@ -50,13 +50,14 @@ class Screen:
 
 
 @asynccontextmanager
-async def screen(running: RunningFake, session_id: str | None = None, query: str = "") -> AsyncIterator[Screen]:
-    """Open a terminal and take its `ready`."""
+async def screen(running: RunningTree, session_id: str | None = None, query: str = "") -> AsyncIterator[Screen]:
+    """Open a terminal, which echoes unless it has another script, and take its `ready`."""
+    running.tree.scripts.setdefault("", Script(echo=True))
     session_id = session_id or await make_session(running)
     async with talk(running, f"/v1/sessions/{session_id}/terminal/ws{query}") as client:
         yield Screen(client, await client.hear_text("ready"))
 
 
-def terminal(running: RunningFake) -> Run:
-    """Return the newest run of the fake."""
-    return running.supervisor.runs[-1]
+def terminal(running: RunningTree) -> ScriptedRun:
+    """Return the newest run."""
+    return running.tree.runs[-1]

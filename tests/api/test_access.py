@@ -9,8 +9,8 @@ import pytest
 
 from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
-from sandkasten.model import SessionSpec
-from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
+from sandkasten.model import SessionSpec, Status
+from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
 from tests.api.ws_client import client_frame, close_code, handshake
 
@@ -57,13 +57,15 @@ def _pattern(path: str) -> str:
     return path.removeprefix(_BENEATH).removeprefix("/") if path.startswith(_BENEATH) else path
 
 
-async def make_session(running: RunningFake, **labels: str) -> str:
+async def make_session(running: RunningTree, **labels: str) -> str:
+    """Return the id of a session with these labels, a new one unless one of them runs."""
     running.ring.replace([each.key for each in ISSUED])
     await running.supervisor.undrain()
-    return (await running.supervisor.create(SessionSpec(labels=labels))).id
+    found = (each.id for each in await running.supervisor.list(status=Status.RUNNING) if each.labels == labels)
+    return next(found, None) or (await running.supervisor.create(SessionSpec(labels=labels))).id
 
 
-async def refusal(running: RunningFake, issued: Issued, request: Request, session_id: str) -> tuple[int, str] | None:
+async def refusal(running: RunningTree, issued: Issued, request: Request, session_id: str) -> tuple[int, str] | None:
     """Return how a request was refused for want of a right or a reachable session, None if it was not."""
     path = request.path(session_id)
     async with (
@@ -89,7 +91,7 @@ def not_found(request: Request) -> tuple[int, str]:
 
 async def test_every_route_asks_the_key_for_what_it_needs() -> None:
     """All routes: a read-only key looks, a write key acts, and an admin key does all."""
-    async with running_fake() as running:
+    async with running_front() as running:
         for request in all_requests():
             for issued in (READ, WRITE, ADMIN):
                 session_id = await make_session(running, team="b")
@@ -104,7 +106,7 @@ async def test_every_route_asks_the_key_for_what_it_needs() -> None:
 async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
     """All routes: sessions without its label do not exist, the node is not its business, and it only looks if it may
     no more than look."""
-    async with running_fake() as running:
+    async with running_front() as running:
         foreign = await make_session(running, team="b")
         for request in all_requests():
             for issued in (CONFINED, CONFINED_READ):
@@ -121,7 +123,7 @@ async def test_a_confined_key_finds_nothing_of_others_on_any_route() -> None:
 
 async def test_a_confined_key_works_in_its_own_sessions() -> None:
     """Requests that are refused for others' sessions are served for a session that carries the label."""
-    async with running_fake() as running:
+    async with running_front() as running:
         for request in all_requests():
             if request.pattern in ABOUT_NO_SESSION or request.method == "HEAD":
                 continue
@@ -131,7 +133,7 @@ async def test_a_confined_key_works_in_its_own_sessions() -> None:
 
 async def test_the_answer_for_others_sessions_is_that_for_none() -> None:
     """Not a byte tells them apart, but for the ids that were asked for."""
-    async with running_fake() as running, running.client(token=CONFINED.token) as client:
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
         foreign, missing = await make_session(running, team="b"), "f" * 24
         answers = []
         for session_id in (foreign, missing):
@@ -142,7 +144,7 @@ async def test_the_answer_for_others_sessions_is_that_for_none() -> None:
 
 async def test_a_confined_key_lists_and_makes_only_what_is_its_own() -> None:
     """The label is put on what it makes, kept on what it changes, and filters what it lists."""
-    async with running_fake() as running, running.client(token=CONFINED.token) as client:
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
         await make_session(running, team="b")
         made = (await client.post(SESSIONS, json={"labels": {"more": "yes"}})).json()
         assert made["labels"] == {"more": "yes", "team": "a"}
@@ -154,33 +156,38 @@ async def test_a_confined_key_lists_and_makes_only_what_is_its_own() -> None:
             await client.patch(f"{SESSIONS}/{made['id']}", json={"labels": {"team": "b"}}),
         ):
             assert (answer.status_code, answer.json()["error_code"]) == (403, "FORBIDDEN")
-        assert len(running.supervisor.sessions) == 2
+        assert len(await running.supervisor.list()) == 2
 
 
 async def test_a_confined_key_hears_only_of_its_own_sessions() -> None:
     """Over server-sent events, those that are kept included."""
-    async with running_fake() as running:
+    async with running_front() as running:
+        async with running.supervisor.events() as events:
+            start = events.cursor
         foreign, own = await make_session(running, team="b"), await make_session(running, team="a")
         await running.supervisor.destroy(foreign)
         await running.supervisor.destroy(own)
         head = {"Authorization": f"Bearer {CONFINED.token}"}
         async with await running.connect() as stream:
-            await stream.send_all(request_bytes("GET", "/v1/events?cursor=00000000", headers=head))
+            await stream.send_all(request_bytes("GET", f"/v1/events?cursor={start}", headers=head))
             heard = (await read_until(stream, b"event: session.destroyed\ndata: ")).decode()
         assert (own in heard, foreign in heard) == (True, False)
 
 
 async def test_idempotency_keys_of_two_keys_do_not_meet() -> None:
     """Each API key has its own; those of the configured key are as they were before there were others."""
-    async with running_fake() as running:
-        await make_session(running)
+    async with running_front() as running:
+        running.ring.replace([each.key for each in ISSUED])
+        ids = []
         for options in ({"token": WRITE.token}, {"token": ADMIN.token}, {}):
             async with running.client(**options) as client:
-                await client.post(SESSIONS, headers={"Idempotency-Key": "once"})
-        names = [spec.idempotency_key for spec in running.supervisor.specs[1:]]
-        assert len(set(names)) == 3
-        assert names[2] == "once"
-        assert [spec.key_id for spec in running.supervisor.specs[1:]] == [WRITE.key.id, ADMIN.key.id, "configured"]
+                made = [await client.post(SESSIONS, headers={"Idempotency-Key": "once"}) for _ in range(2)]
+                assert made[0].json()["id"] == made[1].json()["id"]
+                ids.append(made[0].json()["id"])
+        assert len(set(ids)) == 3
+        again = await running.supervisor.create(SessionSpec(idempotency_key="once", key_id="configured"))
+        sessions = [await running.supervisor.get(each) for each in ids]
+        assert ([each.key_id for each in sessions], again.id) == ([WRITE.key.id, ADMIN.key.id, "configured"], ids[2])
 
 
 # WebSockets ---------------------------------------------------------------------------------------------------------
@@ -206,7 +213,7 @@ async def test_websockets_ask_as_well_by_header_and_by_first_message(
     issued: Issued, session: str, expected: dict[str, int]
 ) -> None:
     """Every WebSocket, with the key in either place: the handshake's status, or a close code of 4000 more."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running, team="a" if session == "own" else "b")
         paths = websocket_paths(session_id)
         assert paths.keys() == expected.keys()
@@ -216,13 +223,13 @@ async def test_websockets_ask_as_well_by_header_and_by_first_message(
                 assert await close_after_message(running, path, issued.token) == 4000 + expected[pattern]
 
 
-async def status_of_handshake(running: RunningFake, path: str, token: str) -> int:
+async def status_of_handshake(running: RunningTree, path: str, token: str) -> int:
     async with await running.connect() as stream:
         await stream.send_all(handshake(path, {"Authorization": f"Bearer {token}"}))
         return int((await stream.receive_some(4096)).split(b" ")[1])
 
 
-async def close_after_message(running: RunningFake, path: str, token: str) -> int:
+async def close_after_message(running: RunningTree, path: str, token: str) -> int:
     async with await running.connect() as stream:
         await stream.send_all(handshake(path, {}) + client_frame(1, f'{{"type":"auth","key":"{token}"}}'.encode()))
         return await close_code(stream)

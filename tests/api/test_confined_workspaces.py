@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
+from sandkasten.model.errors import Conflict
 from sandkasten.model.workspace import WorkspaceSpec
-from tests.api.harness import RunningFake, running_fake
+from tests.api.harness import RunningTree, running_front
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED
 from tests.api.test_access import ABOUT_WORKSPACES, Request, all_requests
 
 TOP = "/v1/workspaces"
 ONE_WORKSPACE = [each for each in all_requests() if each.pattern in ABOUT_WORKSPACES - {TOP}]
+EMPTY = bytes(1024)
+"""Archive without files."""
+
 FOREIGN, OWN = WorkspaceSpec({"team": "b"}), WorkspaceSpec({"team": "a"})
 
 
@@ -27,57 +32,61 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
         case "POST", "fs/upload":
             options = {"files": {"file": ("f", b"x")}}
         case "POST", "import":
-            options = {"content": b"x" * 1024, "params": {"replace": "true"}}
+            options = {"content": EMPTY, "params": {"replace": "true"}}
         case "PUT" | "PATCH", _:
             options = {"json": {}}
         case _, _:
-            options = {"params": {"path": "" if pattern == "fs" and request.method != "DELETE" else "f"}}
+            is_directory = pattern in ("fs", "fs/download") and request.method != "DELETE"
+            options = {"params": {"path": "" if is_directory else "f"}}
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)
 
 
-def prepare(running: RunningFake, **workspaces: WorkspaceSpec) -> None:
+async def prepare(running: RunningTree, **workspaces: WorkspaceSpec) -> None:
+    """Make the workspaces that there are not, each with a file."""
     running.ring.replace([each.key for each in ISSUED])
     for name, spec in workspaces.items():
-        running.supervisor.make(name, spec)
-        running.supervisor.workspace_files[name]["/workspace/f"] = b"kept"
+        with suppress(Conflict):
+            await running.supervisor.make_workspace(name, spec)
+        (running.tree.nsinit.workspace(name) / "f").write_bytes(b"kept")
 
 
 @pytest.mark.parametrize("spec", [FOREIGN, WorkspaceSpec()])
 async def test_a_workspace_without_the_label_does_not_exist(spec: WorkspaceSpec) -> None:
     """All routes: one with another value, or with no labels, is 404 as one that is not there, and stays as it was."""
     assert len(ONE_WORKSPACE) >= 14
-    async with running_fake() as running, running.client(token=CONFINED.token) as client:
-        prepare(running, theirs=spec)
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
+        await prepare(running, theirs=spec)
         for request in ONE_WORKSPACE:
             answer = await ask(client, request, "theirs")
             assert answer.status_code == 404, request
             if request.method != "HEAD":
                 assert answer.json()["error_code"] == "WORKSPACE_NOT_FOUND", request
-        assert running.supervisor.workspace_files == {"theirs": {"/workspace/f": b"kept"}}
-        assert running.supervisor.known["theirs"].labels == spec.labels
+        top = running.tree.nsinit.workspace("theirs")
+        assert [(each.name, each.read_bytes()) for each in top.iterdir()] == [("f", b"kept")]
+        assert (await running.supervisor.workspace("theirs")).labels == spec.labels
         assert (await client.get(TOP)).json()["workspaces"] == []
 
 
 async def test_a_confined_key_works_in_its_own_workspaces() -> None:
     """All routes are served with one that carries the label; one that only looks, looks."""
-    async with running_fake() as running:
+    async with running_front() as running:
         for request in ONE_WORKSPACE:
-            prepare(running, mine=OWN)
+            await prepare(running, mine=OWN)
             async with running.client(token=CONFINED.token) as client:
                 assert (await ask(client, request, "mine")).status_code in (200, 201), request
-            prepare(running, mine=OWN)
+            await prepare(running, mine=OWN)
             async with running.client(token=CONFINED_READ.token) as client:
                 assert (await ask(client, request, "mine")).status_code == (200 if request.looks else 403), request
 
 
 async def test_what_a_confined_key_makes_carries_its_label() -> None:
     """By POST, PUT, by writing a file or importing; it can't be taken off or changed, nor a taken name be had."""
-    async with running_fake() as running, running.client(token=CONFINED.token) as client:
-        prepare(running, theirs=FOREIGN)
+    async with running_front() as running, running.client(token=CONFINED.token) as client:
+        await prepare(running, theirs=FOREIGN)
         assert (await client.post(TOP, json={"id": "w1", "labels": {"more": "x"}})).status_code == 201
         assert (await client.put(f"{TOP}/w2", json={})).status_code == 201
         assert (await client.post(f"{TOP}/w3/fs/write", json={"path": "f", "text": "x"})).status_code == 200
-        assert (await client.post(f"{TOP}/w4/import", content=b"x" * 1024)).status_code == 201
+        assert (await client.post(f"{TOP}/w4/import", content=EMPTY)).status_code == 201
         assert (await client.patch(f"{TOP}/w1", json={"labels": {}})).json()["labels"] == {"team": "a"}
         listed = (await client.get(TOP)).json()["workspaces"]
         assert [(each["id"], each["labels"]) for each in listed] == [(f"w{n}", {"team": "a"}) for n in (1, 2, 3, 4)]
@@ -89,18 +98,16 @@ async def test_what_a_confined_key_makes_carries_its_label() -> None:
         ):
             assert (answer.status_code, answer.json()["error_code"]) == (403, "FORBIDDEN")
         assert (await client.post(TOP, json={"id": "theirs"})).status_code == 409
-        assert "w5" not in running.supervisor.known
+        assert not running.tree.nsinit.workspace("w5").exists()
 
 
-async def test_a_session_of_a_confined_key_asks_for_workspaces_with_its_label() -> None:
-    """The supervisor is told the label of a confined key, by which it decides about attaching; others' keys ask without
-    one.
-    """
-    async with running_fake() as running:
-        prepare(running)
-        for token in (CONFINED.token, ADMIN.token):
-            async with running.client(token=token) as client:
-                assert (await client.post("/v1/sessions", json={"workspace_id": "ws"})).status_code == 201
-                assert (await client.post("/v1/sessions", json={})).status_code == 201
-        asked = [dict(spec.workspace_within) for spec in running.supervisor.specs]
-        assert asked == [{"team": "a"}, {}, {}, {}]
+async def test_a_session_of_a_confined_key_gets_workspaces_with_its_label() -> None:
+    """Others do not exist for it, and one that is new carries the label; other keys get any."""
+    async with running_front() as running:
+        await prepare(running, theirs=FOREIGN, mine=OWN)
+        for issued, expected in ((CONFINED, {"theirs": 404, "mine": 201, "new": 201}), (ADMIN, {"theirs": 201})):
+            async with running.client(token=issued.token) as client:
+                for name, status in expected.items():
+                    answer = await client.post("/v1/sessions", json={"workspace_id": name})
+                    assert answer.status_code == status, name
+        assert (await running.supervisor.workspace("new")).labels == {"team": "a"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,32 +14,27 @@ from tests.api.harness import read_until, request_bytes
 from tests.waiting import until
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "test.db"
-
-
-async def test_the_answer_begins_at_once_with_a_cursor(path: Path) -> None:
+async def test_the_answer_begins_at_once_with_a_cursor() -> None:
     """Although nothing happens; and a client may come back with that cursor."""
-    async with running_front(path) as front:
+    async with running_front() as front:
         async with front.follow() as stream:
             assert b"content-type: text/event-stream" in stream.head
             assert b"cache-control: no-cache" in stream.head
-            assert await stream.next() == f": ping\nid: {front.node.journal.head}\n\n".encode()
-            cursor = front.node.journal.head
-        front.node.emit(1)
+            assert await stream.next() == f": ping\nid: {front.journal.head}\n\n".encode()
+            cursor = front.journal.head
+        front.emit(1)
         async with front.follow(headers={"Last-Event-ID": cursor}) as stream:
             assert [event["data"] for event in await stream.events(1)] == [{"port": 1, "address": "::"}]
 
 
-async def test_an_event_is_spelled_exactly(path: Path) -> None:
+async def test_an_event_is_spelled_exactly() -> None:
     """Id, name, one line of ASCII JSON, an empty line; all in one write."""
-    async with running_front(path) as front, front.follow() as stream:
+    async with running_front() as front, front.follow() as stream:
         await stream.next()
-        front.supervisor.emit(EventType.OOM, "a" * 24, victim="pythön\u2028\x85\n\r", oom_kills=1)
+        front.journal.emit(EventType.OOM, "a" * 24, victim="pythön\u2028\x85\n\r", oom_kills=1)
         block = await stream.next()
-        cursor = front.node.journal.head
-        (told,), _ = front.node.journal.page(cursor[:-1] + "0", None, limit=1)
+        cursor = front.journal.head
+        (told,), _ = front.journal.page(cursor[:-1] + "0", None, limit=1)
         moment = told.time.strftime("%Y-%m-%dT%H:%M:%S.") + f"{told.time.microsecond // 1000:03d}Z"
         assert block.decode("ascii") == (
             f"id: {cursor}\nevent: oom\n"
@@ -50,52 +44,52 @@ async def test_an_event_is_spelled_exactly(path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["x" * (MAX_DATA_BYTES - 13), "\U0001f600" * 9000], ids=["longest", "wide"])
-async def test_no_event_is_larger_than_4_kib(path: Path, victim: str) -> None:
+async def test_no_event_is_larger_than_4_kib(victim: str) -> None:
     """The longest data, the longest type, the longest id of a session."""
-    async with running_front(path) as front, front.follow() as stream:
+    async with running_front() as front, front.follow() as stream:
         await stream.next()
-        front.supervisor.emit(EventType.PROCESS_EXITED, "a" * 32, victim=victim)
+        front.journal.emit(EventType.PROCESS_EXITED, "a" * 32, victim=victim)
         block = await stream.next()
         assert 1000 < len(block) <= 4096
         assert block.isascii()
 
 
-async def test_each_event_comes_when_it_happens(path: Path) -> None:
+async def test_each_event_comes_when_it_happens() -> None:
     """Of all sessions, or of one."""
-    async with running_front(path) as front:
+    async with running_front() as front:
         one, other = await front.session(), await front.session()
         async with front.follow() as everything, front.follow(session_id=one) as mine:
             await everything.next()
             await mine.next()
             for number, session_id in enumerate((other, one, other, one)):
-                front.node.emit(number, session_id=session_id)
+                front.emit(number, session_id=session_id)
                 assert [each["session_id"] for each in await everything.events(1)] == [session_id]
             assert [each["data"]["port"] for each in await mine.events(2)] == [1, 3]
 
 
-async def test_only_the_types_that_are_asked_for_come(path: Path) -> None:
+async def test_only_the_types_that_are_asked_for_come() -> None:
     """With commas between them."""
-    async with running_front(path) as front, front.follow("?types=oom,exec.ended") as stream:
+    async with running_front() as front, front.follow("?types=oom,exec.ended") as stream:
         for kind in EventType:
-            front.supervisor.emit(kind, "a" * 24)
+            front.journal.emit(kind, "a" * 24)
         assert [each["type"] for each in await stream.events(2)] == ["exec.ended", "oom"]
 
 
-async def test_the_history_of_an_ended_session_is_readable(path: Path) -> None:
+async def test_the_history_of_an_ended_session_is_readable() -> None:
     """From its beginning, with the cursor 0."""
-    async with running_front(path) as front:
+    async with running_front() as front:
         session_id = await front.session()
-        front.node.emit(1, session_id=session_id)
-        await front.supervisor.destroy(session_id)
+        front.emit(1, session_id=session_id)
+        await front.running.supervisor.destroy(session_id)
         async with front.follow("?cursor=0", session_id=session_id) as stream:
             types = [each["type"] for each in await stream.events(3)]
         assert types == ["session.created", "port.opened", "session.destroyed"]
 
 
-async def test_a_client_reads_on_behind_its_last_event(path: Path) -> None:
+async def test_a_client_reads_on_behind_its_last_event() -> None:
     """The `Last-Event-ID` that a browser sends by itself wins over the query with which the stream was opened."""
-    async with running_front(path) as front:
-        front.node.emit(*range(10))
+    async with running_front() as front:
+        front.emit(*range(10))
         async with front.follow("?cursor=0") as stream:
             cursors = [each["cursor"] for each in await stream.events(10)]
         async with front.follow(f"?cursor={cursors[2]}") as stream:
@@ -104,16 +98,16 @@ async def test_a_client_reads_on_behind_its_last_event(path: Path) -> None:
             assert [each["cursor"] for each in await stream.events(3)] == cursors[7:]
 
 
-async def test_silence_is_filled_with_pings_that_move_the_cursor(path: Path) -> None:
+async def test_silence_is_filled_with_pings_that_move_the_cursor() -> None:
     """A plain comment while nothing at all happens; with an id when the journal went on with other events."""
-    async with running_front(path, ping_interval_s=0.05) as front, front.follow("?types=oom") as stream:
+    async with running_front(ping_interval_s=0.05) as front, front.follow("?types=oom") as stream:
         await stream.next()
         assert await stream.next() == b": ping\n\n"
-        front.node.emit(1, 2, 3)
+        front.emit(1, 2, 3)
         block = await stream.next()
         while block == b": ping\n\n":
             block = await stream.next()
-        assert block == f": ping\nid: {front.node.journal.head}\n\n".encode()
+        assert block == f": ping\nid: {front.journal.head}\n\n".encode()
         assert await stream.next() == b": ping\n\n"
 
 
@@ -133,20 +127,20 @@ async def test_silence_is_filled_with_pings_that_move_the_cursor(path: Path) -> 
         ("cursor=%FF", "query"),
     ],
 )
-async def test_a_bad_query_is_refused_by_name(path: Path, query: str, field: str) -> None:
+async def test_a_bad_query_is_refused_by_name(query: str, field: str) -> None:
     """Before anything is read, as ordinary errors."""
-    async with running_front(path) as front, front.running.client() as client:
+    async with running_front() as front, front.running.client() as client:
         session_id = await front.session()
         for url in ("/v1/events", f"/v1/sessions/{session_id}/events"):
             answer = await client.get(f"{url}?{query}")
             assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
             assert field in answer.json()["details"]
-        assert front.node.journal.readers == 0
+        assert front.journal.readers == 0
 
 
-async def test_who_may_not_or_asks_wrongly_gets_no_stream(path: Path) -> None:
+async def test_who_may_not_or_asks_wrongly_gets_no_stream() -> None:
     """No key, no such session, another method, too many readers."""
-    async with running_front(path) as front, front.running.client() as client:
+    async with running_front() as front, front.running.client() as client:
         session_id = await front.session()
         for url in ("/v1/events", f"/v1/sessions/{session_id}/events"):
             assert (await client.get(url, headers={"Authorization": "Bearer wrong"})).status_code == 401
@@ -154,53 +148,53 @@ async def test_who_may_not_or_asks_wrongly_gets_no_stream(path: Path) -> None:
             assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
         assert (await client.get(f"/v1/sessions/{'0' * 24}/events")).json()["error_code"] == "SESSION_NOT_FOUND"
         for _ in range(MAX_READERS):
-            front.node.journal.listen(None)
+            front.journal.listen(None)
         full = await client.get("/v1/events")
         assert (full.status_code, full.json()["error_code"]) == (503, "CAPACITY")
 
 
-async def test_a_cursor_that_is_gone_is_said_with_the_oldest(path: Path) -> None:
+async def test_a_cursor_that_is_gone_is_said_with_the_oldest() -> None:
     """From the oldest cursor the client can go on."""
-    async with running_front(path, memory_events=16, kept=20) as front, front.running.client() as client:
-        first = front.node.journal.head
+    async with running_front(memory_events=16, kept=20) as front, front.running.client() as client:
+        first = front.journal.head
         for start in range(0, 100, 10):
-            front.node.emit(*range(start, start + 10))
-            await front.node.flush()
+            front.emit(*range(start, start + 10))
+            await front.flush()
         answer = await client.get("/v1/events", params={"cursor": first})
         assert (answer.status_code, answer.json()["error_code"]) == (410, "CURSOR_GONE")
         async with front.follow(f"?cursor={answer.json()['details']['oldest_cursor']}") as stream:
             assert [each["data"]["port"] for each in await stream.events(20)] == list(range(80, 100))
 
 
-async def test_a_client_that_leaves_frees_its_place(path: Path) -> None:
+async def test_a_client_that_leaves_frees_its_place() -> None:
     """Without anything being sent to it."""
-    async with running_front(path) as front:
+    async with running_front() as front:
         async with front.follow() as stream:
             await stream.next()
-            assert front.node.journal.readers == 1
+            assert front.journal.readers == 1
         await until(front.no_reader_is_left)
 
 
-async def test_a_client_that_does_not_read_stops_nobody(path: Path) -> None:
+async def test_a_client_that_does_not_read_stops_nobody() -> None:
     """The others get everything; the write deadline ends it and frees its place."""
-    async with running_front(path, memory_events=64, write_timeout_s=0.5) as front:
+    async with running_front(memory_events=64, write_timeout_s=0.5) as front:
         connection = await front.running.connect(receive_buffer=4096)
         async with connection, front.follow() as quick:
             await connection.send_all(request_bytes("GET", "/v1/events"))
             await read_until(connection, b"id: ")
             for number in range(4000):
-                front.supervisor.emit(EventType.OOM, "a" * 24, victim="x" * 1000, oom_kills=number)
+                front.journal.emit(EventType.OOM, "a" * 24, victim="x" * 1000, oom_kills=number)
                 assert (await quick.events(1))[0]["data"]["oom_kills"] == number
 
             async def one_is_left() -> bool:
-                return front.node.journal.readers == 1
+                return front.journal.readers == 1
 
             await until(one_is_left)
 
 
-async def test_a_client_that_falls_behind_all_that_is_kept_is_told(path: Path) -> None:
+async def test_a_client_that_falls_behind_all_that_is_kept_is_told() -> None:
     """In the stream: what came before is in order and whole, then one error, then the end."""
-    async with running_front(path, memory_events=32, kept=50) as front:
+    async with running_front(memory_events=32, kept=50) as front:
         connection = await front.running.connect(receive_buffer=4096)
         async with connection:
             await connection.send_all(request_bytes("GET", "/v1/events"))
@@ -208,8 +202,8 @@ async def test_a_client_that_falls_behind_all_that_is_kept_is_told(path: Path) -
             assert head.startswith(b"HTTP/1.1 200 ")
             for start in range(0, 9000, 20):
                 for number in range(start, start + 20):
-                    front.supervisor.emit(EventType.OOM, "a" * 24, victim="x" * 1000, oom_kills=number)
-                await front.node.flush()
+                    front.journal.emit(EventType.OOM, "a" * 24, victim="x" * 1000, oom_kills=number)
+                await front.flush()
             stream = Blocks(connection, head, rest)
             await stream.next()
             seen = 0
@@ -218,16 +212,16 @@ async def test_a_client_that_falls_behind_all_that_is_kept_is_told(path: Path) -
                 seen += 1
             error = json.loads(fields["data"])
             assert (error["error_code"], error["error"]) == ("CURSOR_GONE", error["message"])
-            assert error["details"]["oldest_cursor"] == front.node.journal.floor
+            assert error["details"]["oldest_cursor"] == front.journal.floor
             assert await stream.next() == b""
             assert 0 < seen < 8950
 
 
-async def test_a_stop_of_the_server_ends_streams_in_time(path: Path) -> None:
+async def test_a_stop_of_the_server_ends_streams_in_time() -> None:
     """Event streams would otherwise go on for ever."""
-    async with running_front(path, graceful_timeout_s=0.1) as front:
+    async with running_front(graceful_timeout_s=0.1) as front:
         async with front.follow() as stream, front.websocket() as connection:
             await stream.next()
             await connection.get_message()
             assert await front.running.stop() < 2
-        assert front.node.journal.readers == 0
+        assert front.journal.readers == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 
-from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.guard import Message
@@ -14,11 +15,12 @@ from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.model.errors import DiskFull
 from tests.api.harness import make_settings
-from tests.fakes.supervisor import FakeSupervisor
+from tests.fakes.tree import open_scripted
 
 
-def make_exchange(*messages: Message) -> Exchange:
-    """Return an exchange whose client sends `messages` and then nothing."""
+@asynccontextmanager
+async def open_exchange(*messages: Message) -> AsyncIterator[Exchange]:
+    """Make an exchange whose client sends `messages` and then nothing."""
     waiting = list(messages)
 
     async def receive() -> Message:
@@ -31,16 +33,17 @@ def make_exchange(*messages: Message) -> Exchange:
         await trio.lowlevel.checkpoint()
 
     scope = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
-    return Exchange(
-        scope,
-        receive,
-        send,
-        supervisor=FakeSupervisor(),
-        settings=make_settings(),
-        shares=KeyShares(KeyRing()),
-        metrics=FrontMetrics(),
-        zstandard=Zstandard(),
-    )
+    async with open_scripted() as tree:
+        yield Exchange(
+            scope,
+            receive,
+            send,
+            supervisor=tree.supervisor,
+            settings=make_settings(),
+            shares=tree.supervisor.shares,
+            metrics=FrontMetrics(),
+            zstandard=Zstandard(),
+        )
 
 
 async def test_work_that_ends_gives_its_value() -> None:
@@ -50,13 +53,15 @@ async def test_work_that_ends_gives_its_value() -> None:
         await trio.lowlevel.checkpoint()
         return 42
 
-    assert await make_exchange().until_disconnect(work) == 42
+    async with open_exchange() as exchange:
+        assert await exchange.until_disconnect(work) == 42
 
 
 async def test_a_disconnect_cancels_the_work() -> None:
     """The work ends with one exception, not a group."""
-    with pytest.raises(ClientGone):
-        await make_exchange({"type": "http.disconnect"}).until_disconnect(trio.sleep_forever)
+    async with open_exchange({"type": "http.disconnect"}) as exchange:
+        with pytest.raises(ClientGone):
+            await exchange.until_disconnect(trio.sleep_forever)
 
 
 @pytest.mark.parametrize("error", [ClientGone(), DiskFull("no space left")])
@@ -67,8 +72,9 @@ async def test_what_the_work_raises_comes_out_as_it_is(error: Exception) -> None
         await trio.lowlevel.checkpoint()
         raise error
 
-    with pytest.raises(type(error)):
-        await make_exchange().until_disconnect(work)
+    async with open_exchange() as exchange:
+        with pytest.raises(type(error)):
+            await exchange.until_disconnect(work)
 
 
 async def test_a_client_gone_from_within_a_nursery_comes_out_alone() -> None:
@@ -78,15 +84,14 @@ async def test_a_client_gone_from_within_a_nursery_comes_out_alone() -> None:
         async with trio.open_nursery():
             raise ClientGone
 
-    with pytest.raises(ClientGone):
-        await make_exchange().until_disconnect(work)
+    async with open_exchange() as exchange:
+        with pytest.raises(ClientGone):
+            await exchange.until_disconnect(work)
 
 
 async def test_a_body_that_stops_in_the_middle_is_a_client_gone() -> None:
     """Half a body is never taken for a whole one."""
-    exchange = make_exchange(
-        {"type": "http.request", "body": b"{", "more_body": True},
-        {"type": "http.disconnect"},
-    )
-    with pytest.raises(ClientGone):
-        await exchange.read_body(limit_bytes=100)
+    half: Message = {"type": "http.request", "body": b"{", "more_body": True}
+    async with open_exchange(half, {"type": "http.disconnect"}) as exchange:
+        with pytest.raises(ClientGone):
+            await exchange.read_body(limit_bytes=100)

@@ -23,7 +23,7 @@ async def write(running: RunningTree, client: httpx.AsyncClient, **body: str) ->
 
 def stored(running: RunningTree) -> dict[str, bytes]:
     """Return the files of all sessions by path."""
-    return {path: content for runner in running.tree.runners.values() for path, content in runner.files.items()}
+    return dict(file for runner in running.tree.runners.values() for file in runner.files.content().items())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ async def test_a_large_file_is_read_in_bounded_memory() -> None:
     """100 MiB pass through without being held."""
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
-        running.tree.runner.sizes["/workspace/big"] = 100 * MIB
+        with running.tree.runner.files.path("big").open("wb") as file:
+            file.truncate(100 * MIB)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         received = 0
         async with client.stream("GET", f"{url}/fs/read?path=big&max_bytes={100 * MIB}") as answer:
@@ -132,7 +133,8 @@ async def test_a_reader_that_leaves_ends_the_read() -> None:
     async with running_front() as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        running.tree.runner.sizes["/workspace/big"] = 100 * MIB
+        with running.tree.runner.files.path("big").open("wb") as file:
+            file.truncate(100 * MIB)
         connection = await running.connect()
         await connection.send_all(request_bytes("GET", f"{url}/fs/read?path=big&max_bytes={100 * MIB}"))
         await read_until(connection, b"content_base64")

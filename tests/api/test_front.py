@@ -150,7 +150,7 @@ async def test_head_answers_like_get_without_a_body() -> None:
     """In both halves."""
     async with running_front() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()["id"]
-        running.tree.runner.files["/workspace/a"] = b"x"
+        running.tree.runner.files.path("a").write_bytes(b"x")
         for path in ("/healthz", "/v1/sessions", f"/v1/sessions/{session}/fs/read?path=a"):
             answer = await client.head(path)
             assert (answer.status_code, answer.content) == (200, b"")

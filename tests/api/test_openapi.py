@@ -21,8 +21,8 @@ from sandkasten.api.openapi import document, schema_of
 from sandkasten.api.resources import fields
 from sandkasten.api.routes import TABLE
 from sandkasten.model import SessionSpec, SessionStats
-from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
-from tests.fakes.supervisor import Script
+from tests.api.harness import RunningTree, read_until, request_bytes, running_front
+from tests.fakes.runner import Script
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = document(TABLE.routes, "1.0")
@@ -49,7 +49,7 @@ OPERATIONS_BY_ID = {
 async def test_it_is_a_valid_description_and_needs_a_key() -> None:
     """By the standard's own schema; over HTTP it is the same document."""
     validate(DOCUMENT)
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await client.get("/openapi.json")
         assert answer.headers["content-type"] == "application/json"
         served = answer.json()
@@ -64,7 +64,7 @@ def test_every_operation_has_an_id_of_its_own() -> None:
 
 async def test_what_is_described_is_served() -> None:
     """No described route is unknown, WebSockets included, and a method that is not described is refused there."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         for path, methods in DOCUMENT["paths"].items():
             filled = re.sub(r"\{\w+\}", "0123456789abcdef01234567", path)
             for method, operation in methods.items():
@@ -80,7 +80,7 @@ async def test_what_is_described_is_served() -> None:
                 assert (await client.request("OPTIONS", filled)).status_code == 405, path
 
 
-async def _upgrade(running: RunningFake, path: str) -> str:
+async def _upgrade(running: RunningTree, path: str) -> str:
     """Ask for a WebSocket and return the refusal."""
     async with await running.connect() as stream:
         await stream.send_all(request_bytes("GET", path, headers=UPGRADE))
@@ -174,9 +174,9 @@ def _validator(schema: dict[str, Any]) -> Draft202012Validator:  # JSON values
 async def test_answers_are_as_described() -> None:
     """Of every route that answers with JSON, and of errors; members that are not described are found, too."""
     seen = set()
-    async with running_fake() as running, running.client() as client:
-        running.supervisor.scripts["echo x"] = Script()
-        running.supervisor.scripts["top"] = Script(echo=True, ignores=frozenset({10}))
+    async with running_front() as running, running.client() as client:
+        running.tree.scripts["echo x"] = Script()
+        running.tree.scripts["top"] = Script(echo=True, ignores=frozenset({10}))
         process = {"cmd": "top", "process_id": "p", "tty": {"cols": 80, "rows": 24}}
         made = await client.post("/v1/sessions", json={"labels": {"a": "b"}})
         path, space = f"/v1/sessions/{made.json()['id']}", "/v1/workspaces/ws"
@@ -240,7 +240,7 @@ async def test_answers_are_as_described() -> None:
         form: dict[str, Any] = {"files": {"file": ("f", b"x")}}
         session = await running.supervisor.create(SessionSpec())
         path = f"/v1/sessions/{session.id}"
-        check("post_v_workspaces_id_import", await client.post("/v1/workspaces/other/import", content=b"any"))
+        check("post_v_workspaces_id_import", await client.post("/v1/workspaces/other/import", content=bytes(1024)))
         check("post_v_sessions_id_fs_upload", await client.post(f"{path}/fs/upload", **form))
         check("post_v_workspaces_id_fs_upload", await client.post("/v1/workspaces/other/fs/upload", **form))
         error = (await client.get("/v1/sessions/0123456789abcdef")).json()

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+
 import httpx
 import pytest
 import trio
-import trio.testing
 
-from sandkasten.model import Port, ProcessSpec, Stream, TerminalSize
-from tests.api.harness import RunningFake, read_until, request_bytes, running_fake
+from runner.wire import protocol
+from sandkasten.model import Stream
+from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.api.test_exec import make_session
-from tests.fakes.supervisor import Run, Script
-from tests.waiting import patience
+from tests.fakes.runner import Script, ScriptedRun
+from tests.waiting import until
 
 
-async def start(running: RunningFake, client: httpx.AsyncClient, script: Script) -> tuple[str, str, Run]:
+async def start(running: RunningTree, client: httpx.AsyncClient, script: Script) -> tuple[str, str, ScriptedRun]:
     """Start one scripted process; return the session's URL, the process's, and its run."""
     url = await make_session(running, client)
-    running.supervisor.scripts["serve"] = script
+    running.tree.scripts["serve"] = script
     answer = await client.post(f"{url}/processes", json={"cmd": "serve", "process_id": "p-1"})
     assert answer.status_code == 201
-    return url, f"{url}/processes/p-1", running.supervisor.runs[-1]
+    return url, f"{url}/processes/p-1", running.tree.runs[-1]
+
+
+async def is_followed(running: RunningTree, url: str) -> bool:
+    """Whether a request waits for something in the session."""
+    return await running.activities(url.rpartition("/")[2]) > 0
+
+
+async def is_left_alone(running: RunningTree, url: str) -> bool:
+    return not await is_followed(running, url)
 
 
 async def test_a_process_is_started_with_all_that_was_said() -> None:
     """The answer shows the process as it is, running."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
-        running.supervisor.scripts["srv -p 80"] = Script(hold=trio.Event())
+        running.tree.scripts["srv -p 80"] = Script(hold=trio.Event())
         body = {
             "argv": ["srv", "-p", "80"],
             "process_id": "p-1",
@@ -51,27 +62,22 @@ async def test_a_process_is_started_with_all_that_was_said() -> None:
         }
         assert answer.status_code == 201
         assert seen | wanted == seen
-        assert running.supervisor.runs[0].process == ProcessSpec(
-            argv=("srv", "-p", "80"),
-            process_id="p-1",
-            cwd="/tmp",
-            env={"A": "1"},
-            user="app",
-            terminal=TerminalSize(100, 30),
-            keep_alive=True,
-        )
+        request = running.tree.runs[0].request
+        assert isinstance(request, protocol.RunProgram)
+        assert (request.argv, request.cwd, request.user) == (("srv", "-p", "80"), "/tmp", "app")
+        assert (request.env["A"], request.terminal) == ("1", protocol.TerminalSize(100, 30))
         assert (await client.get(f"{url}/processes/p-1")).json() == seen
 
 
 async def test_a_repeated_start_attaches() -> None:
     """With the same body; with another one it is 409."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _, _ = await start(running, client, Script(hold=trio.Event()))
         body = {"cmd": "serve", "process_id": "p-1"}
         assert (await client.post(f"{url}/processes", json=body)).json()["process_id"] == "p-1"
         answer = await client.post(f"{url}/processes", json=body | {"keep_alive": True})
         assert (answer.status_code, answer.json()["error_code"]) == (409, "CONFLICT")
-        assert len(running.supervisor.runs) == 1
+        assert len(running.tree.runs) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,16 +99,16 @@ async def test_a_repeated_start_attaches() -> None:
 )
 async def test_a_bad_process_is_refused_by_name(body: dict[str, object], field: str) -> None:
     """No process is started."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/processes", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])
-        assert running.supervisor.runs == []
+        assert running.tree.runs == []
 
 
 async def test_only_processes_are_in_the_list_and_beneath_it() -> None:
     """A command has the same kind of id and is none."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, _, run = await start(running, client, Script(hold=trio.Event()))
         await client.post(f"{url}/exec", json={"cmd": "a", "exec_id": "e-1"})
 
@@ -124,12 +130,12 @@ async def test_only_processes_are_in_the_list_and_beneath_it() -> None:
         ):
             answer = await client.request(method, f"{url}/processes/e-1{rest}", json=body)
             assert (answer.status_code, answer.json()["error_code"]) == (404, "EXEC_NOT_FOUND"), rest
-        assert run.end is None
+        assert run.reply is None
 
 
 async def test_logs_are_read_by_offset() -> None:
     """As the output of any run."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"out\n"), (Stream.STDERR, b"err\n")], hold=trio.Event())
         _, process, _ = await start(running, client, script)
         part = (await client.get(f"{process}/logs?stream=stderr&offset=1&limit=100")).json()
@@ -138,18 +144,16 @@ async def test_logs_are_read_by_offset() -> None:
 
 async def test_logs_are_followed_as_events() -> None:
     """From the beginning or a position on, one stream alone if one likes; leaving ends nothing."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"out\n"), (Stream.STDERR, b"err\n")], hold=trio.Event())
-        _, process, run = await start(running, client, script)
+        url, process, run = await start(running, client, script)
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("GET", f"{process}/logs?follow=true"))
             head = await read_until(connection, b'"stream":"stderr"}\n\n')
             assert b"content-type: text/event-stream" in head
             assert b'{"chunk":"out\\n",' in head
-        with trio.fail_after(patience()):
-            while run.readers:
-                await run.changed.wait()
-        assert run.end is None
+        await until(functools.partial(is_left_alone, running, url))
+        assert run.reply is None
         run.write(Stream.STDOUT, b"more\n")
         run.finish()
         after = await client.get(f"{process}/logs?follow=true&after=1&stream=stdout&encoding=base64")
@@ -162,12 +166,12 @@ async def test_logs_are_followed_as_events() -> None:
 
 async def test_input_signals_and_sizes_reach_a_process() -> None:
     """The input of a process is open from the start."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
-        running.supervisor.scripts["top"] = Script(echo=True, ignores=frozenset({2}))
+        running.tree.scripts["top"] = Script(echo=True, ignores=frozenset({2}))
         body = {"cmd": "top", "process_id": "p-1", "tty": {"cols": 80, "rows": 24}}
         await client.post(f"{url}/processes", json=body)
-        (run,) = running.supervisor.runs
+        (run,) = running.tree.runs
         process = f"{url}/processes/p-1"
         for action, request in (
             ("stdin", {"text": "q"}),
@@ -176,13 +180,13 @@ async def test_input_signals_and_sizes_reach_a_process() -> None:
         ):
             answer = await client.post(f"{process}/{action}", json=request)
             assert (answer.status_code, answer.json()) == (200, {"ok": True})
-        assert (bytes(run.stdin), run.signals, run.sizes[-1]) == (b"q", [2], TerminalSize(90, 25))
+        assert (bytes(run.stdin), run.signals, run.sizes[-1]) == (b"q", [2], protocol.TerminalSize(90, 25))
 
 
 @pytest.mark.parametrize("how", ["kill", "delete"])
 async def test_a_process_is_killed_at_once(how: str) -> None:
     """By either route; the answer shows its end, and another time the same."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         _, process, run = await start(running, client, Script(hold=trio.Event()))
         for _ in range(2):
             answer = await (client.post(f"{process}/kill") if how == "kill" else client.delete(process))
@@ -192,7 +196,7 @@ async def test_a_process_is_killed_at_once(how: str) -> None:
 
 async def test_waiting_for_the_end() -> None:
     """A wait is answered when the end comes or when its time is over."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         end = trio.Event()
         _, process, _ = await start(running, client, Script(hold=end, exit_code=4))
         answer = await client.post(f"{process}/wait", json={"for": "exit", "timeout_ms": 1})
@@ -208,9 +212,8 @@ async def test_waiting_for_the_end() -> None:
 
 async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
     """One that opens while somebody waits."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url, process, run = await start(running, client, Script(hold=trio.Event()))
-        session_id = url.rpartition("/")[2]
         assert (await client.get(f"{url}/ports")).json() == {"ports": []}
         answers: list[httpx.Response] = []
 
@@ -219,18 +222,18 @@ async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            running.supervisor.set_ports(session_id, Port(8080, "0.0.0.0"))
+            await until(functools.partial(is_followed, running, url))
+            running.tree.runner.set_ports(8080)
         assert answers[0].json()["happened"] is True
         assert (await client.get(f"{url}/ports")).json() == {"ports": [{"port": 8080, "address": "0.0.0.0"}]}
-        running.supervisor.set_ports(session_id)
+        running.tree.runner.set_ports()
         run.finish()
         assert (await client.post(f"{process}/wait", json={"port": 8080})).json()["happened"] is False
 
 
 async def test_waiting_for_a_line() -> None:
     """The awaited line is told, whatever bytes it has."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"booting\nready \xff on 80\n")], hold=trio.Event())
         _, process, _ = await start(running, client, script)
         answer = (await client.post(f"{process}/wait", json={"pattern": r"ready .* on \d+"})).json()
@@ -242,17 +245,13 @@ async def test_waiting_for_a_line() -> None:
 
 async def test_a_client_that_leaves_is_not_waited_for() -> None:
     """The process goes on."""
-    async with running_fake() as running, running.client() as client:
-        _, process, run = await start(running, client, Script(hold=trio.Event()))
+    async with running_front() as running, running.client() as client:
+        url, process, run = await start(running, client, Script(hold=trio.Event()))
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("POST", f"{process}/wait", body=b'{"for": "exit"}'))
-            with trio.fail_after(patience()):
-                while not run.changed.statistics().tasks_waiting:
-                    await trio.testing.wait_all_tasks_blocked(0.01)
-        with trio.fail_after(patience()):
-            while run.changed.statistics().tasks_waiting:
-                await trio.testing.wait_all_tasks_blocked(0.01)
-        assert run.end is None
+            await until(functools.partial(is_followed, running, url))
+        await until(functools.partial(is_left_alone, running, url))
+        assert run.reply is None
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
 )
 async def test_a_bad_condition_is_refused_by_name(body: dict[str, object], field: str) -> None:
     """Nothing is waited for."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         _, process, _ = await start(running, client, Script(hold=trio.Event()))
         answer = await client.post(f"{process}/wait", json=body)
         assert (answer.status_code, list(answer.json()["details"])) == (400, [field])

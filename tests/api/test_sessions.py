@@ -7,16 +7,17 @@ import re
 import attrs
 import pytest
 
+from sandkasten.actors import tree
 from sandkasten.api.resources.sessions import server_timing
-from sandkasten.model import EndReason, Limits, SessionPatch, SessionSpec, SessionStats, Status
-from tests.api.harness import running_fake
+from sandkasten.model import Limits, SessionSpec, SessionStats
+from tests.api.harness import running_front
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 
 
 async def test_a_created_session_has_the_published_shape() -> None:
     """201, times in UTC with Z, no null workspace, and the phases in `Server-Timing`."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 60})
         session = answer.json()
         assert answer.status_code == 201
@@ -25,37 +26,48 @@ async def test_a_created_session_has_the_published_shape() -> None:
         assert all(RFC_3339.match(session[name]) for name in ("created_at", "expires_at", "last_activity"))
         assert "workspace_id" not in session
         assert "reason" not in session
-        assert answer.headers["server-timing"] == "queue;dur=0.100, clone_3;dur=2.500"
-        assert running.supervisor.specs == [SessionSpec(image="python", ttl_s=60.0, key_id="configured")]
+        phases = re.findall(r"([^;]+);dur=\d+\.\d{3}(?:, |\Z)", answer.headers["server-timing"])
+        assert phases == ["queue", "store", "build", "build.clone", "runner"]
+        assert (await running.supervisor.get(session["id"])).key_id == "configured"
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"unknown": 1}'])
 async def test_a_create_needs_nothing(body: bytes) -> None:
     """No body, an empty object, unknown fields."""
-    async with running_fake() as running, running.client() as client:
-        assert (await client.post("/v1/sessions", content=body)).status_code == 201
-        assert running.supervisor.specs == [SessionSpec(key_id="configured")]
+    async with running_front() as running, running.client() as client:
+        answer = await client.post("/v1/sessions", content=body)
+        assert answer.status_code == 201
+        made, plain = await running.supervisor.get(answer.json()["id"]), await running.supervisor.create(SessionSpec())
+        assert (made.limits, made.ttl_s, made.options) == (plain.limits, plain.ttl_s, plain.options)
 
 
-async def test_the_idempotency_header_reaches_the_supervisor() -> None:
+async def test_a_create_with_an_idempotency_key_is_done_once() -> None:
     """Header or field."""
-    async with running_fake() as running, running.client() as client:
-        await client.post("/v1/sessions", headers={"Idempotency-Key": "k-1"})
-        assert running.supervisor.specs == [SessionSpec(idempotency_key="k-1", key_id="configured")]
+    async with running_front() as running, running.client() as client:
+        answers = [
+            await client.post("/v1/sessions", headers={"Idempotency-Key": "k-1"}),
+            await client.post("/v1/sessions", json={"idempotency_key": "k-1"}),
+            await client.post("/v1/sessions", headers={"Idempotency-Key": "k-2"}),
+        ]
+        first, second, third = (answer.json()["id"] for answer in answers)
+        assert first == second != third
 
 
 async def test_partial_limits_are_filled_from_the_configured_defaults() -> None:
     """Not from the model's."""
-    async with running_fake(default_limits=Limits(pids=7)) as running, running.client() as client:
-        await client.post("/v1/sessions", json={"limits": {"cpu": 0.5}})
-        assert running.supervisor.specs[0].limits == Limits(cpu=0.5, pids=7)
+    async with running_front(default_limits=Limits(pids=77)) as running, running.client() as client:
+        session = (await client.post("/v1/sessions", json={"limits": {"cpu": 0.5}})).json()
+        assert (session["limits"]["cpu"], session["limits"]["pids"]) == (0.5, 77)
+        (plan,) = running.tree.nsinit.plans
+        assert (plan.limits.cpu_quota_us, plan.limits.pids) == (50_000, 77)
 
 
 async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
     """With `status` and `limit`; `all` has the ended ones, too."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(3)]
-        running.supervisor.end(ids[1], Status.CRASHED, "PID 1 died")
+        await running.tree.nsinit.kill(ids[1])
+        await running.supervisor.wait_ended(ids[1])
 
         async def listed(query: str) -> list[str]:
             return [session["id"] for session in (await client.get(f"/v1/sessions{query}")).json()]
@@ -68,10 +80,10 @@ async def test_the_list_is_a_raw_array_of_live_sessions_newest_first() -> None:
 
 async def test_an_expired_session_is_410_with_why_it_ended() -> None:
     """On every route that needs it alive; looking at it is still an answer, and says the same."""
-    async with running_fake() as running, running.client() as client:
-        session_id = (await client.post("/v1/sessions")).json()["id"]
-        why = {"status": "expired", "reason": "its time to live ran out", "end_reason": "idle"}
-        running.supervisor.end(session_id, Status.EXPIRED, why["reason"], EndReason.IDLE)
+    async with running_front() as running, running.client() as client:
+        session_id = (await running.supervisor.create(SessionSpec(ttl_s=0.01))).id
+        reason = (await running.supervisor.wait_ended(session_id)).reason
+        why = {"status": "expired", "reason": reason, "end_reason": "idle"}
         url = f"/v1/sessions/{session_id}"
         for answer in (
             await client.post(f"{url}/exec", json={"cmd": "true"}),
@@ -88,7 +100,7 @@ async def test_an_expired_session_is_410_with_why_it_ended() -> None:
 
 async def test_a_session_without_end_says_null() -> None:
     """Only one that asked for it: the published clients take `expires_at` as it comes."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         usual = (await client.post("/v1/sessions")).json()
         assert None not in (usual["expires_at"], usual["ttl_seconds"], usual["idle_timeout_seconds"])
         body = {"idle_timeout_seconds": None, "max_lifetime_seconds": None}
@@ -99,7 +111,7 @@ async def test_a_session_without_end_says_null() -> None:
 
 async def test_the_list_goes_on_behind_its_cursor() -> None:
     """The header names it for as long as there is more; what is made meanwhile is not on later pages."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         ids = [(await client.post("/v1/sessions")).json()["id"] for _ in range(5)]
         seen, cursor = [], ""
         while True:
@@ -114,7 +126,7 @@ async def test_the_list_goes_on_behind_its_cursor() -> None:
 
 async def test_the_list_is_of_sessions_with_all_labels() -> None:
     """By name and value, or by name alone; an empty value is one, and the first `=` ends the name."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         labels: list[dict[str, str]] = [{"team": "a", "user": "x=y"}, {"team": "b", "user": ""}, {"team": "a"}, {}]
         ids = [(await client.post("/v1/sessions", json={"labels": each})).json()["id"] for each in labels]
 
@@ -128,7 +140,7 @@ async def test_the_list_is_of_sessions_with_all_labels() -> None:
         assert await listed("label=user=") == [1]
         assert await listed("label=user=x%3Dy") == [0]
         assert await listed("label=nobody") == []
-        running.supervisor.end(ids[2], Status.EXPIRED, "its time to live ran out")
+        await client.delete(f"/v1/sessions/{ids[2]}")
         assert await listed("label=team=a") == [0]
         assert await listed("label=team=a&status=all") == [0, 2]
 
@@ -142,7 +154,7 @@ async def test_the_list_is_of_sessions_with_all_labels() -> None:
 )
 async def test_a_bad_list_query_is_400(query: str) -> None:
     """Ignoring a filter would list more than was asked for."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         answer = await client.get(f"/v1/sessions?{query}")
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
         assert answer.json()["details"]
@@ -150,7 +162,7 @@ async def test_a_bad_list_query_is_400(query: str) -> None:
 
 async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
     """GET 200 with status and reason; exec, files, stats, patch 410 with both; DELETE 200 again."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         url = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}"
         for _ in range(2):
             answer = await client.delete(url)
@@ -191,55 +203,63 @@ async def test_an_ended_session_can_be_looked_at_and_nothing_else() -> None:
 )
 async def test_an_unknown_session_is_404(session_id: str, method: str, rest: str) -> None:
     """The answer is 404 in plain JSON on every route, whatever the id looks like."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         body = {"cmd": "a", "path": "a", "text": ""} if method == "POST" else None
         answer = await client.request(method, f"/v1/sessions/{session_id}{rest}".replace("..", "%2e%2e"), json=body)
         assert (answer.status_code, answer.json()["error_code"]) == (404, "SESSION_NOT_FOUND")
 
 
-async def test_a_patch_reaches_the_supervisor() -> None:
-    """The ttl, and limits filled from the session's own."""
-    async with running_fake() as running, running.client() as client:
+async def test_a_patch_changes_what_it_names() -> None:
+    """The ttl, the labels, and limits filled from the session's own."""
+    async with running_front() as running, running.client() as client:
         session = (await client.post("/v1/sessions", json={"limits": {"cpu": 2}})).json()
         url = f"/v1/sessions/{session['id']}"
         answer = await client.patch(url, json={"ttl_seconds": 60})
-        assert (answer.status_code, answer.json()["ttl_seconds"]) == (200, 60)
-        await client.patch(url, json={"limits": {"pids": 9}, "labels": {"a": "b"}})
-        assert running.supervisor.patches == [
-            SessionPatch(ttl_s=60.0),
-            SessionPatch(labels={"a": "b"}, limits=Limits(cpu=2.0, pids=9)),
-        ]
+        assert (answer.status_code, answer.json()) == (200, session | answer.json())
+        assert (answer.json()["ttl_seconds"], answer.json()["limits"]) == (60, session["limits"])
+        changed = (await client.patch(url, json={"limits": {"pids": 99}, "labels": {"a": "b"}})).json()
+        assert changed["limits"] == session["limits"] | {"pids": 99}
+        assert (changed["ttl_seconds"], changed["labels"]) == (60, {"a": "b"})
         assert (await client.patch(url, json={"ttl_seconds": "x"})).status_code == 400
 
 
 async def test_a_counter_that_the_kernel_does_not_offer_is_null() -> None:
     """Never 0 and never -1, which a client could take for a reading; pressure is an object of objects."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()["id"]
         stats = (await client.get(f"/v1/sessions/{session}/stats")).json()
         known = {name: value for name, value in stats.items() if value is not None}
         assert known == {
             "memory_bytes": 1024,
-            "memory_limit": 2048,
+            "memory_limit": 512 * 2**20,
+            "memory_peak_bytes": 2048,
+            "oom_kills": 0,
             "cpu_usage_usec": 99,
+            "cpu_limit": 1.0,
+            "cpu_periods": 1,
             "cpu_throttled": 0,
+            "cpu_throttled_usec": 0,
             "pids": 2,
             "pids_limit": 256,
-            "oom_kills": 0,
+            "pids_refused": 0,
+            "disk_bytes": 4096,
+            "disk_inodes": 1,
             "memory_pressure": {"some": {"avg10": 0.5, "avg60": 0.1, "avg300": 0.0, "total_usec": 7}, "full": None},
             "spool_bytes": 0,
         }
         assert set(stats) == set(attrs.fields_dict(SessionStats))
 
 
-async def test_readyz_is_503_until_every_check_is_ok() -> None:
+async def test_readyz_is_503_until_every_check_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer names the check that is not ok."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         assert (await client.get("/readyz")).status_code == 200
-        running.supervisor.readiness_checks["disk"] = "less than 1 % is free"
+        monkeypatch.setattr(tree, "_MIN_FREE_RATIO", 1.0)
         answer = await client.get("/readyz")
         assert (answer.status_code, answer.json()["ready"]) == (503, False)
-        assert answer.json()["checks"]["disk"] == "less than 1 % is free"
+        checks = answer.json()["checks"]
+        assert re.fullmatch(r"only [\d.]+% of the data directory's disk is free", checks.pop("disk"))
+        assert set(checks.values()) == {"ok"}
 
 
 def test_server_timing_names_are_tokens() -> None:
@@ -247,9 +267,9 @@ def test_server_timing_names_are_tokens() -> None:
     assert server_timing({'a,b;"\r\n': 1.0}) == "a_b____;dur=1.000"
 
 
-async def test_a_pause_and_its_end_reach_the_supervisor() -> None:
+async def test_a_session_is_paused_and_resumed() -> None:
     """With or without a body; wrong types are refused, an unknown session is 404, an ended one 410."""
-    async with running_fake() as running, running.client() as client:
+    async with running_front() as running, running.client() as client:
         session = (await client.post("/v1/sessions")).json()
         path = f"/v1/sessions/{session['id']}"
         plain = (await client.post(f"{path}/pause")).json()

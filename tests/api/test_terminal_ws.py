@@ -6,20 +6,20 @@ import json
 
 import pytest
 import trio
-import trio.testing
 
-from sandkasten.api.websocket import terminal as terminal_ws
-from sandkasten.model import Cause, Stream, TerminalSize
-from tests.api.harness import running_fake
+from runner.wire.protocol import TerminalSize
+from sandkasten.api.websocket.terminal import MAX_TYPED_BYTES
+from sandkasten.model import Stream
+from tests.api.harness import running_front
 from tests.api.terminal_screen import screen, terminal
 from tests.api.ws_client import client_frame, close_code, handshake, make_session, talk
-from tests.fakes.supervisor import Script
+from tests.fakes.runner import Script
 from tests.waiting import patience, until
 
 
 async def test_a_terminal_opens_with_its_size() -> None:
     """`ready` has its id; what is typed reaches a shell of its own."""
-    async with running_fake() as running, screen(running, query="?cols=100&rows=30") as view:
+    async with running_front() as running, screen(running, query="?cols=100&rows=30") as view:
         ready = dict(view.ready)
         assert ready.pop("terminal_id") == terminal(running).exec_id
         assert ready == {"type": "ready", "cols": 100, "rows": 30, "taken_over": True, "read_only": False}
@@ -28,17 +28,17 @@ async def test_a_terminal_opens_with_its_size() -> None:
 async def test_bytes_go_both_ways_unchanged() -> None:
     """Escape sequences, invalid UTF-8, NUL: a terminal's business, not ours."""
     data = b"\x1b[31mred\x00\xff\r\n"
-    async with running_fake() as running, screen(running) as view:
+    async with running_front() as running, screen(running) as view:
         await view.type(data)
         assert await view.see(len(data)) == data
 
 
 async def test_the_end_of_a_terminal_is_told_and_closes() -> None:
     """`exit` has the fields of every ending, behind the last output; then 1000."""
-    async with running_fake() as running, screen(running) as view:
+    async with running_front() as running, screen(running) as view:
         run = terminal(running)
         run.write(Stream.STDOUT, b"logout")
-        run.finish(cause=Cause.EXITED, exit_code=7)
+        run.finish(cause="exited", exit_code=7)
         assert await view.see(6) == b"logout"
         end = await view.hear()
         assert isinstance(end, dict)
@@ -48,7 +48,7 @@ async def test_the_end_of_a_terminal_is_told_and_closes() -> None:
 
 async def test_a_terminal_is_resized_for_all_its_viewers() -> None:
     """The size a viewer brings along when it joins changes nothing."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with screen(running, session_id) as first:
             run = terminal(running)
@@ -66,7 +66,7 @@ async def test_a_terminal_is_resized_for_all_its_viewers() -> None:
 
 async def test_a_new_viewer_sees_what_was_before() -> None:
     """The past that is kept comes first."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with screen(running, session_id) as first:
             await first.type(b"past")
@@ -77,7 +77,7 @@ async def test_a_new_viewer_sees_what_was_before() -> None:
 
 async def test_a_read_only_viewer_only_looks() -> None:
     """Keys and sizes of a read-only viewer are refused, with one refusal for any number of keys."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with (
             screen(running, session_id) as owner,
@@ -100,15 +100,17 @@ async def test_a_read_only_viewer_only_looks() -> None:
 
 async def test_a_viewer_that_was_too_slow_is_told_what_it_missed() -> None:
     """In bytes, before what comes next."""
-    async with running_fake() as running:
-        running.supervisor.kept_bytes = 200_000
-        async with screen(running, query="?window=65536") as view:
+    async with running_front() as running:
+        session_id = await make_session(running)
+        async with (
+            screen(running, session_id) as fast,
+            screen(running, session_id, f"?terminal_id={fast.ready['terminal_id']}&window=65536") as view,
+        ):
             run = terminal(running)
             run.write(Stream.STDOUT, bytes(65_536))
             await view.see(65_536)
-            await trio.testing.wait_all_tasks_blocked(0.02)
-            for _ in range(20):
-                run.write(Stream.STDOUT, bytes(65_536))
+            run.write(Stream.STDOUT, bytes(20 * 65_536))
+            await fast.see(21 * 65_536)
             await view.talk.say("credit", bytes=65_536)
             seen, skipped = 0, 0
             while not skipped:
@@ -125,7 +127,7 @@ async def test_a_viewer_that_was_too_slow_is_told_what_it_missed() -> None:
 
 async def test_the_window_bounds_what_is_on_its_way() -> None:
     """A screen acknowledges what it has drawn; not a byte more comes. Credit beyond the window is not saved up."""
-    async with running_fake() as running, screen(running, query="?window=50000") as view:
+    async with running_front() as running, screen(running, query="?window=50000") as view:
         await view.talk.say("credit", bytes=16 * 1024 * 1024)
         assert await view.is_quiet()
         terminal(running).write(Stream.STDOUT, bytes(120_000))
@@ -140,26 +142,22 @@ async def test_the_window_bounds_what_is_on_its_way() -> None:
 
 async def test_without_a_window_everything_comes() -> None:
     """A simple client needs no bookkeeping; frames are of at most 32 KiB."""
-    async with running_fake() as running:
-        running.supervisor.kept_bytes = 4_000_000
-        async with screen(running) as view:
-            terminal(running).write(Stream.STDOUT, bytes(3_000_000))
-            sizes: list[int] = []
-            while sum(sizes) < 3_000_000:
-                message = await view.hear()
-                assert isinstance(message, bytes)
-                sizes.append(len(message))
-            assert max(sizes) == 32 * 1024
+    async with running_front() as running, screen(running) as view:
+        terminal(running).write(Stream.STDOUT, bytes(3_000_000))
+        sizes: list[int] = []
+        while sum(sizes) < 3_000_000:
+            message = await view.hear()
+            assert isinstance(message, bytes)
+            sizes.append(len(message))
+        assert max(sizes) == 32 * 1024
 
 
-async def test_a_program_that_does_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_does_not_read_holds_nothing_up() -> None:
     """Sizes and pings are heard; what is typed waits, and too much of it closes."""
-    monkeypatch.setattr(terminal_ws, "MAX_TYPED_BYTES", 1000)
-    async with running_fake() as running:
-        running.supervisor.terminal_script = Script(echo=True, reads=trio.Event())
+    async with running_front() as running:
+        running.tree.scripts[""] = Script(echo=True, reads=trio.Event())
         async with screen(running) as view:
-            for _ in range(3):
-                await view.type(bytes(400))
+            await view.type(bytes(MAX_TYPED_BYTES // 2))
             assert await view.is_quiet()
             await view.talk.say("resize", cols=33, rows=44)
 
@@ -167,7 +165,8 @@ async def test_a_program_that_does_not_read_holds_nothing_up(monkeypatch: pytest
                 return terminal(running).sizes[-1] == TerminalSize(33, 44)
 
             await until(is_resized)
-            await view.type(bytes(400))
+            for _ in range(3):
+                await view.type(bytes(MAX_TYPED_BYTES // 2))
             assert (await view.talk.hear_close())[0] == 4429
 
 
@@ -192,7 +191,7 @@ async def test_a_program_that_does_not_read_holds_nothing_up(monkeypatch: pytest
 )
 async def test_a_terminal_that_cannot_be_opened_is_refused(query: str, code: int, error_code: str) -> None:
     """With an error that says why, and the code of the same refusal."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with talk(running, f"/v1/sessions/{session_id}/terminal/ws{query}") as client:
             error = await client.hear_text("error")
@@ -203,7 +202,7 @@ async def test_a_terminal_that_cannot_be_opened_is_refused(query: str, code: int
 @pytest.mark.parametrize("message", ["", "{", "[]", '{"type":"none"}', '{"type":7}'])
 async def test_a_message_that_cannot_be_read_closes(message: str) -> None:
     """4400 with a reason."""
-    async with running_fake() as running, screen(running) as view:
+    async with running_front() as running, screen(running) as view:
         await view.talk.connection.send_message(message)
         code, reason = await view.talk.hear_close()
         assert code == 4400
@@ -215,7 +214,7 @@ async def test_a_message_that_cannot_be_read_closes(message: str) -> None:
 )
 async def test_a_malformed_message_of_a_known_type_is_refused(kind: str, fields: dict[str, object]) -> None:
     """The terminal goes on."""
-    async with running_fake() as running, screen(running) as view:
+    async with running_front() as running, screen(running) as view:
         await view.talk.say(kind, **fields)
         error = await view.hear()
         assert isinstance(error, dict)
@@ -225,19 +224,20 @@ async def test_a_malformed_message_of_a_known_type_is_refused(kind: str, fields:
 
 async def test_the_terminal_stays_when_its_viewer_leaves() -> None:
     """A viewer that comes back finds the terminal as it was."""
-    async with running_fake() as running:
+    async with running_front() as running:
         session_id = await make_session(running)
         async with screen(running, session_id) as view:
             terminal_id = view.ready["terminal_id"]
         run = terminal(running)
         async with screen(running, session_id, f"?terminal_id={terminal_id}"):
             assert not run.cancelled.is_set()
-            assert run.end is None
+            assert run.reply is None
 
 
 async def test_a_screen_that_asks_and_does_not_listen_is_told_to_leave() -> None:
     """Answers that nobody reads are bounded here, too."""
-    async with running_fake() as running, await running.connect(receive_buffer=4096) as stream:
+    async with running_front() as running, await running.connect(receive_buffer=4096) as stream:
+        running.tree.scripts[""] = Script(echo=True)
         await stream.send_all(handshake(f"/v1/sessions/{await make_session(running)}/terminal/ws"))
         ping = client_frame(1, json.dumps({"type": "ping", "data": "x" * 256}).encode())
         with trio.fail_after(patience()):

@@ -243,8 +243,8 @@ async def test_a_slow_sandbox_slows_the_client_down() -> None:
     async with running_front() as running:
         async with running.client() as client:
             url = await make_session(running, client)
-        runner = running.tree.runner
-        runner.is_keeping, runner.write_gate = False, trio.Event()
+        files = running.tree.runner.files
+        files.is_keeping, files.write_gate = False, trio.Event()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         async def upload() -> None:
@@ -254,11 +254,11 @@ async def test_a_slow_sandbox_slows_the_client_down() -> None:
             nursery.start_soon(upload)
             await trio.testing.wait_all_tasks_blocked(0.1)
             assert sent[0] < 20 * MIB  # two kernel socket buffers, and ten pieces in the server
-            assert runner.bytes_written == 0
+            assert files.bytes_written == 0
             assert await running.is_alive()
-            runner.write_gate.set()
+            files.write_gate.set()
         assert answers[0].status_code == 200
-        assert runner.bytes_written == size
+        assert files.bytes_written == size
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
 
 

@@ -13,6 +13,7 @@ import trio
 from sandkasten.api.http.websocket import MAX_CONTROL_FRAMES, MAX_PARTS
 from tests.api.harness import KEY, read_until, running_front
 from tests.api.ws_client import client_frame, close_code, exec_talk, handshake, make_session, opened
+from tests.waiting import slowness
 
 EXEC = "/v1/sessions/{}/exec/ws"
 
@@ -126,7 +127,7 @@ async def test_thousands_of_tiny_frames_hold_up_nobody() -> None:
                 received += await read_until(stream, b'"pong"')
         finally:
             trio.lowlevel.remove_instrument(steps)
-    assert steps.longest_s < 0.03, steps.longest_s
+    assert steps.longest_s < 0.03 * slowness(), steps.longest_s
 
 
 UNPROVEN = {

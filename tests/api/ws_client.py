@@ -14,7 +14,7 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_st
 
 from sandkasten.api.websocket.exec_messages import HEADER, MORE
 from sandkasten.model import SessionSpec
-from tests.api.harness import KEY, PATIENCE_S, Running, RunningFake, RunningTree, read_to_end, read_until
+from tests.api.harness import KEY, PATIENCE_S, Running, RunningTree, read_to_end, read_until
 from tests.fakes.runner import Script, ScriptedRun
 from tests.waiting import patience
 
@@ -155,7 +155,7 @@ async def talk(
         nursery.cancel_scope.cancel()
 
 
-async def make_session(running: RunningTree | RunningFake) -> str:
+async def make_session(running: RunningTree) -> str:
     """Return the id of a fresh session."""
     return (await running.supervisor.create(SessionSpec())).id
 

@@ -6,6 +6,7 @@ teardown takes its time, so that many at once are seen.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -21,6 +22,7 @@ from nsinit.wire import protocol
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import NsinitProcess
+from tests.fakes.files import ScriptedFiles
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
 
 TEARDOWN_S = 0.005
@@ -37,6 +39,7 @@ class FakeNsinit:
     def __init__(self, data_dir: Path, identities: dict[str, protocol.Identity], nursery: trio.Nursery) -> None:
         self._paths = DataPaths(data_dir)
         self._cgroups = data_dir / "cgroups"
+        self._files, self._workspaces, self._drafts = data_dir / "files", data_dir / "workspaces", data_dir / "drafts"
         self._alive = dict(identities)
         self._nursery = nursery
         self._lives: dict[str, socket.socket] = {}
@@ -47,10 +50,14 @@ class FakeNsinit:
         self.peak = 0
         self.torn_down: list[str] = []
         self.plans: list[protocol.SandboxPlan] = []
+        self.quotas: dict[str, protocol.DiskLimits] = {}
+        """Quotas of workspaces, by workspace."""
         self.requests: list[object] = []
         self.refusals: dict[type, protocol.Failed] = {}
         """Answers, by type of request: the next request of that type is refused with the answer instead of being done.
         """
+        self.disk_refused: dict[str, str] = {}
+        """Why sessions have no disk limits here, by mechanism."""
         self.frozen: set[str] = set()
         self.oom_kills = protocol.OomKills(0, "")
         self.scripts: dict[str, Script] = {}
@@ -61,6 +68,8 @@ class FakeNsinit:
 
     async def start(self) -> NsinitProcess:
         """A `StartNsinit`."""
+        for directory in (self._workspaces, self._drafts):
+            directory.mkdir(exist_ok=True)
         await self._serve_runners()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(theirs))
@@ -74,6 +83,10 @@ class FakeNsinit:
     def count(self, session_id: str, counters: dict[str, str]) -> None:
         """Change counters of a session's cgroup, by the names of their files."""
         self._write_counters(self._cgroups / session_id, counters)
+
+    def workspace(self, workspace_id: str, *, draft: bool = False) -> Path:
+        """Return the directory of a persistent workspace."""
+        return (self._drafts if draft else self._workspaces) / workspace_id
 
     async def _serve(self, sock: trio.socket.SocketType) -> None:
         with sock:
@@ -99,12 +112,18 @@ class FakeNsinit:
             case protocol.Start(seq=seq):
                 self._write_counters(self._cgroups, {"memory.current": "8192", "pids.current": "4"})
                 directories = dict.fromkeys(("unified", "memory", "cpu", "pids"), str(self._cgroups))
-                return protocol.Ready(seq, os.getpid(), "v2", directories, disk="project")
+                disk: protocol.DiskMode = "none" if self.disk_refused else "project"
+                return protocol.Ready(seq, os.getpid(), "v2", directories, disk=disk, disk_refused=self.disk_refused)
             case protocol.Scan(seq, after):
                 return self._scan(seq, after)
             case protocol.Build(seq, plan):
+                place = plan.workspace_id and self.workspace(plan.workspace_id, draft=plan.workspace_draft)
+                if place and not place.exists():
+                    if plan.image_kind == "files":
+                        return protocol.Failed(seq, "workspace", str(place), errno.ENOENT, "there is none")
+                    place.mkdir()
                 self._alive[plan.session_id] = identity = protocol.Identity(next(self._numbers), 1, 1, 0)
-                await self._build(plan)
+                await self._build(plan, place or None)
                 fds.append(self._life(plan.session_id))
                 return protocol.Built(seq, plan.session_id, identity, "none", {"clone": 100})
             case protocol.Adopt(seq, session_id):
@@ -123,16 +142,32 @@ class FakeNsinit:
                 return replace(self.oom_kills, seq=seq)
             case protocol.AskDisk(seq):
                 return protocol.DiskUse(seq, 4096, -1, 1, -1)
-            case protocol.ListWorkspaces(seq):
-                return protocol.WorkspacesListed(seq, ())
-            case protocol.AskQuota(seq):
-                return protocol.QuotaFound(seq)
+            case protocol.ListWorkspaces(seq, after):
+                later = sorted(each.name for each in self._workspaces.iterdir() if each.name > after)
+                return protocol.WorkspacesListed(seq, tuple(later[:_SCAN]), more=len(later) > _SCAN)
+            case protocol.AskQuota(seq, workspace_id):
+                return protocol.QuotaFound(seq, self.quotas.get(workspace_id))
+            case protocol.MakeWorkspace(seq, workspace_id, draft, quota):
+                self.workspace(workspace_id, draft=draft).mkdir(exist_ok=True)
+                if quota is not None and not draft:
+                    self.quotas[workspace_id] = quota
+            case protocol.GrowWorkspace(seq, workspace_id, size_bytes):
+                self.quotas[workspace_id] = replace(self.quotas[workspace_id], size_bytes=size_bytes)
+            case protocol.PublishWorkspace(seq, workspace_id, may_replace):
+                place = self.workspace(workspace_id)
+                if place.exists() and not may_replace:
+                    return protocol.Failed(seq, "publish", str(place), errno.EEXIST, "there is one")
+                shutil.rmtree(place, ignore_errors=True)
+                self.workspace(workspace_id, draft=True).rename(place)
+            case protocol.DiscardWorkspace(seq, workspace_id, draft):
+                shutil.rmtree(self.workspace(workspace_id, draft=draft), ignore_errors=True)
+                if not draft:
+                    self.quotas.pop(workspace_id, None)
             case protocol.FindLeftovers(seq):
                 return protocol.LeftoversFound(seq, ())
             case protocol.Prepare() | protocol.MountImage():
                 return protocol.Failed(request.seq, "fake", "", 0, "nothing is made beforehand here")
-            case _:
-                return protocol.Ok(request.seq)
+        return protocol.Ok(request.seq)
 
     def _life(self, session_id: str) -> OwnedFd:
         """Return what becomes readable when a sandbox's PID 1 dies, as its pidfd does; of one found, it never does."""
@@ -149,10 +184,11 @@ class FakeNsinit:
         found = (protocol.Found(each, self._alive[each], has_cgroup=True, has_files=True) for each in later[:_SCAN])
         return protocol.Scanned(seq, tuple(found), more=len(later) > _SCAN)
 
-    async def _build(self, plan: protocol.SandboxPlan) -> None:
+    async def _build(self, plan: protocol.SandboxPlan, workspace: Path | None) -> None:
         self.plans.append(plan)
         self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
-        runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, self._script_of, self._note_run)
+        files = ScriptedFiles(self._files / plan.session_id, workspace)
+        runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, files, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
         run_dir.mkdir(parents=True)
         sock = await _bound(run_dir, RUNNER_SOCKET)
@@ -184,6 +220,7 @@ class FakeNsinit:
             self._listeners.pop(session_id).cancel()
             await self.runners[session_id].die()
             shutil.rmtree(self._cgroups / session_id)
+            shutil.rmtree(self._files / session_id, ignore_errors=True)
             shutil.rmtree(self._paths.run_dir(session_id), ignore_errors=True)
         for ends in (self._lives, self._watched):
             if session_id in ends:
@@ -201,7 +238,8 @@ class FakeNsinit:
         for session_id in strangers:
             self._paths.run_dir(session_id).mkdir(parents=True)
             (self._paths.run_dir(session_id) / RUNNER_SOCKET).hardlink_to(directory / "all")
-        self._nursery.start_soon(_listen, trio.CancelScope(), sock, ScriptedRunner(self._nursery))
+        runner = ScriptedRunner(self._nursery, ScriptedFiles(self._files))
+        self._nursery.start_soon(_listen, trio.CancelScope(), sock, runner)
 
 
 async def _bound(directory: Path, name: str) -> trio.socket.SocketType:

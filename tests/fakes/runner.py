@@ -1,13 +1,12 @@
 """PID 1 of a sandbox that follows a script: real is the wire contract, made up is what commands do.
 
 A test says beforehand what a command will write and how it ends (`Script`), or holds the run (`ScriptedRun`) and
-lets it write and end. Files are bytes in a dictionary.
+lets it write and end. Files lie in directories (`files.py`).
 """
 
 from __future__ import annotations
 
 import math
-import posixpath
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -18,9 +17,8 @@ import trio
 from runner.wire import protocol
 from runner.wire.protocol import CHUNK_BYTES, KEPT_RUN_BYTES, Kind
 from sandkasten.model import Stream
+from tests.fakes.files import WORKSPACE, FileRequest, ScriptedFiles
 
-WORKSPACE = "/workspace"
-ROOTS = (WORKSPACE, "/tmp", "/home/sandbox")
 CANCELLED_CODE = 130
 """As after Ctrl-C."""
 _HARMLESS = frozenset({17, 18, 23, 28})  # SIGCHLD, SIGCONT, SIGURG, SIGWINCH: signal(7)
@@ -225,23 +223,16 @@ class ScriptedRunner:
     def __init__(
         self,
         nursery: trio.Nursery,
+        files: ScriptedFiles,
         script_of: Callable[[str], Script] = lambda command: Script(),
         on_run: Callable[[ScriptedRun], None] = lambda run: None,
     ) -> None:
-        self._nursery, self._script_of, self._on_run = nursery, script_of, on_run
+        self._nursery, self.files, self._script_of, self._on_run = nursery, files, script_of, on_run
         self.setup = protocol.Setup()
         self.requests: list[Any] = []
         self.runs: dict[str, ScriptedRun] = {}
         self.shells: dict[str, protocol.ShellInfo] = {}
-        self.files: dict[str, bytes] = {}
-        self.sizes: dict[str, int] = {}
-        """Sizes of files of zeros, which need no memory."""
         self.ports: list[tuple[int, str]] = []
-        self.write_gate = trio.Event()
-        self.write_gate.set()
-        self.bytes_written = 0
-        self.is_keeping = True
-        """Whether the content of files is kept, or only counted."""
         self._ports_changed = trio.Event()
         self._turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._streams: set[trio.SocketStream] = set()
@@ -279,10 +270,10 @@ class ScriptedRunner:
                 await self._attach(connection, request, self.runs.get(exec_id))
             case protocol.Watch():
                 await self._watch(connection)
-            case protocol.ReadFile(path):
-                await self._read(connection, path, request.max_bytes)
-            case protocol.WriteFile(path):
-                await self._write(connection, path)
+            case _ if isinstance(request, FileRequest):
+                final = await self.files.serve(request, connection.receive, connection.stream.send_all)
+                if final is not None:
+                    await connection.stream.send_all(answer(final))
             case _:
                 self.requests.append(request)
                 await connection.stream.send_all(answer(self._answer(request)))
@@ -418,43 +409,6 @@ class ScriptedRunner:
                 told = now
                 await self._ports_changed.wait()
 
-    async def _read(self, connection: _Connection, path: str, max_bytes: int) -> None:
-        resolved = _resolve(path)
-        content = None if isinstance(resolved, protocol.Error) else self.files.get(resolved)
-        if isinstance(resolved, protocol.Error):
-            await connection.stream.send_all(answer(resolved))
-            return
-        if content is None and resolved not in self.sizes:
-            await connection.stream.send_all(answer(protocol.Error("FILE_NOT_FOUND", f"no such file: {resolved}")))
-            return
-        size = self.sizes[resolved] if content is None else len(content)
-        head = protocol.FileInfo(resolved, min(size, max_bytes), size > max_bytes)
-        await connection.stream.send_all(answer(head, Kind.STARTED))
-        for start in range(0, head.size_bytes, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, head.size_bytes)
-            data = bytes(end - start) if content is None else content[start:end]
-            await connection.stream.send_all(protocol.encode_frame(Kind.DATA, data))
-        await connection.stream.send_all(answer(protocol.Done(resolved)))
-
-    async def _write(self, connection: _Connection, path: str) -> None:
-        resolved = _resolve(path)
-        if isinstance(resolved, protocol.Error):
-            await connection.stream.send_all(answer(resolved))
-            return
-        content = bytearray()
-        while True:
-            await self.write_gate.wait()
-            frame = await connection.receive()
-            if frame is None:
-                return
-            if frame[0] is Kind.END:
-                break
-            self.bytes_written += len(frame[1])
-            if self.is_keeping:
-                content += frame[1]
-        self.files[resolved] = bytes(content)
-        await connection.stream.send_all(answer(protocol.Done(resolved)))
-
 
 class _Connection:
     """Frames of one connection."""
@@ -485,12 +439,3 @@ def _entry(number: int, run: ScriptedRun) -> protocol.RunEntry:
         has_ended=run.reply is not None,
         input_ended=not run.is_stdin_open,
     )
-
-
-def _resolve(path: str) -> str | protocol.Error:
-    resolved = posixpath.normpath(posixpath.join(WORKSPACE, path))
-    if resolved in ROOTS:
-        return protocol.Error("IS_DIRECTORY", f"is a directory: {resolved}")
-    if not resolved.startswith(tuple(f"{root}/" for root in ROOTS)):
-        return protocol.Error("PATH_OUTSIDE", f"outside of the allowed roots: {resolved}")
-    return resolved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from sandkasten.config import Config, ServerSettings
 from sandkasten.host.checks import CATALOGUE, works
 from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import HOST, Catalog, Image, now
-from sandkasten.model.node import Machine
+from sandkasten.model.node import Machine, System
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
 
@@ -66,6 +66,7 @@ async def open_scripted(
     config: Config | None = None,
     *,
     nsinit: FakeNsinit | None = None,
+    told: Callable[[System], None] | None = None,
     **changes: Any,  # Any: fields of Config
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
@@ -78,7 +79,7 @@ async def open_scripted(
             nsinit = nsinit or FakeNsinit(config.data_dir, {}, nursery)
             order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
             machine = Machine(datetime.now(UTC), [works(name, "as a test says") for name in CATALOGUE])
-            async with open_tree(config, machine, (), nsinit.start, order) as supervisor:
+            async with open_tree(config, machine, (), nsinit.start, order, told=told) as supervisor:
                 yield ScriptedTree(supervisor, nsinit)
             nursery.cancel_scope.cancel()
 

@@ -1,0 +1,154 @@
+"""Files of a scripted sandbox: they lie in directories of this machine, and PID 1's own functions find, list, pack and
+remove them.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import trio
+
+from nsinit.sandbox.child import RunnerKernel
+from runner.files.operations import Request, perform
+from runner.files.paths import Resolver, check_regular, refusal
+from runner.loop.config import RunnerConfig
+from runner.loop.context import Refused
+from runner.wire import protocol
+from runner.wire.protocol import CHUNK_BYTES, Kind
+
+WORKSPACE = "/workspace"
+ROOTS = (WORKSPACE, "/tmp", "/home/sandbox")
+
+FileRequest = protocol.ReadFile | protocol.WriteFile | Request
+Receive = Callable[[], Awaitable[protocol.Frame | None]]
+Send = Callable[[bytes], Awaitable[None]]
+
+
+class ScriptedFiles:
+    """Files below the allowed roots, which are directories in `top`; the workspace may lie elsewhere."""
+
+    def __init__(self, top: Path, workspace: Path | None = None) -> None:
+        self._top, self._workspace = top, workspace
+        self._kernel = RunnerKernel(filters_commands=False)
+        self.write_gate = trio.Event()
+        self.write_gate.set()
+        self.bytes_written = 0
+        self.is_keeping = True
+        """Whether the content of files is kept, or only counted."""
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """Directories by the roots that they are, made with the first use of a file: most sandboxes see none."""
+        places = {root: self._top / root[1:] for root in ROOTS}
+        if self._workspace is not None:
+            places[WORKSPACE] = self._workspace
+        for place in places.values():
+            place.mkdir(parents=True, exist_ok=True)
+        return {root: str(place.resolve()) for root, place in places.items()}
+
+    @cached_property
+    def _resolver(self) -> Resolver:
+        roots = tuple(self._places.values())
+        return Resolver(RunnerConfig(workspace=self._places[WORKSPACE], file_roots=roots), self._kernel)
+
+    def path(self, path: str) -> Path:
+        """Return the place of a file on this machine; one outside of the roots is where it says."""
+        inside = posixpath.normpath(posixpath.join(WORKSPACE, path))
+        for root, place in self._places.items():
+            if inside == root or inside.startswith(f"{root}/"):
+                return Path(place + inside.removeprefix(root))
+        return Path(inside)
+
+    def content(self) -> dict[str, bytes]:
+        """Return the files by their paths inside."""
+        return {
+            self._inside(str(path)): path.read_bytes()
+            for place in self._places.values()
+            for path in Path(place).rglob("*")
+            if path.is_file()
+        }
+
+    async def serve(self, request: FileRequest, receive: Receive, send: Send) -> object:
+        """Perform a request, whose DATA frames come by `receive`; send STARTED and the DATA frames of the answer.
+        Return the last answer, None if the daemon has left.
+        """
+        path = ""
+        if not isinstance(request, protocol.Unpack):
+            path, request = request.path, replace(request, path=str(self.path(request.path)))
+        with tempfile.TemporaryFile() as spool:
+            try:
+                if isinstance(request, protocol.WriteFile | protocol.Unpack) and not await self._take(spool, receive):
+                    return None
+                if isinstance(request, protocol.ReadFile):
+                    return await self._read(request, send)
+                if isinstance(request, protocol.WriteFile):
+                    return self._write(request, spool)
+                fd = spool.fileno()
+                answer: Any = perform(request, self._resolver, self._kernel, input_fd=fd, output_fd=fd)
+            except Refused as refused:
+                return refused.error
+            except OSError as error:
+                return refusal(error, path).error
+            if isinstance(request, protocol.Pack):
+                await _send_all(spool, os.fstat(fd).st_size, send)
+        return replace(answer, path=self._inside(answer.path)) if getattr(answer, "path", "") else answer
+
+    async def _take(self, spool: IO[bytes], receive: Receive) -> bool:
+        while True:
+            await self.write_gate.wait()
+            frame = await receive()
+            if frame is None:
+                return False
+            if frame[0] is Kind.END:
+                spool.seek(0)
+                return True
+            self.bytes_written += len(frame[1])
+            if self.is_keeping:
+                spool.write(frame[1])
+
+    async def _read(self, request: protocol.ReadFile, send: Send) -> protocol.Done:
+        file, path = self._open(request.path)
+        with file:
+            size, limit = os.fstat(file.fileno()).st_size, request.max_bytes
+            info = protocol.FileInfo(path, size, truncated=size > limit)
+            await send(protocol.encode_frame(Kind.STARTED, protocol.ANSWERS.encode(info)))
+            await _send_all(file, min(size, limit), send)
+        return protocol.Done(path)
+
+    def _open(self, path: str) -> tuple[IO[bytes], str]:
+        fd, real = self._resolver.open_existing(self._resolver.encode(path))
+        try:
+            check_regular(os.fstat(fd))
+            return open(f"/proc/self/fd/{fd}", "rb"), self._inside(os.fsdecode(real))
+        finally:
+            os.close(fd)
+
+    def _write(self, request: protocol.WriteFile, spool: IO[bytes]) -> protocol.Done:
+        target = self._resolver.target_for_writing(self._resolver.encode(request.path))
+        os.close(target.directory_fd)
+        with open(target.path, "wb") as file:
+            os.fchmod(file.fileno(), target.mode or 0o644)
+            while data := spool.read(CHUNK_BYTES):
+                file.write(data)
+        return protocol.Done(self._inside(os.fsdecode(target.path)))
+
+    def _inside(self, path: str) -> str:
+        for root, place in self._places.items():
+            if path == place or path.startswith(f"{place}/"):
+                return root + path.removeprefix(place)
+        raise AssertionError(path)
+
+
+async def _send_all(file: IO[bytes], size: int, send: Send) -> None:
+    """Send the first `size` bytes of a file."""
+    file.seek(0)
+    while data := file.read(min(CHUNK_BYTES, size)):
+        await send(protocol.encode_frame(Kind.DATA, data))
+        size -= len(data)
