@@ -37,7 +37,7 @@ _RISKY = "io_uring_setup io_uring_enter io_uring_register userfaultfd perf_event
 _FILES = """
 read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 lseek close close_range fstat stat lstat
 newfstatat statx access faccessat faccessat2 open openat openat2 creat dup dup2 dup3 fcntl flock ioctl truncate
-ftruncate fallocate fsync fdatasync sync syncfs sync_file_range fadvise64 readahead copy_file_range sendfile splice tee
+ftruncate fallocate fsync fdatasync sync_file_range fadvise64 readahead copy_file_range sendfile splice tee
 vmsplice rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat readlink readlinkat
 mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat umask utime utimes futimesat utimensat
 getdents getdents64 getcwd chdir fchdir statfs fstatfs cachestat name_to_handle_at file_getattr setxattr lsetxattr
@@ -134,6 +134,9 @@ FLOOR: Final = (
     # programs that keep secrets end when they can't.
     _when("prlimit64", *_CORE, errno=0),
     _when("setrlimit", ArgTest(0, "eq", _RLIMIT_CORE), errno=0),
+    # They write every file of the host, or of the file system of all sessions, and all who write wait. A file that must
+    # be on disk gets there by fsync(2); success, since package managers end when they fail.
+    _refuse("sync syncfs", 0),
 )
 """Refused below every profile: nothing in a sandbox has any business with it."""
 
