@@ -16,7 +16,7 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from nsinit.cgroup import limits, run_cgroups
+from nsinit.cgroup import disk_io, limits, run_cgroups
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import Located, Tree
 from nsinit.helpers.pool import HelperKind
@@ -133,6 +133,8 @@ def _serve(order: Order, tree: Tree, machine: BuildFacts) -> bytes:
             case MakeCgroup():
                 check_limits(order.limits)
                 steps.run(build.CGROUP_STEPS, cgroup, order.limits)
+                with steps.step("cgroup io"):
+                    disk_io.write(cgroup, machine.io, machine.io_disk)
             case RaiseLimits():
                 check_limits(order.limits)
                 with steps.step("raise limits"):

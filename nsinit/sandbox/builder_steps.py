@@ -23,7 +23,7 @@ from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
 from nsinit.wire import control
 from nsinit.wire.control import RootId
-from nsinit.wire.protocol import MAX_TERMINALS, DiskLimits, SandboxPlan
+from nsinit.wire.protocol import MAX_TERMINALS, DiskLimits, IoLimits, SandboxPlan
 
 JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
 """The namespaces of a sandbox that the builder works in."""
@@ -63,6 +63,8 @@ class BuildFacts:
     filters: Filters
     disk: Mechanism
     volumes: Volumes
+    io: IoLimits
+    io_disk: str
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
 

@@ -82,6 +82,20 @@ class DiskLimits:
     inodes: int
 
 
+DEFAULT_WEIGHT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class IoLimits:
+    """Each session's share of the disk: `weight` against other sessions, and maxima in a second; 0 is no limit."""
+
+    weight: int = DEFAULT_WEIGHT
+    read_bps: int = 0
+    write_bps: int = 0
+    read_iops: int = 0
+    write_iops: int = 0
+
+
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
 
 
@@ -140,6 +154,7 @@ class Start(Request["Ready"]):
     node_id: str
     cgroup_parent: str = "auto"
     disk: DiskWish = "auto"
+    io: IoLimits = IoLimits()
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
 
