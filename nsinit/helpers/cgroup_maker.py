@@ -64,8 +64,16 @@ class AddRunCgroup:
     base: int
 
 
-Order = MakeCgroup | RaiseLimits | AddRunCgroup
-ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup)
+@dataclass(frozen=True, slots=True)
+class EmptyMemory:
+    """Free the pages of files that are charged to the cgroup of a session that has ended."""
+
+    session_id: str
+
+
+Order = MakeCgroup | RaiseLimits | AddRunCgroup | EmptyMemory
+ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup, EmptyMemory)
+_LOWEST_PRIORITY = 19
 
 
 def kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
@@ -75,6 +83,17 @@ def kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
         _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
 
     return HelperKind("cgroup maker", 1, ORDERS, live)
+
+
+def emptier_kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
+    """Return the kind of helper that empties cgroups: the same, but of the lowest priority. The kernel may take seconds
+    for it, and nobody who makes a session waits for them."""
+
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        os.nice(_LOWEST_PRIORITY)
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
+
+    return HelperKind("cgroup emptier", 1, ORDERS, live)
 
 
 def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
@@ -143,6 +162,9 @@ def _serve(order: Order, tree: Tree, machine: BuildFacts) -> bytes:
                 check_run_cgroup_name(name)
                 with steps.step("group"):
                     run_cgroups.make(cgroup, name, base)
+            case EmptyMemory():
+                with steps.step("empty memory"):
+                    cgroup.empty_memory()
     except InvalidName as error:
         return control.describe(StepFailed("validate", str(error)))
     except StepFailed as error:

@@ -63,6 +63,7 @@ class StartedNsinit:
         self.kernel_log.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
+        self.sessions.cgroup_emptiers.stop()
         births.forker.stop()
         cgroup_tree.release(births.tree, self.leftovers.located)
         os.close(self.lock_fd)
@@ -137,9 +138,11 @@ def _start(
         builders.start()
         cgroup_makers = HelperPool(cgroup_maker.kind_of(machine, tree, located), scheduler)
         cgroup_makers.start()
+        cgroup_emptiers = HelperPool(cgroup_maker.emptier_kind_of(machine, tree, located), scheduler)
+        cgroup_emptiers.start()
         forker = Forker(machine, runner)
     births = Births(machine, tree, table, forker, cgroup_makers)
-    sessions = Sessions(births, builders, scheduler, kernel_log, partial(host.find_mounts, layout))
+    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
