@@ -34,7 +34,8 @@ from nsinit.wire.validate import InvalidName, check_limits, check_run_cgroup_nam
 from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-cgroups"
-"""The name in `/proc/<pid>/comm`."""
+EMPTIER_NAME = "nsinit-emptier"
+"""The names in `/proc/<pid>/comm`."""
 
 _INERT = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
 
@@ -80,7 +81,7 @@ def kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
     """Return the kind of helper that the cgroup maker is. One is enough: the kernel makes one cgroup at a time."""
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
-        _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid, NAME)
 
     return HelperKind("cgroup maker", 1, ORDERS, live)
 
@@ -91,7 +92,7 @@ def emptier_kind_of(machine: BuildFacts, tree: Tree, located: Located) -> Helper
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
         os.nice(_LOWEST_PRIORITY)
-        _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid, EMPTIER_NAME)
 
     return HelperKind("cgroup emptier", 1, ORDERS, live)
 
@@ -103,14 +104,14 @@ def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
 
 
 def _live(
-    channel: socket.socket, machine: BuildFacts, tree: Tree, mounts: tuple[str, ...], parent_pid: int
+    channel: socket.socket, machine: BuildFacts, tree: Tree, mounts: tuple[str, ...], parent_pid: int, name: str
 ) -> NoReturn:
     """Serve until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
         gc.freeze()  # a finalised object of nsinit's would close a descriptor number that is another file's here
         keep_only({0, 1, 2, channel.fileno()})
-        syscalls.set_name(NAME)
+        syscalls.set_name(name)
         with Steps().step("jail of the cgroup maker"):
             _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
         channel.sendall(control.READY)

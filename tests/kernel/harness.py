@@ -25,6 +25,7 @@ from typing import Any
 
 import nsinit
 from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.wire.protocol import (
@@ -181,7 +182,7 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_MAKER, FORKER)}
+        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER)}
 
     def helpers(self, name: str) -> set[int]:
         """Return the pids of nsinit's helpers of that name."""
