@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from bench import daemon, echo, measure, rivals
+from bench.neighbours import print_neighbours
 from bench.protections import print_protections
 from bench.streams import print_streams
 from bench.websocket import ExecSocket, WebSocket
@@ -74,14 +75,17 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--sessions", type=int, default=300, help="up to how many idle sessions memory is measured")
+    parser.add_argument("--sessions", type=int, default=100, help="up to how many idle sessions memory is measured")
     parser.add_argument("--protections", action="store_true", help="nothing but what each protection costs")
+    parser.add_argument("--neighbours", action="store_true", help="nothing but commands beside a session that is noisy")
     parser.add_argument("--quick", action="store_true", help="5 rounds, 80 sessions")
     arguments = parser.parse_args()
     rounds, sessions = (5, 80) if arguments.quick else (arguments.rounds, max(80, arguments.sessions))
     with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
         if arguments.protections:
             trio.run(print_protections, Path(scratch), rounds)
+        elif arguments.neighbours:
+            trio.run(print_neighbours, Path(scratch), rounds)
         else:
             trio.run(_bench, Path(scratch), rounds, sessions)
 
@@ -116,6 +120,7 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
         _print_memory(pid, client, sessions)
         _destroy_all(client)
     await print_protections(scratch / "protections", rounds)
+    await print_neighbours(scratch / "neighbours", rounds)
 
 
 def _config(data_dir: Path, *, vessels: int) -> Config:

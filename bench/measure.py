@@ -45,9 +45,13 @@ class Samples:
         return statistics.median(values) if values else math.nan
 
     def p95(self, row: str) -> float:
-        """Return the 95th percentile (nearest rank)."""
+        """Return the 95th percentile."""
+        return self.percentile(row, 95)
+
+    def percentile(self, row: str, percent: int) -> float:
+        """Return a percentile (nearest rank); NaN without measurements."""
         values = sorted(self._rows.get(row, ()))
-        return values[math.ceil(0.95 * len(values)) - 1] if values else math.nan
+        return values[math.ceil(percent / 100 * len(values)) - 1] if values else math.nan
 
 
 def slope(points: list[tuple[float, float]]) -> float:

@@ -76,7 +76,7 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
     with locked(config.data_dir):
         if os.geteuid() == 0:
             hand_over(config, ROOT)  # a daemon of another user may have been here
-        machine = await trio.to_thread.run_sync(examine.examine, config.data_dir)
+        machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
         require_protections(config, machine)
         profiles = await trio.to_thread.run_sync(load_filters, config.security)
         order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")

@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS = 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 0x40000
 _MNT_DETACH = 2
-_CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", ""))
+_CONTROLLERS = frozenset(("cpu", "cpuacct", "memory", "pids", "freezer", "blkio", ""))
 """Hierarchies that sandboxes use; the empty name is the unified one."""
 _SHARES = "65536"
 """Processor shares of the ground in v1: as many as a group of many processes, for those outside of any group compete

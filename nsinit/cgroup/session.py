@@ -129,9 +129,33 @@ class SessionCgroup:
                 pass
         kill_listed(self.processes)
 
-    def remove(self) -> tuple[str, ...]:
-        """Remove the directories; return those that are still there, busy for a moment after the end of a process."""
-        return tuple(each for each in (*self.run_cgroup_directories(), *self.directories) if not was_removed(each))
+    def remove(self, *, but: str = "") -> tuple[str, ...]:
+        """Remove the directories, all `but` one; return those that are still there, busy for a moment after the end of
+        a process."""
+        wanted = (each for each in (*self.run_cgroup_directories(), *self.directories) if each != but)
+        return tuple(each for each in wanted if not was_removed(each))
+
+    def has_file_pages(self) -> bool:
+        """Whether pages of files are charged to the cgroup. They keep its memory in the kernel after its removal."""
+        counts = read_file(f"{self.directory('memory')}/memory.stat")
+        return any(number_in(counts, name) > 0 for name in ("active_file", "inactive_file"))
+
+    def empty_memory(self) -> None:
+        """Have the kernel free the pages of files of a cgroup without processes, and none of other cgroups.
+
+        Dirty pages are written first, so no file loses anything. Pages that can't be freed stay.
+        """
+        memory = self.directory("memory")
+        if self.tree.mode == "v2":
+            amount = number_in(read_file(f"{memory}/memory.current"))
+            name, text = "memory.reclaim", str(amount)  # Linux 5.19
+        else:
+            name, text = "memory.force_empty", "0"
+        try:
+            write_file(f"{memory}/{name}", text)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.ENOENT):
+                raise
 
     def counters(self) -> Counters:
         """Read the counters; works as long as the directories are there."""

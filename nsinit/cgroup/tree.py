@@ -52,8 +52,10 @@ def read_owner(directory: str) -> str:
 
 
 REQUIRED = ("memory", "cpu", "pids")
-OPTIONAL = ("cpuacct",)
-"""Controllers that count. v1 keeps them apart; in v2 `cpu.stat` has their numbers always."""
+OPTIONAL = ("cpuacct", "blkio")
+"""Controllers that count, and blkio limits, too. v1 keeps them apart; in v2 `cpu.stat` has cpuacct's numbers always."""
+WITH_V2 = ("io",)
+"""Controllers of a v2 tree that sessions get where they are offered."""
 WITHOUT_V2 = ("freezer",)
 """Controllers that v1 keeps apart, and every v2 tree offers, even one without controllers."""
 
@@ -137,7 +139,8 @@ def claim(located: Located, *, name: str, parent: str, beside: tuple[int, ...] =
         assert home is not None
         assert located.unified_mount is not None
         directory = _claim_v2(home, located.unified_mount, name=name, parent=parent, beside=beside)
-        return Tree(mode, dict.fromkeys((*REQUIRED, "unified"), directory))
+        offered = _read_words(f"{directory}/cgroup.controllers").intersection(WITH_V2)
+        return Tree(mode, dict.fromkeys((*REQUIRED, *offered, "unified"), directory))
     dirs = {}
     optional = OPTIONAL if located.unified is not None else (*OPTIONAL, *WITHOUT_V2)
     for controller in (*REQUIRED, *(each for each in optional if each in located.v1)):
@@ -245,7 +248,8 @@ def _enable(base: str, name: str) -> str:
 def _set_controllers(directory: str, sign: str) -> None:
     path = f"{directory}/cgroup.subtree_control"
     enabled = _read_words(path)
-    change = [controller for controller in REQUIRED if (controller in enabled) is (sign == "-")]
+    wanted = (*REQUIRED, *_read_words(f"{directory}/cgroup.controllers").intersection(WITH_V2))
+    change = [controller for controller in wanted if (controller in enabled) is (sign == "-")]
     if change:
         write_file(path, " ".join(sign + controller for controller in change))
 

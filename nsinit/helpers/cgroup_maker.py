@@ -16,7 +16,7 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from nsinit.cgroup import limits, run_cgroups
+from nsinit.cgroup import disk_io, limits, run_cgroups
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import Located, Tree
 from nsinit.helpers.pool import HelperKind
@@ -34,7 +34,8 @@ from nsinit.wire.validate import InvalidName, check_limits, check_run_cgroup_nam
 from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-cgroups"
-"""The name in `/proc/<pid>/comm`."""
+EMPTIER_NAME = "nsinit-emptier"
+"""The names in `/proc/<pid>/comm`."""
 
 _INERT = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
 
@@ -64,17 +65,36 @@ class AddRunCgroup:
     base: int
 
 
-Order = MakeCgroup | RaiseLimits | AddRunCgroup
-ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup)
+@dataclass(frozen=True, slots=True)
+class EmptyMemory:
+    """Free the pages of files that are charged to the cgroup of a session that has ended."""
+
+    session_id: str
+
+
+Order = MakeCgroup | RaiseLimits | AddRunCgroup | EmptyMemory
+ORDERS = Vocabulary(MakeCgroup, RaiseLimits, AddRunCgroup, EmptyMemory)
+_LOWEST_PRIORITY = 19
 
 
 def kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
     """Return the kind of helper that the cgroup maker is. One is enough: the kernel makes one cgroup at a time."""
 
     def live(channel: socket.socket, parent_pid: int) -> NoReturn:
-        _live(channel, machine, tree, mounts_of(tree, located), parent_pid)
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid, NAME)
 
     return HelperKind("cgroup maker", 1, ORDERS, live)
+
+
+def emptier_kind_of(machine: BuildFacts, tree: Tree, located: Located) -> HelperKind:
+    """Return the kind of helper that empties cgroups: the same, but of the lowest priority. The kernel may take seconds
+    for it, and nobody who makes a session waits for them."""
+
+    def live(channel: socket.socket, parent_pid: int) -> NoReturn:
+        os.nice(_LOWEST_PRIORITY)
+        _live(channel, machine, tree, mounts_of(tree, located), parent_pid, EMPTIER_NAME)
+
+    return HelperKind("cgroup emptier", 1, ORDERS, live)
 
 
 def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
@@ -84,14 +104,14 @@ def mounts_of(tree: Tree, located: Located) -> tuple[str, ...]:
 
 
 def _live(
-    channel: socket.socket, machine: BuildFacts, tree: Tree, mounts: tuple[str, ...], parent_pid: int
+    channel: socket.socket, machine: BuildFacts, tree: Tree, mounts: tuple[str, ...], parent_pid: int, name: str
 ) -> NoReturn:
     """Serve until nsinit hangs up. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
         gc.freeze()  # a finalised object of nsinit's would close a descriptor number that is another file's here
         keep_only({0, 1, 2, channel.fileno()})
-        syscalls.set_name(NAME)
+        syscalls.set_name(name)
         with Steps().step("jail of the cgroup maker"):
             _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
         channel.sendall(control.READY)
@@ -133,6 +153,8 @@ def _serve(order: Order, tree: Tree, machine: BuildFacts) -> bytes:
             case MakeCgroup():
                 check_limits(order.limits)
                 steps.run(build.CGROUP_STEPS, cgroup, order.limits)
+                with steps.step("cgroup io"):
+                    disk_io.write(cgroup, machine.io, machine.io_disk)
             case RaiseLimits():
                 check_limits(order.limits)
                 with steps.step("raise limits"):
@@ -141,6 +163,9 @@ def _serve(order: Order, tree: Tree, machine: BuildFacts) -> bytes:
                 check_run_cgroup_name(name)
                 with steps.step("group"):
                     run_cgroups.make(cgroup, name, base)
+            case EmptyMemory():
+                with steps.step("empty memory"):
+                    cgroup.empty_memory()
     except InvalidName as error:
         return control.describe(StepFailed("validate", str(error)))
     except StepFailed as error:

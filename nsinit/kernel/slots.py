@@ -123,7 +123,7 @@ class SlotTable:
     def make_spare(self) -> None:
         """Make one more slot; costs about 3 ms."""
         base = self._free_base()
-        userns_fd = make_user_namespace(f"0 {base} {SIZE}\n")
+        userns_fd = make_user_namespace(base)
         try:
             system_userns_fd = make_id_map(f"0 {base} {SYSTEM_IDS}\n")
         except OSError:
@@ -214,19 +214,24 @@ def make_id_map(mapping: str) -> int:
         _end(pidfd)
 
 
-def make_user_namespace(mapping: str) -> int:
-    """Return a descriptor of a new user namespace with `mapping` for users and groups, to be joined.
+def make_user_namespace(base: int) -> int:
+    """Return a descriptor of a new user namespace that maps 0 to 65535 from `base` on, to be joined.
 
-    No process in the namespace can ever make another namespace of any kind: the limits live in the namespace itself, so
-    they hold for every process that joins.
+    `base` owns the namespace: objects that the kernel counts per user (inotify, signals, timers, message queues,
+    processes) count in the machine's namespace for that id alone, not for the machine's root. No process in the
+    namespace can ever make another namespace of any kind: the limits live in the namespace itself, so they hold for
+    every process that joins.
     """
+    mapping = f"0 {base} {SIZE}\n"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent_pid = os.getpid()
-    pid, pidfd = syscalls.clone3(k.CLONE_NEWUSER)
+    pid, pidfd = syscalls.clone3(0)
     if pid == 0:
-        _hold_namespace(theirs, parent_pid)
+        _hold_namespace(theirs, base, parent_pid)
     try:
         theirs.close()
+        if ours.recv(1) != b"n":
+            raise OSError(1, "could not make a user namespace")
         write_file(f"/proc/{pid}/uid_map", mapping)
         write_file(f"/proc/{pid}/gid_map", mapping)
         ours.send(b"m")
@@ -244,10 +249,18 @@ def _end(pidfd: int) -> None:
     os.close(pidfd)
 
 
-def _hold_namespace(control: socket.socket, parent_pid: int) -> None:
-    """Keep the namespace alive, as the child, until nsinit has opened it. Never returns."""
+def _hold_namespace(control: socket.socket, base: int, parent_pid: int) -> None:
+    """Make the namespace and keep it alive, as the child, until nsinit has opened it. Never returns."""
     try:
+        held = syscalls.capget()
+        # A namespace's counts go on to the effective uid of its maker (Linux, kernel/ucount.c, `alloc_ucounts`).
+        os.setresuid(-1, base, -1)
+        # The change of uid took the effective set; some machines let only CAP_SYS_ADMIN make user namespaces.
+        syscalls.capset(held)
+        # After the change of uid, which clears the order to end with the parent (prctl(2), PR_SET_PDEATHSIG).
         syscalls.end_with_parent(parent_pid)
+        syscalls.unshare(k.CLONE_NEWUSER)
+        control.send(b"n")
         control.recv(1)
         for kind in _KINDS:
             # The limit of the caller's user namespace (sysctl/user.rst): 0 for every process in it, root included.

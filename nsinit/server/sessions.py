@@ -21,7 +21,7 @@ from nsinit.cgroup.identity import find_identity, open_root, open_verified, requ
 from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
-from nsinit.helpers.cgroup_maker import AddRunCgroup, RaiseLimits
+from nsinit.helpers.cgroup_maker import AddRunCgroup, EmptyMemory, RaiseLimits
 from nsinit.helpers.pool import HelperPool, OrderOutcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
@@ -40,6 +40,8 @@ BUILD_DEADLINE_S = 5.0
 """From the end of the builder's work until the runner serves."""
 _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_EMPTY_MEMORY_S = 0.02
+"""Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
 _DELETION_DELAY_S = 0.3
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
@@ -61,6 +63,7 @@ class Sessions:
 
     births: Births
     builders: HelperPool
+    cgroup_emptiers: HelperPool
     scheduler: Scheduler
     kernel_log: KernelLog
     find_mounts: Callable[[], list[str]]
@@ -70,6 +73,7 @@ class Sessions:
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
+    _emptying: int = field(init=False, default=0)
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
 
@@ -144,8 +148,8 @@ class Sessions:
 
     @property
     def is_deleting(self) -> bool:
-        """Whether a deletion of the trash is due or under way."""
-        return self._deleting
+        """Whether a deletion of the trash is due or under way, or memory of ended sessions is being freed."""
+        return self._deleting or self._emptying > 0
 
     def abort_build(self, session_id: str) -> None:
         """Make a build fail that is under way, if one is, by killing PID 1."""
@@ -262,8 +266,9 @@ class Sessions:
             yield Wait(timeout_s=pause_s)
         passing(machine.crash, "nsinit.destroy.emptied")
         counters = cgroup.counters()
+        kept = yield from self._empty_memory(cgroup)
         for pause_s in _EMPTY_BACKOFF_S:
-            if not (left := cgroup.remove()):
+            if not (left := cgroup.remove(but=kept)):
                 break
             yield Wait(timeout_s=pause_s)
         leftovers += [f"{path}: still holds a process" for path in left]
@@ -277,6 +282,31 @@ class Sessions:
             leftovers.append(f"{error.filename}: {error.strerror}")
         passing(machine.crash, "nsinit.destroy.discarded")
         return Removed(counters, tuple(leftovers))
+
+    def _empty_memory(self, cgroup: SessionCgroup) -> Generator[Wait, bool, str]:
+        """Have the pages of files freed that the kernel would keep the cgroup's memory for; return the directory that
+        must stay until then, empty if none. A session with few such pages waits for it, no other does."""
+        if cgroup.processes() or not cgroup.has_file_pages():
+            return ""
+        emptied = JobEvent()
+        self._emptying += 1
+        self.scheduler.spawn(self._empty_and_remove(cgroup, emptied))
+        yield Wait(event=emptied, timeout_s=_EMPTY_MEMORY_S)
+        return "" if emptied.is_set else cgroup.directory("memory")
+
+    def _empty_and_remove(self, cgroup: SessionCgroup, emptied: JobEvent) -> Job:
+        try:
+            outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
+            yield Wait(event=outcome.done)
+            outcome.result()
+        except StepFailed as error:  # then the kernel frees the memory when it needs some
+            log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+        emptied.set()
+        for pause_s in _EMPTY_BACKOFF_S:
+            if not cgroup.remove():
+                break
+            yield Wait(timeout_s=pause_s)
+        self._emptying -= 1
 
     def delete_trash(self) -> None:
         """Have the trash deleted by a process of its own, unless one is at it already."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from nsinit.cgroup import disk_io
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.tree import owner_of, read_owner, set_owner
 from nsinit.helpers import builder, cgroup_maker
@@ -39,7 +40,7 @@ from nsinit.storage.volumes import Volumes
 from nsinit.storage.workspaces import Workspaces
 from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import Ready, Start
-from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir, check_node_id
+from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir, check_io, check_node_id
 
 _LOCK_DEADLINE_S = 3.0
 _LOCK_PAUSE_S = 0.02
@@ -62,6 +63,7 @@ class StartedNsinit:
         self.kernel_log.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
+        self.sessions.cgroup_emptiers.stop()
         births.forker.stop()
         cgroup_tree.release(births.tree, self.leftovers.located)
         births.slots.close()
@@ -89,12 +91,14 @@ def _start(
         layout = Layout(os.path.realpath(request.data_dir), grant.gid if grant else 0)
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
+        check_io(request.io)
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
     with steps.step("host view"):  # while the whole machine is in sight: nsinit's own mounts show no `/sys`
         host = HostView.open()
         undo.callback(host.close)
+        io_disk = disk_io.find_disk(layout.data_dir)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()
@@ -108,6 +112,7 @@ def _start(
         beside = grant.beside if grant else ()
         tree = cgroup_tree.claim(located, name=name, parent=request.cgroup_parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
+        disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
@@ -130,16 +135,18 @@ def _start(
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = last_capability, landlock.probe_abi(), filters
-        machine = builder_steps.BuildFacts(layout, features, *powers, disk, volumes, crash)
+        machine = builder_steps.BuildFacts(layout, features, *powers, disk, volumes, request.io, io_disk, crash)
     table.free(slot)
     with steps.step("helpers"):
         builders = HelperPool(builder.kind_of(machine), scheduler)
         builders.start()
         cgroup_makers = HelperPool(cgroup_maker.kind_of(machine, tree, located), scheduler)
         cgroup_makers.start()
+        cgroup_emptiers = HelperPool(cgroup_maker.emptier_kind_of(machine, tree, located), scheduler)
+        cgroup_emptiers.start()
         forker = Forker(machine, runner)
     births = Births(machine, tree, table, forker, cgroup_makers)
-    sessions = Sessions(births, builders, scheduler, kernel_log, partial(host.find_mounts, layout))
+    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),

@@ -29,6 +29,8 @@ __all__ = [
 
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
+MAX_TERMINALS = 16
+"""Terminals that exist in one sandbox at once, those of the API and its programs' own."""
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -78,6 +80,20 @@ class DiskLimits:
 
     size_bytes: int
     inodes: int
+
+
+DEFAULT_WEIGHT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class IoLimits:
+    """Each session's share of the disk: `weight` against other sessions, and maxima in a second; 0 is no limit."""
+
+    weight: int = DEFAULT_WEIGHT
+    read_bps: int = 0
+    write_bps: int = 0
+    read_iops: int = 0
+    write_iops: int = 0
 
 
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
@@ -138,6 +154,7 @@ class Start(Request["Ready"]):
     node_id: str
     cgroup_parent: str = "auto"
     disk: DiskWish = "auto"
+    io: IoLimits = IoLimits()
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
 

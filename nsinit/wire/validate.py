@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
-from nsinit.wire.protocol import DiskLimits, Limits, SandboxPlan, UnpackImage
+from nsinit.wire.protocol import DiskLimits, IoLimits, Limits, SandboxPlan, UnpackImage
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
@@ -19,6 +19,7 @@ _NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
 
 MIN_MEMORY_BYTES = 4 * 1024 * 1024
 MAX_BYTES = 1 << 46
+MAX_IO_WEIGHT = 10_000
 MAX_PIDS = 1 << 22
 MIN_QUOTA_US, MAX_QUOTA_US = 1_000, 1 << 40
 """Below 1 ms the kernel refuses a cpu quota."""
@@ -104,6 +105,13 @@ def check_disk(disk: DiskLimits) -> None:
     """Raise `InvalidName` unless every disk mechanism can have these limits."""
     _range("disk size_bytes", disk.size_bytes, MIN_DISK_BYTES, MAX_DISK_BYTES)
     _range("disk inodes", disk.inodes, MIN_DISK_INODES, MAX_DISK_INODES)
+
+
+def check_io(io: IoLimits) -> None:
+    """Raise `InvalidName` unless every disk scheduler can have these limits."""
+    _range("io weight", io.weight, 1, MAX_IO_WEIGHT)
+    for name in ("read_bps", "write_bps", "read_iops", "write_iops"):
+        _range(f"io {name}", getattr(io, name), 0, MAX_BYTES)
 
 
 def check_plan(plan: SandboxPlan) -> None:

@@ -246,7 +246,8 @@ def _put_in_place(fd: int, temporary: bytes, target: FileTarget, *, syncs: bool)
         try:
             directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
         except PermissionError:  # a directory that can be written and not read
-            os.sync()
+            # sync(2) has no effect here. The rename changed the inode, so its change of name is written with the inode.
+            os.fsync(fd)
         else:
             os.fsync(directory_fd)
             os.close(directory_fd)

@@ -29,7 +29,7 @@ import attrs
 import trio
 from prometheus_client.metrics_core import Metric
 
-from nsinit.wire.protocol import SeccompProfile
+from nsinit.wire.protocol import IoLimits, SeccompProfile
 from sandkasten.actors.core import Ask, R, Ref, unwrap
 from sandkasten.actors.diagnosis import Diagnosing
 from sandkasten.actors.node import recovery, sessions
@@ -53,7 +53,7 @@ from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.config import MIB, Config
+from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
@@ -181,6 +181,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             data_dir,
             self._node.id,
             disk=disk,
+            io=_io_limits(self._config.disk),
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
             start_nsinit=self._start_nsinit,
@@ -479,3 +480,13 @@ def _check_disk(config: Config) -> str:
         if free_ratio <= _MIN_FREE_RATIO:
             return f"only {free_ratio:.1%} of the {name}'s disk is free"
     return "ok"
+
+
+def _io_limits(disk: DiskSettings) -> IoLimits:
+    return IoLimits(
+        weight=disk.io_weight,
+        read_bps=disk.max_read_mb_per_second * MIB,
+        write_bps=disk.max_write_mb_per_second * MIB,
+        read_iops=disk.max_reads_per_second,
+        write_iops=disk.max_writes_per_second,
+    )

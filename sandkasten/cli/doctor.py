@@ -42,7 +42,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.fix:
         return fix_leftovers(config, is_json=arguments.json)
-    machine = with_needs(config, examine.examine(config.data_dir, thorough=True))
+    machine = with_needs(config, examine.examine(config.data_dir, config=config, thorough=True))
     found = protections(Situation(config, machine))
     lacks = lacking(config, found)
     if arguments.json:

@@ -42,7 +42,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     if account.is_root:
         raise Stop("user: root needs no service apart; name an account for the daemon")
     make_data_dir(config.data_dir)
-    machine = examine.examine(config.data_dir)
+    machine = examine.examine(config.data_dir, config=config)
     try:
         app.require_protections(config, machine)
         set_up(config, account)

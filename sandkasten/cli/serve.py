@@ -74,7 +74,7 @@ def look_at_machine(config: Config) -> Machine:
     else:
         require_root()
         make_data_dir(config.data_dir)
-        machine = examine.examine(config.data_dir)
+        machine = examine.examine(config.data_dir, config=config)
     try:
         app.require_protections(config, machine)
     except ConfigError as lacks:

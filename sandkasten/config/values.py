@@ -218,6 +218,7 @@ class DiskSettings:
     """Disk limits of sessions, and the reserve of the data directory's disk.
 
     No session is created while less than `reserve_percent` of the bytes or inodes, or less than `reserve_mb`, is free.
+    `io_weight` and the maxima in a second are those of each session; 0 is no limit.
     """
 
     mode: Literal["auto", "project", "btrfs", "loop", "tmpfs", "none"] = attrs.field(
@@ -227,6 +228,11 @@ class DiskSettings:
     max_inodes: int = attrs.field(default=10_000_000, validator=_between(*LIMIT_BOUNDS["disk_inodes"]))
     reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
     reserve_mb: int = attrs.field(default=256, validator=_between(0, MIB * MIB))
+    io_weight: int = attrs.field(default=100, validator=_between(1, 10_000))
+    max_read_mb_per_second: int = attrs.field(default=0, validator=_between(0, MIB))
+    max_write_mb_per_second: int = attrs.field(default=0, validator=_between(0, MIB))
+    max_reads_per_second: int = attrs.field(default=0, validator=_between(0, 1_000_000_000))
+    max_writes_per_second: int = attrs.field(default=0, validator=_between(0, 1_000_000_000))
 
 
 @attrs.frozen
@@ -237,7 +243,7 @@ class AdmissionSettings:
 
     cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
-    pids_overcommit: float = attrs.field(default=4.0, validator=_between(0, 100_000))
+    pids_overcommit: float = attrs.field(default=0.9, validator=_between(0, 100_000))
     disk_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
     reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -51,6 +51,7 @@ class CgroupStats:
         unified = dirs.get("unified")
         v1 = {name: path for name, path in dirs.items() if name == "unified" or path != unified}
         self._dirs = {name: f"{path}/{session_id}" for name, path in v1.items()}
+        self._has_io = "io" in dirs
         self._fds: dict[tuple[str, str], int | None] = {}
         self.groups = GroupStats(self._dirs.get("unified"))
         self._init_pid = 0
@@ -92,7 +93,7 @@ class CgroupStats:
 
     def read_all(self) -> SessionStats:
         """Return every counter."""
-        cpu, pids = self._home("cpu"), self._home("pids")
+        cpu, pids, io = self._home("cpu"), self._home("pids"), self._read_io()
         return SessionStats(
             memory_bytes=_known(self._memory()),
             memory_limit=_known(self._memory_limit()),
@@ -107,6 +108,10 @@ class CgroupStats:
             pids_limit=_known(self._number(pids, "pids.max")),
             pids_peak=_known(self._number(pids, "pids.peak")),
             pids_refused=_known(self.read_pids_refused()),
+            io_read_bytes=io[0],
+            io_write_bytes=io[1],
+            io_reads=io[2],
+            io_writes=io[3],
             cpu_pressure=parse_pressure(self._read("unified", "cpu.pressure")),
             memory_pressure=parse_pressure(self._read("unified", "memory.pressure")),
             io_pressure=parse_pressure(self._read("unified", "io.pressure")),
@@ -171,6 +176,13 @@ class CgroupStats:
         nanoseconds = self._number("cpuacct", "cpuacct.usage")
         return nanoseconds // 1000 if nanoseconds >= 0 else UNKNOWN
 
+    def _read_io(self) -> Sequence[int | None]:
+        """Return bytes read and written, and the numbers of reads and writes."""
+        if "blkio" in self._dirs:
+            texts = (self._read("blkio", f"blkio.throttle.{name}") for name in ("io_service_bytes", "io_serviced"))
+            return [_io_sum(text, kind) for text in texts for kind in ("Read", "Write")]
+        return parse_io_stat(self._read("unified", "io.stat")) if self._has_io else [None] * 4
+
     def _groups_refused(self) -> int:
         """Sum over the run cgroups. They come and go, so none of their files is kept open."""
         refused = 0
@@ -218,6 +230,27 @@ def _field_of(text: str, key: str) -> int:
         if label == key and value.isdigit():
             return int(value)
     return UNKNOWN
+
+
+_LOOP = "7:"
+"""Major number of loop devices: what passes through one is counted again at the disk below."""
+
+
+def parse_io_stat(text: str) -> list[int]:
+    """Return bytes read and written and the numbers of both, of all disks together (cgroup-v2.rst, "io.stat")."""
+    sums = [0, 0, 0, 0]
+    for line in text.splitlines():
+        device, *fields = line.split()
+        values = dict(field.split("=", 1) for field in fields if "=" in field)
+        if not device.startswith(_LOOP):
+            for place, name in enumerate(("rbytes", "wbytes", "rios", "wios")):
+                sums[place] += int(values.get(name, 0))
+    return sums
+
+
+def _io_sum(text: str, kind: str) -> int:
+    lines = (line.split() for line in text.splitlines())
+    return sum(int(fields[2]) for fields in lines if fields[1:2] == [kind] and not fields[0].startswith(_LOOP))
 
 
 def parse_pressure(text: str) -> Pressure | None:

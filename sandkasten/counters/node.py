@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nsinit.wire.protocol import MAX_TERMINALS
 from sandkasten.counters.cgroup import CgroupStats, parse_pressure
 from sandkasten.counters.metrics import gauge
 from sandkasten.model import Limits, Pressure
@@ -115,6 +117,15 @@ def sessions_for_descriptors() -> int:
     """Return the number of sessions this process has file descriptors for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)
+
+
+def sessions_for_terminals() -> int:
+    """Return the number of sessions for which the machine has terminals, all in use at once; a large number if unknown.
+
+    What `kernel.pty.reserve` keeps for the machine's own mount of devpts is no session's.
+    """
+    most, kept = (_number(f"/proc/sys/kernel/pty/{name}") for name in ("max", "reserve"))
+    return sys.maxsize if most is None else max((most - (kept or 0)) // MAX_TERMINALS, 1)
 
 
 # The same as metrics

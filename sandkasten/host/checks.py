@@ -31,6 +31,7 @@ from types import MappingProxyType
 
 import attrs
 
+from nsinit.wire.protocol import MAX_TERMINALS
 from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.model.node import Check, Verdict
 
@@ -39,8 +40,10 @@ _FULL_KERNEL = (5, 19)
 _MIN_FREE_BYTES = 1024**3
 _MIN_FREE_INODES = 100_000
 _MIN_DESCRIPTORS = 16_384
-_MIN_INOTIFY = 1024
+_MIN_INOTIFY = 128
 _DAY_S = 86_400
+_DESCRIPTORS_OF_A_SESSION = 512 * 1024**2 // 256
+"""Open files that the default memory limit pays for: the kernel charges some 256 bytes for each."""
 
 # The facts
 
@@ -89,7 +92,7 @@ class Host:
 def read_host(data_dir: Path, root: str = "/") -> Host:
     """Collect the facts for a data directory, which need not exist. `root` is where the machine's files are."""
     named = ("fs.inotify.max_user_instances", "kernel.core_pattern", *_USERNS_SYSCTLS, *_MAX_NAMESPACES)
-    names = (*named, *(each.name for each in SYSCTLS))
+    names = (*named, *(each.name for each in SYSCTLS), *(each.name for each in POOLS))
     values = {name: read(f"{root}proc/sys/{name.replace('.', '/')}").strip() for name in names}
     return Host(
         data_dir=data_dir,
@@ -325,9 +328,9 @@ def _descriptors(host: Host) -> Check:
 
 
 def _inotify(host: Host) -> Check:
-    """The kernel charges instances of a user namespace to its maker as well: for all sessions that is root."""
+    """The kernel counts the instances of all users of a session together, and each session for itself."""
     instances = host.number("fs.inotify.max_user_instances") or 0
-    return _judged("inotify", instances >= _MIN_INOTIFY, f"{instances} instances for a user, all sessions together")
+    return _judged("inotify", instances >= _MIN_INOTIFY, f"{instances} instances for each session")
 
 
 def _core_pattern(host: Host) -> Check:
@@ -480,7 +483,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "inotify": CheckRow(
             "inotify",
             "",
-            "all sessions together may have no more instances",
+            "a session may have no more instances",
             "sysctl -w fs.inotify.max_user_instances=8192",
             falls_back=True,
             read=_inotify,
@@ -584,6 +587,51 @@ def check_sysctls(host: Host) -> list[Check]:
     """Return one check for each setting of `doctor` that this kernel has."""
     found = ((each, host.number(each.name)) for each in SYSCTLS if each.in_doctor)
     return [_check_sysctl(each, value) for each, value in found if value is not None]
+
+
+@attrs.frozen
+class SharedPool:
+    """A setting that bounds what all sessions take together: what one session may take (for each of its processes, with
+    `for_each_process`), and what remains for the machine."""
+
+    name: str
+    of_a_session: int
+    reserved: int = 0
+    for_each_process: bool = False
+
+    def needed(self, sessions: int, processes: int) -> int:
+        """Return the value for so many sessions with so many processes each."""
+        return sessions * self.of_a_session * (processes if self.for_each_process else 1) + self.reserved
+
+
+_KIND = "user.max_{}_namespaces"
+POOLS = (
+    SharedPool("kernel.pid_max", 1, 4096, for_each_process=True),
+    SharedPool("kernel.threads-max", 1, 4096, for_each_process=True),
+    SharedPool("kernel.pty.max", MAX_TERMINALS, 1024),
+    SharedPool("fs.file-max", _DESCRIPTORS_OF_A_SESSION, 65_536),
+    *(SharedPool(_KIND.format(kind), 1, 128) for kind in ("cgroup", "ipc", "mnt", "net", "pid", "uts")),
+    # Those that only map the ids of a mount are the machine's root's: of system files, and of a workspace.
+    SharedPool(_KIND.format("user"), 2, 128),
+)
+"""The pools of the machine that are not divided by the kernel; see docs/security.md for the objects that are."""
+
+
+def check_pools(host: Host, sessions: int, processes: int) -> list[Check]:
+    """Return one check for each pool that is too small for so many sessions, with so many processes each."""
+    found = ((each.name, host.number(each.name), each.needed(sessions, processes)) for each in POOLS)
+    return [_small_pool(name, value, needed) for name, value, needed in found if value is not None and value < needed]
+
+
+def _small_pool(name: str, value: int, needed: int) -> Check:
+    return Check(
+        name,
+        name,
+        Verdict.FALLS_BACK,
+        f"is {value}",
+        consequence="fewer sessions than max_sessions, or sessions that get less than their limits",
+        fix=f"sysctl -w {name}={needed} (and the same line in /etc/sysctl.d/60-sandkasten.conf)",
+    )
 
 
 def _check_sysctl(setting: Sysctl, value: int) -> Check:

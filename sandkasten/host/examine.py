@@ -22,8 +22,19 @@ from typing import Any
 import attrs
 
 from nsinit.wire import protocol as nsinit_protocol
-from sandkasten.config import ConfigError
-from sandkasten.host.checks import CATALOGUE, REFUSED, Host, advise, check_sysctls, fails, nearest, read_host, works
+from sandkasten.config import Config, ConfigError
+from sandkasten.host.checks import (
+    CATALOGUE,
+    REFUSED,
+    Host,
+    advise,
+    check_pools,
+    check_sysctls,
+    fails,
+    nearest,
+    read_host,
+    works,
+)
 from sandkasten.model.node import Check, Machine, Verdict
 
 _PROBE = Path(nsinit_protocol.__file__).parents[1] / "tools" / "probe.py"
@@ -33,11 +44,12 @@ _PROBE_S = 120
 _MAX_MACHINE_BYTES = 1024 * 1024
 
 
-def examine(data_dir: Path, *, thorough: bool = False) -> Machine:
+def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = False) -> Machine:
     """Return the examination of this machine for that data directory, which need not exist.
 
     A process tries once for each file system: the abilities of a kernel do not change while it runs. With `thorough`
-    every trial is made afresh, also those that take a moment or write to the kernel's log.
+    every trial is made afresh, also those that take a moment or write to the kernel's log. With a `config` the pools of
+    the machine are compared with the sessions that there may be.
     """
     host = read_host(data_dir)
     directory = _writable_place(data_dir)
@@ -49,7 +61,8 @@ def examine(data_dir: Path, *, thorough: bool = False) -> Machine:
     by_id |= {check_id: row.read(host) for check_id, row in CATALOGUE.items() if row.read is not None}
     in_order = [by_id[check_id] for check_id in CATALOGUE if check_id in by_id]
     facts = {"container": host.container, "wsl": host.is_wsl, **tried.facts}
-    return Machine(datetime.now(UTC), [*in_order, *check_sysctls(host)], facts)
+    pools = [] if config is None else check_pools(host, config.server.max_sessions, config.defaults.pids_limit)
+    return Machine(datetime.now(UTC), [*in_order, *check_sysctls(host), *pools], facts)
 
 
 def _writable_place(data_dir: Path) -> Path:

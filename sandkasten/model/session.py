@@ -136,6 +136,10 @@ class SessionStats:
     disk_limit_bytes: int | None = None
     disk_inodes: int | None = None
     disk_inodes_limit: int | None = None
+    io_read_bytes: int | None = None
+    io_write_bytes: int | None = None
+    io_reads: int | None = None
+    io_writes: int | None = None
     cpu_pressure: Pressure | None = None
     memory_pressure: Pressure | None = None
     io_pressure: Pressure | None = None

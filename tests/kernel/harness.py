@@ -25,6 +25,7 @@ from typing import Any
 
 import nsinit
 from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.wire.protocol import (
@@ -36,6 +37,7 @@ from nsinit.wire.protocol import (
     Built,
     DiskWish,
     Found,
+    IoLimits,
     Limits,
     Ok,
     Ready,
@@ -83,13 +85,16 @@ class Result:
     err: str
 
 
+NO_IO_LIMITS = IoLimits()
+
+
 class Nsinit:
     """A running nsinit. Requests may be sent without waiting; `receive` returns answers as they come.
 
     `wrapper` is a command that ends by executing its arguments, to give nsinit other surroundings than the test's.
     """
 
-    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = (), *, disk: DiskWish = "auto") -> None:
+    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = (), **wishes: Any) -> None:
         self.data_dir = data_dir
         self._wrapper = wrapper
         self._seq = itertools.count(1)
@@ -99,7 +104,7 @@ class Nsinit:
         self.channel.settimeout(patience(PATIENCE_S))
         with theirs:
             self.pid = self._spawn(theirs)
-        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, disk=disk)[0]
+        self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, **wishes)[0]
 
     def _spawn(self, theirs: socket.socket) -> int:
         null_fd = os.open("/dev/null", os.O_RDWR)
@@ -177,7 +182,7 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_MAKER, FORKER)}
+        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER)}
 
     def helpers(self, name: str) -> set[int]:
         """Return the pids of nsinit's helpers of that name."""
@@ -339,10 +344,15 @@ def data_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running(
-    data_dir: Path, node_id: str | None = None, wrapper: tuple[str, ...] = (), *, disk: DiskWish = "auto"
+    data_dir: Path,
+    node_id: str | None = None,
+    wrapper: tuple[str, ...] = (),
+    *,
+    disk: DiskWish = "auto",
+    io: IoLimits = NO_IO_LIMITS,
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, disk=disk)
+    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, disk=disk, io=io)
     try:
         yield server
     finally:

@@ -11,13 +11,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from nsinit.wire.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, Ok, Prepare, Ready, SetDisk
+from nsinit.cgroup.disk_io import find_disk
+from nsinit.wire.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, IoLimits, Ok, Prepare, Ready, SetDisk
+from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,
@@ -362,3 +365,36 @@ def test_a_mode_that_can_not_be_had_ends_the_start() -> None:
     with data_directory() as data_dir:
         assert why_not(data_dir, "btrfs") == "disk.mode btrfs can't be had here: the data directory is not on btrfs"
         assert os.listdir(data_dir / "sessions") == []
+
+
+IO_FILES = {"io": "io.max", "blkio": "blkio.throttle.write_bps_device"}
+IO_BPS = 8 << 20
+IO_BYTES = 16 << 20
+
+
+def test_the_disk_is_slowed_down_to_the_limit_and_counted() -> None:
+    """Direct writes take the time that the limit gives them, in v1 as in v2, and the counters have them."""
+    with data_directory() as data_dir:
+        if not find_disk(str(data_dir)):
+            pytest.skip("the file system names no disk")
+        with running(data_dir, disk="none", io=IoLimits(write_bps=IO_BPS)) as nsinit:
+            assert isinstance(nsinit.ready, Ready)
+            dirs = nsinit.ready.cgroup_dirs
+            found = dirs.keys() & IO_FILES.keys()
+            if not found:
+                pytest.skip("there is no controller of disks")
+            (name,) = found
+            box = nsinit.build(host_plan())
+            with open(os.path.join(dirs[name], box.session_id, IO_FILES[name])) as file:
+                assert str(IO_BPS) in file.read()
+            began = time.monotonic()
+            done = box.run("dd if=/dev/zero of=/workspace/big bs=1M count=16 oflag=direct 2>&1")
+            assert "16+0 records out" in done.out
+            assert time.monotonic() - began > 0.75 * IO_BYTES / IO_BPS
+            stats = CgroupStats(dirs, box.session_id)
+            try:
+                found_stats = stats.read_all()
+            finally:
+                stats.close()
+            assert (found_stats.io_write_bytes or 0) >= IO_BYTES
+            assert (found_stats.io_writes or 0) > 0

@@ -19,6 +19,7 @@ import pytest
 
 from nsinit.helpers.builder import COUNT
 from nsinit.helpers.builder import NAME as BUILDER
+from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.kernel import constants as k
@@ -57,9 +58,9 @@ def server() -> Iterator[Nsinit]:
 
 def _wait_for_helpers(server: Nsinit) -> set[int]:
     def found() -> set[int]:
-        return server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(CGROUP_MAKER)
+        return set().union(*(server.helpers(name) for name in (BUILDER, FORKER, CGROUP_MAKER, CGROUP_EMPTIER)))
 
-    wait_until(lambda: len(found()) == COUNT + 2, "the helpers started")
+    wait_until(lambda: len(found()) == COUNT + 3, "the helpers started")
     return found()
 
 

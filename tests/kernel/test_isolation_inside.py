@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import shutil
 import stat
@@ -76,7 +78,18 @@ def test_ids_map_to_a_range_of_their_own(sandbox: Sandbox) -> None:
     assert os.stat(f"/proc/{sandbox.pid}/root/tmp/mine").st_uid == base + 1000
 
 
+def test_what_the_kernel_counts_per_user_is_counted_for_the_session_alone(sandbox: Sandbox) -> None:
+    """The user namespace belongs to the session's first id in the machine's namespace, and no longer to the machine's
+    root."""
+    with open(f"/proc/{sandbox.pid}/ns/user", "rb") as namespace:
+        owner = array.array("I", [0])
+        fcntl.ioctl(namespace, NS_GET_OWNER_UID, owner)
+    assert owner[0] == sandbox.built.identity.base_uid
+
+
 PR_GET_SECUREBITS = 27
+NS_GET_OWNER_UID = 0xB704
+"""linux/nsfs.h."""
 LOCKED = 0b1110_1011
 """Each of the four pairs is locked (the odd bits). Set are: uid 0 means nothing, no ambient capability may be raised;
 not set: changes of uid keep nothing, and capabilities are not kept."""

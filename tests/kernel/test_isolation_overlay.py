@@ -12,7 +12,7 @@ import pytest
 from nsinit.kernel import constants as k
 from nsinit.kernel import mounts, stage, syscalls
 from nsinit.kernel.mounts import Features, Layers
-from nsinit.kernel.slots import FIRST_BASE, SIZE, make_user_namespace
+from nsinit.kernel.slots import FIRST_BASE, make_user_namespace
 from nsinit.storage.mechanism import make_layers
 
 pytestmark = pytest.mark.cgroup_v2
@@ -48,7 +48,7 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
 
     def check() -> None:
         stage.make_stage(str(staged))
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        userns_fd = make_user_namespace(FIRST_BASE)
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
         os.mkdir(session, 0o700)
@@ -83,7 +83,7 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
 
     def check() -> None:
         stage.make_stage(str(staged))
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        userns_fd = make_user_namespace(FIRST_BASE)
         if by_fd and not mounts.probe_features(str(staged), userns_fd).overlay_by_fd:
             return
         os.mkdir(session, 0o700)
@@ -111,7 +111,7 @@ def test_a_link_is_no_lower(tmp_path: Path) -> None:
 
     def check() -> None:
         stage.make_stage(str(staged))
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        userns_fd = make_user_namespace(FIRST_BASE)
         os.mkdir(session, 0o700)
         make_layers(str(session), FIRST_BASE)
         features = mounts.probe_features(str(staged), userns_fd)
@@ -135,7 +135,7 @@ def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path:
         for name in ("root", "root-work"):
             (session / name).mkdir()
         syscalls.mount("", str(session), flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY)
-        userns_fd = make_user_namespace(f"0 {FIRST_BASE} {SIZE}\n")
+        userns_fd = make_user_namespace(FIRST_BASE)
         layers = Layers((str(lower),), str(session), "root", userns_fd)
         with pytest.raises((mounts.ReadOnlyOverlay, OSError)):
             mounts.overlay(layers, features=mounts.probe_features(str(staged), userns_fd), stage_path=str(staged))

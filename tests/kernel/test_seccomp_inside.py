@@ -101,6 +101,29 @@ said["core"] = str(before == resource.getrlimit(resource.RLIMIT_CORE) == (1, 1))
     assert said == {"personality": "ok", "core": "True"}
 
 
+def test_pools_of_the_whole_machine_are_out_of_reach(sandbox: Sandbox) -> None:
+    """Contexts of asynchronous I/O do not exist, there are no huge pages, and syncfs(2) asks no file system; plain
+    mappings there are."""
+    said = calls(
+        sandbox,
+        f"""
+import mmap
+context = ctypes.create_string_buffer(8)
+said["syncfs"] = call({SYS["syncfs"]}, -1)
+said["io_setup"] = call({SYS["io_setup"]}, 1, ctypes.addressof(context))
+for name, huge in (("huge", True), ("plain", False)):
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x40000 if huge else 0)
+    said[f"mmap {{name}}"] = call({SYS["mmap"]}, 0, 1 << 21, mmap.PROT_READ, flags, -1, 0)
+    said[f"memfd_create {{name}}"] = call({SYS["memfd_create"]}, ctypes.addressof(context), 4 if huge else 1)
+    said[f"shmget {{name}}"] = call({SYS["shmget"]}, 0, 1 << 21, 0o600 | (0o4000 if huge else 0))
+""",
+    )
+    calls_made = ("mmap", "memfd_create", "shmget")
+    assert (said.pop("io_setup"), said.pop("syncfs")) == ("ENOSYS", "ok")
+    assert {said[f"{name} huge"] for name in calls_made} == {"ENOMEM"}
+    assert {said[f"{name} plain"] for name in calls_made} == {"ok"}
+
+
 def _status(text: str) -> dict[str, str]:
     return dict(line.split(":\t") for line in text.splitlines() if line.startswith(("Seccomp", "NoNewPrivs")))
 

@@ -369,3 +369,33 @@ async def test_a_huge_directory_comes_in_pages(supervisor: LocalSupervisor) -> N
     usage = (await supervisor.workspace(WORKSPACE, measure=True)).usage
     assert usage is not None
     assert (usage.entries, usage.files, usage.size_bytes, usage.complete) == (2502, 2501, 0, True)
+
+
+def _dying_memory_cgroups() -> int:
+    """Count the cgroups that were removed and that the kernel still keeps the memory of, on the whole machine."""
+    row = next(line.split() for line in Path("/proc/cgroups").read_text().splitlines() if line.startswith("memory"))
+    top = next(path for path in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup") if os.path.exists(f"{path}/cgroup.procs"))
+    return int(row[2]) - sum(1 for _ in os.walk(top))
+
+
+async def test_the_memory_of_ended_sessions_is_given_back_and_no_other(
+    supervisor: LocalSupervisor, tmp_path: Path
+) -> None:
+    """Files of workspaces stay, and would keep the cgroups of ended sessions in the kernel. Their pages are freed, of
+    36 sessions within a minute; pages of a file that no session read stay in memory."""
+    others = tmp_path / "others"
+    others.write_bytes(bytes(8 << 20))
+    os.sync()
+    before = _dying_memory_cgroups()
+    for number in range(36):
+        session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+        await run(supervisor, session.id, f"head -c 3000000 /dev/urandom > {number}; cat {number} | sha256sum")
+        await supervisor.destroy(session.id)
+
+    async def are_few() -> bool:
+        return _dying_memory_cgroups() - before <= 5
+
+    await until(are_few)
+    cached = await trio.run_process(["fincore", "-b", "-n", "-r", "-o", "RES", str(others)], capture_stdout=True)
+    assert int(cached.stdout) > 7 << 20  # the kernel may have dropped a few for other reasons
+    assert len((await supervisor.list_files(WORKSPACE, ".")).entries) == 36

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from nsinit.cgroup import disk_io
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, choose, locate
 from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
+from nsinit.wire.protocol import CgroupMode, IoLimits
+from sandkasten.counters.cgroup import parse_io_stat
 
 ALL_V2 = frozenset({"cpuset", "cpu", "io", "memory", "hugetlb", "pids"})
 
@@ -140,3 +145,49 @@ def test_only_mounts_on_in_and_above_needed_paths_are_kept() -> None:
 6 1 0:5 / /home rw - nfs server rw
 """
     assert mounts_to_keep(parse_mountinfo(table), ("/data/node", "/proc", "/usr")) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("mode", "written"),
+    [
+        ("v2", {"io.max": "8:0 rbps=1048576 wiops=50", "io.weight": "default 2000", "io.bfq.weight": "default 1000"}),
+        (
+            "v1",
+            {
+                "blkio.throttle.read_bps_device": "8:0 1048576",
+                "blkio.throttle.write_iops_device": "8:0 50",
+                "blkio.bfq.weight": "1000",
+            },
+        ),
+    ],
+)
+def test_a_share_of_the_disk_is_written_in_the_words_of_each_version(
+    tmp_path: Path, mode: CgroupMode, written: dict[str, str]
+) -> None:
+    """A maximum of 0 is not written, and a file of another scheduler is left out; without limits no file is touched."""
+    directory = tmp_path / "00"
+    directory.mkdir()
+    for name in written:
+        (directory / name).touch()
+    cgroup = SessionCgroup(Tree(mode, dict.fromkeys(("unified", "blkio"), str(tmp_path))), "00")
+    disk_io.write(cgroup, IoLimits(), "8:0")
+    assert {path.read_text() for path in directory.iterdir()} == {""}
+    disk_io.write(cgroup, IoLimits(weight=2000, read_bps=1 << 20, write_iops=50), "8:0")
+    assert {path.name: path.read_text() for path in directory.iterdir()} == written
+
+
+def test_limits_of_the_disk_that_nobody_keeps_are_refused() -> None:
+    """Without a controller every setting is refused, without a disk the maxima; without settings all is well."""
+    bare, full = Tree("v2", {"unified": "/u"}), Tree("v2", {"unified": "/u", "io": "/u"})
+    disk_io.check(bare, IoLimits(), "")
+    disk_io.check(full, IoLimits(weight=50), "")
+    for tree, io, disk in ((bare, IoLimits(weight=50), "8:0"), (full, IoLimits(read_bps=1), "")):
+        with pytest.raises(OSError, match="disk"):
+            disk_io.check(tree, io, disk)
+
+
+def test_counters_of_disks_are_summed_without_loop_devices() -> None:
+    """The disk below a loop device counts the same bytes again."""
+    line = "rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0"
+    assert parse_io_stat(f"8:0 {line}\n7:3 {line}\n254:0 {line}\n8:16\n") == [20, 40, 2, 4]
+    assert parse_io_stat("") == [0, 0, 0, 0]

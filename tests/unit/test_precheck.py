@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.host.checks import CATALOGUE, Host, advise, check_sysctls, find_mount, read_host
+from sandkasten.host.checks import CATALOGUE, Host, advise, check_pools, check_sysctls, find_mount, read_host
 from sandkasten.model.node import Check, Verdict
 
 MOUNTINFO = """\
@@ -171,15 +171,28 @@ def test_what_is_scarce_is_told() -> None:
     assert judge("descriptors", Host(max_descriptors=1024)).verdict is Verdict.FALLS_BACK
     assert judge("descriptors", Host(max_descriptors=1 << 20)).verdict is Verdict.WORKS
     assert (
-        "fs.inotify.max_user_instances" in judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "128"})).fix
+        "fs.inotify.max_user_instances" in judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "64"})).fix
     )
-    assert judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "8192"})).verdict is Verdict.WORKS
+    assert judge("inotify", Host(sysctls={"fs.inotify.max_user_instances": "128"})).verdict is Verdict.WORKS
     assert judge("clock", Host(now_s=0, installed_s=1e9)).verdict is Verdict.FALLS_BACK
     assert judge("clock", Host(now_s=1e9, installed_s=1e9)).verdict is Verdict.WORKS
     assert (
         "one byte"
         in judge("core_pattern", Host(sysctls={"kernel.core_pattern": "|/usr/lib/systemd/systemd-coredump %P"})).seen
     )
+
+
+def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_line_that_sets_them() -> None:
+    """A pool counts whatever sessions there may be; one that suffices or does not exist is left out."""
+    host = Host(sysctls={"kernel.pid_max": "32768", "kernel.pty.max": "4096", "user.max_net_namespaces": "96364"})
+    assert check_pools(host, sessions=10, processes=256) == []
+    checks = {check.id: check for check in check_pools(host, sessions=1000, processes=256)}
+    assert {name: check.verdict for name, check in checks.items()} == {
+        "kernel.pid_max": Verdict.FALLS_BACK,
+        "kernel.pty.max": Verdict.FALLS_BACK,
+    }
+    assert "sysctl -w kernel.pid_max=260096 " in checks["kernel.pid_max"].fix
+    assert "sysctl -w kernel.pty.max=17024 " in checks["kernel.pty.max"].fix
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:

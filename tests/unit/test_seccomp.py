@@ -90,6 +90,16 @@ CASES = [
     ("mvp", "clone", (FORK_FLAGS,), ALLOW),
     ("mvp", "ioctl", (0, HIGH | 0x5412), EPERM),
     ("mvp", "prlimit64", (0, 4, 1, 0), refused(0)),
+    *((profile, name, (), refused(0)) for profile in ("strict", "debug", "mvp") for name in ("sync", "syncfs")),
+    *(("strict", name, (), ALLOW) for name in ("fsync", "fdatasync", "sync_file_range", "msync")),
+    *(("strict", name, (), refused(errno.ENOSYS)) for name in ("io_setup", "io_submit", "io_pgetevents")),
+    ("mvp", "io_setup", (), ALLOW),
+    ("strict", "mmap", (0, 1, 1, HIGH | 0x40022), refused(errno.ENOMEM)),
+    ("strict", "mmap", (0, 1, 1, 0x22), ALLOW),
+    ("strict", "memfd_create", (0, 5), refused(errno.ENOMEM)),
+    ("strict", "memfd_create", (0, 3), ALLOW),
+    ("strict", "shmget", (0, 1, 0o5600), refused(errno.ENOMEM)),
+    ("strict", "shmget", (0, 1, 0o1600), ALLOW),
 ]
 
 

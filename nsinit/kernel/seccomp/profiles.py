@@ -4,7 +4,8 @@ Owns the lists of system calls and the reasons for refusals. `strict` allows the
 every other, those of newer kernels included. `debug` adds the calls of gdb and strace. `mvp` refuses a list and allows
 every other call, for programs that `strict` breaks. `off` stands for no filter, so it is no profile.
 
-Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, asm/resource.h.
+Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, asm/resource.h, asm-generic/mman.h,
+linux/memfd.h, linux/shm.h.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _RISKY = "io_uring_setup io_uring_enter io_uring_register userfaultfd perf_event
 _FILES = """
 read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 lseek close close_range fstat stat lstat
 newfstatat statx access faccessat faccessat2 open openat openat2 creat dup dup2 dup3 fcntl flock ioctl truncate
-ftruncate fallocate fsync fdatasync sync syncfs sync_file_range fadvise64 readahead copy_file_range sendfile splice tee
+ftruncate fallocate fsync fdatasync sync_file_range fadvise64 readahead copy_file_range sendfile splice tee
 vmsplice rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat readlink readlinkat
 mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat umask utime utimes futimesat utimensat
 getdents getdents64 getcwd chdir fchdir statfs fstatfs cachestat name_to_handle_at file_getattr setxattr lsetxattr
@@ -67,8 +68,7 @@ timer_gettime timer_getoverrun timer_delete timerfd_create timerfd_settime timer
 """
 _WAITING = """
 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2
-pipe pipe2 futex futex_waitv futex_wake futex_wait futex_requeue io_setup io_destroy io_submit io_cancel io_getevents
-io_pgetevents
+pipe pipe2 futex futex_waitv futex_wake futex_wait futex_requeue
 """
 _TALKING = """
 connect accept accept4 bind listen getsockname getpeername getsockopt setsockopt shutdown sendto sendmsg sendmmsg
@@ -82,6 +82,9 @@ clone3 afs_syscall epoll_ctl_old epoll_wait_old getpmsg putpmsg security tuxcall
 lsm_get_self_attr lsm_list_modules set_mempolicy_home_node
 """
 """Calls that no kernel has any more, calls that programs do without, and clone3, whose flags no filter can see."""
+_AIO = "io_setup io_destroy io_submit io_cancel io_getevents io_pgetevents"
+"""Contexts come out of one pool of the machine, `fs.aio-max-nr`: 16 calls of one user can take all. Programs take
+ENOSYS for a kernel without CONFIG_AIO and use threads."""
 
 _OTHER = """
 adjtimex clock_adjtime fanotify_mark mbind migrate_pages modify_ldt move_pages set_mempolicy sysfs ustat
@@ -102,6 +105,7 @@ _OTHER_TYPES = (0x4, 0x8)
 (DCCP, SCTP)."""
 _LOADERS = (0x8940, 0x8941, 0x8982, 0x8983, 0x89A0, 0x89A1)
 """Requests about bridges and VLANs, for which the kernel loads modules before it asks who wants that."""
+_HUGETLB_MAPPING, _HUGETLB_MEMFD, _HUGETLB_SHM = 0x40000, 0x4, 0o4000
 _PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
 _ADDR_NO_RANDOMIZE = 0x40000
 
@@ -130,6 +134,9 @@ FLOOR: Final = (
     # programs that keep secrets end when they can't.
     _when("prlimit64", *_CORE, errno=0),
     _when("setrlimit", ArgTest(0, "eq", _RLIMIT_CORE), errno=0),
+    # They write every file of the host, or of the file system of all sessions, and all who write wait. A file that must
+    # be on disk gets there by fsync(2); success, since package managers end when they fail.
+    _refuse("sync syncfs", 0),
 )
 """Refused below every profile: nothing in a sandbox has any business with it."""
 
@@ -166,7 +173,11 @@ _ARGUMENTS = (
 _STRICT = (
     Rule(tuple(sorted(STRICT_NAMES)), "allow"),
     *_ARGUMENTS,
-    _refuse(_ENOSYS_NAMES, errno.ENOSYS),
+    _refuse(f"{_ENOSYS_NAMES} {_AIO}", errno.ENOSYS),
+    # Huge pages come out of one pool of the machine and out of no session's memory (memory cgroups don't count them).
+    _when("mmap", ArgTest(3, "masked_eq", _HUGETLB_MAPPING, _HUGETLB_MAPPING), errno=errno.ENOMEM),
+    _when("memfd_create", ArgTest(1, "masked_eq", _HUGETLB_MEMFD, _HUGETLB_MEMFD), errno=errno.ENOMEM),
+    _when("shmget", ArgTest(2, "masked_eq", _HUGETLB_SHM, _HUGETLB_SHM), errno=errno.ENOMEM),
 )
 
 STRICT: Final = Profile(

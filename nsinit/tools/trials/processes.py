@@ -58,7 +58,7 @@ def _clone(flags: int, name: str) -> None:
 
 
 def user_namespace(_room: Room) -> str:
-    os.close(slots.make_user_namespace(f"0 {slots.FIRST_BASE} {slots.SIZE}\n"))
+    os.close(slots.make_user_namespace(slots.FIRST_BASE))
     return f"made one with ids {slots.FIRST_BASE} to {slots.FIRST_BASE + slots.SIZE - 1} in which none can be made"
 
 
@@ -121,7 +121,7 @@ def drop_capabilities(_room: Room) -> str:
     """Drop capabilities as PID 1 of a sandbox does, in a user namespace like a session's."""
     last = capabilities.read_last_capability()
     status_fd = os.open("/proc/self/status", os.O_RDONLY)
-    userns_fd = slots.make_user_namespace(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
+    userns_fd = slots.make_user_namespace(slots.FIRST_BASE)
     syscalls.setns(userns_fd, k.CLONE_NEWUSER)
     capabilities.drop_bounding_set(last, root_inside=True)
     capabilities.become_runner()

@@ -226,6 +226,9 @@ def recent_name(victim: protocol.OomKills) -> str | None:
 # The actor ----------------------------------------------------------------------------------------------------------
 
 
+_NO_IO_LIMITS = protocol.IoLimits()
+
+
 class NsinitClient(Actor):
     """See the module's docstring."""
 
@@ -236,12 +239,14 @@ class NsinitClient(Actor):
         node_id: str,
         *,
         disk: protocol.DiskWish = "auto",
+        io: protocol.IoLimits = _NO_IO_LIMITS,
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
-        self._data_dir, self._node_id, self._disk, self._profiles = data_dir, node_id, disk, tuple(profiles)
+        self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
+        self._profiles = tuple(profiles)
         self._start_nsinit, self._crash_at = start_nsinit, crash_at
         self._process: NsinitProcess | None = None
 
@@ -257,6 +262,7 @@ class NsinitClient(Actor):
             str(self._data_dir),
             self._node_id,
             disk=self._disk,
+            io=self._io,
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
         )
