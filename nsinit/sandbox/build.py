@@ -50,7 +50,7 @@ BLANK_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     *JOIN_STEPS,
     ("hostname", lambda build: syscalls.sethostname(build.hostname)),
     ("private mounts", lambda build: syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)),
-    ("network settings", lambda build: network.write_settings(build.base)),
+    ("network settings", lambda build: network.write_settings()),
     ("loopback", lambda build: network.loopback_up()),
     ("disk", builder_steps.make_disk),
     ("stage dev", builder_steps.stage_dev),

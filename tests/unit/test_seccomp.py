@@ -85,7 +85,19 @@ CASES = [
     ("debug", "ioctl", (0, HIGH | 0x5412), EPERM),
     *(("mvp", name, (), ALLOW) for name in ("read", "mbind", "move_pages", "fanotify_mark", "personality")),
     *(("mvp", name, (), EPERM) for name in ("mount", "ptrace", "bpf", "io_uring_enter", "unshare", "keyctl", "setns")),
-    ("mvp", "socket", (38, 5, 0), ALLOW),
+    *(("mvp", "socket", (family, 1, 0), ALLOW) for family in (0, 1, 2, 10, 16, HIGH | 2)),
+    *(("mvp", "socket", (family, 1, 0), EPERM) for family in (*range(3, 10), *range(11, 16), *range(17, 48), HIGH | 38)),
+    *(("mvp", "socketpair", (family, 1, 0), EPERM) for family in (17, 38, 40, HIGH | 40)),
+    *(("mvp", "socket", (16, 3, protocol), EPERM) for protocol in (4, 6, 12, 15, 16, HIGH | 21)),
+    ("mvp", "socket", (16, 3, 9), refused(errno.EPROTONOSUPPORT)),
+    *(
+        (profile, "setsockopt", (3, high | 1, high | option), refused(0))
+        for profile in ("strict", "debug", "mvp")
+        for option in (7, 8, 37, 65)
+        for high in (0, HIGH)
+    ),
+    *((profile, "setsockopt", (3, 1, 2), ALLOW) for profile in ("strict", "debug", "mvp")),
+    *((profile, "setsockopt", (3, 6, 7), ALLOW) for profile in ("strict", "debug", "mvp")),
     ("mvp", "clone", (1 << 28,), EPERM),
     ("mvp", "clone", (FORK_FLAGS,), ALLOW),
     ("mvp", "ioctl", (0, HIGH | 0x5412), EPERM),
@@ -206,12 +218,12 @@ def test_the_floor_holds_under_a_profile_that_allows_all() -> None:
 
 def test_the_strictest_rule_wins_in_any_order() -> None:
     """A rule that refuses is not undone by one that allows, before or after it."""
-    refuse = Rule(("socket",), "errno", 97, (ArgTest(0, "eq", 38),))
+    refuse = Rule(("socket",), "errno", 97, (ArgTest(0, "eq", 10),))
     allow = Rule(("socket",), "allow")
     kill = Rule(("socket",), "kill_process", args=(ArgTest(2, "eq", 9),))
     for rules in ((refuse, allow, kill), (kill, allow, refuse), (allow, refuse, kill)):
-        assert answer(own(*rules), "x86_64", "socket", 38, 0, 0) == refused(97)
-        assert answer(own(*rules), "x86_64", "socket", 38, 0, 9) == KILL
+        assert answer(own(*rules), "x86_64", "socket", 10, 0, 0) == refused(97)
+        assert answer(own(*rules), "x86_64", "socket", 10, 0, 9) == KILL
         assert answer(own(*rules), "x86_64", "socket", 2, 0, 0) == ALLOW
     assert answer(own(Rule(("mount",), "kill_process")), "x86_64", "mount") == KILL
 
