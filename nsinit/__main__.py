@@ -70,7 +70,7 @@ def main() -> None:
             config = files_config if init.files_only else configs[init.root_inside]
             if init.crash is not None:
                 config = replace(config, passing=init.crash.passing)
-            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
+            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config, asked=init.asked)
 
     serve(channel, SandboxRunner(), grant)
 

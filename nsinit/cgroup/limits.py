@@ -92,7 +92,9 @@ def _settings(cgroup: SessionCgroup, limits: Limits, *, is_raising: bool) -> tup
     with_swap = Setting(f"{memory}/memory.memsw.limit_in_bytes", amount, is_optional=True)
     # Any limit turns the charging on (cgroup-v1/memory.rst §2.7): without one, sockets are limited by the machine alone.
     # Absent where nothing counts the kernel's memory.
-    sockets = Setting(f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory_bytes // _TCP_PART), is_optional=True)
+    sockets = Setting(
+        f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory_bytes // _TCP_PART), is_optional=True
+    )
     return (
         Setting(f"{memory}/memory.swappiness", "0", is_optional=True),
         *((with_swap, hard) if is_raising else (hard, with_swap)),  # the hard one may never exceed the other

@@ -15,8 +15,8 @@ from nsinit.kernel.files import write_file
 
 _SETTINGS = (
     ("ipv4/ip_unprivileged_port_start", "0"),
-    # No group may open ICMP sockets: without a network there is nothing to ping, and no cgroup is charged for what waits
-    # in such sockets.
+    # No group may open ICMP sockets: without a network there is nothing to ping, and no cgroup is charged for what
+    # waits in such sockets.
     ("ipv4/ping_group_range", "1 0"),
     ("ipv6/conf/all/disable_ipv6", "1"),
     # A sent packet comes back with its time stamp, its data held by the error queue, which no cgroup is charged for.
@@ -30,7 +30,7 @@ _IFREQ = struct.Struct("16sh22x")
 
 
 def write_settings() -> None:
-    """Let every user of the sandbox bind low ports; switch IPv6 off; bound what a socket holds of the kernel's memory."""
+    """Let every user of the sandbox bind low ports; switch pings and IPv6 off; bound the memory that a socket holds."""
     for name, value in _SETTINGS:
         try:
             write_file(f"/proc/sys/net/{name}", value)

@@ -105,6 +105,12 @@ _OTHER_FAMILIES = (
 """Every address family but the four above: packets, virtual machines' sockets, the kernel's ciphers, keys of IPsec and
 whatever else has a module to load."""
 _NETLINK_ROUTE, _NETLINK_AUDIT = 0, 9
+_INTERNET = ArgTest(0, "masked_eq", _AF_INET, 0xFFFFFFFF & ~(_AF_INET ^ _AF_INET6))
+"""Both address families, which differ in one bit."""
+
+_DATAGRAM = ArgTest(1, "masked_eq", 2, 0xF)
+_DATAGRAM_PROTOCOLS = (ArgTest(2, "masked_eq", 0, 0xFFFFFFFE), ArgTest(2, "eq", 17), ArgTest(2, "eq", 58))
+"""Any and ICMP, UDP, ICMPv6."""
 _SOL_SOCKET = 1
 _UNCHARGED_OPTIONS = (7, 8, 37, 65)
 """SO_SNDBUF, SO_RCVBUF, SO_TIMESTAMPING (old, new): what waits in a larger buffer, or comes back with a time stamp, is
@@ -130,14 +136,15 @@ def _when(name: str, *args: ArgTest, errno: int | None = None) -> Rule:
 
 _CORE = ArgTest(1, "eq", _RLIMIT_CORE), ArgTest(2, "ne", 0)
 _SOCKETS = (
-    *(
-        _when(name, families, errno=errno.EPERM)
-        for name in ("socket", "socketpair")
-        for families in _OTHER_FAMILIES
-    ),
+    *(_when(name, families, errno=errno.EPERM) for name in ("socket", "socketpair") for families in _OTHER_FAMILIES),
     # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "ne", _NETLINK_ROUTE), errno=errno.EPERM),
+    # Their buffers are charged to no cgroup: only their number bounds them, and PID 1 counts. Datagrams of further
+    # protocols would escape the count.
+    Rule(("socket",), "ask", args=(ArgTest(0, "eq", _AF_NETLINK),)),
+    *(Rule(("socket",), "ask", args=(_INTERNET, _DATAGRAM, each)) for each in _DATAGRAM_PROTOCOLS),
+    _when("socket", _INTERNET, _DATAGRAM, ArgTest(2, "gt", 58), errno=errno.EPERM),
     # Success without effect: a server whose buffer stays small works, one that is refused may end.
     *(
         _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", option), errno=0)
@@ -175,20 +182,11 @@ INIT_NEEDS: Final = tuple(_INIT.split())
 
 _ARGUMENTS = (
     _when("clone", ArgTest(0, "masked_eq", 0, _NAMESPACE_FLAGS)),
-    *(
-        _when("socket", ArgTest(0, "eq", family), *tests)
-        for family, tests in (
-            (_AF_UNIX, ()),
-            (_AF_NETLINK, (ArgTest(2, "eq", _NETLINK_ROUTE),)),
-            *((family, (ArgTest(2, "eq", protocol),)) for family in (_AF_INET, _AF_INET6) for protocol in _PROTOCOLS),
-        )
-    ),
+    _when("socket", ArgTest(0, "eq", _AF_UNIX)),
+    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_ROUTE)),
+    *(_when("socket", _INTERNET, ArgTest(2, "eq", protocol)) for protocol in _PROTOCOLS),
     _when("socketpair", ArgTest(0, "eq", _AF_UNIX)),  # no other family has pairs
-    *(
-        _when("socket", ArgTest(0, "eq", family), ArgTest(1, "masked_eq", bit, bit), errno=errno.EPERM)
-        for family in (_AF_INET, _AF_INET6)
-        for bit in _OTHER_TYPES
-    ),
+    *(_when("socket", _INTERNET, ArgTest(1, "masked_eq", bit, bit), errno=errno.EPERM) for bit in _OTHER_TYPES),
     Rule(("prlimit64", "setrlimit"), "allow"),
 )
 _STRICT = (
