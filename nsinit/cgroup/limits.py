@@ -90,8 +90,7 @@ def _settings(cgroup: SessionCgroup, limits: Limits, *, is_raising: bool) -> tup
         )
     hard = Setting(f"{memory}/memory.limit_in_bytes", amount)
     with_swap = Setting(f"{memory}/memory.memsw.limit_in_bytes", amount, is_optional=True)
-    # Any limit turns the charging on (cgroup-v1/memory.rst §2.7): without one, sockets are limited by the machine alone.
-    # Absent where nothing counts the kernel's memory.
+    # Any limit turns the charging on (cgroup-v1/memory.rst §2.7.1): without one, only the machine's own limit holds.
     sockets = Setting(
         f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory_bytes // _TCP_PART), is_optional=True
     )

@@ -68,7 +68,7 @@ class Init:
     """PID 1's own `oom_score_adj`, open for reading and writing, and its value."""
     oom_score: int = 0
     sockets: int = 0
-    """The most datagram and netlink sockets of the session."""
+    """The most datagram and netlink sockets of the session; of internet sockets there may be more."""
     counter_fds: tuple[int, int] = (-1, -1)
     """`/proc/net/sockstat` and `protocols` of the session's network, open for reading."""
     asked: Asked | None = None

@@ -1,9 +1,10 @@
-"""The bound on a session's datagram and netlink sockets: PID 1 says yes or no to each such `socket` call.
+"""The bound on a session's internet and netlink sockets: PID 1 says yes or no to each such `socket` call.
 
-What waits in these sockets is memory of the kernel that no cgroup is charged for: datagrams begun and not sent
-(MSG_MORE), errors, the answers of netlink; up to some 300 KiB a socket. The only bound is their number, which the
-kernel does not limit. So the session's filter makes the kernel ask PID 1, and PID 1 counts. The callers that PID 1 let
-go on, and that have no socket yet, are not in the count: there are never more of them than processes.
+In datagram and netlink sockets waits memory of the kernel that no cgroup is charged for: datagrams begun and not sent
+(MSG_MORE), errors, the answers of netlink; up to some 300 KiB a socket. A TCP socket may take one packet beyond every
+limit, up to 64 KiB. The only bound is the number of sockets, which the kernel does not limit. So the session's filter
+makes the kernel ask PID 1, and PID 1 counts. The callers that PID 1 let go on, and that have no socket yet, are not in
+the count: there are never more of them than processes.
 
 Sources: seccomp_unotify(2) (the answer rests on no memory of the caller's: only the fact that it asks counts);
 linux/seccomp.h; net/ipv4/proc.c (`used` counts the sockets of the network namespace), net/core/sock.c (the table of
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -28,20 +30,30 @@ _SEND: Final = 0xC0182101
 """SECCOMP_IOCTL_NOTIF_SEND: `struct seccomp_notif_resp`."""
 
 _NOTICE_BYTES: Final = 80
-_ID = struct.Struct("=Q")
+_QUESTION = struct.Struct("=Q24xQQ")
+"""The question's number; the first two arguments of the call, family and type."""
+
 _RESPONSE = struct.Struct("=QqiI")
 _CONTINUE: Final = 1
 """SECCOMP_USER_NOTIF_FLAG_CONTINUE: the kernel goes on with the call as it stands."""
 
-_CHARGED: Final = (b"UNIX", b"UNIX-STREAM", b"TCP", b"TCPv6")
-"""Protocols whose sockets hold only memory that is charged, or limited apart."""
+_UNIX: Final = (b"UNIX", b"UNIX-STREAM")
+"""Protocols whose sockets hold only memory that is charged."""
+
+_TCP: Final = (b"TCP", b"TCPv6")
+_STREAM: Final = 1
+_TYPE_BITS: Final = 0xF
+_INT_BITS: Final = 0xFFFFFFFF
+"""The part of a register that the kernel takes for an `int`."""
+
+_STREAMS_PER_DATAGRAM: Final = 8
 _PAGE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The descriptor on which the kernel asks; the session's `/proc/net/sockstat` and `protocols`, open; the most
-    sockets."""
+    datagram and netlink sockets. Of internet sockets of all types there may be eight times as many."""
 
     questions_fd: int
     sockstat_fd: int
@@ -60,14 +72,19 @@ class SocketGate:
         notice = bytearray(_NOTICE_BYTES)
         try:
             fcntl.ioctl(self._asked.questions_fd, _RECEIVE, notice)
-            (number,) = _ID.unpack_from(notice)
-            if count_sockets(_read(self._asked.sockstat_fd), _read(self._asked.protocols_fd)) < self._asked.most:
+            number, family, kind = _QUESTION.unpack_from(notice)
+            if self._has_room(is_stream=family & _INT_BITS != socket.AF_NETLINK and kind & _TYPE_BITS == _STREAM):
                 response = _RESPONSE.pack(number, 0, 0, _CONTINUE)
             else:
                 response = _RESPONSE.pack(number, 0, -errno.ENOBUFS, 0)
             fcntl.ioctl(self._asked.questions_fd, _SEND, response)
         except FileNotFoundError:
             pass  # ENOENT: the caller was killed, or took a signal and asks again
+
+    def _has_room(self, *, is_stream: bool) -> bool:
+        asked = self._asked
+        all_of_them, datagrams = count_sockets(_read(asked.sockstat_fd), _read(asked.protocols_fd))
+        return all_of_them < _STREAMS_PER_DATAGRAM * asked.most and (is_stream or datagrams < asked.most)
 
 
 def _read(fd: int) -> bytes:
@@ -77,8 +94,9 @@ def _read(fd: int) -> bytes:
     return bytes(content)
 
 
-def count_sockets(sockstat: bytes, protocols: bytes) -> int:
-    """Return how many sockets there are but those of `_CHARGED`. A TCP socket neither bound nor connected counts."""
+def count_sockets(sockstat: bytes, protocols: bytes) -> tuple[int, int]:
+    """Return how many sockets there are but for Unix sockets; and but for TCP's, too, if bound or connected."""
     used = int(sockstat.split(None, 3)[2])  # "sockets: used N"
-    lines = (line.split(None, 3) for line in protocols.splitlines()[1:])
-    return used - sum(int(fields[2]) for fields in lines if fields[0] in _CHARGED)
+    fields = [line.split(None, 3) for line in protocols.splitlines()[1:]]
+    unix, tcp = (sum(int(each[2]) for each in fields if each[0] in names) for names in (_UNIX, _TCP))
+    return used - unix, used - unix - tcp

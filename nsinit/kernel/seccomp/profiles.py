@@ -109,8 +109,8 @@ _INTERNET = ArgTest(0, "masked_eq", _AF_INET, 0xFFFFFFFF & ~(_AF_INET ^ _AF_INET
 """Both address families, which differ in one bit."""
 
 _DATAGRAM = ArgTest(1, "masked_eq", 2, 0xF)
-_DATAGRAM_PROTOCOLS = (ArgTest(2, "masked_eq", 0, 0xFFFFFFFE), ArgTest(2, "eq", 17), ArgTest(2, "eq", 58))
-"""Any and ICMP, UDP, ICMPv6."""
+_COUNTED_PROTOCOLS = (ArgTest(2, "masked_eq", 0, 0xFFFFFFFE), *(ArgTest(2, "eq", each) for each in (6, 17, 58)))
+"""Any and ICMP, TCP, UDP, ICMPv6."""
 _SOL_SOCKET = 1
 _UNCHARGED_OPTIONS = (7, 8, 37, 65)
 """SO_SNDBUF, SO_RCVBUF, SO_TIMESTAMPING (old, new): what waits in a larger buffer, or comes back with a time stamp, is
@@ -140,10 +140,10 @@ _SOCKETS = (
     # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "ne", _NETLINK_ROUTE), errno=errno.EPERM),
-    # Their buffers are charged to no cgroup: only their number bounds them, and PID 1 counts. Datagrams of further
-    # protocols would escape the count.
+    # What waits in them is charged to no cgroup, or is taken beyond its limit: only their number bounds it, and PID 1
+    # counts. Datagrams of further protocols would escape the count.
     Rule(("socket",), "ask", args=(ArgTest(0, "eq", _AF_NETLINK),)),
-    *(Rule(("socket",), "ask", args=(_INTERNET, _DATAGRAM, each)) for each in _DATAGRAM_PROTOCOLS),
+    *(Rule(("socket",), "ask", args=(_INTERNET, each)) for each in _COUNTED_PROTOCOLS),
     _when("socket", _INTERNET, _DATAGRAM, ArgTest(2, "gt", 58), errno=errno.EPERM),
     # Success without effect: a server whose buffer stays small works, one that is refused may end.
     *(
