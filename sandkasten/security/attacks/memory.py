@@ -2,8 +2,9 @@
 
 A session's own counters prove nothing here: memory that no cgroup is charged for is in none of them. An attempt fills
 objects of one class until it is refused or killed, and counts what the machine gets back when the session ends. Each is
-bounded: the session ends as soon as the machine misses four times its limit. Other programs of the machine are heard in
-the same figure, so a bad one is tried again.
+bounded: the session ends as soon as the machine misses four times its limit, and that alone is a verdict, as the kernel
+may take long to give so much back. Other programs of the machine are heard in the same figures, so a bad one is tried
+again.
 
 Sources: socket(7), udp(7), netlink(7), unix(7), pipe(7), epoll(7), fcntl(2); Documentation/admin-guide/cgroup-v2.rst
 "memory.stat"; proc_meminfo(5) MemAvailable.
@@ -70,10 +71,10 @@ def _available_mib() -> int:
 
 
 async def _held_mib(field: Field, program: str) -> tuple[int, str]:
-    """Return how much memory the machine got back at the end of a session that ran the program, and the witness's
-    answer before."""
+    """Return how much memory a session that ran the program took from the machine, and the witness's answer."""
     argv = ("python3", "-I", "-S", "-c", _FILL.format(program=program))
     spec = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=round(30_000 * field.patience))
+    witness = ""
     async with field.session(_LIMITS) as session_id:
         before = held = _available_mib()
         async with (
@@ -90,12 +91,13 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
                 while before - held < _STOP_MIB:
                     await trio.sleep(0.01)
                     held = _available_mib()
-            if before - held >= _STOP_MIB:
-                witness = "answers"  # no time to ask: the machine is at stake
-            else:
+            taken = before - held
+            if taken < _STOP_MIB:  # otherwise there is no time to ask
                 witness = await field.ask_witness()
                 held = _available_mib()
             nursery.cancel_scope.cancel()
+    if taken >= _STOP_MIB:
+        return taken, "not asked"
     after = held
     with trio.move_on_after(_FREE_S * field.patience):
         while True:
@@ -143,7 +145,7 @@ udp_begun = _attempt(
 def one():
     made = internet(socket.SOCK_DGRAM)
     made.connect(("127.0.0.1", 9))
-    until_full(made.send, bytes(930), socket.MSG_MORE)
+    until_full(made.send, bytes(930), socket.MSG_MORE, most=70)
 """,
     layer="seccomp",
 )
