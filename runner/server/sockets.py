@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from runner.loop.loop import READ, EventLoop
@@ -47,6 +48,8 @@ _INT_BITS: Final = 0xFFFFFFFF
 """The part of a register that the kernel takes for an `int`."""
 
 _STREAMS_PER_DATAGRAM: Final = 8
+_FREE_S: Final = 0.05
+"""Time that the kernel may take to free closed sockets (an RCU grace period): a caller without room waits so long."""
 _PAGE_BYTES: Final = 4096
 
 
@@ -65,26 +68,42 @@ class SocketGate:
     """Answers the kernel's questions."""
 
     def __init__(self, loop: EventLoop, asked: Asked) -> None:
+        self._loop = loop
         self._asked = asked
-        loop.watch(asked.questions_fd, READ, self._on_question, lambda _error: None)
+        loop.watch(asked.questions_fd, READ, self._on_question, _drop)
 
     def _on_question(self, _events: int) -> None:
         notice = bytearray(_NOTICE_BYTES)
         try:
             fcntl.ioctl(self._asked.questions_fd, _RECEIVE, notice)
-            number, family, kind = _QUESTION.unpack_from(notice)
-            if self._has_room(is_stream=family & _INT_BITS != socket.AF_NETLINK and kind & _TYPE_BITS == _STREAM):
-                response = _RESPONSE.pack(number, 0, 0, _CONTINUE)
-            else:
-                response = _RESPONSE.pack(number, 0, -errno.ENOBUFS, 0)
-            fcntl.ioctl(self._asked.questions_fd, _SEND, response)
         except FileNotFoundError:
-            pass  # ENOENT: the caller was killed, or took a signal and asks again
+            return  # ENOENT: the caller was killed, or took a signal and asks again
+        number, family, kind = _QUESTION.unpack_from(notice)
+        is_stream = family & _INT_BITS != socket.AF_NETLINK and kind & _TYPE_BITS == _STREAM
+        if self._has_room(is_stream=is_stream):
+            self._answer(number, allow=True)
+        else:
+            again = partial(self._ask_again, number, is_stream)
+            self._loop.call_later(_FREE_S, again, _drop)
+
+    def _ask_again(self, number: int, is_stream: bool) -> None:
+        self._answer(number, allow=self._has_room(is_stream=is_stream))
+
+    def _answer(self, number: int, *, allow: bool) -> None:
+        response = (0, _CONTINUE) if allow else (-errno.ENOBUFS, 0)
+        try:
+            fcntl.ioctl(self._asked.questions_fd, _SEND, _RESPONSE.pack(number, 0, *response))
+        except FileNotFoundError:
+            pass  # ENOENT: as above
 
     def _has_room(self, *, is_stream: bool) -> bool:
         asked = self._asked
         all_of_them, datagrams = count_sockets(_read(asked.sockstat_fd), _read(asked.protocols_fd))
         return all_of_them < _STREAMS_PER_DATAGRAM * asked.most and (is_stream or datagrams < asked.most)
+
+
+def _drop(_error: Exception) -> None:
+    """Leave a question unanswered whose answer fails: the caller waits until it is killed."""
 
 
 def _read(fd: int) -> bytes:

@@ -110,7 +110,7 @@ for family in (15, 17, 38, 40, 44):
 
 
 def test_many_callers_at_once_are_all_answered(sandbox: Sandbox) -> None:
-    """Processes that ask at the same time, some of them killed while they wait, leave PID 1 and its answers in order."""
+    """Processes that ask at the same time, some killed while they wait, leave PID 1 and its answers in order."""
     said = _said(
         sandbox,
         """

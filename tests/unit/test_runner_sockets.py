@@ -5,13 +5,13 @@ from __future__ import annotations
 from runner.server.sockets import count_sockets
 
 SOCKSTAT = b"sockets: used 23\nTCP: inuse 3 orphan 0 tw 0 alloc 4 mem 177\nUDP: inuse 2 mem 90\n"
-PROTOCOLS = b"""protocol  size sockets  memory press maxhdr  slab module     cl co di ac io in de sh ss gs se re bi br ha uh gp em
-TCPv6     2432      2     177   no     192   yes  kernel      y  y  y  y  y  y  y  y  y  y  y  y  n  y  y  y  y  y
-UNIX-STREAM 1152      4      -1   NI       0   yes  kernel      y  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n
-UNIX      1152      5      -1   NI       0   yes  kernel      y  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n
-UDP       1344      2      90   NI       0   yes  kernel      y  y  y  n  y  y  y  n  y  y  y  y  n  n  y  y  y  n
-TCP       2304      3     177   no     192   yes  kernel      y  y  y  y  y  y  y  y  y  y  y  y  n  y  y  y  y  y
-NETLINK   1096      1      -1   NI       0   no   kernel      n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n  n
+PROTOCOLS = b"""protocol  size sockets  memory press maxhdr  slab module     cl co
+TCPv6     2432      2     177   no     192   yes  kernel      y  y
+UNIX-STREAM 1152      4      -1   NI       0   yes  kernel      y  y
+UNIX      1152      5      -1   NI       0   yes  kernel      y  y
+UDP       1344      2      90   NI       0   yes  kernel      y  y
+TCP       2304      3     177   no     192   yes  kernel      y  y
+NETLINK   1096      1      -1   NI       0   no   kernel      y  y
 """
 
 
