@@ -23,7 +23,6 @@ from nsinit.kernel.syscalls import FilterProgram
 from nsinit.steps import Crash, Steps
 from nsinit.wire import control
 from nsinit.wire.validate import MAX_OPEN_FILES
-from runner.server.sockets import Asked
 
 OPEN_FILES = 1024
 """The limit of open files that a process begins with: select(2) can't count further."""
@@ -71,8 +70,8 @@ class Init:
     """The most datagram and netlink sockets of the session; of internet sockets there may be more."""
     counter_fds: tuple[int, int] = (-1, -1)
     """`/proc/net/sockstat` and `protocols` of the session's network, open for reading."""
-    asked: Asked | None = None
-    """The means of answering the kernel's questions about sockets, once there is a filter."""
+    asked: tuple[int, int, int, int] | None = None
+    """The fields of `runner.server.sockets.Asked`, once there is a filter."""
     open_files: int = OPEN_FILES
     """The highest limit of open files that a process may set."""
     steps: Steps = field(default_factory=Steps)
@@ -237,4 +236,4 @@ def limit_open_files(init: Init) -> None:
 def filter_system_calls(init: Init) -> None:
     """Put PID 1 under the system call filter, last of all: no step before needs a hole in it."""
     if init.filter is not None:
-        init.asked = Asked(syscalls.set_asking_filter(init.filter), *init.counter_fds, init.sockets)
+        init.asked = syscalls.set_asking_filter(init.filter), *init.counter_fds, init.sockets
