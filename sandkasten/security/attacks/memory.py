@@ -6,6 +6,8 @@ bounded: the session ends as soon as the machine misses four times its limit, an
 may take long to give so much back. Other programs of the machine are heard in the same figures, so a bad one is tried
 again.
 
+The session's root has no capability that counts here, so the sandbox user alone makes the attempts.
+
 Sources: socket(7), udp(7), netlink(7), unix(7), pipe(7), epoll(7), fcntl(2); Documentation/admin-guide/cgroup-v2.rst
 "memory.stat"; proc_meminfo(5) MemAvailable.
 """
@@ -16,7 +18,7 @@ import attrs
 import trio
 
 from sandkasten.model import ExecSpec, OnDisconnect
-from sandkasten.security.attacks.field import SMALL, Field
+from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 
 _LIMITS = attrs.evolve(SMALL, cpu=1.0)
@@ -107,7 +109,7 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
 
 
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
-    @attempt(f"memory.{name}", what, "memory limit bypass", (_HELD, "answers"), layer=layer)
+    @attempt(f"memory.{name}", what, "memory limit bypass", (_HELD, "answers"), users=(SANDBOX,), layer=layer)
     async def fill(field: Field) -> Answers:
         held, witness = await _held_mib(field, program)
         for _ in range(_TRIES - 1):
