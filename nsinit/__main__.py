@@ -37,6 +37,7 @@ def main() -> None:
     from nsinit.wire.launching import parse_grant
     from runner.loop.config import RunnerConfig
     from runner.server import main as runner_main
+    from runner.server.sockets import Asked
 
     grant = parse_grant(sys.argv[1:])
     for name in _CODECS:
@@ -70,7 +71,8 @@ def main() -> None:
             config = files_config if init.files_only else configs[init.root_inside]
             if init.crash is not None:
                 config = replace(config, passing=init.crash.passing)
-            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config)
+            asked = Asked(*init.asked) if init.asked is not None else None
+            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config, asked=asked)
 
     serve(channel, SandboxRunner(), grant)
 

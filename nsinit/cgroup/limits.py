@@ -22,12 +22,16 @@ from nsinit.scheduler import Wait
 from nsinit.wire.protocol import Limits
 
 CHANGE_DEADLINE_S = 5.0
+_TCP_PART = 4
+"""v1 charges what waits in TCP and UDP sockets apart from all other memory. A session may hold that part of its memory
+limit, on top of it."""
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A file and the text to write. `is_optional`: the file exists only where the kernel counts swap."""
+    """A file and the text to write. `is_optional`: the file exists only where the kernel counts swap, or
+    sockets."""
 
     path: str
     value: str
@@ -86,9 +90,14 @@ def _settings(cgroup: SessionCgroup, limits: Limits, *, is_raising: bool) -> tup
         )
     hard = Setting(f"{memory}/memory.limit_in_bytes", amount)
     with_swap = Setting(f"{memory}/memory.memsw.limit_in_bytes", amount, is_optional=True)
+    # Any limit turns the charging on (cgroup-v1/memory.rst §2.7.1): without one, only the machine's own limit holds.
+    sockets = Setting(
+        f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory_bytes // _TCP_PART), is_optional=True
+    )
     return (
         Setting(f"{memory}/memory.swappiness", "0", is_optional=True),
         *((with_swap, hard) if is_raising else (hard, with_swap)),  # the hard one may never exceed the other
+        sockets,
         Setting(f"{cpu}/cpu.cfs_period_us", str(limits.cpu_period_us)),
         Setting(f"{cpu}/cpu.cfs_quota_us", str(limits.cpu_quota_us)),
         pids,

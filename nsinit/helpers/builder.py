@@ -38,6 +38,11 @@ Stage = Literal["born", "blank", "imaged", "whole"]
 """Progress of a sandbox: PID 1 alone; after `build.BLANK_STEPS`; after `build.IMAGE_STEPS`; after all steps."""
 
 
+LEAST_SOCKETS = 32
+_MEMORY_OF_A_SOCKET = 2 << 20
+"""Bytes of a session's memory for each datagram or netlink socket; such a socket can hold some 300 KiB uncharged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Work on one sandbox, from stage `done` to stage `goal` (without a plan: blank). `disk`: limits of its disk.
@@ -109,11 +114,18 @@ def _serve(order: Order, fds: list[int], machine: BuildFacts, kept: set[int], ho
                 keep_only(kept | {control_fd})
             plan = order.plan
             if plan is not None and order.goal == "whole":
-                begin = control.Begin(*sandbox.root_id, filter_number, plan.root_inside, plan.open_files, is_files)
+                powers = plan.root_inside, plan.open_files, is_files, sockets_in(plan.limits.memory_bytes)
+                begin = control.Begin(*sandbox.root_id, filter_number, *powers)
                 control.say_begin(connection, begin)
         except StepFailed as error:
             return control.describe(error)
     return control.STATUS.encode(control.StepsDone(steps.timings_us))
+
+
+def sockets_in(memory_bytes: int) -> int:
+    """Return how many datagram and netlink sockets a session of so much memory may have: what they can hold of the
+    kernel's memory, uncharged, is about a sixth of that."""
+    return max(LEAST_SOCKETS, memory_bytes // _MEMORY_OF_A_SOCKET)
 
 
 def _filter_number(order: Order, machine: BuildFacts) -> int:

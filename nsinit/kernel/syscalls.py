@@ -273,6 +273,18 @@ def set_filter(program: FilterProgram) -> None:
     _call("seccomp", k.SYS_seccomp, k.SECCOMP_SET_MODE_FILTER, 0, program.reference)
 
 
+def set_asking_filter(program: FilterProgram) -> int:
+    """Like `set_filter`, and return the descriptor on which the kernel asks about calls (seccomp_unotify(2)). The
+    descriptor is close-on-exec and the caller's."""
+    return _call(
+        "seccomp",
+        k.SYS_seccomp,
+        k.SECCOMP_SET_MODE_FILTER,
+        k.SECCOMP_FILTER_FLAG_NEW_LISTENER,
+        program.reference,
+    )
+
+
 def setfsuid(uid: int) -> None:
     """setfsuid(2). The call reports no error, so the change is read back."""
     _syscall(k.SYS_setfsuid, uid, 0, 0, 0, 0, 0)

@@ -66,6 +66,12 @@ class Init:
     oom_fd: int = -1
     """PID 1's own `oom_score_adj`, open for reading and writing, and its value."""
     oom_score: int = 0
+    sockets: int = 0
+    """The most datagram and netlink sockets of the session; of internet sockets there may be more."""
+    counter_fds: tuple[int, int] = (-1, -1)
+    """`/proc/net/sockstat` and `protocols` of the session's network, open for reading."""
+    asked: tuple[int, int, int, int] | None = None
+    """The fields of `runner.server.sockets.Asked`, once there is a filter."""
     open_files: int = OPEN_FILES
     """The highest limit of open files that a process may set."""
     steps: Steps = field(default_factory=Steps)
@@ -158,6 +164,12 @@ def keep_oom_file(init: Init) -> None:
     init.oom_score = int(os.read(init.oom_fd, 16))
 
 
+def keep_socket_counters(init: Init) -> None:
+    # Opened while every part of the path is the kernel's own; reading it later shows the same network.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    init.counter_fds = os.open("/proc/self/net/sockstat", flags), os.open("/proc/self/net/protocols", flags)
+
+
 def join_user_namespace(init: Init) -> None:
     """Join the session's user namespace. The one supplementary group has no number there: it can be lost, and not be
     got."""
@@ -207,6 +219,7 @@ def begin(init: Init, word: control.Begin) -> None:
     init.root_inside = word.root_inside
     init.open_files = word.open_files
     init.files_only = word.files_only
+    init.sockets = word.sockets
 
 
 def keep_inside(init: Init) -> None:
@@ -223,4 +236,4 @@ def limit_open_files(init: Init) -> None:
 def filter_system_calls(init: Init) -> None:
     """Put PID 1 under the system call filter, last of all: no step before needs a hole in it."""
     if init.filter is not None:
-        syscalls.set_filter(init.filter)
+        init.asked = syscalls.set_asking_filter(init.filter), *init.counter_fds, init.sockets

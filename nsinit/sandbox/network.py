@@ -15,20 +15,27 @@ from nsinit.kernel.files import write_file
 
 _SETTINGS = (
     ("ipv4/ip_unprivileged_port_start", "0"),
-    ("ipv4/ping_group_range", "{base} {last}"),
+    # No group may open ICMP sockets: without a network there is nothing to ping, and no cgroup is charged for what
+    # waits in such sockets.
+    ("ipv4/ping_group_range", "1 0"),
     ("ipv6/conf/all/disable_ipv6", "1"),
+    # A sent packet comes back with its time stamp, its data held by the error queue, which no cgroup is charged for.
+    ("core/tstamp_allow_data", "0"),
+    # Filters, options and memberships of one socket, in bytes.
+    ("core/optmem_max", "20480"),
 )
+_NEWER = ("ipv6/conf/all/disable_ipv6", "core/tstamp_allow_data", "core/optmem_max")
+"""Settings that some kernels lack: those without IPv6, and those in which a setting is the whole machine's."""
 _IFREQ = struct.Struct("16sh22x")
 
 
-def write_settings(base_id: int) -> None:
-    """Let every user of the sandbox bind low ports and send pings; switch IPv6 off. Group ids are host ids here."""
-    for name, template in _SETTINGS:
-        value = template.format(base=base_id, last=base_id + 65535)
+def write_settings() -> None:
+    """Let every user of the sandbox bind low ports; switch pings and IPv6 off; bound the memory that a socket holds."""
+    for name, value in _SETTINGS:
         try:
             write_file(f"/proc/sys/net/{name}", value)
         except FileNotFoundError:
-            if not name.startswith("ipv6"):  # a kernel without IPv6 has nothing to switch off
+            if name not in _NEWER:
                 raise
 
 

@@ -19,7 +19,7 @@ from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Failed
 from runner.wire.codec import Vocabulary
 
 _PROC = b"proc"
-_BEGIN = struct.Struct("=QQB?I?")
+_BEGIN = struct.Struct("=QQB?I?I")
 
 
 RootId = tuple[int, int]
@@ -28,8 +28,8 @@ RootId = tuple[int, int]
 
 class Begin(NamedTuple):
     """The builder's word to PID 1 to go on: device and inode of the new root, the number of the system call filter
-    (`seccomp.filters`), whether commands may be root, how many files a process may open, and whether the sandbox has
-    files only and no commands."""
+    (`seccomp.filters`), whether commands may be root, how many files a process may open, whether the sandbox has files
+    only and no commands, and how many datagram and netlink sockets there may be (`runner.server.sockets`)."""
 
     device: int
     inode: int
@@ -37,6 +37,7 @@ class Begin(NamedTuple):
     root_inside: bool
     open_files: int
     files_only: bool
+    sockets: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from runner.programs.programs import Programs
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
 from runner.server.server import Connection, RunnerServer
+from runner.server.sockets import Asked, SocketGate
 from runner.shell.shells import Shells
 from runner.streams import pty
 from runner.wire.protocol import (
@@ -199,16 +200,23 @@ def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
 
 
 def run(
-    listener_fd: int, kernel: Kernel, *, on_ready: Callable[[], None], config: RunnerConfig | None = None
+    listener_fd: int,
+    kernel: Kernel,
+    *,
+    on_ready: Callable[[], None],
+    config: RunnerConfig | None = None,
+    asked: Asked | None = None,
 ) -> NoReturn:
     """Serve requests on the listening socket as PID 1, until the sandbox is killed.
 
-    `on_ready` is called once, when the first connection would be served.
+    `on_ready` is called once, when the first connection would be served. `asked`: the kernel asks about sockets.
     """
     config = config or RunnerConfig()
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
     context = Context.open(config, kernel)
     RunnerServer(context, listener_fd, Service(context).dispatch)
+    if asked is not None:
+        SocketGate(context.loop, asked)
     on_ready()
     context.loop.run_forever()

@@ -32,7 +32,7 @@ from tests.waiting import patience
 ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
-    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "runner", "archives"),
+    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives"),
 )
 """The classes that there must be."""
 

@@ -350,10 +350,12 @@ def test_limits_of_processes_are_the_documented_ones(sandbox: Sandbox) -> None:
     assert int(sandbox.run("ulimit -Hn").out) <= 65536
 
 
-def test_the_network_lets_everybody_ping_and_listen_and_has_no_ipv6(sandbox: Sandbox) -> None:
-    """Low ports and pings need no privilege inside; settings are the session's own."""
-    names = "ipv4/ip_unprivileged_port_start ipv4/ping_group_range ipv6/conf/all/disable_ipv6"
-    assert sandbox.run(f"cd /proc/sys/net; cat {names}").out.split() == ["0", "0", "65535", "1"]
+def test_the_network_lets_everybody_listen_and_nobody_ping_and_has_no_ipv6(sandbox: Sandbox) -> None:
+    """Low ports need no privilege inside, and ICMP sockets are nobody's; settings are the session's own."""
+    names = "ipv4/ip_unprivileged_port_start ipv6/conf/all/disable_ipv6"
+    assert sandbox.run(f"cd /proc/sys/net; cat {names}").out.split() == ["0", "1"]
+    ping = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP)"
+    assert "PermissionError" in sandbox.run(f"python3 -c '{ping}'").err
 
 
 KINDS = {"user": 1 << 28, "mnt": 1 << 17, "pid": 1 << 29, "net": 1 << 30, "ipc": 1 << 27, "uts": 1 << 26}

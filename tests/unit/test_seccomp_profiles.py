@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nsinit.kernel.seccomp.compile import compile_profile
 from nsinit.kernel.seccomp.export import to_text
 from nsinit.kernel.seccomp.filters import prepare
-from nsinit.kernel.seccomp.profile import ProfileError
+from nsinit.kernel.seccomp.profile import Profile, ProfileError, Rule
 from nsinit.kernel.seccomp.profiles import BUILT_IN, OFF
 from nsinit.kernel.seccomp.table import NUMBERS
 from nsinit.wire.protocol import SeccompArgTest, SeccompProfile, SeccompRule
@@ -227,3 +227,11 @@ def test_sessions_get_what_is_configured_or_allowed() -> None:
         with pytest.raises(InvalidRequest) as refused:
             chosen(asked)
         assert "security.seccomp_allowed" in refused.value.details["seccomp"]
+
+
+def test_no_profile_of_an_operator_asks_pid_1() -> None:
+    """A call that PID 1 makes itself, and is asked about, would never return."""
+    ask = Rule(("getpid",), "ask")
+    for profile in (Profile("own", "allow", (ask,)), Profile("own", "ask", ())):
+        with pytest.raises(ProfileError, match="PID 1 is asked"):
+            prepare([profile])

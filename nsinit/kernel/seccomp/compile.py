@@ -32,6 +32,7 @@ _RETURN: Final[dict[Action, int]] = {
     "kill_thread": 0x00000000,
     "trap": 0x00030000,
     "errno": 0x00050000,
+    "ask": 0x7FC00000,
     "log": 0x7FFC0000,
     "allow": 0x7FFF0000,
 }

@@ -1,8 +1,8 @@
 """Writes the built-in profiles as OCI JSON: `python -m nsinit.kernel.seccomp.export DIRECTORY`.
 
-The files say the same as the compiled filters, the floor included. No program reads them at run time; they are there to
-be read by people, and to be the beginning of an operator's own profile. Source: the OCI runtime specification,
-config-linux.md "Seccomp".
+The files say the same as the compiled filters, the floor included; rules that ask PID 1 are left out, as the floor adds
+them to every profile. No program reads the files at run time; they are there to be read by people, and to be the
+beginning of an operator's own profile. Source: the OCI runtime specification, config-linux.md "Seccomp".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_oci(profile: Profile) -> dict[str, object]:
         "defaultAction": ACTIONS[profile.default],
         **({"defaultErrnoRet": profile.default_errno} if profile.default == "errno" else {}),
         "architectures": list(_ARCHITECTURES),
-        "syscalls": [_rule(rule) for rule in dict.fromkeys((*FLOOR, *profile.rules))],
+        "syscalls": [_rule(rule) for rule in dict.fromkeys((*FLOOR, *profile.rules)) if rule.action != "ask"],
     }
 
 

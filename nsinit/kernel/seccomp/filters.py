@@ -46,6 +46,10 @@ class Filters:
 def prepare(own: Iterable[Profile] = ()) -> Filters:
     """Compile the profiles that come along and the operator's own. Raises `ProfileError`."""
     programs: dict[str, syscalls.FilterProgram | None] = {OFF: None}
+    own = tuple(own)
+    for profile in own:
+        if "ask" in (profile.default, *(rule.action for rule in profile.rules)):
+            raise ProfileError(f"{profile.name}: PID 1 is asked by the floor alone")
     for profile in (*BUILT_IN.values(), *own):
         if profile.name in programs:
             raise ProfileError(f"{profile.name}: there is a profile of that name already")

@@ -14,11 +14,12 @@ from typing import Final, Literal
 
 from nsinit.kernel.seccomp.table import FOREIGN_NAMES, NAMES, WIDTHS
 
-Action = Literal["allow", "log", "errno", "trap", "kill_thread", "kill_process"]
+Action = Literal["allow", "log", "ask", "errno", "trap", "kill_thread", "kill_process"]
 Comparison = Literal["eq", "ne", "lt", "le", "gt", "ge", "masked_eq"]
 
-STRICTNESS: Final[tuple[Action, ...]] = ("allow", "log", "errno", "trap", "kill_thread", "kill_process")
-"""From the mildest to the strictest, as the kernel ranks them."""
+STRICTNESS: Final[tuple[Action, ...]] = ("allow", "log", "ask", "errno", "trap", "kill_thread", "kill_process")
+"""From the mildest to the strictest, as the kernel ranks them. `ask`: PID 1 decides (`runner.server.sockets`), in rules
+of our own alone."""
 
 PROFILE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
 MAX_PROFILES: Final = 16

@@ -4,8 +4,8 @@ Owns the lists of system calls and the reasons for refusals. `strict` allows the
 every other, those of newer kernels included. `debug` adds the calls of gdb and strace. `mvp` refuses a list and allows
 every other call, for programs that `strict` breaks. `off` stands for no filter, so it is no profile.
 
-Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, asm/resource.h, asm-generic/mman.h,
-linux/memfd.h, linux/shm.h.
+Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, linux/socket.h, asm/socket.h, asm/resource.h,
+asm-generic/mman.h, linux/memfd.h, linux/shm.h.
 """
 
 from __future__ import annotations
@@ -97,7 +97,27 @@ TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 _NAMESPACE_FLAGS = 0x7E020000
 _RLIMIT_CORE = 4
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
-_NETLINK_AUDIT = 9
+_OTHER_FAMILIES = (
+    ArgTest(0, "eq", 3),
+    ArgTest(0, "masked_eq", 4, 0xFFFFFFFC),
+    ArgTest(0, "masked_eq", 8, 0xFFFFFFFE),
+    ArgTest(0, "eq", 11),
+    ArgTest(0, "masked_eq", 12, 0xFFFFFFFC),
+    ArgTest(0, "gt", _AF_NETLINK),
+)
+"""Every address family but the four above: packets, virtual machines' sockets, the kernel's ciphers, keys of IPsec and
+whatever else has a module to load."""
+_NETLINK_ROUTE, _NETLINK_AUDIT = 0, 9
+_INTERNET = ArgTest(0, "masked_eq", _AF_INET, 0xFFFFFFFF & ~(_AF_INET ^ _AF_INET6))
+"""Both address families, which differ in one bit."""
+
+_DATAGRAM = ArgTest(1, "masked_eq", 2, 0xF)
+_COUNTED_PROTOCOLS = (ArgTest(2, "masked_eq", 0, 0xFFFFFFFE), *(ArgTest(2, "eq", each) for each in (6, 17, 58)))
+"""Any and ICMP, TCP, UDP, ICMPv6."""
+_SOL_SOCKET = 1
+_UNCHARGED_OPTIONS = (7, 8, 37, 65)
+"""SO_SNDBUF, SO_RCVBUF, SO_TIMESTAMPING (old, new): what waits in a larger buffer, or comes back with a time stamp, is
+in memory that the kernel charges to no cgroup."""
 _PROTOCOLS = (0, 1, 6, 17, 58)
 """Any, ICMP, TCP, UDP, ICMPv6: no other one's module gets loaded."""
 _OTHER_TYPES = (0x4, 0x8)
@@ -119,6 +139,22 @@ def _when(name: str, *args: ArgTest, errno: int | None = None) -> Rule:
 
 
 _CORE = ArgTest(1, "eq", _RLIMIT_CORE), ArgTest(2, "ne", 0)
+_SOCKETS = (
+    *(_when(name, families, errno=errno.EPERM) for name in ("socket", "socketpair") for families in _OTHER_FAMILIES),
+    # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
+    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
+    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "ne", _NETLINK_ROUTE), errno=errno.EPERM),
+    # What waits in them is charged to no cgroup, or is taken beyond its limit: only their number bounds it, and PID 1
+    # counts. Datagrams of further protocols would escape the count.
+    Rule(("socket",), "ask", args=(ArgTest(0, "eq", _AF_NETLINK),)),
+    *(Rule(("socket",), "ask", args=(_INTERNET, each)) for each in _COUNTED_PROTOCOLS),
+    _when("socket", _INTERNET, _DATAGRAM, ArgTest(2, "gt", 58), errno=errno.EPERM),
+    # Success without effect: a server whose buffer stays small works, one that is refused may end.
+    *(
+        _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", option), errno=0)
+        for option in _UNCHARGED_OPTIONS
+    ),
+)
 FLOOR: Final = (
     _refuse(" ".join((_MOUNTS, _NAMESPACES, _MACHINE, _OTHERS_OBJECTS))),
     *(
@@ -137,6 +173,7 @@ FLOOR: Final = (
     # They write every file of the host, or of the file system of all sessions, and all who write wait. A file that must
     # be on disk gets there by fsync(2); success, since package managers end when they fail.
     _refuse("sync syncfs", 0),
+    *_SOCKETS,
 )
 """Refused below every profile: nothing in a sandbox has any business with it."""
 
@@ -152,22 +189,11 @@ INIT_NEEDS: Final = tuple(_INIT.split())
 
 _ARGUMENTS = (
     _when("clone", ArgTest(0, "masked_eq", 0, _NAMESPACE_FLAGS)),
-    *(
-        _when(name, ArgTest(0, "eq", family), *tests)
-        for name in ("socket", "socketpair")
-        for family, tests in (
-            (_AF_UNIX, ()),
-            (_AF_NETLINK, (ArgTest(2, "eq", 0),)),
-            *((family, (ArgTest(2, "eq", protocol),)) for family in (_AF_INET, _AF_INET6) for protocol in _PROTOCOLS),
-        )
-    ),
-    *(
-        _when("socket", ArgTest(0, "eq", family), ArgTest(1, "masked_eq", bit, bit), errno=errno.EPERM)
-        for family in (_AF_INET, _AF_INET6)
-        for bit in _OTHER_TYPES
-    ),
-    # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
-    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
+    _when("socket", ArgTest(0, "eq", _AF_UNIX)),
+    _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_ROUTE)),
+    *(_when("socket", _INTERNET, ArgTest(2, "eq", protocol)) for protocol in _PROTOCOLS),
+    _when("socketpair", ArgTest(0, "eq", _AF_UNIX)),  # no other family has pairs
+    *(_when("socket", _INTERNET, ArgTest(1, "masked_eq", bit, bit), errno=errno.EPERM) for bit in _OTHER_TYPES),
     Rule(("prlimit64", "setrlimit"), "allow"),
 )
 _STRICT = (

@@ -11,7 +11,7 @@ import socket
 import struct
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import slots, syscalls
+from nsinit.kernel import syscalls
 from nsinit.sandbox import network
 from nsinit.tools.trials.attempt import FallsBack, Room
 
@@ -30,7 +30,7 @@ _ATTRIBUTE = struct.Struct("=HH")
 def loopback(_room: Room) -> str:
     """Try settings and device as a session gets them, and a connection over the loopback."""
     syscalls.unshare(k.CLONE_NEWNET)
-    network.write_settings(slots.FIRST_BASE)
+    network.write_settings()
     network.loopback_up()
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=2).close()
