@@ -6,7 +6,7 @@ link is followed. The two directories above the last one are mount points, which
 
 `runner.shell.command_driver` says what each file is for.
 
-Sources: open(2) O_NOFOLLOW, fifo(7).
+Sources: open(2) O_NOFOLLOW, fifo(7); acl(5), linux/posix_acl_xattr.h.
 """
 
 from __future__ import annotations
@@ -14,8 +14,27 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 
+_ACL = "system.posix_acl_access"
+_ACL_VERSION = 2
+_SEARCH, _ALL = 1, 7
+_OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
+_NOBODY = 0xFFFFFFFF
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def make_directory(path: str, uid: int) -> None:
+    """Make a shell's directory. The processes of `uid` alone can open what is in it, by name; PID 1 alone lists it.
+
+    Raises:
+        OSError: ENOTSUP among others: the kernel's tmpfs has no access control lists.
+    """
+    entries = ((_OWNER, _ALL, _NOBODY), (_USER, _SEARCH, uid), (_GROUP, 0, _NOBODY), (_MASK, _SEARCH, _NOBODY))
+    packed = b"".join(struct.pack("<HHI", *entry) for entry in (*entries, (_OTHER, 0, _NOBODY)))
+    os.mkdir(path, 0o700)
+    # A list and not a group: users may share their group, and PID 1 has no right to give the directory away.
+    os.setxattr(path, _ACL, struct.pack("<I", _ACL_VERSION) + packed, follow_symlinks=False)
 
 
 def open_private(path: str, flags: int, mode: int = 0) -> int:

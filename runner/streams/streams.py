@@ -42,11 +42,6 @@ class Streams:
             OSError
         """
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether the shell has begun the command: it opens the streams before it runs anything."""
-        return True
-
     def on_reader(self) -> None:
         """Let the input flow. To be called once the command holds its standard input."""
 
