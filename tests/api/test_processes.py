@@ -25,13 +25,13 @@ async def start(running: RunningTree, client: httpx.AsyncClient, script: Script)
     return url, f"{url}/processes/p-1", running.tree.runs[-1]
 
 
-async def is_followed(client: httpx.AsyncClient, url: str) -> bool:
+async def is_followed(running: RunningTree, url: str) -> bool:
     """Whether a request waits for something in the session."""
-    return bool((await client.get(f"{url}/diagnostics")).json()["lease"]["activities"])
+    return await running.activities(url.rpartition("/")[2]) > 0
 
 
-async def is_left_alone(client: httpx.AsyncClient, url: str) -> bool:
-    return not await is_followed(client, url)
+async def is_left_alone(running: RunningTree, url: str) -> bool:
+    return not await is_followed(running, url)
 
 
 async def test_a_process_is_started_with_all_that_was_said() -> None:
@@ -152,7 +152,7 @@ async def test_logs_are_followed_as_events() -> None:
             head = await read_until(connection, b'"stream":"stderr"}\n\n')
             assert b"content-type: text/event-stream" in head
             assert b'{"chunk":"out\\n",' in head
-        await until(functools.partial(is_left_alone, client, url))
+        await until(functools.partial(is_left_alone, running, url))
         assert run.reply is None
         run.write(Stream.STDOUT, b"more\n")
         run.finish()
@@ -222,7 +222,7 @@ async def test_waiting_for_a_port_and_the_list_of_ports() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
-            await until(functools.partial(is_followed, client, url))
+            await until(functools.partial(is_followed, running, url))
             running.tree.runner.set_ports(8080)
         assert answers[0].json()["happened"] is True
         assert (await client.get(f"{url}/ports")).json() == {"ports": [{"port": 8080, "address": "0.0.0.0"}]}
@@ -249,8 +249,8 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
         url, process, run = await start(running, client, Script(hold=trio.Event()))
         async with await running.connect() as connection:
             await connection.send_all(request_bytes("POST", f"{process}/wait", body=b'{"for": "exit"}'))
-            await until(functools.partial(is_followed, client, url))
-        await until(functools.partial(is_left_alone, client, url))
+            await until(functools.partial(is_followed, running, url))
+        await until(functools.partial(is_left_alone, running, url))
         assert run.reply is None
 
 

@@ -127,7 +127,7 @@ async def test_a_shell_that_is_waited_for_can_be_given_back() -> None:
     async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as agent, screen(running, session_id, "?shell=default") as view:
-            command = await started(running, agent)
+            command = await started(running, agent, mode="stateful")
             await view.see(len(COMMAND))
             await view.talk.say("take_over")
             assert await view.is_quiet()
@@ -161,7 +161,7 @@ async def test_a_shell_that_cannot_be_taken_over_stays_watched() -> None:
     async with running_front() as running:
         session_id = await make_session(running)
         async with exec_talk(running, session_id) as agent, screen(running, session_id, "?shell=default") as view:
-            await started(running, agent)
+            await started(running, agent, mode="stateful")
             await view.see(len(COMMAND))
             for channel in range(2, QUEUE_LENGTH + 1):
                 await agent.say("start", id=channel, cmd="wait")

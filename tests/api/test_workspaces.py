@@ -93,7 +93,7 @@ async def test_files_are_listed_in_pages_looked_at_and_removed() -> None:
         assert gone.json() == {"ok": True, "path": "/workspace/d"}
         for path, expected in {"..": (400, "PATH_OUTSIDE"), "no": (404, "FILE_NOT_FOUND")}.items():
             assert await error_of(await client.get(f"{TOP}/ws/fs", params={"path": path})) == expected
-        for name in ("x", "A-b", "..", "a%2Fb"):
+        for name in ("none", "x", "A-b", "..", "a%2Fb"):
             assert (await client.get(f"{TOP}/{name}/fs")).status_code == 404
 
 

@@ -9,6 +9,7 @@ import posixpath
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,18 +35,28 @@ class ScriptedFiles:
     """Files below the allowed roots, which are directories in `top`; the workspace may lie elsewhere."""
 
     def __init__(self, top: Path, workspace: Path | None = None) -> None:
-        places = {root: top / root[1:] for root in ROOTS} | ({} if workspace is None else {WORKSPACE: workspace})
-        for place in places.values():
-            place.mkdir(parents=True, exist_ok=True)
-        self._places = {root: str(place.resolve()) for root, place in places.items()}
+        self._top, self._workspace = top, workspace
         self._kernel = RunnerKernel(filters_commands=False)
-        config = RunnerConfig(workspace=self._places[WORKSPACE], file_roots=tuple(self._places.values()))
-        self._resolver = Resolver(config, self._kernel)
         self.write_gate = trio.Event()
         self.write_gate.set()
         self.bytes_written = 0
         self.is_keeping = True
         """Whether the content of files is kept, or only counted."""
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """Directories by the roots that they are, made with the first use of a file: most sandboxes see none."""
+        places = {root: self._top / root[1:] for root in ROOTS}
+        if self._workspace is not None:
+            places[WORKSPACE] = self._workspace
+        for place in places.values():
+            place.mkdir(parents=True, exist_ok=True)
+        return {root: str(place.resolve()) for root, place in places.items()}
+
+    @cached_property
+    def _resolver(self) -> Resolver:
+        roots = tuple(self._places.values())
+        return Resolver(RunnerConfig(workspace=self._places[WORKSPACE], file_roots=roots), self._kernel)
 
     def path(self, path: str) -> Path:
         """Return the place of a file on this machine; one outside of the roots is where it says."""

@@ -117,8 +117,13 @@ class FakeNsinit:
             case protocol.Scan(seq, after):
                 return self._scan(seq, after)
             case protocol.Build(seq, plan):
+                place = plan.workspace_id and self.workspace(plan.workspace_id, draft=plan.workspace_draft)
+                if place and not place.exists():
+                    if plan.image_kind == "files":
+                        return protocol.Failed(seq, "workspace", str(place), errno.ENOENT, "there is none")
+                    place.mkdir()
                 self._alive[plan.session_id] = identity = protocol.Identity(next(self._numbers), 1, 1, 0)
-                await self._build(plan)
+                await self._build(plan, place or None)
                 fds.append(self._life(plan.session_id))
                 return protocol.Built(seq, plan.session_id, identity, "none", {"clone": 100})
             case protocol.Adopt(seq, session_id):
@@ -179,11 +184,10 @@ class FakeNsinit:
         found = (protocol.Found(each, self._alive[each], has_cgroup=True, has_files=True) for each in later[:_SCAN])
         return protocol.Scanned(seq, tuple(found), more=len(later) > _SCAN)
 
-    async def _build(self, plan: protocol.SandboxPlan) -> None:
+    async def _build(self, plan: protocol.SandboxPlan, workspace: Path | None) -> None:
         self.plans.append(plan)
         self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
-        place = plan.workspace_id and self.workspace(plan.workspace_id, draft=plan.workspace_draft)
-        files = ScriptedFiles(self._files / plan.session_id, place or None)
+        files = ScriptedFiles(self._files / plan.session_id, workspace)
         runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, files, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
         run_dir.mkdir(parents=True)
@@ -216,7 +220,7 @@ class FakeNsinit:
             self._listeners.pop(session_id).cancel()
             await self.runners[session_id].die()
             shutil.rmtree(self._cgroups / session_id)
-            shutil.rmtree(self._files / session_id)
+            shutil.rmtree(self._files / session_id, ignore_errors=True)
             shutil.rmtree(self._paths.run_dir(session_id), ignore_errors=True)
         for ends in (self._lives, self._watched):
             if session_id in ends:
