@@ -144,8 +144,8 @@ class Link:
             if name not in (self._name, self._name_before, _FIRST):  # a variable's value that looks like a mark
                 start = mark.end() - 1
                 continue
-            text = b"" if self._is_cut else bytes(self._text[: mark.start()])
-            is_whole, self._is_cut, start = not self._is_cut, False, 0
+            is_whole, self._is_cut = not self._is_cut and mark.start() <= STATE_BYTES, False
+            text, start = bytes(self._text[: mark.start()]) if is_whole else b"", 0
             del self._text[: mark.end()]
             self._on_mark(name, word, text, is_whole=is_whole)
         if len(self._text) > STATE_BYTES:

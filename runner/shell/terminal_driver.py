@@ -12,8 +12,8 @@ together with what it runs (one process group, as there is no job control). Ther
 - `restore`, before the next command, makes them again what they were.
 
 Whether a user's trap is there is told by the shell's own list, which is written to `<order>.traps` and read back at
-once: `$(trap)` would be a fork, and is empty in dash. bash lists the traps it is asked for; others list all, and setting all
-of them again changes nothing.
+once: `$(trap)` would be a fork, and is empty in dash. bash lists the traps it is asked for; others list all, and
+setting all of them again changes nothing.
 
 Reading lines (prompt, editing, unfinished lines, Ctrl-C) runs in the shell itself, in the place of a command, so
 directory, variables, functions and aliases are the ones of the commands before and after. Each line goes to the file
