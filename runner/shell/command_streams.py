@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import EventLoop
-from runner.shell.files import open_fifo, open_private, remove_private
+from runner.shell.files import PrivateDirectory
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.streams.streams import Streams
@@ -30,34 +30,33 @@ from runner.wire.protocol import Kind, TerminalSize
 class CommandPipes(Streams):
     """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null."""
 
-    def __init__(self, loop: EventLoop, file: Callable[[str], str], owner: FlowOwner, *, stdin: bool) -> None:
+    def __init__(self, loop: EventLoop, files: PrivateDirectory, owner: FlowOwner, *, stdin: bool) -> None:
         super().__init__()
         self._loop = loop
-        self._file = file
+        self._files = files
         self._owner = owner
-        self._paths: list[str] = []
+        self._names: list[str] = []
         self._keeper_fd = self._input_fd = -1
         if stdin:
             self._inflow = Inflow(loop, owner)
 
-    def open(self, *, needs_input_file: bool) -> None:
+    def open(self, order: str, *, needs_input_file: bool) -> None:
+        files = self._files
         if self._inflow is not None:
-            path = self._make_fifo("in", 0o644)
-            self._keeper_fd = open_fifo(path, os.O_RDWR)  # with it neither our open nor the command's waits
-            self._input_fd = open_fifo(path, os.O_WRONLY)
+            name = self._make_fifo(f"{order}.in", 0o644)
+            self._keeper_fd = files.open_fifo(name, os.O_RDWR)  # with it neither our open nor the command's waits
+            self._input_fd = files.open_fifo(name, os.O_WRONLY)
         elif needs_input_file:
-            path = self._file("in")
-            os.symlink("/dev/null", path)
-            self._paths.append(path)
-        for name, kind in (("out", Kind.STDOUT), ("err", Kind.STDERR)):
-            fd = open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
+            files.link(f"{order}.in", "/dev/null")
+            self._names.append(f"{order}.in")
+        for name, kind in ((f"{order}.out", Kind.STDOUT), (f"{order}.err", Kind.STDERR)):
+            fd = files.open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
             self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
 
     def _make_fifo(self, name: str, mode: int) -> str:
-        path = self._file(name)
-        os.mkfifo(path, mode)
-        self._paths.append(path)
-        return path
+        self._files.make_fifo(name, mode)
+        self._names.append(name)
+        return name
 
     def on_reader(self) -> None:
         # Not earlier: PID 1 would be the only reader for the kernel, and closing would lose all that was written.
@@ -80,9 +79,9 @@ class CommandPipes(Streams):
             if fd >= 0:
                 os.close(fd)
         self._keeper_fd = self._input_fd = -1
-        for path in self._paths:
-            remove_private(path)
-        self._paths.clear()
+        for name in self._names:
+            self._files.unlink(name)
+        self._names.clear()
 
 
 _NAMES = ("out", "err", "in")
@@ -110,29 +109,31 @@ class CommandTerminal(Streams):
         self,
         context: Context,
         identity: UserIdentity,
-        file: Callable[[str], str],
+        files: PrivateDirectory,
         owner: TerminalOwner,
         size: TerminalSize,
     ) -> None:
         super().__init__()
         self._context = context
         self._identity = identity
-        self._file = file
+        self._files = files
         self._owner = owner
         self._size = size
+        self._order = ""
         self._early: list[bytes] = []
         self._early_bytes = 0
         self._answer: bytes | None = None
         """Answer of the owner to the last key, until the owner releases later input."""
 
-    def open(self, *, needs_input_file: bool) -> None:
+    def open(self, order: str, *, needs_input_file: bool) -> None:
+        self._order = order
         path = self._open_terminal(self._context, self._identity, self._size, self._owner)
         self._answer = None
         self._refuse_stop_key()
         for name in _WRITTEN:
-            os.close(open_private(self._file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            os.close(self._files.open(f"{order}.{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         for name in _NAMES:
-            os.symlink(path, self._file(name))
+            self._files.link(f"{order}.{name}", path)
 
     def _refuse_stop_key(self) -> None:
         """Make Ctrl-Z a character like any other: without job control it would stop the shell for good."""
@@ -204,7 +205,7 @@ class CommandTerminal(Streams):
         self._early, self._early_bytes = [], 0
         if self._terminal_fd >= 0:
             for name in (*_NAMES, *_WRITTEN):
-                remove_private(self._file(name))
+                self._files.unlink(f"{self._order}.{name}")
         super().close(leftovers)
         self._inflow = None
 

@@ -20,7 +20,6 @@ from runner.process.process_set import CommandSet
 from runner.shell import command_driver, link, terminal_driver
 from runner.shell.command_streams import CommandPipes, CommandTerminal
 from runner.shell.ending import Interrupt, Ladder, LineInterrupt, ends_by_default
-from runner.shell.files import open_private, remove_private
 from runner.shell.lifecycle import COMMAND, Action, Notice, RunOutcome, State
 from runner.shell.run import SIGNAL_BASE, Run
 from runner.shell.shell import Shell
@@ -75,12 +74,8 @@ class Execution(Run):
     def _make_streams(self) -> Streams:
         request, shell = self.request, self._shell
         if request.terminal is not None:
-            return CommandTerminal(self._context, shell.identity, self._stream_file, self, request.terminal)
-        return CommandPipes(self._context.loop, self._stream_file, self, stdin=request.stdin)
-
-    def _stream_file(self, name: str) -> str:
-        """Return the path of a file that only the shell which has this order can know."""
-        return self._shell.file(f"{self._name}.{name}")
+            return CommandTerminal(self._context, shell.identity, shell.files, self, request.terminal)
+        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -198,7 +193,7 @@ class Execution(Run):
         self._mode = self._mode_word()
         self.is_begun = self._is_settled = False
         self._write_files()
-        self._streams.open(needs_input_file=self._mode != command_driver.PLAIN)
+        self._streams.open(self._name, needs_input_file=self._mode != command_driver.PLAIN)
         self._began = process_set.now()
         self._shell.hand_over(self._name, self._mode, on_terminal=self.request.terminal is not None)
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
@@ -229,10 +224,9 @@ class Execution(Run):
     def _empty_command(self) -> None:
         """Have the shell run nothing, if it ever begins. Not by truncation: it may read the file at this instant, and
         half a command is another command."""
-        path = self._shell.file("cmd")
         with contextlib.suppress(OSError):
-            _write_file(path + "-", "")
-            os.rename(path + "-", path)
+            self._shell.files.write("none", b"")
+            self._shell.files.rename("none", "cmd")
 
     def _climb_on(self) -> None:
         assert self._ladder is not None
@@ -298,26 +292,26 @@ class Execution(Run):
     def _write_files(self) -> None:
         """Make `cmd`, and `pre` and `post` if the mode has the driver source them."""
         request, shell = self.request, self._shell
-        text = terminal_driver.read_lines(shell.directory, shell.argv) if request.interactive else request.command
-        _write_file(shell.file("cmd"), text)
+        text = terminal_driver.read_lines(shell.files.path, shell.argv) if request.interactive else request.command
+        shell.files.write("cmd", os.fsencode(text))
         if self._mode == command_driver.PLAIN:
             return
         cwd = None if request.cwd is None else os.path.join(self._context.config.workspace, request.cwd)
         before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
         if request.terminal is not None:
-            before = terminal_driver.enter(shell.directory, interactive=request.interactive) + before
-            after += terminal_driver.leave(shell.directory, interactive=request.interactive)
+            before = terminal_driver.enter(shell.files.path, interactive=request.interactive) + before
+            after += terminal_driver.leave(shell.files.path, interactive=request.interactive)
         if shell.is_deaf:
             before = terminal_driver.restore() + before
-        _write_file(shell.file("pre"), command_driver.news(shell.news()) + before)
-        _write_file(shell.file("post"), after)
+        shell.files.write("pre", os.fsencode(command_driver.news(shell.news()) + before))
+        shell.files.write("post", os.fsencode(after))
 
     def _remove_command(self) -> None:
         """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""
         if not self._mode:
             return
         for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
-            remove_private(self._shell.file(name))
+            self._shell.files.unlink(name)
 
     # Signals and keys -----------------------------------------------------------------------------------------------
 
@@ -371,13 +365,3 @@ class Execution(Run):
         """Return the set of processes that the command has started."""
         shell, reaper = self._shell, self._context.reaper
         return CommandSet(self._began, lambda: shell.pid, leaders=lambda: reaper.watched, group=shell.group)
-
-
-def _write_file(path: str, text: str) -> None:
-    content = os.fsencode(text)
-    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
-    try:
-        while content:
-            content = content[os.write(fd, content) :]
-    finally:
-        os.close(fd)

@@ -8,7 +8,6 @@ Sources: getrusage(2) (blocks of 512 bytes).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -25,7 +24,7 @@ from runner.process import process_set
 from runner.process.spawn import Membership, offer, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
-from runner.shell.files import make_directory, open_private, remove_private
+from runner.shell.files import PrivateDirectory
 from runner.shell.link import Link, Reports
 
 _MAX_FAILED_STARTS = 3
@@ -95,7 +94,6 @@ class Shell:
     def __init__(self, context: Context, *, directory: str, birth: Birth, events: ShellEvents) -> None:
         self._context = context
         self._config = context.config
-        self.directory = directory
         self._birth = birth
         self._is_busybox = is_busybox(birth.argv[0])
         self._events = events
@@ -120,13 +118,9 @@ class Shell:
         self._link: Link | None = None
         self._link_number = command_driver.link_number(birth.argv[0])
         self._state = b""
-        make_directory(directory, birth.identity.account.uid)
+        self.files = PrivateDirectory(directory, birth.identity.account.uid)
         if self._is_busybox:
-            self._make_file("run", command_driver.busybox_text(directory, link=self._link_number).encode())
-
-    def file(self, name: str) -> str:
-        """Return the path of a file in the shell's directory."""
-        return f"{self.directory}/{name}"
+            self.files.write("run", command_driver.busybox_text(directory, link=self._link_number).encode())
 
     @property
     def identity(self) -> UserIdentity:
@@ -150,8 +144,8 @@ class Shell:
         link = None
         try:
             if self._state:
-                remove_private(self.file("state"))
-                self._make_file("state", self._state)
+                self.files.unlink("state")
+                self.files.write("state", self._state)
             link = Link(self._context.loop, reports, self._events.on_error)
             self.pid = self._spawn(self._environment(), cwds, link.child_fd)
         except OSError:  # EAGAIN: the sandbox has as many processes as it may have
@@ -175,7 +169,7 @@ class Shell:
     def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...], link_fd: int) -> int:
         """Start the process. The driver comes in a variable; BusyBox reads it from a pipe that holds all of it."""
         program = command_driver.driver_text(
-            self.directory, self._revision, link=self._link_number, is_busybox=self._is_busybox
+            self.files.path, self._revision, link=self._link_number, is_busybox=self._is_busybox
         )
         context = self._context
         options: dict[str, Any] = {  # those of `spawn`
@@ -277,7 +271,7 @@ class Shell:
         self._cancel_timer()
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
-        remove_private(self.file("state"))
+        self.files.unlink("state")
         if self.pid is not None:
             offer(self.identity, self.pid)
         self._look(cwd)
@@ -304,14 +298,6 @@ class Shell:
             self._state = self._link.state or self._state
             self._link = None
 
-    def _make_file(self, name: str, content: bytes) -> None:
-        fd = open_private(self.file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444)
-        try:
-            while content:
-                content = content[os.write(fd, content) :]
-        finally:
-            os.close(fd)
-
     def retire(self) -> None:
         """Report nothing more and start no process; the caller ends the one that runs."""
         self.is_closed = True
@@ -326,10 +312,7 @@ class Shell:
             self._link = None
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
-        with contextlib.suppress(OSError):  # the sandbox's root may have taken the files, or the way to them
-            for name in os.listdir(self.directory):
-                remove_private(self.file(name))
-            os.rmdir(self.directory)
+        self.files.remove()
 
     def _set_timer(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._cancel_timer()

@@ -34,9 +34,9 @@ class Streams:
 
     # Opening: streams of a command only -----------------------------------------------------------------------------
 
-    def open(self, *, needs_input_file: bool) -> None:
-        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: the shell
-        opens `in`, even if the command has no standard input.
+    def open(self, order: str, *, needs_input_file: bool) -> None:
+        """Make the files that the shell opens, named after its order; again after `close`, for another shell.
+        `needs_input_file`: the shell opens that of the input, even if the command has no standard input.
 
         Raises:
             OSError
