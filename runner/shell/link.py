@@ -20,7 +20,6 @@ read byte by byte, and would lose the rest of a packet.
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import socket
@@ -33,21 +32,20 @@ from runner.loop.loop import READ, EventLoop, OnError, Timer
 STATE_BYTES = 1024 * 1024
 """Longest state that is kept. Of a longer one nothing is taken: the successor gets the last that was short enough."""
 
-_READ_BYTES = 65536
+_READ_BYTES = 16384
 _MAX_QUEUED = 1024
 """More than the messages that the kernel queues in one direction (`net.core.wmem_default`)."""
 _COLLECT_S = 0.01
 """Wait for the state after an end, unless an order comes first: bash writes it in a dozen pieces."""
 _CREDENTIALS = struct.Struct("=iII")
-_MARK = re.compile(rb"(?:\A|\n)(0|[a-z2-7]{10}) ([+.r]|[0-9]{1,3})\n")
+_MARK = re.compile(rb"(?:\A|\n)(0|[0-9a-f]{10}) ([+.r]|[0-9]{1,3})\n")
 _MARK_BYTES = 32
 _FIRST = b"0"
-_NAME_LENGTH = 10
 
 
 def new_name() -> str:
-    """Return the name of an order, of 50 random bits."""
-    return base64.b32encode(os.urandom(7))[:_NAME_LENGTH].decode().lower()
+    """Return the name of an order, of 40 random bits."""
+    return os.urandom(5).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Link:
         self._socket.setblocking(False)
         self._pid = 0
         self._is_over = False
-        self._text = bytearray()
+        self._text = b""
         self._is_cut = False
         self._line = b""
         self._name = self._name_before = _FIRST
@@ -137,20 +135,20 @@ class Link:
         return bool(data)
 
     def _take(self, data: bytes) -> None:
-        start = max(0, len(self._text) - _MARK_BYTES)
-        self._text += data
-        while (mark := _MARK.search(self._text, start)) is not None:
-            name, word = mark[1], mark[2]
-            if name not in (self._name, self._name_before, _FIRST):  # a variable's value that looks like a mark
-                start = mark.end() - 1
+        text, begin, start = self._text + data, 0, max(0, len(self._text) - _MARK_BYTES)
+        self._text = b""
+        while (mark := _MARK.search(text, start)) is not None:
+            start = mark.end() - 1
+            if mark[1] not in (self._name, self._name_before, _FIRST):  # a variable's value that looks like a mark
                 continue
-            is_whole, self._is_cut = not self._is_cut and mark.start() <= STATE_BYTES, False
-            text, start = bytes(self._text[: mark.start()]) if is_whole else b"", 0
-            del self._text[: mark.end()]
-            self._on_mark(name, word, text, is_whole=is_whole)
-        if len(self._text) > STATE_BYTES:
-            del self._text[:-_MARK_BYTES]
+            is_whole, self._is_cut = not self._is_cut and mark.start() - begin <= STATE_BYTES, False
+            said = text[begin : mark.start()] if is_whole else b""
+            begin = mark.end()
+            self._on_mark(mark[1], mark[2], said, is_whole=is_whole)
+        if len(text) - begin > STATE_BYTES:
+            begin = len(text) - _MARK_BYTES
             self._is_cut = True
+        self._text = text[begin:]
 
     def _on_mark(self, name: bytes, word: bytes, text: bytes, *, is_whole: bool) -> None:
         is_current = name == self._name and not self._has_ended
