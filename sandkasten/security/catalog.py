@@ -9,7 +9,8 @@ from sandkasten.security.attacks.archives import ARCHIVES
 from sandkasten.security.attacks.exhaustion import EXHAUSTION
 from sandkasten.security.attacks.files import FILES
 from sandkasten.security.attacks.front import FRONT
+from sandkasten.security.attacks.results import RESULTS
 from sandkasten.security.attacks.runner import RUNNER
 from sandkasten.security.attacks.workspaces import WORKSPACES
 
-ATTACKS = (*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *RUNNER, *ARCHIVES)
+ATTACKS = (*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *RUNNER, *RESULTS, *ARCHIVES)
