@@ -77,6 +77,7 @@ class _Launch:
     controlling_terminal: bool
     subreaper: bool
     rules_fd: int
+    link: tuple[int, int] | None
 
 
 def spawn(
@@ -93,20 +94,22 @@ def spawn(
     controlling_terminal: bool = False,
     subreaper: bool = True,
     rules_fd: int = -1,
+    link: tuple[int, int] | None = None,
 ) -> int:
     """Start a program as a user, with only `stdio` open (default /dev/null); return its pid.
 
     `file` (default `argv[0]`) is searched for in its PATH unless it holds a slash. Its directory is the first of `cwds`
     that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]` or the start fails. It leads a
     session of its own; with `controlling_terminal` descriptor 0 is the terminal of that. With `subreaper` it adopts the
-    orphans below it. `rules_fd` are the file rules it enters last. All descriptors stay the caller's.
+    orphans below it. `rules_fd` are the file rules it enters last. `link` is one more descriptor, and the number that
+    it has in the program. All descriptors stay the caller's.
 
     Raises:
         OSError: no process could be made.
     """
     launch = _Launch(
         *(argv, file or argv[0], env, cwds, must_enter, stdio, account, membership, controlling_terminal, subreaper),
-        rules_fd,
+        *(rules_fd, link),
     )
     pid = fork(kernel, membership)
     if pid == 0:
@@ -137,7 +140,8 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
         _take_streams(launch.stdio)
         if launch.membership is not None and launch.membership[0] == "join":
             os.write(launch.membership[1], b"0")  # 0 is the writer; the cgroup is entered with PID 1's rights
-        _close_others(kernel, launch.rules_fd)
+        _take_link(launch)
+        _close_others(kernel, launch)
         unblock_signals()
         os.setsid()  # out of PID 1's session and process group
         if launch.subreaper:
@@ -155,14 +159,25 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
     _execute(launch.file, launch.argv, launch.env)
 
 
-def _close_others(kernel: Kernel, kept_fd: int) -> None:
-    """Close all but the three streams and `kept_fd`, which closes on execve(2)."""
-    if kept_fd < 0:
-        kernel.close_range(3, FD_MAX)
+def _take_link(launch: _Launch) -> None:
+    if launch.link is None:
         return
-    if kept_fd > 3:
-        kernel.close_range(3, kept_fd - 1)
-    kernel.close_range(kept_fd + 1, FD_MAX)
+    fd, number = launch.link
+    if launch.rules_fd == number:
+        launch.rules_fd = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, number)
+    os.dup2(fd, number)
+    os.set_inheritable(number, True)  # dup2 leaves a descriptor that has the number already as it is
+
+
+def _close_others(kernel: Kernel, launch: _Launch) -> None:
+    """Close all but the three streams, the link, and the rules, which close on execve(2)."""
+    first = 3
+    for kept_fd in sorted((launch.rules_fd, -1 if launch.link is None else launch.link[1])):
+        if kept_fd >= first:
+            if kept_fd > first:
+                kernel.close_range(first, kept_fd - 1)
+            first = kept_fd + 1
+    kernel.close_range(first, FD_MAX)
 
 
 def _take_streams(stdio: tuple[int, int, int] | None) -> None:

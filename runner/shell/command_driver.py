@@ -1,9 +1,10 @@
 """The shell program that makes an ordinary shell a persistent one, and the text handed to it per command. Pure.
 
-The driver holds no descriptor between commands: it opens FIFOs of the private directory by name, so a command cannot
-see, close or inherit them, and nothing it prints can pass for a status. Per command it reads one line from `ctl`
-(`<number> <mode> <number>`), sources `cmd` in itself with the three standard streams redirected, reports
-`<number> <status>` on `status`, and then saves what a new shell would need to `state`.
+The driver speaks with PID 1 on the link (`runner.shell.link`), a socket whose descriptor the command does not have:
+the redirection of what is run closes it, and the copy that the shell keeps for itself meanwhile is closed on execve(2).
+Per command it reads one order from the link, sources `cmd` in itself with the three standard streams redirected to
+files that the order has named, reports `+` when it begins, and after the end the directory, the status, and what a new
+shell would need. A successor finds that in the file `state`, which PID 1 wrote.
 
 What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - `command .`: a syntax error in a sourced file ends dash and BusyBox sh unless `command` runs the dot.
@@ -32,13 +33,16 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 
 What it does not do: `break 8` ends the shell like `exit`. A trap on EXIT of the user's takes the place of the one that
 saves the state, so the next shell has the directory and exports from before the command that ended this one; what such
-a trap writes to stderr is lost. After `set -n` or `set -r` the shell can't report, and its time limit replaces it.
+a trap writes to stderr is lost. After `set -n` or `set -r` the shell can't run anything, and is replaced. Outside of
+bash a command's own descriptor 9, and in bash 49, is closed when the command has ended. A limit of open files below
+that number costs the shell.
 
 Sources: POSIX.1-2024 XCU 2.8.1 (consequences of shell errors), 2.15 (special builtins); bash(1) "SIGNALS", `trap`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 ABANDON_SIGNAL = 50
@@ -69,11 +73,22 @@ trap 'case $__sk_r in 1) __sk_a=130 __sk_r=l; { : "${__sk_unset?}"; } 2>/dev/nul
 llllllll) __sk_r=1;; l*) __sk_r=l$__sk_r;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
-__sk_save() {
-case $__sk_m in *v*) __sk_m=-; command . @DIR@/post;; esac
-{ command export -p; command printf '__sk_g=%s\numask ' "$__sk_g"; command umask; } >|@DIR@/state
+__sk_end() {
+command pwd -P
+command echo "$__sk_n $__sk_s"
+case $__sk_n in 0) ;; *) __sk_save;; esac
 }
-trap '__sk_save >/dev/null 2>&1' EXIT
+__sk_save() {
+command export -p
+command printf '__sk_g=%s\numask ' "$__sk_g"
+command umask
+command echo "$__sk_n ."
+}
+__sk_exit() {
+case $__sk_m in *v*) __sk_m=-; command . @DIR@/post >/dev/null;; esac
+__sk_save
+}
+trap '__sk_exit >&@FD@ 2>/dev/null' EXIT
 __sk_g=@REVISION@
 if [ -s @DIR@/state ]; then
 command . @DIR@/state
@@ -94,11 +109,10 @@ case ${BASH_VERSION-} in '') ;; *) trap - DEBUG; set +T;; esac;; esac
 command exec >/dev/null
 case $__sk_m in *v*) command . @DIR@/post;; esac
 __sk_m=-
-command echo "$__sk_n $__sk_s" >@DIR@/status
-case $__sk_n in 0) ;; *) __sk_save;; esac;;
+__sk_end >&@FD@;;
 esac
 unset -f command read
-if IFS=' ' command read -r __sk_n __sk_m __sk_c <@DIR@/ctl; then case $__sk_n in '') __sk_c=x;; esac
+if IFS=' ' command read -r __sk_n __sk_m __sk_c <&@FD@; then case $__sk_n in '') __sk_c=x;; esac
 else __sk_c=x; fi
 case $__sk_n in
 "$__sk_c")
@@ -106,7 +120,7 @@ case $__sk_n in "$__sk_l") continue;; esac
 __sk_f= __sk_l=$__sk_n;;
 *) __sk_f=x$__sk_f
 case ${#__sk_f} in ????) break 8;; esac
-command echo "0 r" >@DIR@/status
+command echo "0 r" >&@FD@
 continue;;
 esac
 @RUN@
@@ -115,11 +129,12 @@ case $__sk_r in 1|l*) __sk_s=130 __sk_r=2;; esac
 """
 
 _RUN = r"""case $__sk_m in
--) command eval '__sk_r=1; \command exec >@DIR@/out
-\__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null 2>@DIR@/err
+-) command eval '__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit; \command echo "$__sk_n +" >&@FD@
+\__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-
 __sk_s=$? __sk_r=2';;
-*) command eval '__sk_r=1; \command exec >@DIR@/out; { \command echo "$__sk_n +" >@DIR@/status
-\command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; }; } <@DIR@/in 2>@DIR@/err
+*) command eval '__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit; { \command echo "$__sk_n +" >&@FD@
+\command . @DIR@/pre && { \__sk_st "$__sk_s"; \command . @DIR@/cmd; } @FD@>&-
+} <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err"
 __sk_s=$? __sk_r=2';;
 esac"""
 
@@ -127,11 +142,12 @@ _RUN_BUSYBOX = r"""command . @DIR@/run; __sk_o=$?
 case $__sk_r in 1) __sk_s=$__sk_o __sk_r=2;; esac"""
 
 _RUN_FILE = r"""
-__sk_r=1; command exec >@DIR@/out
+__sk_r=1; command exec >"@DIR@/$__sk_n.out" || exit
 case $__sk_m in
--) __sk_st "$__sk_s"; . @DIR@/cmd </dev/null 2>@DIR@/err;;
-*) { command echo "$__sk_n +" >@DIR@/status
-. @DIR@/pre && { __sk_st "$__sk_s"; . @DIR@/cmd; }; } <@DIR@/in 2>@DIR@/err;;
+-) command echo "$__sk_n +" >&@FD@
+__sk_st "$__sk_s"; . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
+*) { command echo "$__sk_n +" >&@FD@
+. @DIR@/pre && { __sk_st "$__sk_s"; . @DIR@/cmd; } @FD@>&-; } <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
 esac
 __sk_s=$? __sk_r=2
 """
@@ -141,21 +157,28 @@ WITH_VARIABLES = "v"
 WITH_STDIN = "i"
 
 
-def driver_text(directory: str, revision: int, *, is_busybox: bool = False) -> str:
-    """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, and whose
-    environment has the session's variables as of `revision`. BusyBox sh reads it from its standard input, and needs
-    `busybox_text` in the file `run`."""
+def link_number(path: str) -> int:
+    """Return the number that the link has in the shell at `path`. Other shells than bash know numbers of one digit; a
+    larger one in bash leaves 9, which scripts like, to commands, and is below what commands lower their limit of open
+    files to: the shell must be able to have the number again after each command."""
+    return 49 if os.path.basename(os.path.realpath(path)) == "bash" else 9
+
+
+def driver_text(directory: str, revision: int, *, link: int, is_busybox: bool = False) -> str:
+    """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, whose end of
+    the link is descriptor `link`, and whose environment has the session's variables as of `revision`. BusyBox sh reads
+    the program from its standard input, and needs `busybox_text` in the file `run`."""
     text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN).replace("@LEAVE@", LEAVE_BASH)
     text = text.replace("@LOOPS@", " ".join([f"{FOREVER} do"] * _LOOPS)).replace(
         "@DONES@", "; ".join(["done"] * _LOOPS)
     )
-    text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL))
+    text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL)).replace("@FD@", str(link))
     return text.replace("@REVISION@", str(revision))
 
 
-def busybox_text(directory: str) -> str:
+def busybox_text(directory: str, *, link: int) -> str:
     """Return the content of `run`, which runs one command in BusyBox sh."""
-    return _RUN_FILE.replace("@DIR@", directory)
+    return _RUN_FILE.replace("@DIR@", directory).replace("@FD@", str(link))
 
 
 def quote(text: str) -> str:

@@ -3,11 +3,12 @@
 `Execution` performs the actions of `runner.shell.lifecycle.COMMAND`. The queue in front of the shell tells it when its
 turn is, and all news of the shell.
 
-Sources: `runner.shell.command_driver` (what each file and each word on `ctl` is for).
+Sources: `runner.shell.command_driver` (what each file and each mode is for).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -16,10 +17,9 @@ from runner.loop.context import Context, Sink
 from runner.loop.loop import Timer
 from runner.process import process_set
 from runner.process.process_set import CommandSet
-from runner.shell import command_driver, terminal_driver
+from runner.shell import command_driver, link, terminal_driver
 from runner.shell.command_streams import CommandPipes, CommandTerminal
 from runner.shell.ending import Interrupt, Ladder, LineInterrupt, ends_by_default
-from runner.shell.files import open_private, remove_private
 from runner.shell.lifecycle import COMMAND, Action, Notice, RunOutcome, State
 from runner.shell.run import SIGNAL_BASE, Run
 from runner.shell.shell import Shell
@@ -57,8 +57,11 @@ class Execution(Run):
         self._on_over = on_over
         self._shell = shell
         self._streams = self._make_streams()
-        self._number = 0
+        self._name = ""
         self._mode = ""
+        self.is_begun = False
+        """Whether the shell has begun the command."""
+        self._is_settled = False
         self._began = process_set.Moment(0, 0)
         self._settled: Timer | None = None
         self._interrupt: Interrupt | LineInterrupt | None = None
@@ -71,8 +74,8 @@ class Execution(Run):
     def _make_streams(self) -> Streams:
         request, shell = self.request, self._shell
         if request.terminal is not None:
-            return CommandTerminal(self._context, shell.identity, shell.file, self, request.terminal)
-        return CommandPipes(self._context.loop, shell.file, self, stdin=request.stdin)
+            return CommandTerminal(self._context, shell.identity, shell.files, self, request.terminal)
+        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -88,7 +91,7 @@ class Execution(Run):
                 self._streams.close(self._leftovers)
                 self._remove_command()
             case Action.FORCE:
-                self._withdraw_or_climb()
+                self._climb()
             case Action.HURRY:
                 self._hurry()
             case Action.CLIMB:
@@ -105,13 +108,12 @@ class Execution(Run):
 
     # News of the queue and the shell --------------------------------------------------------------------------------
 
-    def begin(self, number: int) -> None:
-        """Hand the command to the waiting shell. The command's status will carry `number`.
+    def begin(self) -> None:
+        """Hand the command to the waiting shell.
 
         Raises:
             OSError: the files of the command could not be made; it is the caller's to `fail` it.
         """
-        self._number = number
         self._take(Notice.BEGIN)
 
     def on_unstarted(self, *, may_retry: bool) -> None:
@@ -121,9 +123,12 @@ class Execution(Run):
         else:
             self.fail("SHELL_FAILED", "the shell does not take commands")
 
-    def on_reader(self) -> None:
-        """Let the input flow: the command holds its standard input."""
+    def on_begun(self) -> None:
+        """Let input and output flow: the shell has begun the command, and holds its standard input if it has one."""
+        self.is_begun = True
         self._streams.on_reader()
+        if self._is_settled:
+            self._look_on()
 
     def on_status(self, status: int) -> None:
         """Take the status of the command, `$?` of the shell: the command has ended."""
@@ -167,11 +172,6 @@ class Execution(Run):
         self._take(Notice.FAIL)
 
     @property
-    def is_begun(self) -> bool:
-        """Whether the shell has begun the command."""
-        return self._streams.is_begun
-
-    @property
     def is_taken_back(self) -> bool:
         """Whether the command waits for the successor of a shell that never began it."""
         return self._life.state is State.TAKEN_BACK
@@ -189,18 +189,26 @@ class Execution(Run):
     # Actions --------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
+        self._name = link.new_name()
         self._mode = self._mode_word()
+        self.is_begun = self._is_settled = False
         self._write_files()
-        self._streams.open(needs_input_file=self._mode != command_driver.PLAIN)
+        self._streams.open(self._name, needs_input_file=self._mode != command_driver.PLAIN)
         self._began = process_set.now()
-        self._shell.hand_over(self._number, self._mode, on_terminal=self.request.terminal is not None)
+        self._shell.hand_over(self._name, self._mode, on_terminal=self.request.terminal is not None)
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
 
     def _on_settled(self) -> None:
+        self._is_settled = True
+        if self.is_begun:
+            self._look_on()
+
+    def _look_on(self) -> None:
+        """Read output as it comes. Not before the shell has begun: another writer would have the order from a thief."""
         self._room.look(self._context)
         self._streams.resume()
 
-    def _withdraw_or_climb(self) -> None:
+    def _climb(self) -> None:
         self._ladder = Ladder(
             *(self._context, self._processes()),
             shell=self._shell,
@@ -209,14 +217,16 @@ class Execution(Run):
             on_error=lambda _error: self.fail("IO_ERROR", "the command was lost"),
             now=self._in_hurry,
         )
-        try:
-            is_withdrawn = self._shell.take_back()
-        except OSError:
-            is_withdrawn = False  # the shell may have the command: end it as one that the shell has
-        if is_withdrawn:
-            self._take(Notice.UNSTARTED)
-        else:
-            self._ladder.climb()
+        if not self.is_begun:
+            self._empty_command()
+        self._ladder.climb()
+
+    def _empty_command(self) -> None:
+        """Have the shell run nothing, if it ever begins. Not by truncation: it may read the file at this instant, and
+        half a command is another command."""
+        with contextlib.suppress(OSError):
+            self._shell.files.write("none", b"")
+            self._shell.files.rename("none", "cmd")
 
     def _climb_on(self) -> None:
         assert self._ladder is not None
@@ -271,7 +281,7 @@ class Execution(Run):
     # Files ----------------------------------------------------------------------------------------------------------
 
     def _mode_word(self) -> str:
-        """Return the mode word of the command's line on `ctl`."""
+        """Return the mode word of the command's order."""
         request = self.request
         if request.terminal is not None:
             return command_driver.WITH_VARIABLES + command_driver.WITH_STDIN
@@ -282,26 +292,26 @@ class Execution(Run):
     def _write_files(self) -> None:
         """Make `cmd`, and `pre` and `post` if the mode has the driver source them."""
         request, shell = self.request, self._shell
-        text = terminal_driver.read_lines(shell.directory, shell.argv) if request.interactive else request.command
-        _write_file(shell.file("cmd"), text)
+        text = terminal_driver.read_lines(shell.files.path, shell.argv) if request.interactive else request.command
+        shell.files.write("cmd", os.fsencode(text))
         if self._mode == command_driver.PLAIN:
             return
         cwd = None if request.cwd is None else os.path.join(self._context.config.workspace, request.cwd)
         before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
         if request.terminal is not None:
-            before = terminal_driver.enter(shell.directory, interactive=request.interactive) + before
-            after += terminal_driver.leave(shell.directory, interactive=request.interactive)
+            before = terminal_driver.enter(shell.files.path, interactive=request.interactive) + before
+            after += terminal_driver.leave(shell.files.path, interactive=request.interactive)
         if shell.is_deaf:
-            before = terminal_driver.restore(shell.directory) + before
-        _write_file(shell.file("pre"), command_driver.news(shell.news()) + before)
-        _write_file(shell.file("post"), after)
+            before = terminal_driver.restore() + before
+        shell.files.write("pre", os.fsencode(command_driver.news(shell.news()) + before))
+        shell.files.write("post", os.fsencode(after))
 
     def _remove_command(self) -> None:
         """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""
         if not self._mode:
             return
         for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
-            remove_private(self._shell.file(name))
+            self._shell.files.unlink(name)
 
     # Signals and keys -----------------------------------------------------------------------------------------------
 
@@ -355,13 +365,3 @@ class Execution(Run):
         """Return the set of processes that the command has started."""
         shell, reaper = self._shell, self._context.reaper
         return CommandSet(self._began, lambda: shell.pid, leaders=lambda: reaper.watched, group=shell.group)
-
-
-def _write_file(path: str, text: str) -> None:
-    content = os.fsencode(text)
-    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        while content:
-            content = content[os.write(fd, content) :]
-    finally:
-        os.close(fd)

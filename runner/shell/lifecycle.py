@@ -86,7 +86,7 @@ class Action(Enum):
     TAKE_BACK = "take back"
     """Remove the files that the command's shell was to open."""
     FORCE = "force"
-    """Withdraw the command if the shell has not read it (`UNSTARTED`), else begin to climb the kill ladder."""
+    """Begin to climb the kill ladder. A shell that has not begun the command yet is to find nothing to run."""
     HURRY = "hurry"
     """Kill at once, if the client says so now and did not before."""
     CLIMB = "climb"

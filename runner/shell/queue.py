@@ -45,10 +45,10 @@ class CommandQueue:
         self._closing: Ladder | None = None
         events = ShellEvents(
             on_ready=self._on_ready,
+            on_begun=self._on_begun,
             on_status=self._on_status,
-            on_death=self._on_death,
-            is_begun=self._is_begun,
             on_unstarted=self._on_unstarted,
+            on_death=self._on_death,
             on_failed=self._on_failed,
             on_error=self._on_error,
         )
@@ -105,7 +105,7 @@ class CommandQueue:
             execution.fail("FILE_NOT_FOUND", f"no directory to run in: {execution.request.cwd}")
             return
         try:
-            execution.begin(_new_number())
+            execution.begin()
         except OSError as error:
             execution.fail("SHELL_FAILED", f"the shell cannot be handed a command: {os.strerror(error.errno or 0)}")
 
@@ -119,12 +119,12 @@ class CommandQueue:
                 self._current.on_shell_ready()
         self._next()
 
-    def _on_status(self, status: int | None) -> None:
-        if self._current is None:
-            return
-        if status is None:
-            self._current.on_reader()
-        else:
+    def _on_begun(self) -> None:
+        if self._current is not None:
+            self._current.on_begun()
+
+    def _on_status(self, status: int) -> None:
+        if self._current is not None:
             self._current.on_status(status)
 
     def _on_death(self, wait_status: int) -> None:
@@ -134,9 +134,6 @@ class CommandQueue:
             self._restarted = True
         else:
             self._current.on_shell_death(wait_status)
-
-    def _is_begun(self) -> bool:
-        return self._current is None or self._current.is_begun
 
     def _on_unstarted(self) -> None:
         if self._current is not None:
@@ -186,9 +183,3 @@ def check_request(request: Exec) -> str | None:
     if request.interactive:
         return "an interactive command needs a terminal"
     return settings.check_environment(request.env)
-
-
-def _new_number() -> int:
-    """Return the number that a command's status must carry. No other process of the sandbox can foresee it, so a job of
-    an earlier command can't end a later one by writing to the status FIFO."""
-    return 1 + int.from_bytes(os.urandom(7), "big")

@@ -1,15 +1,13 @@
-"""One persistent shell: its process, its control FIFOs, its death and its successor.
+"""One persistent shell: its process, its link, its death and its successor.
 
 `Shell` hands commands over and reports statuses and deaths. Unless it is closed, a process waits for the next command,
 runs one, or is being started. The output of a command, and its end by force, are the business of `Execution`.
 
-Sources: fifo(7) (opening O_RDWR never blocks and never gives end-of-file), `FIONREAD` in pipe(7), getrusage(2)
-(blocks of 512 bytes).
+Sources: getrusage(2) (blocks of 512 bytes).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -20,19 +18,18 @@ from typing import Any
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.loop.loop import READ, Timer
+from runner.loop.loop import Timer
 from runner.loop.settings import Change
 from runner.process import process_set
 from runner.process.spawn import Membership, offer, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
-from runner.shell.files import open_fifo, open_private, remove_private
+from runner.shell.files import PrivateDirectory
+from runner.shell.link import Link, Reports
 
 _MAX_FAILED_STARTS = 3
 _START_RETRY_S = 0.1
 _PICK_UP_CHECKS = 10
-_STATUS_BUFFER_BYTES = 65536
-_LINE_BYTES = 64
 _BLOCK_BYTES = 512
 
 _SHELLS = {
@@ -65,16 +62,16 @@ def is_busybox(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShellEvents:
-    """Calls that a `Shell` makes to its owner. `on_ready`: a new process waits for a command. `on_status(status)`: the
-    command has ended, or holds its standard input (None). `on_death(wait status)`: a process that had been ready is
-    gone. `is_begun()` asks whether the command handed over last has begun; `on_unstarted`: it never will. `on_failed`:
-    no process can be started. `on_error`: a turn was lost."""
+    """Calls that a `Shell` makes to its owner. `on_ready`: a new process waits for a command. `on_begun`: the shell
+    begins the command handed over last. `on_status(status)`: that command has ended. `on_unstarted`: it was not begun,
+    and never will be. `on_death(wait status)`: a process that had been ready is gone. `on_failed`: no process can be
+    started. `on_error`: a turn was lost."""
 
     on_ready: Callable[[], None]
-    on_status: Callable[[int | None], None]
-    on_death: Callable[[int], None]
-    is_begun: Callable[[], bool]
+    on_begun: Callable[[], None]
+    on_status: Callable[[int], None]
     on_unstarted: Callable[[], None]
+    on_death: Callable[[int], None]
     on_failed: Callable[[], None]
     on_error: Callable[[Exception], None]
 
@@ -92,12 +89,11 @@ class Birth:
 
 
 class Shell:
-    """Owns the shell process, its directory (below the private one) and the files `ctl`, `status` and `state` there."""
+    """Owns the shell process, its link, its state, and its directory (below the private one)."""
 
     def __init__(self, context: Context, *, directory: str, birth: Birth, events: ShellEvents) -> None:
         self._context = context
         self._config = context.config
-        self.directory = directory
         self._birth = birth
         self._is_busybox = is_busybox(birth.argv[0])
         self._events = events
@@ -107,7 +103,6 @@ class Shell:
         self.is_deaf = False
         """Whether the process ignores the signals of a terminal's end, until the next command restores its own
         traps."""
-        self._was_deaf = False
         self.group = birth.group
         self.cwd = birth.cwd
         self.written_bytes = -1
@@ -120,20 +115,12 @@ class Shell:
         self._start_attempts = 0
         self._timer: Timer | None = None
         self._checks_left = 0
-        self._status_buffer = b""
-        self._line = b""
-        self._number = 0
-        os.mkdir(directory, 0o711)
-        self._control_fd = self._make_fifo("ctl", 0o644)
-        self._status_fd = self._make_fifo("status", 0o622)
-        self._make_file("state", b"", 0o666)
+        self._link: Link | None = None
+        self._link_number = command_driver.link_number(birth.argv[0])
+        self._state = b""
+        self.files = PrivateDirectory(directory, birth.identity.account.uid)
         if self._is_busybox:
-            self._make_file("run", command_driver.busybox_text(directory).encode(), 0o644)
-        context.loop.watch(self._status_fd, READ, self._on_status_readable, events.on_error)
-
-    def file(self, name: str) -> str:
-        """Return the path of a file in the shell's directory."""
-        return f"{self.directory}/{name}"
+            self.files.write("run", command_driver.busybox_text(directory, link=self._link_number).encode())
 
     @property
     def identity(self) -> UserIdentity:
@@ -152,41 +139,45 @@ class Shell:
     def start(self) -> None:
         """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
-        self._number = 0
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
-        self._status_buffer = b""
-        self._drain(self._status_fd)
-        self._drain(self._control_fd)
+        reports = Reports(on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end)
+        link = None
         try:
-            has_state = os.stat(self.file("state")).st_size > 0
-        except OSError:  # the sandbox's root has taken the file, or the way to it
-            self._events.on_failed()
-            return
-        try:
-            self.pid = self._spawn(self._environment(has_state=has_state), cwds)
+            if self._state:
+                self.files.unlink("state")
+                self.files.write("state", self._state)
+            link = Link(self._context.loop, reports, self._events.on_error)
+            self.pid = self._spawn(self._environment(), cwds, link.child_fd)
         except OSError:  # EAGAIN: the sandbox has as many processes as it may have
+            if link is not None:
+                link.close()
             self._retry_start()
             return
+        self._link = link
+        link.close_child_side(self.pid)
         self._start_attempts = 0
         self._context.reaper.watch_usage(self.pid, self._on_dead)
         self._set_timer(self._config.start_grace_s, self._on_slow_start)
 
-    def _environment(self, *, has_state: bool) -> dict[str, str]:
-        if has_state:
+    def _environment(self) -> dict[str, str]:
+        if self._state:
             self._revision = self._revision_before  # the command that brought the latest may not have been saved
             return {}
         self._revision = self._revision_before = self._context.settings.revision
         return {"SHELL": self.path, **self._context.settings.env, **self._birth.env}
 
-    def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...]) -> int:
+    def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...], link_fd: int) -> int:
         """Start the process. The driver comes in a variable; BusyBox reads it from a pipe that holds all of it."""
-        program = command_driver.driver_text(self.directory, self._revision, is_busybox=self._is_busybox)
+        program = command_driver.driver_text(
+            self.files.path, self._revision, link=self._link_number, is_busybox=self._is_busybox
+        )
         context = self._context
         options: dict[str, Any] = {  # those of `spawn`
             "cwds": cwds,
             "account": self.identity.account,
             "membership": self._birth.membership,
             "rules_fd": context.settings.rules_fd,
+            "link": (link_fd, self._link_number),
         }
         kernel, argv = self._context.kernel, self._birth.argv
         if not self._is_busybox:
@@ -222,30 +213,15 @@ class Shell:
         """Whether something must be sourced before the next command: changed variables, or traps to restore."""
         return self.is_deaf or self._revision != self._context.settings.revision
 
-    def hand_over(self, number: int, mode: str, *, on_terminal: bool) -> None:
-        """Give the waiting shell its next command, whose files are in place."""
+    def hand_over(self, name: str, mode: str, *, on_terminal: bool) -> None:
+        """Give the waiting shell its next command, whose files are in place. The shell's reports carry `name`."""
+        assert self._link is not None
         self.is_ready = False
-        self._was_deaf, self.is_deaf = self.is_deaf, on_terminal
+        self.is_deaf = on_terminal
         self._revision_before, self._revision = self._revision, self._context.settings.revision
-        self._line = b"%d %s %d\n" % (number, mode.encode(), number)
-        self._number = number
-        os.write(self._control_fd, self._line)
+        self._link.order(name, mode)
         self._checks_left = _PICK_UP_CHECKS
         self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
-
-    def take_back(self) -> bool:
-        """Withdraw the command handed over last, unless the shell has read some of its line; return whether it is
-        withdrawn."""
-        left = self._drain(self._control_fd)
-        if left == self._line:
-            self._cancel_timer()
-            self._number = 0
-            self.is_ready = True
-            self.is_deaf, self._revision = self._was_deaf, self._revision_before
-            return True
-        if left:
-            os.write(self._control_fd, left)  # the shell holds the beginning of the line and waits for the rest
-        return False
 
     def signal(self, number: int) -> None:
         if self.pid is not None:
@@ -266,7 +242,7 @@ class Shell:
         self._cancel_timer()
         if self.is_closed:
             return
-        self._on_status_readable(0)  # the report may still be in the FIFO
+        self._drop_link()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if was_ready:
             self._events.on_death(status)
@@ -282,7 +258,7 @@ class Shell:
     def _check_picked_up(self) -> None:
         """Replace a shell that does not begin its command. Many short looks, not one long wait, for time passes while a
         sandbox is frozen, too."""
-        if self._events.is_begun():
+        if self._link is None or self._link.has_begun:
             return
         self._checks_left -= 1
         if self._checks_left > 0:
@@ -291,73 +267,36 @@ class Shell:
             self._events.on_unstarted()
             self.replace()
 
-    def _on_status_readable(self, _events: int) -> None:
-        try:
-            data = os.read(self._status_fd, _STATUS_BUFFER_BYTES)
-        except BlockingIOError:
-            return
-        *lines, rest = (self._status_buffer + data).split(b"\n")
-        self._status_buffer = rest[-_LINE_BYTES:]
-        own = (b"0 ", b"%d " % self._number)
-        for line in lines:
-            if line.startswith(own):
-                self._on_status_line(line)
-
-    def _on_status_line(self, line: bytes) -> None:
-        """Take a report of the driver. A command can write here too; a line that makes no sense is dropped."""
-        if line == b"0 0" and not self._was_ready:
-            self._on_started()
-        elif line == b"0 r" and self._number and not self._events.is_begun():
-            self._drain(self._control_fd)
-            os.write(self._control_fd, self._line)  # a signal cut the read short; the driver runs a number once at most
-        number, _, status = line.partition(b" ")
-        if number != b"%d" % self._number or self._number == 0:
-            return
-        if status == b"+":
-            self._events.on_status(None)
-        elif status.isdigit() and len(status) <= 3:
-            self._number = 0
-            self._cancel_timer()
-            self.is_ready = self.pid is not None
-            self._look()
-            self._events.on_status(int(status))
-
-    def _on_started(self) -> None:
+    def _on_started(self, cwd: bytes) -> None:
         self._cancel_timer()
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
+        self.files.unlink("state")
         if self.pid is not None:
             offer(self.identity, self.pid)
-        self._look()
+        self._look(cwd)
         self._events.on_ready()
 
-    def _look(self) -> None:
-        """Ask the kernel for the shell's directory and for the bytes it has written, with the uid of the shell's user:
-        without it PID 1 may not look."""
-        if self.pid is None:
-            return
-        try:
+    def _on_end(self, status: int, cwd: bytes) -> None:
+        self._cancel_timer()
+        self.is_ready = self.pid is not None
+        self._look(cwd)
+        self._events.on_status(status)
+
+    def _look(self, cwd: bytes) -> None:
+        """Note the directory that the shell tells, if it can, and ask the kernel for the bytes it has written, with the
+        uid of the shell's user: without it PID 1 may not look."""
+        self.cwd = cwd or self.cwd
+        if self.pid is not None:
             with self.identity:
                 self.written_bytes = self._meter.read(self.pid)
-                self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid).removesuffix(b" (deleted)")
-        except OSError:
-            pass  # the process ended this instant; the directory known last stays
 
-    def _make_file(self, name: str, content: bytes, mode: int) -> None:
-        fd = open_private(self.file(name), os.O_CREAT | os.O_WRONLY, mode)
-        try:
-            os.write(fd, content)
-        finally:
-            os.close(fd)
-
-    def _make_fifo(self, name: str, mode: int) -> int:
-        path = self.file(name)
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        os.mkfifo(path, mode)
-        return open_fifo(path, os.O_RDWR)
+    def _drop_link(self) -> None:
+        """Take the last reports of a process that is gone, and the state that it has left."""
+        if self._link is not None:
+            self._link.finish()
+            self._state = self._link.state or self._state
+            self._link = None
 
     def retire(self) -> None:
         """Report nothing more and start no process; the caller ends the one that runs."""
@@ -368,23 +307,12 @@ class Shell:
     def close(self) -> None:
         """Give everything up; the process is gone."""
         del self._events  # they refer back, and PID 1 collects no cycles
-        self._context.loop.unwatch(self._status_fd)
-        for fd in (self._control_fd, self._status_fd):
-            os.close(fd)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
-        with contextlib.suppress(OSError):  # the sandbox's root may have taken the files, or the way to them
-            for name in os.listdir(self.directory):
-                remove_private(self.file(name))
-            os.rmdir(self.directory)
-
-    @staticmethod
-    def _drain(fd: int) -> bytes:
-        """Return what a FIFO holds, as far as it can be of interest."""
-        try:
-            return os.read(fd, _STATUS_BUFFER_BYTES)
-        except BlockingIOError:
-            return b""
+        self.files.remove()
 
     def _set_timer(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._cancel_timer()

@@ -11,13 +11,13 @@ together with what it runs (one process group, as there is no job control). Ther
   and the kernel sends HUP to the session's leader.
 - `restore`, before the next command, makes them again what they were.
 
-Whether a user's trap is there is told by the shell's own list, which is written to `traps`: `$(trap)` would be a fork,
-and is empty in dash. bash lists the traps it is asked for; others list all, and setting all of them again changes
-nothing.
+Whether a user's trap is there is told by the shell's own list, which is written to `<order>.traps` and read back at
+once: `$(trap)` would be a fork, and is empty in dash. bash lists the traps it is asked for; others list all, and
+setting all of them again changes nothing.
 
 Reading lines (prompt, editing, unfinished lines, Ctrl-C) runs in the shell itself, in the place of a command, so
 directory, variables, functions and aliases are the ones of the commands before and after. Each line goes to the file
-`line` and is sourced, as the driver does with a command.
+`<order>.line` and is sourced, as the driver does with a command.
 
 - Prompt: PS1 if it was set (dash and BusyBox sh come with one), else `sandbox:<directory>$ `; PS2 or `> ` while a child
   with `-n` says that the text ends too early. dash and BusyBox sh do not say it of a here-document, which
@@ -53,13 +53,15 @@ TERMINAL_TYPE = "xterm-256color"
 """Value of TERM on a terminal, unless the shell has a better one than `dumb`."""
 
 _LIST = r"""
-__sk_h=
-if command test -n "${BASH_VERSION-}"; then command trap -p HUP INT QUIT >|@DIR@/traps
-else command trap >|@DIR@/traps; fi
-while IFS= command read -r __sk_v; do case $__sk_v in
+__sk_h= __sk_k=
+if command test -n "${BASH_VERSION-}"; then command trap -p HUP INT QUIT >|"@DIR@/$__sk_n.traps"
+else command trap >|"@DIR@/$__sk_n.traps"; fi
+while IFS= command read -r __sk_v; do __sk_k="$__sk_k$__sk_v
+"
+case $__sk_v in
 *__sk_*[\ G]INT) __sk_h=${__sk_h}I;; *[\ G]INT) __sk_h=${__sk_h}i;;
 *__sk_*[\ G]QUIT) __sk_h=${__sk_h}Q;; *[\ G]QUIT) __sk_h=${__sk_h}q;; *[\ G]HUP) __sk_h=${__sk_h}h;;
-esac; done <@DIR@/traps
+esac; done <"@DIR@/$__sk_n.traps"
 unset __sk_v
 """
 
@@ -75,7 +77,7 @@ else trap '@OTHER@' @NAME@; fi;; esac
 """
 
 _ENTER = r"""
-unset __sk_h
+unset __sk_h __sk_k
 case ${TERM-dumb} in dumb) command export TERM=@TERM@; __sk_t=1;; *) __sk_t=;; esac
 """
 
@@ -87,10 +89,10 @@ unset __sk_t
 
 _RESTORE = r"""
 trap - HUP INT QUIT
-case ${__sk_h-} in *[hiq]*) command . @DIR@/traps;; esac
+case ${__sk_h-} in *[hiq]*) command eval "$__sk_k";; esac
 case ${__sk_h-}${BASH_VERSION-} in *I*.*) trap '@LEAVE@' INT;; *I*) trap - INT;; esac
 case ${__sk_h-} in *Q*) trap - QUIT;; esac
-unset __sk_h
+unset __sk_h __sk_k
 """
 
 
@@ -121,9 +123,9 @@ def leave(directory: str, *, interactive: bool) -> str:
     return text.replace("@DIR@", directory).replace("@TERM@", TERMINAL_TYPE)
 
 
-def restore(directory: str) -> str:
+def restore() -> str:
     """Return the text before the next command, of whatever kind."""
-    return _RESTORE.replace("@DIR@", directory).replace("@LEAVE@", command_driver.LEAVE_BASH)
+    return _RESTORE.replace("@LEAVE@", command_driver.LEAVE_BASH)
 
 
 # Lines read from a terminal -----------------------------------------------------------------------------------------
@@ -172,8 +174,8 @@ exit|logout|exit\ [0-9]*) case $__sk_w in *[!a-z0-9\ ]*) ;; *) break;; esac;;
 *[!\ ]*) ;;
 *) __sk_w=; continue;;
 esac
-command printf '%s\n' "$__sk_w" >|@DIR@/line
-case $(LC_ALL=C @SHELL@ -n @DIR@/line 2>&1)$__sk_w in
+command printf '%s\n' "$__sk_w" >|"@DIR@/$__sk_n.line"
+case $(LC_ALL=C @SHELL@ -n <"@DIR@/$__sk_n.line" 2>&1)$__sk_w in
 *'unexpected end of file'*|*'unexpected EOF'*|*'end of file unexpected'*|*nterminated*|*'EOF in'*|*issing*|\
 *here-document*|*[!\\]\\|\\)
 __sk_w="$__sk_w
@@ -182,7 +184,7 @@ continue;;
 esac
 case ${BASH_VERSION-} in '') ;; *) command history -s -- "$__sk_w";; esac
 __sk_w=
-command eval '__sk_q=1; \__sk_st "$__sk_j"; \command . @DIR@/line
+command eval '__sk_q=1; \__sk_st "$__sk_j"; \command . "@DIR@/$__sk_n.line"
 __sk_j=$? __sk_q=0'
 case $__sk_q in 1) __sk_j=130 __sk_q=0;; esac
 case $__sk_u${BASH_VERSION-} in 1) __sk_j=130;; 1*) __sk_j=130; trap - DEBUG; set +T;; esac

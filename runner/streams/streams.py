@@ -34,18 +34,13 @@ class Streams:
 
     # Opening: streams of a command only -----------------------------------------------------------------------------
 
-    def open(self, *, needs_input_file: bool) -> None:
-        """Make the files that the shell opens; again after `close`, for another shell. `needs_input_file`: the shell
-        opens `in`, even if the command has no standard input.
+    def open(self, order: str, *, needs_input_file: bool) -> None:
+        """Make the files that the shell opens, named after its order; again after `close`, for another shell.
+        `needs_input_file`: the shell opens that of the input, even if the command has no standard input.
 
         Raises:
             OSError
         """
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether the shell has begun the command: it opens the streams before it runs anything."""
-        return True
 
     def on_reader(self) -> None:
         """Let the input flow. To be called once the command holds its standard input."""

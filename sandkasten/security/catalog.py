@@ -11,7 +11,8 @@ from sandkasten.security.attacks.files import FILES
 from sandkasten.security.attacks.front import FRONT
 from sandkasten.security.attacks.memory import MEMORY
 from sandkasten.security.attacks.quotas import QUOTAS
+from sandkasten.security.attacks.results import RESULTS
 from sandkasten.security.attacks.runner import RUNNER
 from sandkasten.security.attacks.workspaces import WORKSPACES
 
-ATTACKS = (*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *QUOTAS, *MEMORY, *RUNNER, *ARCHIVES)
+ATTACKS = (*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *QUOTAS, *MEMORY, *RUNNER, *RESULTS, *ARCHIVES)

@@ -192,21 +192,45 @@ def test_a_storm_of_signals_costs_no_command(client: Client) -> None:
     assert client.stdout("cat log").split() == [b"%d" % number for number in range(60)]
 
 
-def test_a_stolen_command_is_run_after_all(client: Client) -> None:
-    """A job that takes the shell's line from its FIFO delays the command; another shell runs it, once."""
-    client.run("export A=1; { read line </run/sandkasten/1/ctl; echo $line >stolen; } & sleep 0.1")
+_THIEF = """
+export A=1
+( for fd in 9 10 11 12 13 14 15 16 49; do
+  if [ -S /proc/self/fd/$fd ] && sleep 0.1 && kill -STOP $$ && echo >ready && read name rest <&$fd; then
+    kill -CONT $$
+    printf '%s +\\n/forged\\n%s 0\\nexport A=forged\\n%s .\\n' $name $name $name >&$fd
+    echo $name >stolen
+  fi
+done ) &
+"""
+
+
+def test_a_stolen_order_is_not_answered_by_the_thief(sandbox: Sandbox) -> None:
+    """A fork of the shell that takes the order, and reports its beginning, its end and a state, is heard by nobody:
+    another shell runs the command, once, and the result says so."""
+    client = sandbox.shell("bash")
+    client.run(_THIEF)
+    wait_until(lambda: client.read_file("ready")[1] == b"\n")
     outcome = client.run("cat stolen; echo $A >>ran", timeout_ms=15_000)
-    if outcome.stdout:  # the job was first: the line is the first attempt's
-        assert outcome.reply.shell_restarted
-    assert client.stdout("cat ran") == b"1\n"
+    assert outcome.stdout != b""
+    assert outcome.reply.shell_restarted
+    assert (outcome.reply.cwd, client.stdout("cat ran; echo $A")) == ("/mnt/workspace", b"1\n1\n")
 
 
-def test_forged_statuses_do_not_confuse_the_queue(client: Client) -> None:
-    """A job that floods the status FIFO spoils results of its own sandbox at most; commands go on."""
-    client.run(
-        "{ yes 'x 0' | head -c 300000; echo 999 0; echo 0 0; printf '\\377\\n'; } >/run/sandkasten/1/status 2>&1"
+def test_a_report_of_another_process_is_dropped(client: Client) -> None:
+    """Reports that a fork of the shell writes, in the name of the command itself, change nothing of its result."""
+    outcome = client.run(
+        "( for fd in 9 10 11 12 13 14 15 16 17 49; do"
+        " eval \"printf '/forged\\n$__sk_n 0\\nexport A=forged\\n$__sk_n .\\n' >&$fd\"; done ) 2>err; wait; false"
     )
-    assert [client.stdout(f"echo {number}") for number in range(5)] == [b"%d\n" % number for number in range(5)]
+    assert (outcome.reply.exit_code, outcome.reply.cwd) == (1, "/mnt/workspace")
+    client.run("kill -9 $$")
+    assert client.stdout("echo ${A-unset}") == b"unset\n"
+
+
+def test_a_program_has_no_copy_of_the_link(client: Client) -> None:
+    """Of the shell's descriptors a program inherits its three streams, and the files of the shell are not for it."""
+    assert client.stdout("ls -l /proc/self/fd | grep -c socket") == b"0\n"
+    assert client.reply("ls /run/sandkasten/1").exit_code != 0
 
 
 # One-command directory and variables ------------------------------------------------------------------------------

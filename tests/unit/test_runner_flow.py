@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from runner.loop.loop import EventLoop
-from runner.shell.command_streams import FifoOutflow
 from runner.streams.flow import AbandonedPipes, Inflow, Outflow, pending_bytes
 from runner.streams.pty import settle
 from runner.wire.protocol import CHUNK_BYTES, Kind
@@ -76,15 +75,15 @@ def loop() -> Iterator[EventLoop]:
 def make_rig(kind: str, loop: EventLoop, directory: Path) -> Rig:
     owner = Owner()
     if kind == "fifo":
-        path = str(directory / "out")
-        outflow: Outflow = FifoOutflow(loop, path, Kind.STDOUT, owner)
-        write_fd = os.open(path, os.O_WRONLY)
+        os.mkfifo(directory / "out")
+        read_fd = os.open(directory / "out", os.O_RDONLY | os.O_NONBLOCK)
+        write_fd = os.open(directory / "out", os.O_WRONLY)
     else:
         read_fd, write_fd = os.pipe() if kind == "pipe" else pty.openpty()
         if kind == "terminal":
             tty.setraw(write_fd)  # or it makes two bytes of each line end
         os.set_blocking(read_fd, False)
-        outflow = Outflow(loop, read_fd, Kind.STDOUT, owner, is_terminal=kind == "terminal")
+    outflow = Outflow(loop, read_fd, Kind.STDOUT, owner, is_terminal=kind == "terminal")
     return Rig(loop, owner, outflow, AbandonedPipes(loop), write_fd)
 
 
@@ -188,22 +187,6 @@ def test_a_pipe_that_is_given_up_swallows_what_is_written(loop: EventLoop, tmp_p
     assert not rig.owner.output
 
 
-@pytest.mark.parametrize("has_writer", [False, True])
-def test_a_fifo_stays_for_the_next_command_only_when_it_is_clean(
-    loop: EventLoop, tmp_path: Path, has_writer: bool
-) -> None:
-    """One that a job holds loses its name, so that the job writes to no later command."""
-    rig = make_rig("fifo", loop, tmp_path)
-    if not has_writer:
-        rig.hang_up()
-    rig.outflow.finish(may_read=True)
-    assert (tmp_path / "out").exists() == (not has_writer)
-    rig.outflow.close(rig.leftovers)
-    if has_writer:
-        rig.hang_up()
-        rig.turn(lambda: not open_files(tmp_path))
-
-
 def open_files(directory: Path) -> list[str]:
     """Return the descriptors that are open on something in a directory."""
     found = []
@@ -214,17 +197,6 @@ def open_files(directory: Path) -> list[str]:
         except FileNotFoundError:
             continue
     return found
-
-
-@pytest.mark.parametrize("has_opened", [False, True])
-def test_a_fifo_tells_whether_its_command_was_begun(loop: EventLoop, tmp_path: Path, has_opened: bool) -> None:
-    """Also when the writer is gone again, which is how a command ends that writes nothing."""
-    owner = Owner()
-    outflow = FifoOutflow(loop, str(tmp_path / "out"), Kind.STDOUT, owner)
-    if has_opened:
-        os.close(os.open(tmp_path / "out", os.O_WRONLY))
-    assert outflow.was_opened() == has_opened
-    outflow.close(None)
 
 
 # Input ----------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from runner.loop.context import Context
 from runner.process.process_set import Process
 from runner.programs import program as module
 from runner.programs.program import Program, ProgramPlan
-from runner.shell.command_streams import FifoOutflow
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
+from runner.shell.link import Link, Reports
 from runner.shell.queue import CommandQueue
 from runner.shell.shell import Birth
-from runner.streams.flow import AbandonedPipes
+from runner.streams.flow import AbandonedPipes, Outflow
 from runner.wire.protocol import Error, Exec, ExecReply, Kind, RunProgram
 
 LOST = OSError(errno.ENOMEM, "no memory")
@@ -94,6 +94,8 @@ class Shell:
     def __init__(self, context: Context, leftovers: AbandonedPipes) -> None:
         birth = Birth(["/bin/sh"], {}, b"/", context.as_user)
         self.queue = CommandQueue(context, leftovers, directory=context.file("shell"), birth=birth)
+        self.link = Link(context.loop, Reports(lambda _cwd: None, lambda: None, lambda _status, _cwd: None), fail)
+        self.queue.shell._link = self.link
         self.wait()
 
     def wait(self) -> None:
@@ -102,8 +104,8 @@ class Shell:
         self.queue._on_ready()
 
     def take(self) -> None:
-        """Read the line of a command, and not begin it."""
-        assert os.read(self.queue.shell._control_fd, 4096)
+        """Read the order of a command, and not begin it."""
+        assert os.read(self.link.child_fd, 4096)
 
     def run(self, exec_id: str) -> tuple[Execution, Answer]:
         answer = Answer()
@@ -147,8 +149,8 @@ def test_a_command_whose_streams_can_not_be_closed_is_answered(
     streams = run._streams
     replaced: list[bool] = []
     with monkeypatch.context() as failing:
-        failing.setattr(FifoOutflow, "finish", fail)
-        failing.setattr(FifoOutflow, "close", fail)
+        failing.setattr(Outflow, "finish", fail)
+        failing.setattr(Outflow, "close", fail)
         failing.setattr(shell.queue.shell, "replace", lambda: replaced.append(True))
         context.loop.guard(shell.queue._on_status, 0, shell.queue._on_error)
     assert isinstance(answer.final, Error)
@@ -160,13 +162,12 @@ def test_a_command_whose_streams_can_not_be_closed_is_answered(
     assert isinstance(other.final, ExecReply)
 
 
-def test_a_command_that_can_not_be_taken_back_is_ended_as_one_that_runs(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ladder climbs for it, a later cancel hurries the ladder, and the shell's report ends it."""
+def test_a_command_that_is_ended_before_it_begins_has_nothing_to_run(shell: Shell, context: Context) -> None:
+    """The shell that reads the order late finds an empty text, and its report ends the command."""
     run, answer = shell.run("a")
-    monkeypatch.setattr(shell.queue.shell, "take_back", fail)
+    assert Path(context.file("shell/cmd")).read_text() == "true"
     run.on_cancel()
+    assert Path(context.file("shell/cmd")).read_text() == ""
     run.cancel(now=True)
     shell.queue._on_status(0)
     shell.wait()

@@ -1,0 +1,188 @@
+"""The link between PID 1 and one process of a shell: a socket pair on which PID 1 gives orders and takes reports.
+
+The kernel stamps what is written with the pid of the writer, and never puts bytes of two writers into one answer of
+recvmsg(2). PID 1 takes the bytes of the shell itself and drops all others: a fork of the shell that holds a copy of the
+shell's end can report nothing. A fork can read an order away; then the report of the beginning does not come, and the
+owner replaces the shell and this link with it.
+
+An order is a line `<name> <mode> <name>`. The name is random, and told nowhere else before the command begins. Reports:
+
+- `<name> +`: the shell begins the command.
+- `<directory>`, line end, `<name> <status>`: the command has ended, in this directory. `0 0`: the shell is ready.
+- `<text>`, line end, `<name> .`: the text makes a successor what the shell is now.
+- `0 r`: the line of the order was not whole.
+
+The state follows each end, and nobody waits for it: it is read together with the next report, or a little later.
+
+Sources: unix(7) SO_PASSCRED, SCM_CREDENTIALS; `unix_stream_read_generic` in the kernel. A stream and no packets: shells
+read byte by byte, and would lose the rest of a packet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runner.loop.loop import READ, EventLoop, OnError, Timer
+
+STATE_BYTES = 1024 * 1024
+"""Longest state that is kept. Of a longer one nothing is taken: the successor gets the last that was short enough."""
+
+_READ_BYTES = 16384
+_MAX_QUEUED = 1024
+"""More than the messages that the kernel queues in one direction (`net.core.wmem_default`)."""
+_COLLECT_S = 0.01
+"""Wait for the state after an end, unless an order comes first: bash writes it in a dozen pieces."""
+_CREDENTIALS = struct.Struct("=iII")
+_MARK = re.compile(rb"(?:\A|\n)(0|[0-9a-f]{10}) ([+.r]|[0-9]{1,3})\n")
+_MARK_BYTES = 32
+_FIRST = b"0"
+
+
+def new_name() -> str:
+    """Return the name of an order, of 40 random bits."""
+    return os.urandom(5).hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Calls that a link makes to its owner. `on_ready(directory)`: the shell waits for its first order.
+    `on_begun`: it begins the last order. `on_end(status, directory)`: it has ended that. The directory is empty if the
+    shell could not tell."""
+
+    on_ready: Callable[[bytes], None]
+    on_begun: Callable[[], None]
+    on_end: Callable[[int, bytes], None]
+
+
+class Link:
+    """Owns PID 1's end, and the shell's until `close_child_side`."""
+
+    def __init__(self, loop: EventLoop, reports: Reports, on_error: OnError) -> None:
+        self._loop = loop
+        self._reports = reports
+        self._on_error = on_error
+        self._socket, self._child = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.setblocking(False)
+        self._pid = 0
+        self._is_over = False
+        self._text = b""
+        self._is_cut = False
+        self._line = b""
+        self._name = self._name_before = _FIRST
+        self._has_ended = False
+        self.has_begun = False
+        """Whether the shell has begun the last order."""
+        self.state = b""
+        """The last state of the shell, as a text to be sourced; empty before the first."""
+        self._collect: Timer | None = None
+        loop.watch(self._socket.fileno(), READ, self._on_readable, on_error)
+
+    @property
+    def child_fd(self) -> int:
+        """The shell's end."""
+        return self._child.fileno()
+
+    def close_child_side(self, pid: int) -> None:
+        """Close the shell's end, which the shell has; the process with this pid is the one that is heard."""
+        self._child.close()
+        self._pid = pid
+
+    def order(self, name: str, mode: str) -> None:
+        """Give the waiting shell its next order."""
+        self._name_before, self._name = self._name, name.encode()
+        self._has_ended = self.has_begun = False
+        self._line = f"{name} {mode} {name}\n".encode()
+        self._listen()
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            self._socket.send(self._line, socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the shell is dead, which is told soon, or its end is full of what it does not read: it is replaced
+
+    def _listen(self) -> None:
+        if self._collect is not None:
+            self._collect.cancel()
+            self._collect = None
+            if not self._is_over:
+                self._loop.change(self._socket.fileno(), READ)
+
+    def _on_readable(self, _events: int) -> None:
+        self._read()
+        if self._is_over:
+            self._loop.unwatch(self._socket.fileno())
+
+    def _read(self) -> bool:
+        """Take one message; return whether there was one."""
+        try:
+            data, ancillary, _flags, _address = self._socket.recvmsg(
+                _READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+            )  # with room for credentials only: descriptors that come along are closed by the kernel
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, ancillary = b"", []  # the shell died with an order unread
+        self._is_over = not data
+        if data and ancillary and _CREDENTIALS.unpack(ancillary[0][2])[0] == self._pid:
+            self._take(data)
+        return bool(data)
+
+    def _take(self, data: bytes) -> None:
+        text, begin, start = self._text + data, 0, max(0, len(self._text) - _MARK_BYTES)
+        self._text = b""
+        while (mark := _MARK.search(text, start)) is not None:
+            start = mark.end() - 1
+            if mark[1] not in (self._name, self._name_before, _FIRST):  # a variable's value that looks like a mark
+                continue
+            is_whole, self._is_cut = not self._is_cut and mark.start() - begin <= STATE_BYTES, False
+            said = text[begin : mark.start()] if is_whole else b""
+            begin = mark.end()
+            self._on_mark(mark[1], mark[2], said, is_whole=is_whole)
+        if len(text) - begin > STATE_BYTES:
+            begin = len(text) - _MARK_BYTES
+            self._is_cut = True
+        self._text = text[begin:]
+
+    def _on_mark(self, name: bytes, word: bytes, text: bytes, *, is_whole: bool) -> None:
+        is_current = name == self._name and not self._has_ended
+        if word == b".":
+            if is_whole and name != _FIRST:
+                self.state = text + b"\n"
+        elif word == b"r":
+            if self._line and not self.has_begun:
+                self._send()  # a signal cut the read short; the driver runs a name once at most
+        elif not is_current:
+            return
+        elif word == b"+":
+            self.has_begun = True
+            self._reports.on_begun()
+        else:
+            self._has_ended = True
+            self._collect = self._loop.call_later(_COLLECT_S, self._listen, self._on_error)
+            if not self._is_over:
+                self._loop.change(self._socket.fileno(), 0)
+            if name == _FIRST:
+                self._reports.on_ready(text)
+            else:
+                self._reports.on_end(int(word), text)
+
+    def finish(self) -> None:
+        """Take what the shell has reported before it died, and close the link."""
+        for _ in range(_MAX_QUEUED):
+            if not self._read():
+                break
+        self.close()
+
+    def close(self) -> None:
+        if self._collect is not None:
+            self._collect.cancel()
+        self._loop.unwatch(self._socket.fileno())
+        self._socket.close()
+        self._child.close()
