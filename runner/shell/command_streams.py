@@ -10,6 +10,7 @@ symlink(7).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
 from runner.loop.loop import EventLoop
 from runner.shell.files import open_fifo, open_private, remove_private
+from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.streams.streams import Streams
 from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
@@ -147,9 +149,10 @@ _SIGNAL_KEYS = ((termios.VINTR, signal.SIGINT), (termios.VQUIT, signal.SIGQUIT))
 class TerminalOwner(FlowOwner, Protocol):
     """The owner of a terminal."""
 
-    def on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
-        """Return the bytes to type right after a key that stands for a signal, which is about to be typed. None: all
-        later input waits until `release` is called. `is_raw`: the terminal does not edit lines."""
+    def on_key(self, number: int, is_raw: Callable[[], bool], release: Callable[[], None]) -> bytes | None:
+        """Return the bytes to type right after a key that stands for a signal, which is about to be typed. Later input
+        waits until `release` is called; but such a key waits only if there are bytes. None: no bytes, and no input
+        waits. `is_raw` returns whether the terminal does not edit lines."""
 
 
 class CommandTerminal(Streams):
@@ -171,12 +174,13 @@ class CommandTerminal(Streams):
         self._size = size
         self._early: list[bytes] = []
         self._early_bytes = 0
-        self._is_held = False
+        self._answer: bytes | None = None
+        """Answer of the owner to the last key, until the owner releases later input."""
         self._is_begun = False
 
     def open(self, *, needs_input_file: bool) -> None:
         path = self._open_terminal(self._context, self._identity, self._size, self._owner)
-        self._is_begun = self._is_held = False
+        self._is_begun, self._answer = False, None
         self._refuse_stop_key()
         for name in _WRITTEN:
             os.close(open_private(self._file(name), os.O_CREAT | os.O_WRONLY, 0o666))
@@ -198,12 +202,12 @@ class CommandTerminal(Streams):
         self._is_begun = True
         if self._inflow is None and self._terminal_fd >= 0:
             self._connect_keyboard(self._context, self._owner)
-            self._feed_early(self.feed)
+            self._release()
 
     def feed(self, data: bytes) -> None:
         """Type. Input from before the command has begun waits: the terminal would give it to the shell's driver."""
         found = self._find_key(data) if self._inflow is not None else None
-        if self._inflow is None or (found is None and self._is_held):
+        if self._inflow is None or self._answer or (found is None and self._answer is not None):
             self._early.append(data)
             self._early_bytes += len(data)
             return
@@ -212,22 +216,20 @@ class CommandTerminal(Streams):
             return
         self._release()
         number, end = found
-        is_raw = not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
-        answer = self._owner.on_key(number, is_raw, self._release)
-        self._is_held = answer is None
-        self._inflow.feed(data[:end] + (answer or b""))
+        self._answer = self._owner.on_key(number, self._is_raw, self._release)
+        self._inflow.feed(data[:end] + (self._answer or b""))
+        if self._answer is not None:
+            with contextlib.suppress(OSError):  # no descriptor is left: the order of what is typed may suffer, no more
+                pty.settle(self._terminal_fd)
         if rest := data[end:]:
             self.feed(rest)  # no key is left in it
 
     def _release(self) -> None:
-        self._is_held = False
+        self._answer = None
         if self._inflow is not None:
-            self._feed_early(self._inflow.feed)
-
-    def _feed_early(self, feed: Callable[[bytes], None]) -> None:
-        early, self._early, self._early_bytes = self._early, [], 0
-        for data in early:
-            feed(data)
+            early, self._early, self._early_bytes = self._early, [], 0
+            for data in early:
+                self.feed(data)
 
     def _find_key(self, data: bytes) -> tuple[int, int] | None:
         """Return the signal that the last such key in `data` stands for, and where the key ends."""
@@ -238,6 +240,9 @@ class CommandTerminal(Streams):
         keys = [(data.rfind(characters[key]) + 1, number) for key, number in _SIGNAL_KEYS if characters[key] != _NO_KEY]
         end, number = max(keys, default=(0, 0))
         return (number, end) if end else None
+
+    def _is_raw(self) -> bool:
+        return not self._attributes()[_LOCAL_FLAGS] & termios.ICANON
 
     def _attributes(self) -> list[Any]:
         """As termios gives them."""

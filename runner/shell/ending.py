@@ -77,13 +77,17 @@ class Interrupt:
 
 class LineInterrupt:
     """Asks a shell that reads lines to leave the line it runs, and asks again while the shell computes. The first time
-    is a moment after the key, for bash can forget one of two traps that come together. `on_over` is called when the
-    shell computes no more, or has for too long: what was typed after the key may go to the shell then."""
+    is a moment after the key, for bash can forget one of two traps that come together. With `is_raw` readline read when
+    the key came, so the shell gets no request, and computes until the terminal is raw again. `on_over` is called when
+    the shell computes no more, or has for too long: what was typed after the key may go to the shell then."""
 
-    def __init__(self, loop: EventLoop, shell: Shell, on_over: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: EventLoop, shell: Shell, on_over: Callable[[], None], is_raw: Callable[[], bool] | None
+    ) -> None:
         self._loop = loop
         self._shell = shell
         self._on_over = on_over
+        self._is_raw = is_raw
         self._repeat_s = _LINE_DELAY_S
         self._timer = loop.call_later(_LINE_DELAY_S, self._ask, lambda _error: on_over())
 
@@ -92,15 +96,17 @@ class LineInterrupt:
         self._timer.cancel()
 
     def _ask(self) -> None:
-        self._shell.signal(LINE_SIGNAL)
+        if self._is_raw is None:
+            self._shell.signal(LINE_SIGNAL)
         self._timer = self._loop.call_later(self._repeat_s, self._look, lambda _error: self._on_over())
         self._repeat_s *= 4
 
     def _look(self) -> None:
+        pid = self._shell.pid
         if (
             self._repeat_s <= _LAST_REPEAT_S
-            and self._shell.pid is not None
-            and process_set.is_computing(self._shell.pid)
+            and pid is not None
+            and (process_set.is_computing(pid) or (self._is_raw is not None and not self._is_raw()))
         ):
             self._ask()
         else:

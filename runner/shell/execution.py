@@ -327,18 +327,17 @@ class Execution(Run):
     def resize(self, size: TerminalSize) -> bool:
         return self._life.is_unfinished and super().resize(size)
 
-    def on_key(self, number: int, is_raw: bool, release: Callable[[], None]) -> bytes | None:
+    def on_key(self, number: int, is_raw: Callable[[], bool], release: Callable[[], None]) -> bytes | None:
         """Ctrl-C or its like is typed. The terminal tells all that run; only the shell itself may be deaf to it."""
         if not self._is_running or any(process_set.heeds(each.pid, number) for each in self._processes().find()):
-            return b""
+            return None
         if not self.request.interactive:
             self._leave(number)
-            return b""
-        if is_raw:  # readline reads, and would go on without a line end
-            return b"\n"
+            return None
         self._stop_interrupt()
-        self._interrupt = LineInterrupt(self._context.loop, self._shell, release)
-        return None
+        was_raw = is_raw()  # readline reads, and would go on without a line end
+        self._interrupt = LineInterrupt(self._context.loop, self._shell, release, is_raw if was_raw else None)
+        return b"\n" if was_raw else b""
 
     def _leave(self, number: int) -> None:
         """Have the shell leave the command."""

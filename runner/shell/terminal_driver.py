@@ -23,8 +23,10 @@ directory, variables, functions and aliases are the ones of the commands before 
   with `-n` says that the text ends too early. dash and BusyBox sh do not say it of a here-document, which
   therefore ends with its first line.
 - Editing, history and completion: readline in bash (`read -e`); elsewhere what the terminal itself does.
-- Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise. A
-  readline that was left by force believes the terminal to be prepared until a read of its own times out (`__sk_y`).
+- Ctrl-C at the prompt drops the text; PID 1 adds a line end after it if readline reads, which would go on otherwise,
+  and keeps back what is typed after it until readline reads again: in between, the terminal edits lines and takes keys
+  for its own. A readline that was left by force believes the terminal to be prepared until a read of its own times out
+  (`__sk_y`).
 - Ctrl-C elsewhere leaves the line: for a program that died of it see `enter` above; a line that is busy in the shell
   itself gets LINE_SIGNAL from PID 1, which sees the key and keeps back what is typed after it until the shell has
   heeded that. In bash a trap on DEBUG unwinds functions and sourced files above the depth of this text.

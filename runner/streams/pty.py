@@ -4,13 +4,15 @@ Both sides are opened with the file system ids of the terminal's user, so that a
 `/dev/stdout` again. A read of the master side gives EIO once nobody has the terminal side open, and waits before
 anybody had.
 
-Sources: pts(4), ioctl_tty(2), TIOCSPTLCK(2const), TIOCSWINSZ(2const), termios(3), devpts in Documentation/filesystems.
+Sources: pts(4), ioctl_tty(2), TIOCSPTLCK(2const), TIOCGPTPEER(2const), TIOCSWINSZ(2const), termios(3), devpts in
+Documentation/filesystems; drivers/tty/n_tty.c (`n_tty_poll` flushes the work queue of the terminal).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
 import struct
 import termios
 
@@ -26,6 +28,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC
 
 _TIOCSPTLCK = 0x40045431
 _TIOCGPTN = 0x80045430
+_TIOCGPTPEER = 0x5441
 _IUTF8 = 0o40000
 """asm-generic/ioctls.h and asm-generic/termbits.h; x86, arm64 and riscv use these."""
 
@@ -66,6 +69,22 @@ def open_terminal(context: Context, path: str, identity: UserIdentity | None = N
     """Return a descriptor of the terminal side, the caller's. The terminal becomes nobody's controlling terminal."""
     with identity or context.as_user:
         return os.open(path, _OPEN_FLAGS)
+
+
+def settle(master_fd: int) -> None:
+    """Wait until the terminal has acted on what was typed, which a worker of the kernel does some time after the write:
+    a key has then sent its signal. With unread input on the terminal this does nothing.
+
+    Raises:
+        OSError: EMFILE, for one.
+    """
+    fd = fcntl.ioctl(master_fd, _TIOCGPTPEER, _OPEN_FLAGS)
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.poll(0)  # n_tty_poll waits for the worker if it finds nothing to read
+    finally:
+        os.close(fd)
 
 
 def set_size(master_fd: int, size: TerminalSize) -> None:

@@ -105,8 +105,8 @@ class Talk:
                 return heard
 
     async def run(self, channel: int, cmd: str, **fields: Any) -> list[Message]:  # JSON values
-        """Start a command that waits for no other, and return what is heard of it to its end."""
-        await self.say("start", id=channel, cmd=cmd, **{"mode": "stateless"} | fields)
+        """Start a command, and return what is heard of it to its end."""
+        await self.say("start", id=channel, cmd=cmd, **fields)
         return await self.hear_until("exit", channel)
 
     async def hear_close(self) -> tuple[int, str]:

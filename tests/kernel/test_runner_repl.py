@@ -176,6 +176,20 @@ def test_what_is_typed_right_after_ctrl_c_is_not_hit_by_it(client: Client, *, at
     assert leave(client).cause == "exited"
 
 
+def test_keys_right_after_ctrl_c_wait_for_the_prompt(sandbox: Sandbox) -> None:
+    """A key is not typed while bash makes its prompt: the terminal edits lines then, and readline would miss it."""
+    client = sandbox.shell("bash")
+    client.run("export PS1='$(sleep 0.05)> '")
+    sit_down(client, b"> ")
+    for piece in (CTRL_C, CTRL_C + b"echo o''k\r"):
+        client.send(Kind.DATA, piece)
+        client.read_until(b"\r\n")
+    assert b"ok\n" in read_until(client, b"ok\n> ")
+    client.send(Kind.DATA, CTRL_C)
+    client.read_until(b"\r\n")
+    assert leave(client).cause == "exited"
+
+
 def test_ctrl_c_at_the_prompt_drops_what_was_typed(client: Client) -> None:
     """Ctrl-C at the prompt drops this line and the unfinished text before it."""
     sit_down(client)

@@ -14,7 +14,8 @@ import pytest
 
 from runner.loop.loop import EventLoop
 from runner.shell.command_streams import FifoOutflow
-from runner.streams.flow import AbandonedPipes, Inflow, Outflow
+from runner.streams.flow import AbandonedPipes, Inflow, Outflow, pending_bytes
+from runner.streams.pty import settle
 from runner.wire.protocol import CHUNK_BYTES, Kind
 
 BIG = 300_000
@@ -262,3 +263,14 @@ def test_input_that_nobody_reads_is_dropped(loop: EventLoop) -> None:
     assert inflow.buffered_bytes == 0
     inflow.feed(b"more")
     assert inflow.buffered_bytes == 0
+
+
+def test_a_settled_terminal_has_taken_what_was_typed() -> None:
+    """The kernel hands typed bytes on some time after the write; `settle` waits for that."""
+    master_fd, terminal_fd = pty.openpty()
+    with open(master_fd, "rb", 0), open(terminal_fd, "rb", 0) as terminal:
+        for _ in range(100):
+            os.write(master_fd, b"x\n")
+            settle(master_fd)
+            assert pending_bytes(terminal_fd) == 2
+            terminal.read(2)
