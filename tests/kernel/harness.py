@@ -182,7 +182,9 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        return {pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER)}
+        return {
+            pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER)
+        }
 
     def helpers(self, name: str) -> set[int]:
         """Return the pids of nsinit's helpers of that name."""
