@@ -11,6 +11,7 @@ symlink(7).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import termios
@@ -161,7 +162,8 @@ class CommandTerminal(Streams):
         self._answer = self._owner.on_key(number, self._is_raw, self._release)
         self._inflow.feed(data[:end] + (self._answer or b""))
         if self._answer is not None:
-            pty.settle(self._terminal_fd)
+            with contextlib.suppress(OSError):  # no descriptor is left: the order of what is typed may suffer, no more
+                pty.settle(self._terminal_fd)
         if rest := data[end:]:
             self.feed(rest)  # no key is left in it
 

@@ -147,12 +147,13 @@ def unpack(data: bytes, first_sequence: int) -> list[Output]:
 class DataFile:
     """One file. `live_parts`, counted by the event loop, are the parts of output in the file that are still needed."""
 
-    __slots__ = ("live_parts", "owner", "path", "size_bytes")
+    __slots__ = ("is_output", "live_parts", "owner", "path", "size_bytes")
 
     def __init__(self, owner: SessionFiles, path: Path, size_bytes: int = 0) -> None:
         self.owner = owner
         self.path = path
         self.size_bytes = size_bytes
+        self.is_output = path.suffix == ".out"
         self.live_parts = 0
 
 
@@ -201,6 +202,8 @@ class News:
     tails: Sequence[Tail] = ()
     gone: Sequence[str] = ()
     statement: bytes | None = None
+    number: int = 0
+    """Place in the order in which the event loop decided on the writes of a session."""
 
 
 @attrs.define
@@ -231,15 +234,19 @@ class Written:
 
 
 class OutputDiskUse:
-    """Counter of the bytes that the files of all sessions take. Any thread may count."""
+    """Counters of the bytes that the files of all sessions take. Any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.used_bytes = 0
+        self.record_bytes = 0
+        self.output_bytes = 0
 
-    def count(self, size_bytes: int) -> None:
+    def count(self, file: DataFile, size_bytes: int) -> None:
         with self._lock:
-            self.used_bytes += size_bytes
+            if file.is_output:
+                self.output_bytes += size_bytes
+            else:
+                self.record_bytes += size_bytes
 
 
 class SessionFiles:
@@ -253,6 +260,7 @@ class SessionFiles:
         self._records: list[DataFile] = []
         self._outputs: list[DataFile] = []
         self._number = 0
+        self._numbers_taken = self._last_news = 0
         self._stated_bytes = 0
         self._is_stated = False
         """Whether the newest file of records begins with a statement of this daemon's, and the last write succeeded."""
@@ -271,10 +279,6 @@ class SessionFiles:
         return not self._is_stated or self._records[-1].size_bytes >= max(FILE_BYTES, 4 * self._stated_bytes)
 
     @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in (*self._records, *self._outputs))
-
-    @property
     def output_bytes(self) -> int:
         """The size of the files of output."""
         return sum(file.size_bytes for file in self._outputs)
@@ -290,15 +294,20 @@ class SessionFiles:
 
     def found(self, name: str, size_bytes: int) -> None:
         """An earlier daemon left this file; files of a kind are told in the order of their numbers."""
-        _, number, kind = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]  # `find_files` has matched it
-        (self._records if kind == "runs" else self._outputs).append(DataFile(self, self._root / name, size_bytes))
-        self._number = max(self._number, int(number, 16))
+        file = DataFile(self, self._root / name, size_bytes)
+        (self._outputs if file.is_output else self._records).append(file)
+        self._number = max(self._number, int(name.split(".")[1], 16))
         self._is_counted = False
-        self._use.count(size_bytes)
+        self._use.count(file, size_bytes)
 
     def note_counted(self) -> None:
         """All parts of output that are needed are in `live_parts` from now on."""
         self._is_counted = True
+
+    def take_number(self) -> int:
+        """Return the number of the next write."""
+        self._numbers_taken += 1
+        return self._numbers_taken
 
     def end(self, file: DataFile) -> None:
         """Add no more output to a file, so that it can be removed."""
@@ -321,8 +330,11 @@ class SessionFiles:
         with self._lock:
             if self.is_discarded:
                 return ()
+            if news.number < self._last_news:  # its caller was cancelled and a later write has told all of it
+                raise OSError(errno.EAGAIN, "a later write came first")
             if news.statement is None and not self._is_stated:
                 raise OSError(errno.EAGAIN, "an earlier write failed meanwhile")
+            self._last_news = news.number
             out_file = self._outputs[-1] if self._is_filling else None
             if output and (out_file is None or out_file.size_bytes >= FILE_BYTES):
                 out_file = self._begin("out")
@@ -345,6 +357,7 @@ class SessionFiles:
         written = Written()
         with self._lock:
             self._is_stated = self._is_filling = self._is_counted = self._is_kept = False
+            self._last_news = self._numbers_taken + 1  # a write that was left alone comes too late
             for file in self._records:
                 _read_into(written, file)
             for file in self._outputs:
@@ -393,20 +406,20 @@ class SessionFiles:
                         _write_all(fd, parts)
             except OSError:
                 for file, fd, _ in opened:
-                    if file.size_bytes:
+                    with contextlib.suppress(OSError):  # each file is put back, whatever becomes of the other
                         os.ftruncate(fd, file.size_bytes)
-                    else:
+                    if not file.size_bytes:
                         _unlink(file)
                 raise
         for file, _, length in opened:
             file.size_bytes += length
-            self._use.count(length)
+            self._use.count(file, length)
 
     def _remove(self, files: list[DataFile], unneeded: Iterable[DataFile]) -> None:
         for file in unneeded:
             files.remove(file)
             _unlink(file)
-            self._use.count(-file.size_bytes)
+            self._use.count(file, -file.size_bytes)
 
 
 def _write_all(fd: int, parts: Iterable[bytes]) -> None:

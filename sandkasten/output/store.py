@@ -17,8 +17,8 @@ Who gives way:
 - A session costs more than its limit: its ended runs are dropped, oldest part first, then the oldest part of the
   largest running log. Costs are counted as in memory, wherever the output lies, and an ended run costs its record.
 - The records of all sessions take too much: the session that takes most drops its oldest ended run.
-- The files of all sessions take too much: the session whose files take most gives up the oldest of them, with the
-  output in it, of running logs as well. To drop ended runs alone may free no file. So no session loses anything as long
+- The output of all sessions takes too much disk: the session with most of it gives up its oldest file, with the output
+  in it, of running logs as well. To drop ended runs alone may free no file. So no session loses anything as long
   as it has no more than its equal part.
 - The time of an ended run is over: the run is dropped.
 
@@ -331,12 +331,14 @@ class SessionOutput:
         changed, self._changed = self._changed, {}
         gone, self._gone = self._gone, []
         refused, self._refused = self._refused, []
-        statement = self.used.encode() if has_statement else None
         try:
             runs = await self._describe_all(list(self._logs if has_statement else changed))
-            news = News(refused, runs, [tail for _, _, tail in chosen], gone, statement)
+            # Not before: a run that is dropped while the others are described is among the used ids instead.
+            statement = self.used.encode() if has_statement else None
+            tails = [tail for _, _, tail in chosen]
+            news = News(refused, runs, tails, gone, statement, self.files.take_number())
             places = await self._store.in_thread(self.files.write, news)
-        except BaseException:  # a thread that was left alone may still write: twice does no harm
+        except BaseException:  # a thread that was left alone may still write, but not behind a later write
             self._changed = changed | self._changed
             self._gone[:0] = gone
             self._refused[:0] = refused
@@ -356,9 +358,9 @@ class SessionOutput:
         return found
 
     async def _make_disk_room(self, size_bytes: int) -> bool:
-        """Make room under the disk limit: the session with the largest files gives up its oldest one, again and again.
-        False: that freed nothing."""
-        while self._store.disk_bytes_used + size_bytes > self._store.disk_limit_bytes:
+        """Make room for output under the disk limit: the session with most output in files gives up its oldest file,
+        again and again. False: that freed nothing."""
+        while self._store.output_bytes_on_disk + size_bytes > self._store.disk_limit_bytes:
             largest = self._store.largest_on_disk()
             if largest is None:
                 return False
@@ -379,11 +381,11 @@ class SessionOutput:
 
     async def _give_file(self) -> bool:
         """Give up the oldest file with the output in it. False: no room came of that."""
-        before_bytes = self._store.disk_bytes_used
+        before_bytes = self._store.output_bytes_on_disk
         await self._store.remove_unneeded()
-        if self._store.disk_bytes_used == before_bytes and (oldest := self.files.oldest_output) is not None:
+        if self._store.output_bytes_on_disk == before_bytes and (oldest := self.files.oldest_output) is not None:
             await self._drop_file(oldest)
-        return self._store.disk_bytes_used < before_bytes
+        return self._store.output_bytes_on_disk < before_bytes
 
     async def _bound_files(self) -> None:
         """Give up the oldest files of output when all take much more than what is needed of them."""
@@ -481,7 +483,12 @@ class OutputStore:
     @property
     def disk_bytes_used(self) -> int:
         """The size of all files, those included that are about to be removed."""
-        return self._disk.used_bytes
+        return self._disk.record_bytes + self._disk.output_bytes
+
+    @property
+    def output_bytes_on_disk(self) -> int:
+        """The size of the files of output, which the disk limit bounds."""
+        return self._disk.output_bytes
 
     @property
     def lost_bytes(self) -> int:
@@ -532,9 +539,9 @@ class OutputStore:
         self._forget_files(files)
 
     def largest_on_disk(self) -> SessionOutput | None:
-        """Return the session whose files take most, of those that may be written to."""
-        outputs = [each for each in self._sessions.values() if not (each.is_recovering or each.files.is_empty)]
-        return max(outputs, key=lambda output: output.files.size_bytes, default=None)
+        """Return the session with most output in files, of those that may be written to."""
+        outputs = [each for each in self._sessions.values() if each.files.output_bytes and not each.is_recovering]
+        return max(outputs, key=lambda output: output.files.output_bytes, default=None)
 
     def forget(self, output: SessionOutput) -> None:
         """The session's output was closed."""

@@ -98,7 +98,8 @@ def run(exec_id: str, state: RunState | None = None) -> tuple[RunFacts, RunState
 def write(files: SessionFiles, *tails: Tail, **news: object) -> Sequence[RecordPlace]:
     """Write some tails, which are needed from then on, and other news."""
     statement = b"" if files.needs_statement else None
-    places = files.write(News(tails=tails, **{"statement": statement, **news}))  # type: ignore[arg-type]
+    told = {"statement": statement, "number": files.take_number(), **news}
+    places = files.write(News(tails=tails, **told))  # type: ignore[arg-type]
     for place in places:
         place.file.live_parts += 1
     return places
@@ -235,7 +236,7 @@ def test_files_of_others_are_not_touched_at_the_start(tmp_path: Path) -> None:
     find_files(tmp_path, {SESSION}, lambda _: files)
     written = files.read()
     assert (list(written.runs), written.damaged_files, written.used.is_whole) == (["a"], 1, False)
-    assert use.used_bytes == sum(path.stat().st_size for path in tmp_path.glob(f"{SESSION}*"))
+    assert use.record_bytes == sum(path.stat().st_size for path in tmp_path.glob(f"{SESSION}*"))
     assert len(list(tmp_path.iterdir())) == 5
 
 
@@ -291,6 +292,22 @@ def test_older_records_go_once_the_statement_is_whole(tmp_path: Path, monkeypatc
     assert (len(names(tmp_path, "runs")), older in names(tmp_path, "runs")) == (1, False)
     written = open_files(tmp_path).read()
     assert (list(written.runs), data_of(written, "a")) == (["a", "b"], b"x" * 4000)
+
+
+def test_a_write_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
+    """Older states come behind neither newer ones nor `read`, though the thread of a cancelled write goes on."""
+    files = open_files(tmp_path)
+    early, late = files.take_number(), files.take_number()
+    write(files, runs=[run("a", ENDED)], number=late)
+    with pytest.raises(OSError, match="a later write came first"):
+        write(files, runs=[run("a"), run("b")], number=early)
+    left_alone = files.take_number()
+    assert list(files.read().runs) == ["a"]
+    with pytest.raises(OSError, match="a later write came first"):
+        write(files, runs=[run("b")], number=left_alone)
+    write(files, runs=[run("a", ENDED), run("c")], number=files.take_number())
+    written = open_files(tmp_path).read()
+    assert (list(written.runs), written.runs["a"].state) == (["a", "c"], ENDED)
 
 
 def test_a_statement_says_which_runs_there_are(tmp_path: Path) -> None:

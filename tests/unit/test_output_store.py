@@ -167,6 +167,41 @@ async def test_a_write_that_failed_is_made_up_for(tmp_path: Path) -> None:
     assert written.runs["run/a"].parts[-1][0].next_sequence == 5
 
 
+async def test_an_id_that_is_dropped_while_a_statement_is_made_stays_known(tmp_path: Path) -> None:
+    """The statement names it among the used ids: a kill right behind the statement lets no command run twice."""
+    async with open_spool(tmp_path) as store:
+        output = described(store)
+        for number in range(300):
+            await ended(output, f"chosen-{number}", pieces=0)
+
+        def drop_last(exec_id: str) -> tuple[RunFacts, RunState] | None:
+            if exec_id == "chosen-200":
+                output.note_gone("chosen-299")
+            return None if exec_id == "chosen-299" else describe(exec_id)
+
+        output.describe_with(drop_last)
+        await output.write()
+    _, written = await open_next(tmp_path)
+    assert "chosen-299" not in written.runs
+    assert "chosen-299" in written.used
+
+
+async def test_records_take_no_room_from_output(tmp_path: Path) -> None:
+    """A session with many records and no output stands in nobody's way, neither while they are kept nor afterwards."""
+    async with open_spool(tmp_path, disk_bytes=4 * MB, session_bytes=64 * MB) as store:
+        many, other = described(store), described(store, "b" * 24)
+        while store.disk_bytes_used < 3.5 * MB:
+            for number in range(1000):
+                exec_id = f"{store.disk_bytes_used}-{number}"
+                await ended(many, exec_id, pieces=0)
+                many.note_changed(exec_id)
+            await many.write()
+        log = await ended(other, "run/a", pieces=20)
+        await other.write(["run/a"])
+        assert log.is_written
+        assert store.lost_bytes == 0
+
+
 async def test_records_are_written_when_output_passes_the_limit(tmp_path: Path) -> None:
     """A full share of the disk costs output, and no run its record."""
     async with open_spool(tmp_path, disk_bytes=MB) as store:
