@@ -74,7 +74,7 @@ llllllll) __sk_r=1;; l*) __sk_r=l$__sk_r;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
 __sk_end() {
-command pwd -P
+command pwd -P 2>/dev/null || command printf '%s\n' "${PWD-}"
 command echo "$__sk_n $__sk_s"
 case $__sk_n in 0) ;; *) __sk_save;; esac
 }
