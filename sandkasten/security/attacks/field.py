@@ -23,7 +23,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
-from sandkasten.model.errors import Capacity, SessionNotFound
+from sandkasten.model.errors import Capacity
 from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.probes.attempt import CANARY, OutsideFacts
 from sandkasten.security.probes.neighbour import PLANTED
@@ -75,12 +75,9 @@ class Field:
         while True:
             try:
                 await self.supervisor.destroy(session_id)
+                return
             except Capacity:
                 await trio.sleep(0.1)
-            except SessionNotFound:
-                return
-            else:
-                return
 
     async def run(self, session_id: str, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run a shell command as the attacking user."""
