@@ -97,8 +97,9 @@ def create_patiently(client: httpx.Client) -> str:
 
 
 def _collect(pipe: IO[str] | None, lines: list[str]) -> None:
-    for line in pipe or ():
-        lines.append(line.rstrip("\n"))
+    with contextlib.suppress(ValueError):  # the pipe was closed meanwhile: a process that outlived the daemon held it
+        for line in pipe or ():
+            lines.append(line.rstrip("\n"))
 
 
 @contextlib.contextmanager

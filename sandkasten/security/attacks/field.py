@@ -23,6 +23,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
+from sandkasten.model.errors import Capacity
 from sandkasten.security.attacks.package import pack_probes
 from sandkasten.security.probes.attempt import CANARY, OutsideFacts
 from sandkasten.security.probes.neighbour import PLANTED
@@ -69,7 +70,16 @@ class Field:
             yield session.id
         finally:
             with trio.move_on_after(30 * self.patience, shield=True):
-                await self.supervisor.destroy(session.id)
+                await self._destroy(session.id)
+
+    async def _destroy(self, session_id: str) -> None:
+        """End a session, and wait for an end that takes longer than one request."""
+        while True:
+            try:
+                await self.supervisor.destroy(session_id)
+                return
+            except Capacity:
+                await trio.sleep(0.1)
 
     async def run(self, session_id: str, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run a shell command as the attacking user."""
