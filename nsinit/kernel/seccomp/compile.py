@@ -38,6 +38,7 @@ _RETURN: Final[dict[Action, int]] = {
 }
 ALLOW: Final = _RETURN["allow"]
 KILL_PROCESS: Final = _RETURN["kill_process"]
+TRAP: Final = _RETURN["trap"]
 _LOW = 2**32 - 1
 _BELOW: Final = frozenset(FLOOR[0].names)
 
@@ -69,19 +70,35 @@ def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
         raise ProfileError(f"{profile.name}: {error}") from None
 
 
-def compile_list(names: Collection[str], arch: Arch) -> tuple[Instruction, ...]:
-    """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for."""
-    refused = refuse(errno.EPERM)
-    return _compile({name: _Verdict(ALLOW if name in names else refused) for name in NUMBERS[arch]}, arch)
+def compile_list(
+    names: Collection[str],
+    arch: Arch,
+    *,
+    rules: Collection[Rule] = (),
+    refused: int | None = None,
+    unknown: int | None = None,
+) -> tuple[Instruction, ...]:
+    """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for.
+
+    `rules` come before `names`, the first that matches counts. `refused`: the value for every other call, EPERM unless
+    given; `unknown`: that for numbers without a name, ENOSYS unless given.
+    """
+    default = refuse(errno.EPERM) if refused is None else refused
+    verdicts = {name: _Verdict(ALLOW if name in names else default) for name in NUMBERS[arch]}
+    for name in {name for rule in rules for name in rule.names}.intersection(verdicts):
+        of_name = [rule for rule in rules if name in rule.names]
+        tests = tuple((rule.args, _value(rule.action, rule.errno)) for rule in of_name)
+        verdicts[name] = _Verdict(verdicts[name].fallback, tests, WIDTHS.get(name, ""))
+    return _compile(verdicts, arch, unknown=unknown)
 
 
-def _compile(verdicts: dict[str, _Verdict], arch: Arch) -> tuple[Instruction, ...]:
+def _compile(verdicts: dict[str, _Verdict], arch: Arch, *, unknown: int | None = None) -> tuple[Instruction, ...]:
     numbers = NUMBERS[arch]
     assembler = Assembler()
     blocks: dict[_Verdict, Label] = {}
     hot = {numbers[name]: verdicts[name] for name in HOT_CALLS if verdicts[name].tests}
     table = {numbers[name]: verdict for name, verdict in verdicts.items() if numbers[name] not in hot}
-    entry = _tree(assembler, _runs(table, hot), blocks)
+    entry = _tree(assembler, _runs(table, hot, refuse(errno.ENOSYS) if unknown is None else unknown), blocks)
     for number, verdict in reversed(hot.items()):
         entry = assembler.jump(bpf.JEQ, number, _leaf(assembler, verdict, blocks), entry)
     if arch == "x86_64":
@@ -159,9 +176,10 @@ def _value(action: Action, number: int) -> int:
     return _RETURN[action] | (number if action == "errno" else 0)
 
 
-def _runs(table: dict[int, _Verdict], skipped: Iterable[int]) -> list[tuple[int, _Verdict]]:
-    """Return where on the line of numbers which verdict begins; what was answered before belongs to any run."""
-    unknown = _Verdict(refuse(errno.ENOSYS))
+def _runs(table: dict[int, _Verdict], skipped: Iterable[int], value: int) -> list[tuple[int, _Verdict]]:
+    """Return where on the line of numbers which verdict begins; what was answered before belongs to any run. `value`:
+    the answer to numbers that are not in the table."""
+    unknown = _Verdict(value)
     runs: list[tuple[int, _Verdict]] = []
     for number in range(max(table) + 2):
         verdict = table.get(number, unknown)
