@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
+from nsinit.kernel.seccomp.parts import PartFilters
 from nsinit.sandbox import rootfs
 from nsinit.steps import Crash, StepFailed
 from nsinit.storage.mechanism import DiskFacts, Mechanism
@@ -68,6 +69,8 @@ class BuildFacts:
     io_disk: str
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
+    parts: PartFilters | None = None
+    """The filters of nsinit and its helpers; None: they have none."""
 
 
 @dataclass(slots=True)

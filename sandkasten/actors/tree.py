@@ -184,6 +184,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             io=_io_limits(self._config.disk),
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
+            own_filters=self._config.security.own_filters,
             start_nsinit=self._start_nsinit,
         )
         try:
