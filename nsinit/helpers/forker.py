@@ -6,7 +6,8 @@ and nsinit writes many. In the forker runs one short loop and nothing else. PID 
 
 `Forker` is nsinit's side, `_live` and below the process. nsinit starts another forker when one died; then only the
 clone under way fails. A filter of system calls is inherited, and what runs in sandboxes must not be under nsinit's: so
-forkers are forks of a seed, which nsinit forks before it goes under its filter, and which does nothing else. Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
+forkers are forks of a seed, which nsinit forks before it goes under its filter, and which does nothing else.
+Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Bounds:
     """The most that a daemon may ask for, as root's configuration says.
 
     `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
-    daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is per 100 ms.
+    daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is
+    per 100 ms.
     """
 
     profiles: tuple[str, ...]

@@ -16,10 +16,7 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.kernel.constants import PR_SET_NO_NEW_PRIVS
-from nsinit.kernel.seccomp.parts import DAEMON, PartFilters
-from nsinit.kernel.syscalls import prctl
-from nsinit.tools.drop import NotDropped, drop_privilege
+from nsinit.tools.drop import NotDropped, confine, drop_privilege
 from nsinit.wire.launching import Bounds, LaunchForParent, describe_profiles
 from nsinit.wire.protocol import DiskLimits, SeccompProfile
 from sandkasten import app
@@ -142,8 +139,7 @@ def _kept(config: Config, account: Account, bounds: Bounds, listen: Sequence[str
 def _confine(config: Config) -> None:
     """Put the daemon under the filter of its own calls, while it has one thread: those to come inherit the filter."""
     if config.security.own_filters:
-        prctl(PR_SET_NO_NEW_PRIVS, 1)  # or a daemon that was never root may not set a filter
-        PartFilters(DAEMON).enter(DAEMON)
+        confine()
 
 
 def _drop(config: Config, account: Account) -> None:

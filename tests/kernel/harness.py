@@ -225,7 +225,9 @@ class Nsinit:
             self.channel.close()
             os.waitpid(self.pid, 0)
             self.pid = 0
+            said = self.log
             self._log.close()
+            assert "system call refused" not in said, said
 
 
 class Sandbox:
