@@ -19,8 +19,8 @@ from nsinit.helpers.pool import HelperKind
 from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
-from nsinit.kernel.seccomp.parts import BUILDER as BUILDER_CALLS
 from nsinit.kernel.seccomp.profile import ProfileError
+from nsinit.own_filters import BUILDER as BUILDER_CALLS
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import JOINED, BuildFacts, SandboxBuild
 from nsinit.sandbox.crash_points import BUILDER, FILES

@@ -24,7 +24,7 @@ from nsinit.kernel import capabilities, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.mountinfo import is_below
-from nsinit.kernel.seccomp.parts import CGROUP_MAKER
+from nsinit.own_filters import CGROUP_MAKER
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.crash_points import MAKER

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
-from nsinit.kernel.seccomp.parts import PartFilters
+from nsinit.own_filters import PartFilters
 from nsinit.sandbox import rootfs
 from nsinit.steps import Crash, StepFailed
 from nsinit.storage.mechanism import DiskFacts, Mechanism

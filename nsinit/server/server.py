@@ -77,7 +77,7 @@ class NsinitServer:
         self._node = node
         self._sessions = node.sessions
         self._scheduler = scheduler
-        self._bounds = grant.bounds if grant is not None else None
+        self._allowance = grant.allowance if grant is not None else None
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._queues: dict[str, deque[Callable[[], Job]]] = {}
         """Jobs not yet begun, by the key that they are ordered by; a key is here as long as a job of it runs."""
@@ -142,8 +142,8 @@ class NsinitServer:
             if row is None:
                 raise InvalidName("already started")  # `Start` and `UnpackImage` only come first
             row.check(request)
-            if self._bounds is not None:
-                self._bounds.check(request)
+            if self._allowance is not None:
+                self._allowance.check(request)
         except InvalidName as error:
             stage = "grant" if isinstance(error, NotGranted) else "validate"
             self._answer(_logged_failure(seq, key, failure_of(stage, error)), [])

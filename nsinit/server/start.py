@@ -26,8 +26,8 @@ from nsinit.kernel import landlock, mounts, slots, stage
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
-from nsinit.kernel.seccomp.parts import BUILDER, CGROUP_MAKER, NSINIT, PartFilters
 from nsinit.log import log
+from nsinit.own_filters import BUILDER, CGROUP_MAKER, NSINIT, PartFilters
 from nsinit.sandbox import builder_steps, child
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
@@ -88,7 +88,7 @@ def _start(
     with steps.step("validate"):
         if grant is not None:
             grant.check(request.data_dir, request.cgroup_parent)
-            grant.bounds.check_profiles(request.seccomp_profiles)
+            grant.allowance.check_profiles(request.seccomp_profiles)
         check_data_dir(request.data_dir)
         # The real path: mount tables know no other, and points in them are compared with paths of the layout.
         layout = Layout(os.path.realpath(request.data_dir), grant.gid if grant else 0)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
-from nsinit.kernel.seccomp.parts import DAEMON, PartFilters
+from nsinit.own_filters import DAEMON, PartFilters
 
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"

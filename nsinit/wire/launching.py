@@ -37,7 +37,7 @@ class NotGranted(InvalidName):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Allowance:
     """The most that a daemon may ask for, as root's configuration says.
 
     `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
@@ -59,10 +59,10 @@ class Bounds:
     shm_bytes: int
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Bounds:  # JSON values
-        """Return the bounds in an argument. Raises `KeyError`, `TypeError`, `ValueError`."""
+    def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values
+        """Return the allowance in an argument. Raises `KeyError`, `TypeError`, `ValueError`."""
         if said.keys() != {each.name for each in fields(cls)}:
-            raise ValueError("not the bounds of this version")
+            raise ValueError("not the allowance of this version")
         lists = {name: tuple(map(str, said[name])) for name in ("profiles", "images")}
         return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"])})
 
@@ -72,7 +72,7 @@ class Bounds:
             raise NotGranted("the operator's own seccomp profiles are not those that root has read; restart both parts")
 
     def check(self, request: object) -> None:
-        """Raise `NotGranted` unless the bounds cover what the request asks for."""
+        """Raise `NotGranted` unless the allowance covers what the request asks for."""
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
             self._check_plan(plan)
@@ -133,7 +133,7 @@ class Grant:
 
     data_dir: str
     gid: int
-    bounds: Bounds
+    allowance: Allowance
     beside: tuple[int, ...] = ()
     own_filters: bool = True
 
@@ -159,8 +159,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
     check_data_dir(data_dir)
     if not isinstance(gid, int) or not 0 < gid < 2**32 - 1:
         raise ValueError(f"{gid!r} is no group for a daemon")
-    bounds = Bounds.read(said["bounds"])
-    return Grant(data_dir, gid, bounds, tuple(int(pid) for pid in beside), said["own_filters"] is not False)
+    allowance = Allowance.read(said["allowance"])
+    return Grant(data_dir, gid, allowance, tuple(int(pid) for pid in beside), said["own_filters"] is not False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class LaunchForParent:
 
     data_dir: str
     gid: int
-    bounds: Bounds
+    allowance: Allowance
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
     own_filters: bool = True
@@ -186,7 +186,7 @@ class LaunchForUser:
 
     data_dir: str
     gid: int
-    bounds: Bounds
+    allowance: Allowance
     uid: int
     notify_fd: int = -1
     beat_s: float = 0.0

@@ -18,7 +18,7 @@ from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
-from sandkasten.cli.privilege import account_of, bounds_of, set_up
+from sandkasten.cli.privilege import account_of, allowance_of, set_up
 from sandkasten.config import ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
@@ -46,7 +46,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     machine = examine.examine(config.data_dir, config=config)
     try:
         app.require_protections(config, machine)
-        bounds = bounds_of(config, load_filters(config.security))
+        allowance = allowance_of(config, load_filters(config.security))
         set_up(config, account)
         write_machine(DataPaths(config.data_dir).machine, machine, gid=account.gid)
     except (ConfigError, SandkastenError) as error:
@@ -59,7 +59,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     what = LaunchForUser(
         str(config.data_dir),
         account.gid,
-        bounds,
+        allowance,
         account.uid,
         NOTIFY_FD if is_told else -1,
         notifier.beat_s or 0.0,

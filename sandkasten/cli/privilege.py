@@ -17,7 +17,7 @@ import attrs
 
 import sandkasten
 from nsinit.tools.drop import NotDropped, confine, drop_privilege
-from nsinit.wire.launching import Bounds, LaunchForParent, describe_profiles
+from nsinit.wire.launching import Allowance, LaunchForParent, describe_profiles
 from nsinit.wire.protocol import DiskLimits, SeccompProfile
 from sandkasten import app
 from sandkasten.admission.plan import CPU_PERIOD_US
@@ -84,15 +84,15 @@ def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bo
         yield Means(_start_nsinit(config))
     else:
         set_up(config, account)
-        with _kept(config, account, bounds_of(config, profiles), config.listen if serves else ()) as kept:
+        with _kept(config, account, allowance_of(config, profiles), config.listen if serves else ()) as kept:
             yield kept
 
 
-def bounds_of(config: Config, profiles: Sequence[SeccompProfile]) -> Bounds:
+def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowance:
     """Return the most that a daemon with this configuration asks nsinit for."""
     most, disk, security = config.maximum, config.disk, config.security
     aliases = (config.image_aliases[name] for name in config.allowed_images if name in config.image_aliases)
-    return Bounds(
+    return Allowance(
         profiles=tuple(dict.fromkeys((security.seccomp, SECCOMP_PROFILES[0], *security.seccomp_allowed))),
         own_profiles=describe_profiles(profiles),
         images=(*config.allowed_images, *aliases),
@@ -113,13 +113,13 @@ def _start_nsinit(config: Config) -> StartNsinit:
 
 
 @contextlib.contextmanager
-def _kept(config: Config, account: Account, bounds: Bounds, listen: Sequence[str]) -> Iterator[Means]:
+def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequence[str]) -> Iterator[Means]:
     early = listen_early(listen, loopback_only=False)  # the command line always has a key
     try:
         what = LaunchForParent(
             str(config.data_dir),
             account.gid,
-            bounds,
+            allowance,
             os.getpid(),
             tuple(early.unix_paths),
             config.security.own_filters,

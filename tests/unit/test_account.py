@@ -10,7 +10,7 @@ from nsinit.wire.launching import Grant, parse_grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account
-from tests.bounds import BOUNDS
+from tests.allowance import ALLOWANCE
 
 
 def test_root_is_said_by_name() -> None:
@@ -48,7 +48,7 @@ def test_what_is_no_name_is_refused(user: str) -> None:
 
 def test_a_grant_holds_the_daemon_to_what_root_said() -> None:
     """Another data directory or cgroup than the granted one is refused; the argument survives the way."""
-    grant = Grant("/var/lib/sandkasten", 990, BOUNDS, (4, 5))
+    grant = Grant("/var/lib/sandkasten", 990, ALLOWANCE, (4, 5))
     assert parse_grant([grant.encode()]) == grant
     grant.check("/var/lib/sandkasten", "auto")
     for data_dir, parent in (("/etc", "auto"), ("/var/lib/sandkasten/x", "auto"), ("/var/lib/sandkasten", "other")):

@@ -58,6 +58,8 @@ _MOUNTS = """
 mount umount2 pivot_root open_tree move_mount fsopen fsconfig fsmount mount_setattr unshare setns quotactl_fd
 """
 
+_NAMES: Final = {number: name for name, number in NUMBERS[ARCH].items()}
+
 _THREAD = 0x10000
 _AF_UNIX, _AF_INET, _AF_NETLINK, _AF_INET6 = 1, 2, 16, 10
 _NO_TYPING = tuple(Rule(("ioctl",), "trap", args=(ArgTest(1, "eq", each),)) for each in (TIOCSTI, TIOCLINUX, TIOCSETD))
@@ -146,13 +148,13 @@ class PartFilters:
         self._programs = {part.name: syscalls.FilterProgram(compile_part(part, ARCH)) for part in parts}
 
     def enter(self, part: Part) -> None:
-        """Put this process under the filter of a part, for good. Needs no_new_privs, or CAP_SYS_ADMIN."""
+        """Put this process, which has one thread, under the filter of a part. Needs no_new_privs, or CAP_SYS_ADMIN."""
         told: set[int] = set()
 
         def tell(number: int) -> None:
             if number not in told:
                 told.add(number)
-                log("warning", "system call refused", part=part.name, call=_NAMES.get(number, str(number)))
+                log("warning", "system call refused", part=part.name, call=_NAMES[number])
 
         syscalls.on_trapped_call(tell)
         syscalls.set_filter(self._programs[part.name])
@@ -161,6 +163,3 @@ class PartFilters:
 def refuse_machine() -> None:
     """Put this process, and every one that it starts, under the refusals of `MACHINE`."""
     syscalls.set_filter(syscalls.FilterProgram(compile_machine(ARCH)))
-
-
-_NAMES: Final = {number: name for name, number in NUMBERS[ARCH].items()}

@@ -1,11 +1,11 @@
-"""A grant's bounds for tests."""
+"""The allowance of a grant, for tests."""
 
 from __future__ import annotations
 
-from nsinit.wire.launching import Bounds
+from nsinit.wire.launching import Allowance
 from nsinit.wire.protocol import DiskLimits
 
-BOUNDS = Bounds(
+ALLOWANCE = Allowance(
     profiles=("strict",),
     own_profiles=[],
     images=("host",),
@@ -19,4 +19,4 @@ BOUNDS = Bounds(
     tmp_bytes=64 << 20,
     shm_bytes=32 << 20,
 )
-"""Bounds for a daemon in tests."""
+"""The allowance of a daemon in tests."""
