@@ -17,11 +17,11 @@ from typing import Final
 
 from nsinit.kernel import syscalls
 from nsinit.kernel.seccomp.bpf import encode
-from nsinit.kernel.seccomp.compile import ALLOW, TRAP, compile_list
+from nsinit.kernel.seccomp.compile import TRAP, compile_list, compile_refusals
 from nsinit.kernel.seccomp.filters import ARCH
 from nsinit.kernel.seccomp.profile import ArgTest, Rule
 from nsinit.kernel.seccomp.profiles import TIOCLINUX, TIOCSETD, TIOCSTI
-from nsinit.kernel.seccomp.table import NAMES, NUMBERS, Arch
+from nsinit.kernel.seccomp.table import NUMBERS, Arch
 from nsinit.log import log
 
 _LIFE = """
@@ -136,11 +136,6 @@ def compile_part(part: Part, arch: Arch) -> bytes:
     return encode(compile_list(part.calls, arch, rules=part.rules, refused=TRAP))
 
 
-def compile_machine(arch: Arch) -> bytes:
-    """Return the program that refuses `MACHINE` and lets every other call pass, also one of a newer kernel."""
-    return encode(compile_list(NAMES - MACHINE, arch, unknown=ALLOW))
-
-
 class PartFilters:
     """The programs of parts that a process will put itself or its forks under, compiled before."""
 
@@ -162,4 +157,4 @@ class PartFilters:
 
 def refuse_machine() -> None:
     """Put this process, and every one that it starts, under the refusals of `MACHINE`."""
-    syscalls.set_filter(syscalls.FilterProgram(compile_machine(ARCH)))
+    syscalls.set_filter(syscalls.FilterProgram(encode(compile_refusals(MACHINE, ARCH))))

@@ -41,8 +41,9 @@ _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
 
 
-class SeedGone(Exception):
-    """The process that forkers are forked from is gone: nsinit ends, and the next one has another."""
+class SeedGone(SystemExit):
+    """The process that forkers are forked from is gone: nsinit ends, and the next one has another. No `Exception`, so
+    that no step takes it for its own failure."""
 
 
 class Forker:

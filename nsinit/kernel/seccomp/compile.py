@@ -71,17 +71,12 @@ def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
 
 
 def compile_list(
-    names: Collection[str],
-    arch: Arch,
-    *,
-    rules: Collection[Rule] = (),
-    refused: int | None = None,
-    unknown: int | None = None,
+    names: Collection[str], arch: Arch, *, rules: Collection[Rule] = (), refused: int | None = None
 ) -> tuple[Instruction, ...]:
     """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for.
 
-    `rules` come before `names`, the first that matches counts. `refused`: the value for every other call, EPERM unless
-    given; `unknown`: that for numbers without a name, ENOSYS unless given.
+    `rules` come before `names`, the first that matches counts. `refused`: the value for every other call that has a
+    name, EPERM unless given.
     """
     default = refuse(errno.EPERM) if refused is None else refused
     verdicts = {name: _Verdict(ALLOW if name in names else default) for name in NUMBERS[arch]}
@@ -89,16 +84,27 @@ def compile_list(
         of_name = [rule for rule in rules if name in rule.names]
         tests = tuple((rule.args, _value(rule.action, rule.errno)) for rule in of_name)
         verdicts[name] = _Verdict(verdicts[name].fallback, tests, WIDTHS.get(name, ""))
-    return _compile(verdicts, arch, unknown=unknown)
+    return _compile(verdicts, arch)
 
 
-def _compile(verdicts: dict[str, _Verdict], arch: Arch, *, unknown: int | None = None) -> tuple[Instruction, ...]:
+def compile_refusals(names: frozenset[str], arch: Arch) -> tuple[Instruction, ...]:
+    """Return a program that refuses what is named and lets pass everything else, also another architecture's calls."""
+    assembler = Assembler()
+    entry = allowed = assembler.ret(ALLOW)
+    refused = assembler.ret(refuse(errno.EPERM))
+    for name in sorted(names & NUMBERS[arch].keys()):
+        entry = assembler.jump(bpf.JEQ, NUMBERS[arch][name], refused, entry)
+    entry = assembler.load(bpf.NR_OFFSET, assembler.mask(_LOW & ~X32_BIT, entry))
+    return assembler.finish(assembler.load(bpf.ARCH_OFFSET, assembler.jump(bpf.JEQ, AUDIT_ARCH[arch], entry, allowed)))
+
+
+def _compile(verdicts: dict[str, _Verdict], arch: Arch) -> tuple[Instruction, ...]:
     numbers = NUMBERS[arch]
     assembler = Assembler()
     blocks: dict[_Verdict, Label] = {}
     hot = {numbers[name]: verdicts[name] for name in HOT_CALLS if verdicts[name].tests}
     table = {numbers[name]: verdict for name, verdict in verdicts.items() if numbers[name] not in hot}
-    entry = _tree(assembler, _runs(table, hot, refuse(errno.ENOSYS) if unknown is None else unknown), blocks)
+    entry = _tree(assembler, _runs(table, hot), blocks)
     for number, verdict in reversed(hot.items()):
         entry = assembler.jump(bpf.JEQ, number, _leaf(assembler, verdict, blocks), entry)
     if arch == "x86_64":
@@ -176,10 +182,9 @@ def _value(action: Action, number: int) -> int:
     return _RETURN[action] | (number if action == "errno" else 0)
 
 
-def _runs(table: dict[int, _Verdict], skipped: Iterable[int], value: int) -> list[tuple[int, _Verdict]]:
-    """Return where on the line of numbers which verdict begins; what was answered before belongs to any run. `value`:
-    the answer to numbers that are not in the table."""
-    unknown = _Verdict(value)
+def _runs(table: dict[int, _Verdict], skipped: Iterable[int]) -> list[tuple[int, _Verdict]]:
+    """Return where on the line of numbers which verdict begins; what was answered before belongs to any run."""
+    unknown = _Verdict(refuse(errno.ENOSYS))
     runs: list[tuple[int, _Verdict]] = []
     for number in range(max(table) + 2):
         verdict = table.get(number, unknown)
