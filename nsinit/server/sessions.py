@@ -42,6 +42,8 @@ _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _EMPTY_MEMORY_S = 0.02
 """Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
+_EMPTIED_S = 10.0
+"""Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
@@ -73,7 +75,8 @@ class Sessions:
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
-    _emptying: int = field(init=False, default=0)
+    _emptying: dict[str, JobEvent] = field(init=False, default_factory=dict)
+    """Ended sessions whose memory is being freed, with the event that their cgroup is gone."""
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
 
@@ -149,7 +152,7 @@ class Sessions:
     @property
     def is_deleting(self) -> bool:
         """Whether a deletion of the trash is due or under way, or memory of ended sessions is being freed."""
-        return self._deleting or self._emptying > 0
+        return self._deleting or bool(self._emptying)
 
     def abort_build(self, session_id: str) -> None:
         """Make a build fail that is under way, if one is, by killing PID 1."""
@@ -289,7 +292,7 @@ class Sessions:
         if cgroup.processes() or not cgroup.has_file_pages():
             return ""
         emptied = JobEvent()
-        self._emptying += 1
+        self._emptying[cgroup.session_id] = JobEvent()
         self.scheduler.spawn(self._empty_and_remove(cgroup, emptied))
         yield Wait(event=emptied, timeout_s=_EMPTY_MEMORY_S)
         return "" if emptied.is_set else cgroup.directory("memory")
@@ -306,7 +309,7 @@ class Sessions:
             if not cgroup.remove():
                 break
             yield Wait(timeout_s=pause_s)
-        self._emptying -= 1
+        self._emptying.pop(cgroup.session_id).set()
 
     def delete_trash(self) -> None:
         """Have the trash deleted by a process of its own, unless one is at it already."""
@@ -333,6 +336,8 @@ class Sessions:
         outcome.result()
 
     def _begin(self, session_id: str, limits: Limits) -> Generator[Wait, bool, UnfinishedSandbox]:
+        if (gone := self._emptying.get(session_id)) is not None:  # an earlier session of that id
+            yield Wait(event=gone, timeout_s=_EMPTIED_S)
         if session_id in self.processes or self._cgroup(session_id).exists():
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.births.machine.layout.session(session_id)

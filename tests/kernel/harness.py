@@ -445,7 +445,7 @@ def check_freezing(server: Nsinit) -> None:
     server.ask(SetFrozen, session_id=box.session_id, frozen=True)
     stats.close()
     assert box.teardown().leftovers == ()
-    assert server.traces(box.session_id) == []
+    wait_until(lambda: server.traces(box.session_id) == [], "its memory is freed and its cgroup removed")
     answer, _ = server.ask(SetFrozen, session_id=box.session_id, frozen=True)
     assert (answer.stage, answer.errno) == ("freeze", errno.ENOENT)
 
