@@ -31,7 +31,7 @@ _FREE_S = 1.5
 _STILL_S = 0.4
 """Time without a change of more than a MiB after which none is expected."""
 _MOST_PATIENCE = 5
-"""The kernel does not free memory more slowly than so many times the usual, on an emulated processor either."""
+"""The kernel gives and frees memory no more slowly than so many times the usual, on an emulated processor either."""
 _TRIES = 3
 _HELD = "within the limit"
 
@@ -96,7 +96,7 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
                     if isinstance(event, Output):
                         filled.cancel()
 
-            with trio.move_on_after(_FILL_S * field.patience) as filled:
+            with trio.move_on_after(_FILL_S * min(field.patience, _MOST_PATIENCE)) as filled:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(fill, filled)
                     while before - held < _STOP_MIB:
