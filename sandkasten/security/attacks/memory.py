@@ -30,7 +30,7 @@ _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
 _STILL_S = 0.4
 """Time without a change of more than a MiB after which none is expected."""
-_MOST_PATIENCE = 5
+_MOST_PATIENCE = 3
 """The kernel gives and frees memory no more slowly than so many times the usual, on an emulated processor either."""
 _TRIES = 3
 _HELD = "within the limit"
