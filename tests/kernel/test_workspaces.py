@@ -401,7 +401,7 @@ async def _until_true(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def _is_gone(directory: Path) -> bool:
-    return not os.path.exists(directory)
+    return not await trio.Path(directory).exists()
 
 
 async def _pages_missing(path: Path) -> int:
