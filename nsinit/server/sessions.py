@@ -41,6 +41,9 @@ BUILD_DEADLINE_S = 5.0
 _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _EMPTY_MEMORY_S = 0.02
+_EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 7.0, 20.0)
+"""Pauses before each attempt to free pages of files. Pages that are being written, and those of a helper that died over
+them, are left to the next one."""
 """Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
@@ -298,12 +301,17 @@ class Sessions:
         return "" if emptied.is_set else cgroup.directory("memory")
 
     def _empty_and_remove(self, cgroup: SessionCgroup, emptied: JobEvent) -> Job:
-        try:
-            outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
-            yield Wait(event=outcome.done)
-            outcome.result()
-        except StepFailed as error:  # then the kernel frees the memory when it needs some
-            log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+        for pause_s in _EMPTY_AGAIN_S:
+            if pause_s and (yield Wait(event=self._hurry, timeout_s=pause_s)):
+                break  # nsinit ends: then the kernel frees the memory when it needs some
+            try:
+                outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
+                yield Wait(event=outcome.done)
+                outcome.result()
+            except StepFailed as error:
+                log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+            if not cgroup.has_file_pages():
+                break
         emptied.set()
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.remove():

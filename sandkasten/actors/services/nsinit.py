@@ -240,13 +240,14 @@ class NsinitClient(Actor):
         *,
         disk: protocol.DiskWish = "auto",
         io: protocol.IoLimits = _NO_IO_LIMITS,
+        terminals: int = protocol.MAX_TERMINALS,
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
-        self._profiles = tuple(profiles)
+        self._profiles, self._terminals = tuple(profiles), terminals
         self._start_nsinit, self._crash_at = start_nsinit, crash_at
         self._process: NsinitProcess | None = None
 
@@ -263,6 +264,7 @@ class NsinitClient(Actor):
             self._node_id,
             disk=self._disk,
             io=self._io,
+            terminals=self._terminals,
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
         )
