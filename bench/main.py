@@ -75,7 +75,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--sessions", type=int, default=100, help="up to how many idle sessions memory is measured")
+    parser.add_argument("--sessions", type=int, default=300, help="up to how many idle sessions memory is measured")
     parser.add_argument("--protections", action="store_true", help="nothing but what each protection costs")
     parser.add_argument("--neighbours", action="store_true", help="nothing but commands beside a session that is noisy")
     parser.add_argument("--quick", action="store_true", help="5 rounds, 80 sessions")

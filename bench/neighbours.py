@@ -1,14 +1,16 @@
-"""Noisy neighbours: a session's commands while another session keeps the disk busy; `make bench ARGS=--neighbours`.
+"""Noisy neighbours: a session's commands while others keep the disk busy; `make bench ARGS=--neighbours`.
 
-Every neighbour is bounded: the writers write over the same 64 MiB each, and end with the row.
+Every noise is bounded: writers begin again after 256 MiB, and all end with the row. The row of computing neighbours
+has the same processes without a disk: a ratio like its own is the processors' doing and not the disk's.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import attrs
 import trio
 
 from bench import measure
@@ -17,12 +19,28 @@ from sandkasten.config import Config
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.supervisor import Supervisor
 
-IDLE = "neighbour idle"
+
+@attrs.frozen
+class Noise:
+    """A command that `sessions` sessions run at the same time."""
+
+    sessions: int
+    command: str
+
+
+IDLE = "neighbours idle"
+_WRITE = "while :; do dd if=/dev/zero of=/workspace/big bs=1M count=256 conv={} 2>/dev/null; done"
 NOISES = {
-    IDLE: "sleep 600",
-    "neighbour: four writers": "for n in 1 2 3 4; do "
-    "(while :; do dd if=/dev/zero of=/workspace/$n bs=1M count=64 conv=fsync,notrunc 2>/dev/null; done) & done; wait",
-    "neighbour: sync loop": "python3 -c 'import os\nwhile True: os.sync()'",
+    IDLE: Noise(4, "sleep 600"),
+    "four compute": Noise(4, "while :; do :; done"),
+    "four write": Noise(4, _WRITE.format("notrunc")),
+    "four write and fsync": Noise(4, _WRITE.format("fsync")),
+    "four fsync small files": Noise(
+        4,
+        'python3 -c \'import os\nwhile True:\n for n in range(100):\n  f = os.open(f"/workspace/{n}", 577, 438); '
+        "os.write(f, bytes(4096)); os.fsync(f); os.close(f)'",
+    ),
+    "one in a loop of sync": Noise(1, "python3 -c 'import os\nwhile True: os.sync()'"),
 }
 _SPEC = ExecSpec("/bin/true")
 _COMMANDS = 20
@@ -33,12 +51,15 @@ async def print_neighbours(scratch: Path, rounds: int) -> None:
     """Measure all rows, interleaved, and print them."""
     samples = measure.Samples()
     async with open_supervisor(Config(data_dir=scratch)) as supervisor:
-        measured, noisy = [await supervisor.create(SessionSpec()) for _ in range(2)]
+        measured = await supervisor.create(SessionSpec())
+        noisy = [
+            (await supervisor.create(SessionSpec())).id for _ in range(max(each.sessions for each in NOISES.values()))
+        ]
         for _ in range(_COMMANDS):
             await supervisor.exec(measured.id, _SPEC)
         for _ in range(rounds):
-            for row, command in NOISES.items():
-                async with _noise(supervisor, noisy.id, command):
+            for row, noise in NOISES.items():
+                async with _noise(supervisor, noisy[: noise.sessions], noise.command):
                     for _ in range(_COMMANDS):
                         with samples.timed(row):
                             await supervisor.exec(measured.id, _SPEC)
@@ -50,11 +71,13 @@ async def print_neighbours(scratch: Path, rounds: int) -> None:
 
 
 @asynccontextmanager
-async def _noise(supervisor: Supervisor, session_id: str, command: str) -> AsyncIterator[None]:
-    process = await supervisor.start_process(session_id, ProcessSpec(command))
+async def _noise(supervisor: Supervisor, sessions: Sequence[str], command: str) -> AsyncIterator[None]:
+    begun = [(each, (await supervisor.start_process(each, ProcessSpec(command))).exec_id) for each in sessions]
     await trio.sleep(_BEGIN_S)
     try:
         yield
     finally:
-        await supervisor.cancel_exec(session_id, process.exec_id, now=True)
-        await supervisor.wait_process(session_id, process.exec_id, WaitFor(exit=True), timeout_s=30)
+        for session_id, exec_id in begun:
+            await supervisor.cancel_exec(session_id, exec_id, now=True)
+        for session_id, exec_id in begun:
+            await supervisor.wait_process(session_id, exec_id, WaitFor(exit=True), timeout_s=60)

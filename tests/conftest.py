@@ -19,11 +19,6 @@ from tests.ground import Ground
 
 _CAP_SYS_ADMIN = 21
 _LONGEST = ("vm", "e2e", "kernel", "contract", "fuzz")
-_LAST = "test_pure_v2.py"
-"""File that runs last and alone: it watches deadlines and emulates two processors, so that no lane is idle
-beside it.
-"""
-
 _GROUND = pytest.StashKey[Ground]()
 
 
@@ -51,8 +46,7 @@ def _why_no_kernel() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what lies under `kernel/` and `e2e/`, and skip it with the probed reason where it can't run.
 
-    Where workers share the files, those that take longest come first, so that none is left to run alone at the end,
-    but for the one that should.
+    Where workers share the files, those that take longest come first, so that none is left to run alone at the end.
     """
     if hasattr(config, "workerinput"):
         items.sort(key=_place)
@@ -66,8 +60,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> int:
-    if item.path.name == _LAST:
-        return len(_LONGEST) + 1
     folder = _folder(item)
     return _LONGEST.index(folder) if folder in _LONGEST else len(_LONGEST)
 

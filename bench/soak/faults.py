@@ -28,6 +28,7 @@ class Faults:
             (3, "the fork server", self._kill_fork_server),
             (2, "a builder", self._kill_builder),
             (2, "a cgroup maker", self._kill_cgroup_maker),
+            (2, "a cgroup emptier", self._kill_cgroup_emptier),
             (2, "the daemon", self._kill_daemon),
         ]
         self.restarts_s: list[float] = []
@@ -62,6 +63,9 @@ class Faults:
 
     async def _kill_cgroup_maker(self) -> None:
         self._kill_one_of(machine.named(machine.CGROUP_MAKER))
+
+    async def _kill_cgroup_emptier(self) -> None:
+        self._kill_one_of(machine.named(machine.CGROUP_EMPTIER))
 
     async def _kill_daemon(self) -> None:
         with trio.CancelScope(shield=True):  # a daemon that is dead when the run is over would end nothing

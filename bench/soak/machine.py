@@ -20,7 +20,8 @@ from bench.measure import own_resident_bytes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OURS = "sandkasten"
-INIT, BUILDER, CGROUP_MAKER = "sandkasten-init", "nsinit-builder", "nsinit-cgroups"
+INIT, BUILDER = "sandkasten-init", "nsinit-builder"
+CGROUP_MAKER, CGROUP_EMPTIER = "nsinit-cgroups", "nsinit-emptier"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _BLOCK_DEVICES = Path("/sys/block")
 

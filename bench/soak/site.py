@@ -30,7 +30,8 @@ ANSWER_S = 120.0
 _REAP_S = 0.2
 _RETRY_S = 0.05
 _LINE_CHARS = 3000
-_OF_KILLS = ('"child": "zygote"', "nsinit_a_builder_ended", "nsinit_a_cgroup_maker_ended")
+_HELPERS = "builder", "cgroup_maker", "cgroup_emptier"
+_OF_KILLS = ('"child": "zygote"', *(f"nsinit_a_{name}_ended" for name in _HELPERS))
 """Errors that the kills of a soak must leave in a log."""
 
 

@@ -152,6 +152,17 @@ def claim(located: Located, *, name: str, parent: str, beside: tuple[int, ...] =
     return Tree(mode, dirs)
 
 
+def bound_pids(tree: Tree) -> None:
+    """Leave a tenth of the machine's process ids and threads to the rest of the machine, however many the sessions may
+    have. In a v2 tree the daemon counts among the sessions, since its leaf is beside them. Raises `OSError`.
+    """
+    pools = []
+    for name in ("pid_max", "threads-max"):
+        with open(f"/proc/sys/kernel/{name}", "rb") as file:
+            pools.append(int(file.read()))
+    write_file(f"{tree.dirs['pids']}/pids.max", str(min(pools) * 9 // 10))
+
+
 def restore(tree: Tree, owner: str) -> None:
     """Make the node's directories again, with their owner, after a cleaner of the machine removed them while no session
     was in them."""
@@ -161,6 +172,7 @@ def restore(tree: Tree, owner: str) -> None:
             set_owner(directory, owner)
     if tree.mode == "v2":
         _enable(os.path.dirname(tree.dirs["unified"]), os.path.basename(tree.dirs["unified"]))
+    bound_pids(tree)
 
 
 def release(tree: Tree, located: Located) -> None:

@@ -24,7 +24,7 @@ from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
 from nsinit.wire import control
 from nsinit.wire.control import RootId
-from nsinit.wire.protocol import MAX_TERMINALS, DiskLimits, IoLimits, SandboxPlan
+from nsinit.wire.protocol import DiskLimits, IoLimits, SandboxPlan
 
 JOINED = k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWUTS
 """The namespaces of a sandbox that the builder works in."""
@@ -67,6 +67,7 @@ class BuildFacts:
     volumes: Volumes
     io: IoLimits
     io_disk: str
+    terminals: int
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
     parts: PartFilters | None = None
@@ -129,7 +130,7 @@ def stage_dev(build: SandboxBuild) -> None:
     mounts.attach(mount_fd, os.open(target, _POINT))
     # Each mount of devpts is an instance of its own since Linux 4.7 (devpts.rst): no terminal of the host is in it.
     options: dict[str, str | int] = {"ptmxmode": "0666", "mode": "0620", "gid": build.base + _TTY_GROUP}
-    options["max"] = MAX_TERMINALS
+    options["max"] = machine.terminals
     pts_fd = mounts.filesystem("devpts", k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NOEXEC, **options)
     mounts.attach(pts_fd, os.open(f"{target}/pts", _POINT))
 

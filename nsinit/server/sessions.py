@@ -42,6 +42,11 @@ _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _EMPTY_MEMORY_S = 0.02
 """Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
+_EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 7.0, 20.0)
+"""Pauses before each attempt to free pages of files. Pages that are being written, and those of a helper that died over
+them, are left to the next one."""
+_EMPTIED_S = 10.0
+"""Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
@@ -55,6 +60,15 @@ class Removed:
 
     counters: Counters
     leftovers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emptying:
+    """An ended session whose memory is being freed. `hurry`: nsinit ends, or the id is wanted again;
+    `gone`: its cgroup is removed."""
+
+    hurry: JobEvent = field(default_factory=JobEvent)
+    gone: JobEvent = field(default_factory=JobEvent)
 
 
 @dataclass(slots=True)
@@ -73,7 +87,7 @@ class Sessions:
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
-    _emptying: int = field(init=False, default=0)
+    _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
 
@@ -145,11 +159,13 @@ class Sessions:
     def finish(self) -> None:
         """Refuse further builds, and begin a deletion that is due now instead of after its delay."""
         self._hurry.set()
+        for each in self._emptying.values():
+            each.hurry.set()
 
     @property
     def is_deleting(self) -> bool:
         """Whether a deletion of the trash is due or under way, or memory of ended sessions is being freed."""
-        return self._deleting or self._emptying > 0
+        return self._deleting or bool(self._emptying)
 
     def abort_build(self, session_id: str) -> None:
         """Make a build fail that is under way, if one is, by killing PID 1."""
@@ -288,25 +304,33 @@ class Sessions:
         must stay until then, empty if none. A session with few such pages waits for it, no other does."""
         if cgroup.processes() or not cgroup.has_file_pages():
             return ""
+        if cgroup.session_id in self._emptying:
+            return cgroup.directory("memory")
         emptied = JobEvent()
-        self._emptying += 1
+        self._emptying[cgroup.session_id] = Emptying()
         self.scheduler.spawn(self._empty_and_remove(cgroup, emptied))
         yield Wait(event=emptied, timeout_s=_EMPTY_MEMORY_S)
         return "" if emptied.is_set else cgroup.directory("memory")
 
     def _empty_and_remove(self, cgroup: SessionCgroup, emptied: JobEvent) -> Job:
-        try:
-            outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
-            yield Wait(event=outcome.done)
-            outcome.result()
-        except StepFailed as error:  # then the kernel frees the memory when it needs some
-            log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+        emptying = self._emptying[cgroup.session_id]
+        for pause_s in _EMPTY_AGAIN_S:
+            if pause_s and (yield Wait(event=emptying.hurry, timeout_s=pause_s)):
+                break  # then the kernel frees the memory when it needs some
+            try:
+                outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
+                yield Wait(event=outcome.done)
+                outcome.result()
+            except StepFailed as error:
+                log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+            if not cgroup.has_file_pages():
+                break
         emptied.set()
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.remove():
                 break
             yield Wait(timeout_s=pause_s)
-        self._emptying -= 1
+        self._emptying.pop(cgroup.session_id).gone.set()
 
     def delete_trash(self) -> None:
         """Have the trash deleted by a process of its own, unless one is at it already."""
@@ -333,6 +357,9 @@ class Sessions:
         outcome.result()
 
     def _begin(self, session_id: str, limits: Limits) -> Generator[Wait, bool, UnfinishedSandbox]:
+        if (earlier := self._emptying.get(session_id)) is not None:
+            earlier.hurry.set()
+            yield Wait(event=earlier.gone, timeout_s=_EMPTIED_S)
         if session_id in self.processes or self._cgroup(session_id).exists():
             raise StepFailed("session", "the session exists", errno=errno.EEXIST)
         path = self.births.machine.layout.session(session_id)

@@ -42,7 +42,14 @@ from nsinit.storage.volumes import Volumes
 from nsinit.storage.workspaces import Workspaces
 from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import Ready, Start
-from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir, check_io, check_node_id
+from nsinit.wire.validate import (
+    InvalidName,
+    check_cgroup_parent,
+    check_data_dir,
+    check_io,
+    check_node_id,
+    check_terminals,
+)
 
 _LOCK_DEADLINE_S = 3.0
 _LOCK_PAUSE_S = 0.02
@@ -95,6 +102,7 @@ def _start(
         check_node_id(request.node_id)
         check_cgroup_parent(request.cgroup_parent)
         check_io(request.io)
+        check_terminals(request.terminals)
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
@@ -117,6 +125,7 @@ def _start(
         undo.callback(cgroup_tree.release, tree, located)
         disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)
+        cgroup_tree.bound_pids(tree)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("capabilities"):
@@ -140,7 +149,9 @@ def _start(
         powers = last_capability, landlock.probe_abi(), filters
         has_own_filters = request.own_filters if grant is None else grant.own_filters
         parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER) if has_own_filters else None
-        machine = builder_steps.BuildFacts(layout, features, *powers, disk, volumes, request.io, io_disk, crash, parts)
+        machine = builder_steps.BuildFacts(
+            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, crash, parts
+        )
     table.free(slot)
     with steps.step("helpers"):
         builders = HelperPool(builder.kind_of(machine), scheduler)

@@ -30,7 +30,7 @@ __all__ = [
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 2
 MAX_TERMINALS = 16
-"""Terminals that exist in one sandbox at once, those of the API and its programs' own."""
+"""The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -150,8 +150,9 @@ class Start(Request["Ready"]):
 
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
-    that is root. `own_filters`: nsinit and its helpers go under filters of their own; from a daemon that is not root
-    nsinit does what its grant says. `Failed` is also the answer when the `disk` mode can't be had.
+    that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
+    filters of their own; from a daemon that is not root nsinit does what its grant says. `Failed` is also the answer
+    when the `disk` mode can't be had.
     """
 
     seq: int
@@ -160,6 +161,7 @@ class Start(Request["Ready"]):
     cgroup_parent: str = "auto"
     disk: DiskWish = "auto"
     io: IoLimits = IoLimits()
+    terminals: int = MAX_TERMINALS
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
     own_filters: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
-from nsinit.wire.protocol import DiskLimits, IoLimits, Limits, SandboxPlan, UnpackImage
+from nsinit.wire.protocol import MAX_TERMINALS, DiskLimits, IoLimits, Limits, SandboxPlan, UnpackImage
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
@@ -112,6 +112,11 @@ def check_io(io: IoLimits) -> None:
     _range("io weight", io.weight, 1, MAX_IO_WEIGHT)
     for name in ("read_bps", "write_bps", "read_iops", "write_iops"):
         _range(f"io {name}", getattr(io, name), 0, MAX_BYTES)
+
+
+def check_terminals(number: int) -> None:
+    """Raise `InvalidName` unless each sandbox may have so many terminals."""
+    _range("terminals", number, 1, MAX_TERMINALS)
 
 
 def check_plan(plan: SandboxPlan) -> None:

@@ -28,6 +28,7 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
   one command is run by a file of its own, within a single `command`.
 - a `break` or `continue` outside a loop of the command acts on the loops here, of which there are eight for this one
   reason. At the head of each, `__sk_r` tells whether a command was left that way (1: status 0) or ended (2).
+- a removed directory has no physical name: `pwd -P` fails in bash, and prints an empty line in dash and BusyBox sh.
 - stdout is redirected for the shell itself (`exec`), for the shell takes back what was redirected for `.` alone before
   it runs a trap on EXIT. stderr is not, or `set -x` would show the driver's work.
 
@@ -74,7 +75,7 @@ llllllll) __sk_r=1;; l*) __sk_r=l$__sk_r;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
 __sk_end() {
-command pwd -P 2>/dev/null || command printf '%s\n' "${PWD-}"
+command test -d "${PWD-}/." && command pwd -P 2>/dev/null || command printf '%s\n' "${PWD-}"
 command echo "$__sk_n $__sk_s"
 case $__sk_n in 0) ;; *) __sk_save;; esac
 }
@@ -142,11 +143,11 @@ _RUN_BUSYBOX = r"""command . @DIR@/run; __sk_o=$?
 case $__sk_r in 1) __sk_s=$__sk_o __sk_r=2;; esac"""
 
 _RUN_FILE = r"""
-__sk_r=1; command exec >"@DIR@/$__sk_n.out" || exit
+__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || exit
 case $__sk_m in
--) command echo "$__sk_n +" >&@FD@
+-) \command echo "$__sk_n +" >&@FD@
 __sk_st "$__sk_s"; . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
-*) { command echo "$__sk_n +" >&@FD@
+*) { \command echo "$__sk_n +" >&@FD@
 . @DIR@/pre && { __sk_st "$__sk_s"; . @DIR@/cmd; } @FD@>&-; } <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
 esac
 __sk_s=$? __sk_r=2

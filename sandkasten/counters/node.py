@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +31,7 @@ _NO_LIMIT = 2**62
 
 _FDS_PER_SESSION = 16
 _FDS_RESERVED = 200
+_FEW_TERMINALS = 2
 _MAX_LEVELS = 32
 _MAX_FILE_BYTES = 64 * 1024
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -113,19 +113,22 @@ def read_used(data_dir: Path, cgroup_dirs: Mapping[str, str], *, sessions: int) 
     )
 
 
-def sessions_for_descriptors() -> int:
-    """Return the number of sessions this process has file descriptors for."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1)
+def most_sessions(wanted: int) -> tuple[int, int]:
+    """Return the number of sessions that this process may have at once, at most `wanted`, and the terminals of each.
 
-
-def sessions_for_terminals() -> int:
-    """Return the number of sessions for which the machine has terminals, all in use at once; a large number if unknown.
-
-    What `kernel.pty.reserve` keeps for the machine's own mount of devpts is no session's.
+    The kernel counts terminals for the machine, and bounds them for each sandbox. The pool is divided: sessions times
+    terminals never passes it, so no number of sessions, each with all its terminals, takes one from another session. A
+    session with few terminals serves its user better than a refused one. So the share gets smaller first, down to
+    `_FEW_TERMINALS`, and only then the number of sessions. `kernel.pty.reserve` of the pool is the machine's own.
     """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sessions = min(wanted, max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1))
     most, kept = (_number(f"/proc/sys/kernel/pty/{name}") for name in ("max", "reserve"))
-    return sys.maxsize if most is None else max((most - (kept or 0)) // MAX_TERMINALS, 1)
+    if most is None:
+        return sessions, MAX_TERMINALS
+    pool = most - (kept or 0)
+    each = min(max(pool // sessions, _FEW_TERMINALS), MAX_TERMINALS)
+    return min(sessions, max(pool // each, 1)), each
 
 
 # The same as metrics

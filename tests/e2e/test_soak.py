@@ -24,6 +24,7 @@ def test_a_short_soak_loses_and_leaves_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = report.read_text()
-    for victim in ("PID 1 of a session", "a shell", "the fork server", "a builder", "a cgroup maker", "the daemon"):
+    helpers = "a builder", "a cgroup maker", "a cgroup emptier"
+    for victim in ("PID 1 of a session", "a shell", "the fork server", *helpers, "the daemon"):
         assert f"- killed: {victim}: " in said
     assert "- tasks of the daemon's event loop: " in said

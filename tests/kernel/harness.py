@@ -188,10 +188,15 @@ class Nsinit:
                 return found
 
     def traces(self, session_id: str) -> list[str]:
-        """Return every directory that still names the session."""
+        """Return every directory that still names the session, of its cgroup after some time: it stays until the memory
+        of the session's files is freed, in the background."""
         assert isinstance(self.ready, Ready)
-        parents = [*self.ready.cgroup_dirs.values(), f"{self.data_dir}/sessions", f"{self.data_dir}/run"]
-        return [f"{parent}/{session_id}" for parent in parents if os.path.lexists(f"{parent}/{session_id}")]
+        files = [f"{self.data_dir}/{parent}/{session_id}" for parent in ("sessions", "run")]
+        groups = [f"{parent}/{session_id}" for parent in self.ready.cgroup_dirs.values()]
+        deadline = time.monotonic() + patience(1)
+        while any(map(os.path.lexists, groups)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        return [path for path in (*files, *groups) if os.path.lexists(path)]
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""

@@ -18,6 +18,7 @@ from nsinit.wire.protocol import (
     Adopted,
     Failed,
     Found,
+    MakeWorkspace,
     Prepare,
     Ready,
     Scan,
@@ -255,3 +256,14 @@ def _delete_around_a_mount(layout: Layout, held: Path) -> int:
     except OSError:
         return 0 if (held / "file").read_text() == "kept" and not (held.parent / "plain").exists() else 2
     return 1
+
+
+def test_an_id_is_free_again_as_soon_as_its_session_has_ended(server: Nsinit) -> None:
+    """Pages of the ended session's files are freed meanwhile; the new session of that id has a cgroup of its own."""
+    server.ask(MakeWorkspace, workspace_id="kept")
+    plan = host_plan(workspace_id="kept")
+    for _ in range(3):
+        sandbox = server.build(plan)
+        assert sandbox.run("head -c 50000000 /dev/zero > file; wc -c < file").out == "50000000\n"
+        assert server.teardown(sandbox.session_id).leftovers == ()
+        sandbox.release()

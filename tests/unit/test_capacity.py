@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from sandkasten.counters import node
 
@@ -50,3 +53,31 @@ def test_without_such_a_limit_the_node_has_the_machine(tmp_path: Path) -> None:
     assert free.pids is not None
     assert 0 < free.memory_bytes < totals.memory_bytes
     assert 0 < free.pids < totals.pids
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pool", "expected"),
+    [
+        (100, 3072, (100, 16)),
+        (1000, 3072, (1000, 3)),
+        (5000, 3072, (1536, 2)),
+        (10, 1, (1, 2)),
+        (1000, 16000, (1000, 16)),
+    ],
+)
+def test_terminals_are_divided_so_that_all_sessions_may_use_all_of_theirs(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, pool: int, expected: tuple[int, int]
+) -> None:
+    """The share of each gets smaller before the number of sessions does, and together they never pass the pool."""
+    pools = {"/proc/sys/kernel/pty/max": pool + 1024, "/proc/sys/kernel/pty/reserve": 1024}
+    monkeypatch.setattr(node, "_number", pools.get)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert node.most_sessions(wanted) == expected
+    assert expected[0] == 1 or expected[0] * expected[1] <= pool
+
+
+def test_descriptors_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer sessions have more terminals each; a kernel without the figures has enough."""
+    monkeypatch.setattr(node, "_number", lambda _: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1800, 1 << 20))
+    assert node.most_sessions(1000) == (100, 16)

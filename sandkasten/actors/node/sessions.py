@@ -150,8 +150,7 @@ class Sessions(Actor):
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need nsinit's cgroup directories."""
-        able = capacity.sessions_for_descriptors(), capacity.sessions_for_terminals()
-        most = min(self._config.server.max_sessions, *able)
+        most, _ = capacity.most_sessions(self._config.server.max_sessions)
         resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
         self._pool = Pool(

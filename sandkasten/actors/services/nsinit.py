@@ -240,6 +240,7 @@ class NsinitClient(Actor):
         *,
         disk: protocol.DiskWish = "auto",
         io: protocol.IoLimits = _NO_IO_LIMITS,
+        terminals: int = protocol.MAX_TERMINALS,
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
         own_filters: bool = True,
@@ -247,7 +248,7 @@ class NsinitClient(Actor):
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
-        self._profiles = tuple(profiles)
+        self._profiles, self._terminals = tuple(profiles), terminals
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
         self._process: NsinitProcess | None = None
 
@@ -264,6 +265,7 @@ class NsinitClient(Actor):
             self._node_id,
             disk=self._disk,
             io=self._io,
+            terminals=self._terminals,
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
             own_filters=self._own_filters,

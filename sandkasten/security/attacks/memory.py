@@ -17,7 +17,7 @@ from __future__ import annotations
 import attrs
 import trio
 
-from sandkasten.model import ExecSpec, OnDisconnect
+from sandkasten.model import ExecSpec, OnDisconnect, Output
 from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 
@@ -28,6 +28,10 @@ _STOP_MIB = _LIMIT_MIB * 4
 _FILL_S = 2.0
 _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
+_STILL_S = 0.4
+"""Time without a change of more than a MiB after which none is expected."""
+_MOST_PATIENCE = 3
+"""The kernel gives and frees memory no more slowly than so many times the usual, on an emulated processor either."""
 _TRIES = 3
 _HELD = "within the limit"
 
@@ -54,6 +58,7 @@ def until_full(send, *arguments, most=2000):
 def prepare():
     pass
 {program}
+refused, refusal = os.pipe()
 for _ in range(8):
     if os.fork() == 0:
         try:
@@ -61,10 +66,15 @@ for _ in range(8):
             while True:
                 one()
         except (OSError, MemoryError):
+            os.close(refusal)
             time.sleep(60)
         os._exit(0)
+os.close(refusal)
+os.read(refused, 1)
+print("full", flush=True)
 time.sleep(60)
 """
+"""Says that all is full when each of the eight processes has been refused something, or was killed."""
 
 
 def _available_mib() -> int:
@@ -79,33 +89,38 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
     witness = ""
     async with field.session(_LIMITS) as session_id:
         before = held = _available_mib()
-        async with (
-            field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream,
-            trio.open_nursery() as nursery,
-        ):
+        async with field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream:
 
-            async def drain() -> None:
-                async for _ in stream:
-                    pass
+            async def fill(filled: trio.CancelScope) -> None:
+                async for event in stream:
+                    if isinstance(event, Output):
+                        filled.cancel()
 
-            nursery.start_soon(drain)
-            with trio.move_on_after(_FILL_S * field.patience):
-                while before - held < _STOP_MIB:
-                    await trio.sleep(0.01)
-                    held = _available_mib()
+            with trio.move_on_after(_FILL_S * min(field.patience, _MOST_PATIENCE)) as filled:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(fill, filled)
+                    while before - held < _STOP_MIB:
+                        await trio.sleep(0.01)
+                        held = _available_mib()
+                    nursery.cancel_scope.cancel()
             taken = before - held
             if taken < _STOP_MIB:  # otherwise there is no time to ask
                 witness = await field.ask_witness()
                 held = _available_mib()
-            nursery.cancel_scope.cancel()
     if taken >= _STOP_MIB:
         return taken, "not asked"
-    after = held
+    return await _most_available_mib(field) - held, witness
+
+
+async def _most_available_mib(field: Field) -> int:
+    """Return what the machine has when it gets nothing more back."""
+    most, changed_at = _available_mib(), trio.current_time()
     with trio.move_on_after(_FREE_S * field.patience):
-        while True:
-            await trio.sleep(0.05)
-            after = max(after, _available_mib())
-    return after - held, witness
+        while trio.current_time() < changed_at + _STILL_S * min(field.patience, _MOST_PATIENCE):
+            await trio.sleep(0.02)
+            if (now := _available_mib()) > most + 1:
+                most, changed_at = now, trio.current_time()
+    return most
 
 
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
