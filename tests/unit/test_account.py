@@ -95,7 +95,7 @@ MORE = [
 
 @pytest.mark.parametrize(("what", "plan"), MORE)
 def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> None:
-    """What root said just passes; one more of anything does not."""
+    """A plan at the bounds passes; one more of anything does not."""
     for good in (SMALL, FILES):
         ALLOWANCE.check(Build(1, good))
     for request in (Build(1, plan), MountImage(1, plan)):
