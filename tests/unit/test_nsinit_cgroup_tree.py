@@ -8,7 +8,7 @@ import pytest
 
 from nsinit.cgroup import disk_io
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, choose, locate
+from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, bound_pids, choose, locate
 from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
 from nsinit.wire.protocol import CgroupMode, IoLimits
 from sandkasten.counters.cgroup import parse_io_stat
@@ -191,3 +191,11 @@ def test_counters_of_disks_are_summed_without_loop_devices() -> None:
     line = "rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0"
     assert parse_io_stat(f"8:0 {line}\n7:3 {line}\n254:0 {line}\n8:16\n") == [20, 40, 2, 4]
     assert parse_io_stat("") == [0, 0, 0, 0]
+
+
+def test_all_sessions_together_leave_the_machine_a_tenth_of_its_process_ids(tmp_path: Path) -> None:
+    """Of the smaller of both pools, which are the machine's."""
+    (tmp_path / "pids.max").write_text("max")
+    bound_pids(Tree("hybrid", {"pids": str(tmp_path)}))
+    pool = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
+    assert int((tmp_path / "pids.max").read_text()) == pool * 9 // 10
