@@ -8,6 +8,7 @@ Sources: getrusage(2) (blocks of 512 bytes).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -141,7 +142,9 @@ class Shell:
         """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
-        reports = Reports(on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end)
+        reports = Reports(
+            on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end, on_stranger=self.replace
+        )
         link = None
         try:
             if self._state:
@@ -292,6 +295,9 @@ class Shell:
         """Note the directory that the shell tells, if it can, and ask the kernel for the bytes it has written."""
         self.cwd = cwd or self.cwd
         if self.pid is not None:
+            if not cwd:  # bash without its builtin `pwd`
+                with contextlib.suppress(OSError):
+                    self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid)
             self.written_bytes = self._meter.read(self.pid, self._owner)
 
     def _drop_link(self) -> None:
