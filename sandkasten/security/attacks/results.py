@@ -239,8 +239,9 @@ async def _beside(field: Field, job: str, command: str, *arguments: str) -> Exec
             program = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=patience_ms)
             nursery.start_soon(field.supervisor.exec, session_id, program)
             await trio.sleep(0.4)
-            return await field.supervisor.exec(session_id, ExecSpec(command, shell=_VICTIM, timeout_ms=patience_ms))
-    raise AssertionError
+            result = await field.supervisor.exec(session_id, ExecSpec(command, shell=_VICTIM, timeout_ms=patience_ms))
+            nursery.cancel_scope.cancel()
+    return result
 
 
 def _tell(result: ExecResult) -> str:
