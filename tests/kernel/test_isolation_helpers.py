@@ -281,19 +281,25 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
     _assert_all_is_well(server, plan)
 
 
-def test_without_a_seed_the_death_of_the_forker_ends_nsinit(server: Nsinit) -> None:
-    """No forker can be started then, and the next nsinit has another seed; sandboxes live on."""
-    survivor = server.build(host_plan())
-    for pid in server.helpers(SEED):
-        os.kill(pid, signal.SIGKILL)
-    server.build(host_plan()).teardown()
-    for pid in server.helpers(FORKER):
-        os.kill(pid, signal.SIGKILL)
-    server.send(Build, plan=host_plan())
-    with pytest.raises(EOFError):
-        server.receive()
-    assert survivor.run("echo alive").out == "alive\n"
-    signal.pidfd_send_signal(survivor.pidfd, signal.SIGKILL)
+def test_without_a_seed_the_death_of_the_forker_ends_nsinit() -> None:
+    """No forker can be started then; the sandbox lives on, and the next nsinit has both."""
+    with data_directory() as data_dir:
+        node_id = new_node_id()
+        first = Nsinit(data_dir, node_id)
+        survivor = first.build(host_plan())
+        for name in (SEED, FORKER):
+            assert first.build(host_plan()).teardown().leftovers == ()
+            for pid in first.helpers(name):
+                os.kill(pid, signal.SIGKILL)
+        first.send(Build, plan=host_plan())
+        with pytest.raises(EOFError):
+            first.receive()
+        assert survivor.run("echo alive").out == "alive\n"
+        survivor.release()
+        first.close()
+        with running(data_dir, node_id) as second:
+            assert survivor.session_id in second.scan()
+            second.build(host_plan()).teardown()
 
 
 def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
