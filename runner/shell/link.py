@@ -3,8 +3,7 @@
 The kernel stamps what is written with the pid of the writer, and never puts bytes of two writers into one answer of
 recvmsg(2). PID 1 takes the bytes of the shell itself and drops all others: a fork of the shell that holds a copy of the
 shell's end can report nothing. A fork can read an order away; then the report of the beginning does not come, and the
-owner replaces the shell and this link with it. The owner does so as well when another process reports in the name of
-the order: it is a thief, or the program that a bash runs in the place of a builtin that was switched off.
+owner replaces the shell and this link with it.
 
 An order is a line `<name> <mode> <name>`. The name is random, and told nowhere else before the command begins. Reports:
 
@@ -53,12 +52,11 @@ def new_name() -> str:
 class Reports:
     """Calls that a link makes to its owner. `on_ready(directory)`: the shell waits for its first order.
     `on_begun`: it begins the last order. `on_end(status, directory)`: it has ended that. The directory is empty if the
-    shell could not tell. `on_stranger`: another process reports on the order that the shell has begun."""
+    shell could not tell."""
 
     on_ready: Callable[[bytes], None]
     on_begun: Callable[[], None]
     on_end: Callable[[int, bytes], None]
-    on_stranger: Callable[[], None]
 
 
 class Link:
@@ -134,8 +132,6 @@ class Link:
         self._is_over = not data
         if data and ancillary and _CREDENTIALS.unpack(ancillary[0][2])[0] == self._pid:
             self._take(data)
-        elif self.has_begun and not self._has_ended and self._name in data:
-            self._reports.on_stranger()
         return bool(data)
 
     def _take(self, data: bytes) -> None:

@@ -142,9 +142,7 @@ class Shell:
         """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
-        reports = Reports(
-            on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end, on_stranger=self.replace
-        )
+        reports = Reports(on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end)
         link = None
         try:
             if self._state:

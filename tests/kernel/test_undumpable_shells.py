@@ -126,10 +126,3 @@ def test_a_shell_that_the_session_has_changed_is_the_sessions(server: Nsinit) ->
     os.utime(copy, (1, 1))
     assert server.build(host_plan()).run("echo new").out == "new\n"
     assert int(copy.stat().st_mtime) == int(os.stat("/bin/bash").st_mtime)
-
-
-def test_a_bash_without_the_builtin_that_reports_is_replaced(server: Nsinit) -> None:
-    """The command has an end, which says so, and not only when its time is over."""
-    box = server.build(host_plan())
-    assert box.run("enable -n echo", timeout_ms=60_000).code == 137
-    assert box.run("echo works").out == "works\n"

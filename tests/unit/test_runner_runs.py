@@ -94,8 +94,7 @@ class Shell:
     def __init__(self, context: Context, leftovers: AbandonedPipes) -> None:
         birth = Birth(["/bin/sh"], {}, b"/", context.as_user)
         self.queue = CommandQueue(context, leftovers, directory=context.file("shell"), birth=birth)
-        reports = Reports(lambda _cwd: None, lambda: None, lambda _status, _cwd: None, lambda: None)
-        self.link = Link(context.loop, reports, fail)
+        self.link = Link(context.loop, Reports(lambda _cwd: None, lambda: None, lambda _status, _cwd: None), fail)
         self.queue.shell._link = self.link
         self.wait()
 

@@ -24,7 +24,6 @@ class Rig:
             on_ready=lambda cwd: self.told.append(("ready", cwd)),
             on_begun=lambda: self.told.append(("begun",)),
             on_end=lambda status, cwd: self.told.append(("end", status, cwd)),
-            on_stranger=lambda: self.told.append(("stranger",)),
         )
         self.errors: list[Exception] = []
         self.link = Link(self.loop, reports, self.errors.append)
@@ -81,21 +80,6 @@ def test_bytes_of_another_process_are_dropped(rig: Rig) -> None:
     rig.say(b"/y\n%s 3\n" % name)
     assert rig.told[1:] == [("begun",), ("end", 3, b"/y")]
     assert rig.link.state == b""
-
-
-def test_another_process_that_reports_the_end_of_a_begun_order_is_told(rig: Rig) -> None:
-    """The owner hears of it, and no end; other bytes of other processes are nothing."""
-    rig.say(b"/\n0 0\n")
-    name = rig.order()
-    rig.say(b"%s +\n" % name)
-    for text in (b"/x\n", b"/x\n%s 0\n" % name):
-        pid = os.fork()
-        if pid == 0:
-            os.write(rig.shell_fd, text)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        rig.link._read()
-    assert rig.told[1:] == [("begun",), ("stranger",)]
 
 
 def test_a_report_in_another_name_is_none(rig: Rig) -> None:
