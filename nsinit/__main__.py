@@ -72,7 +72,8 @@ def main() -> None:
             if init.crash is not None:
                 config = replace(config, passing=init.crash.passing)
             asked = Asked(*init.asked) if init.asked is not None else None
-            runner_main.run(init.listener_fd, kernel, on_ready=on_ready, config=config, asked=asked)
+            fds = init.listener_fd, init.shells_fd
+            runner_main.run(*fds, kernel, on_ready=on_ready, config=config, asked=asked)
 
     serve(channel, SandboxRunner(), grant)
 

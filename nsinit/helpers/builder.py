@@ -20,6 +20,7 @@ from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.seccomp.profile import ProfileError
+from nsinit.own_filters import BUILDER as BUILDER_CALLS
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import JOINED, BuildFacts, SandboxBuild
 from nsinit.sandbox.crash_points import BUILDER, FILES
@@ -84,6 +85,8 @@ def _live(channel: socket.socket, machine: BuildFacts, parent_pid: int) -> NoRet
         home_fd = os.pidfd_open(parent_pid)
         kept = {0, 1, 2, channel.fileno(), home_fd, *machine.volumes.kept_fds}
         syscalls.set_name(NAME)
+        if machine.parts is not None:
+            machine.parts.enter(BUILDER_CALLS)
         channel.sendall(control.READY)
         while True:
             data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)

@@ -24,6 +24,7 @@ from nsinit.kernel import capabilities, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.kernel.mountinfo import is_below
+from nsinit.own_filters import CGROUP_MAKER
 from nsinit.sandbox import build
 from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.crash_points import MAKER
@@ -114,6 +115,8 @@ def _live(
         syscalls.set_name(name)
         with Steps().step("jail of the cgroup maker"):
             _enter_jail(f"{machine.layout.stage}/{stage.ROOT}", mounts, machine.last_capability)
+        if machine.parts is not None:
+            machine.parts.enter(CGROUP_MAKER)
         channel.sendall(control.READY)
         while data := channel.recv(MAX_DATAGRAM_BYTES):
             channel.sendall(_serve(ORDERS.decode(data), tree, machine))

@@ -5,7 +5,9 @@ and nsinit writes many. In the forker runs one short loop and nothing else. PID 
 (CLONE_PARENT): nsinit reaps PID 1, and PID 1 dies with nsinit, not with the forker.
 
 `Forker` is nsinit's side, `_live` and below the process. nsinit starts another forker when one died; then only the
-clone under way fails. Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
+clone under way fails. A filter of system calls is inherited, and what runs in sandboxes must not be under nsinit's: so
+forkers are forks of a seed, which nsinit forks before it goes under its filter, and which does nothing else.
+Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from nsinit.sandbox.init_steps import Init
 from nsinit.steps import StepFailed, Steps
 
 NAME = "nsinit-forker"
-"""The name in `/proc/<pid>/comm`."""
+SEED_NAME = "nsinit-seed"
+"""The names in `/proc/<pid>/comm`."""
 NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWUTS | k.CLONE_NEWIPC | k.CLONE_NEWNET
 _DEADLINE_S = 5.0
 _MAX_BYTES, _MAX_FDS = 32768, 4
@@ -38,32 +41,48 @@ _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
 
 
+class SeedGone(SystemExit):
+    """The process that forkers are forked from is gone: nsinit ends, and the next one has another. No `Exception`, so
+    that no step takes it for its own failure."""
+
+
 class Forker:
     """nsinit's end of the forker."""
 
     def __init__(self, machine: BuildFacts, runner: child.Runner) -> None:
-        self._machine = machine
-        self._runner = runner
+        parent_pid = os.getpid()
+        self._seed, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._seed_pid = os.fork()
+            if self._seed_pid == 0:
+                _live_as_seed(theirs, machine, runner, parent_pid)
+        self._seed.settimeout(_DEADLINE_S)
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
-        parent_pid = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            pid = os.fork()
-            if pid == 0:
-                _live(theirs, self._machine, self._runner, parent_pid)
-        ours.settimeout(_DEADLINE_S)
-        self._pid, self._channel = pid, ours
+        """Have the seed start a forker. Raises `SeedGone`."""
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                socket.send_fds(self._seed, [b"fork"], [theirs.fileno()])
+            (self._pid,) = _ANSWER.unpack(self._seed.recv(_ANSWER.size))
+        except (OSError, struct.error) as error:
+            raise SeedGone("no forker can be started any more") from error
+        if self._pid < 0:
+            raise SeedGone(f"no forker can be started: {os.strerror(-self._pid)}")
+        self._channel.settimeout(_DEADLINE_S)
 
     def stop(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the forker and the seed, and wait until they are gone."""
+        self._end()
+        self._seed.close()
+        os.kill(self._seed_pid, signal.SIGKILL)
+        os.waitpid(self._seed_pid, 0)
+
+    def _end(self) -> None:
         self._channel.close()
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
     def clone(self, base: int, attach_files: tuple[str, ...], fds: tuple[int, int, int], cgroup_fd: int) -> int:
         """Fork a PID 1, a child of this process, and return its pid. `fds`: user namespace, listener, control socket.
@@ -81,7 +100,7 @@ class Forker:
                 raise ConnectionResetError(errno.ECONNRESET, "the forker died")
         except OSError as error:
             log("error", "the forker failed", pid=self._pid, reason=str(error))
-            self.stop()
+            self._end()
             self.start()
             raise StepFailed("clone", "the forker died", errno=error.errno or 0) from error
         (pid,) = _ANSWER.unpack(answer)
@@ -93,9 +112,35 @@ class Forker:
         try:
             socket.send_fds(self._channel, [request], fds)
         except ConnectionError:  # the forker died while it was idle: no clone was under way
-            self.stop()
+            self._end()
             self.start()
             socket.send_fds(self._channel, [request], fds)
+
+
+def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Runner, parent_pid: int) -> NoReturn:
+    """Run the seed until nsinit hangs up: fork a forker, a child of nsinit, for each socket that comes. Ends the
+    process, always."""
+    try:
+        syscalls.end_with_parent(parent_pid)
+        os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
+        syscalls.close_range(_CHANNEL_FD + 1)
+        gc.freeze()
+        quiet, cloner = socket.socket(fileno=_CHANNEL_FD), syscalls.Cloner(0)
+        syscalls.set_name(SEED_NAME)
+        while True:
+            word, fds, _, _ = socket.recv_fds(quiet, _MAX_BYTES, 1)
+            if not word:
+                break
+            try:
+                pid = cloner.clone(-1)
+            except OSError as error:
+                pid = -(error.errno or errno.EIO)
+            with socket.socket(fileno=fds[0]) as theirs:
+                if pid == 0:
+                    _live(theirs, machine, runner, parent_pid)
+            quiet.send(_ANSWER.pack(pid))
+    finally:
+        os._exit(1)
 
 
 def _live(channel: socket.socket, machine: BuildFacts, runner: child.Runner, parent_pid: int) -> NoReturn:

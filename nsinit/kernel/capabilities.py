@@ -15,9 +15,9 @@ from nsinit.kernel import syscalls
 RUNNER_ID = 65535
 """Uid and gid of PID 1 inside. 16-bit -1 owns no file of any image, and no command runs with it."""
 
-RUNNER_CAPABILITIES = 1 << k.CAP_SETUID | 1 << k.CAP_SETGID | 1 << k.CAP_KILL
+RUNNER_CAPABILITIES = 1 << k.CAP_SETUID | 1 << k.CAP_SETGID | 1 << k.CAP_KILL | 1 << k.CAP_SYS_PTRACE
 """Effective capabilities of PID 1. None of them gets past file permissions: file requests run with another file system
-uid."""
+uid. CAP_SYS_PTRACE is for `/proc/PID/io` of shells, which are not dumpable; ptrace(2) itself the filter refuses."""
 
 ROOT_CAPABILITIES = (
     1 << k.CAP_CHOWN
@@ -147,3 +147,8 @@ def become_root() -> None:
     for capability in range(ROOT_CAPABILITIES.bit_length()):
         if ROOT_CAPABILITIES >> capability & 1:
             syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_RAISE, capability)
+
+
+def rest() -> None:
+    """Empty the effective set until execve(2), which fills it with the ambient capabilities again."""
+    syscalls.capset(0, permitted=ROOT_CAPABILITIES, inheritable=ROOT_CAPABILITIES)

@@ -9,8 +9,11 @@ Sources: section 2 of the Linux manual; include/uapi/linux/{mount,openat2,sched,
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
 import signal
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_long, c_uint, c_uint64, c_ulong, c_void_p
 from typing import Any
 
@@ -60,9 +63,9 @@ for _function in (_before_fork, _after_fork_child, _after_fork_parent):
     _function.argtypes = []
 
 
-def _error(errno: int, call: str, detail: str = "") -> OSError:
+def _error(number: int, call: str, detail: str = "") -> OSError:
     """Return the exception for a failed call: an instance of the fitting subclass (`FileNotFoundError`, ...)."""
-    return OSError(errno, f"{call}: {os.strerror(errno)}", detail or None)
+    return OSError(number, f"{call}: {os.strerror(number)}", detail or None)
 
 
 class CloneArgs(ctypes.Structure):
@@ -112,6 +115,23 @@ class _CapHeader(ctypes.Structure):
 
 class _CapData(ctypes.Structure):
     _fields_ = (("effective", c_uint), ("permitted", c_uint), ("inheritable", c_uint))
+
+
+class _Action(ctypes.Structure):
+    """`struct sigaction` of the C library, not that of the kernel."""
+
+    _fields_ = (("handler", c_void_p), ("mask", c_ulong * 16), ("flags", c_int), ("restorer", c_void_p))
+
+
+_Handler = ctypes.CFUNCTYPE(None, c_int, c_void_p, c_void_p)
+_kept_handlers: list[object] = []
+_sigaction = _libc.sigaction
+_sigaction.argtypes = [c_int, c_void_p, c_void_p]
+_SA_SIGINFO, _SYS_SECCOMP = 4, 1
+_SI_CODE, _SI_SYSCALL = 8, 24
+"""Places in `siginfo_t` (asm-generic/siginfo.h)."""
+_RESULT_REGISTER = 184 if platform.machine() == "aarch64" else 144
+"""The place of x0, or of rax, in `ucontext_t` (asm/ucontext.h, asm/sigcontext.h)."""
 
 
 class _FilterHeader(ctypes.Structure):
@@ -283,6 +303,24 @@ def set_asking_filter(program: FilterProgram) -> int:
         k.SECCOMP_FILTER_FLAG_NEW_LISTENER,
         program.reference,
     )
+
+
+def on_trapped_call(tell: Callable[[int], None]) -> None:
+    """Have each call that a filter traps fail with ENOSYS, after `tell` was called with its number.
+
+    `signal.signal` won't do: its handler runs later, and can't set the result of the call. This one runs within the
+    call, in the thread that made it, so `tell` may use no call that the filter traps, and take no lock.
+    """
+
+    def handle(_signum: int, information: int, context: int) -> None:
+        if c_int.from_address(information + _SI_CODE).value == _SYS_SECCOMP:
+            c_long.from_address(context + _RESULT_REGISTER).value = -errno.ENOSYS
+            tell(c_int.from_address(information + _SI_SYSCALL).value)
+
+    handler = _Handler(handle)
+    _kept_handlers.append(handler)
+    action = _Action(handler=ctypes.cast(handler, c_void_p), flags=_SA_SIGINFO)
+    _check(_sigaction(signal.SIGSYS, byref(action), None), "sigaction")
 
 
 def setfsuid(uid: int) -> None:

@@ -67,6 +67,7 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ..
     ("dev", builder_steps.place_dev),
     ("tmp", builder_steps.mount_tmp),
     ("run", builder_steps.mount_run),
+    ("shells", builder_steps.mount_shells),
     ("user directories", builder_steps.make_user_directories),
     ("etc", builder_steps.write_etc),
 )
@@ -100,6 +101,7 @@ FILES_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ..
 POWER_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("working directory", init_steps.enter_root),
     ("close descriptors", init_steps.close_descriptors),
+    ("shells", init_steps.keep_shells),
     ("standard streams", init_steps.silence_standard_streams),
     ("oom file", init_steps.keep_oom_file),
     ("socket counters", init_steps.keep_socket_counters),

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
+from nsinit.own_filters import PartFilters
 from nsinit.sandbox import rootfs
 from nsinit.steps import Crash, StepFailed
+from nsinit.storage import shells
 from nsinit.storage.mechanism import DiskFacts, Mechanism
 from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
@@ -46,6 +48,7 @@ READ_ONLY = ("sys", "irq", "bus")
 
 HOST_USR = "/usr"
 PRIVATE_DIRECTORY = "run/sandkasten"
+SHELLS_DIRECTORY = f"{PRIVATE_DIRECTORY}/shells"
 _RUN_BYTES, _PRIVATE_BYTES = 16 << 20, 64 << 20
 _BYTES_PER_INODE, _MIN_INODES = 4096, 1024
 _EMPTY_BYTES, _EMPTY_INODES = 64 << 10, 64
@@ -69,6 +72,8 @@ class BuildFacts:
     terminals: int
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
+    parts: PartFilters | None = None
+    """The filters of nsinit and its helpers; None: they have none."""
 
 
 @dataclass(slots=True)
@@ -235,6 +240,15 @@ def mount_run(build: SandboxBuild, plan: SandboxPlan) -> None:
     }
     private_fd = mounts.filesystem("tmpfs", mounts.INERT, **options)
     mounts.attach(private_fd, open_directory(build.root_fd, PRIVATE_DIRECTORY, owner=base))
+
+
+def mount_shells(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount the image's shells that nobody can read. PID 1 opens the directory and takes it out of the mount table
+    again: no host path shows there."""
+    path = build.machine.layout.image_shells(plan.image)
+    shells.keep(build.root_fd, path)
+    mount_fd = mounts.clone_idmapped(path, build.userns_fd, k.MOUNT_ATTR_RDONLY | mounts.NOSUID_NODEV)
+    mounts.attach(mount_fd, open_directory(build.root_fd, SHELLS_DIRECTORY, owner=build.base))
 
 
 def make_user_directories(build: SandboxBuild, plan: SandboxPlan) -> None:

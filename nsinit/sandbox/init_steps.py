@@ -7,6 +7,7 @@ Sources: cgroup_namespaces(7); proc(5) hidepid; capabilities(7); prctl(2) PR_SET
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import linecache
 import os
@@ -20,9 +21,13 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only, write_file
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.kernel.syscalls import FilterProgram
+from nsinit.sandbox.builder_steps import SHELLS_DIRECTORY
 from nsinit.steps import Crash, Steps
 from nsinit.wire import control
 from nsinit.wire.validate import MAX_OPEN_FILES
+
+_FIRST_FREE_FD = 64
+"""Above the numbers that a shell's link has in the shell."""
 
 OPEN_FILES = 1024
 """The limit of open files that a process begins with: select(2) can't count further."""
@@ -70,6 +75,8 @@ class Init:
     """The most datagram and netlink sockets of the session; of internet sockets there may be more."""
     counter_fds: tuple[int, int] = (-1, -1)
     """`/proc/net/sockstat` and `protocols` of the session's network, open for reading."""
+    shells_fd: int = -1
+    """The directory of the shells that nobody can read, which is in no mount table; -1 without commands."""
     asked: tuple[int, int, int, int] | None = None
     """The fields of `runner.server.sockets.Asked`, once there is a filter."""
     open_files: int = OPEN_FILES
@@ -148,6 +155,15 @@ def enter_root(init: Init) -> None:
     status = os.stat("/")
     if (status.st_dev, status.st_ino) != init.root_id:
         raise OSError(errno.ESTALE, "this is not the root that was built", "/")
+
+
+def keep_shells(init: Init) -> None:
+    if not init.files_only:
+        fd = os.open(f"/{SHELLS_DIRECTORY}", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        init.shells_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+        os.close(fd)
+        syscalls.umount2(f"/{SHELLS_DIRECTORY}", k.MNT_DETACH)
+        os.rmdir(f"/{SHELLS_DIRECTORY}")
 
 
 def silence_standard_streams(init: Init) -> None:

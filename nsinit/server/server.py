@@ -23,7 +23,7 @@ from nsinit.server import image_import
 from nsinit.server.requests import TABLE, Work
 from nsinit.server.start import StartedNsinit, start
 from nsinit.steps import StepFailed, failure_of
-from nsinit.wire.launching import Grant
+from nsinit.wire.launching import Grant, NotGranted
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Start, UnpackImage
 from nsinit.wire.validate import InvalidName
 
@@ -65,18 +65,19 @@ def _serve_daemon(channel: socket.socket, request: Start, runner: child.Runner, 
         return
     channel.sendall(ANSWERS.encode(node.ready))
     channel.setblocking(False)
-    NsinitServer(channel, node, scheduler).run()
+    NsinitServer(channel, node, scheduler, grant).run()
     node.stop()
 
 
 class NsinitServer:
     """The loop of a started nsinit."""
 
-    def __init__(self, channel: socket.socket, node: StartedNsinit, scheduler: Scheduler) -> None:
+    def __init__(self, channel: socket.socket, node: StartedNsinit, scheduler: Scheduler, grant: Grant | None) -> None:
         self._channel = channel
         self._node = node
         self._sessions = node.sessions
         self._scheduler = scheduler
+        self._allowance = grant.allowance if grant is not None else None
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._queues: dict[str, deque[Callable[[], Job]]] = {}
         """Jobs not yet begun, by the key that they are ordered by; a key is here as long as a job of it runs."""
@@ -141,8 +142,11 @@ class NsinitServer:
             if row is None:
                 raise InvalidName("already started")  # `Start` and `UnpackImage` only come first
             row.check(request)
+            if self._allowance is not None:
+                self._allowance.check(request)
         except InvalidName as error:
-            self._answer(_logged_failure(seq, key, failure_of("validate", error)), [])
+            stage = "grant" if isinstance(error, NotGranted) else "validate"
+            self._answer(_logged_failure(seq, key, failure_of(stage, error)), [])
             return
         if row.on_arrival is not None:
             row.on_arrival(self._node, request)

@@ -26,6 +26,8 @@ from nsinit.kernel import landlock, mounts, slots, stage
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
+from nsinit.log import log
+from nsinit.own_filters import BUILDER, CGROUP_MAKER, NSINIT, PartFilters
 from nsinit.sandbox import builder_steps, child
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
@@ -93,6 +95,7 @@ def _start(
     with steps.step("validate"):
         if grant is not None:
             grant.check(request.data_dir, request.cgroup_parent)
+            grant.allowance.check_profiles(request.seccomp_profiles)
         check_data_dir(request.data_dir)
         # The real path: mount tables know no other, and points in them are compared with paths of the layout.
         layout = Layout(os.path.realpath(request.data_dir), grant.gid if grant else 0)
@@ -144,8 +147,10 @@ def _start(
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = last_capability, landlock.probe_abi(), filters
+        has_own_filters = request.own_filters if grant is None else grant.own_filters
+        parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER) if has_own_filters else None
         machine = builder_steps.BuildFacts(
-            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, crash
+            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, crash, parts
         )
     table.free(slot)
     with steps.step("helpers"):
@@ -156,6 +161,11 @@ def _start(
         cgroup_emptiers = HelperPool(cgroup_maker.emptier_kind_of(machine, tree, located), scheduler)
         cgroup_emptiers.start()
         forker = Forker(machine, runner)
+    if parts is not None:
+        with steps.step("own filter"):  # after the seed of the forkers, which what runs in sandboxes descends from
+            parts.enter(NSINIT)
+    else:
+        log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
     sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
     ready = Ready(

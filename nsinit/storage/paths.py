@@ -77,6 +77,9 @@ class Layout:
     def image_rootfs(self, name: str) -> str:
         return f"{self.data_dir}/images/{name}/rootfs"
 
+    def image_shells(self, name: str) -> str:
+        return f"{self.data_dir}/images/{name}/shells"
+
     def image_draft(self, name: str) -> str:
         """The draft of an image."""
         return f"{self.data_dir}/images/{name}"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
+from nsinit.own_filters import DAEMON, PartFilters
 
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"
@@ -48,6 +49,12 @@ def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) ->
     syscalls.prctl(k.PR_SET_DUMPABLE, 0)
     syscalls.join_session_keyring()
     check_dropped(uid, gid)
+
+
+def confine() -> None:
+    """Put this process, a daemon without privilege that has one thread, under the filter of the calls that it makes."""
+    syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)  # or a daemon that was never root may not set a filter (seccomp(2))
+    PartFilters(DAEMON).enter(DAEMON)
 
 
 def check_dropped(uid: int, gid: int) -> None:

@@ -29,6 +29,7 @@ from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_
 from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER
 from nsinit.kernel.syscalls import capget, capset
 from nsinit.log import log
+from nsinit.own_filters import refuse_machine
 from nsinit.spawn import CHANNEL_FD, spawn_nsinit
 from nsinit.wire.launching import (
     FAILED,
@@ -38,6 +39,7 @@ from nsinit.wire.launching import (
     NOTIFY_FD,
     READY,
     START,
+    Allowance,
     Grant,
     LaunchForParent,
     LaunchForUser,
@@ -125,11 +127,14 @@ class ServiceManager:
 def main() -> None:
     """Serve as the argument says, until the daemon (or, with a socket, the service) ends."""
     fields = json.loads(sys.argv[1])
+    fields["allowance"] = Allowance.read(fields["allowance"])
     is_service = "uid" in fields
     os.closerange((NOTIFY_FD if is_service and fields["notify_fd"] == NOTIFY_FD else CHANNEL_FD) + 1, 256)
     os.chdir("/")
     os.umask(0o077)
     become_small()
+    if fields["own_filters"]:
+        refuse_machine()
     channel = socket.socket(fileno=CHANNEL_FD)
     channel.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -154,7 +159,7 @@ def become_small() -> None:
 
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
-    nsinit = Nsinit(Grant(what.data_dir, what.gid, (what.pid, os.getpid())))
+    nsinit = Nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
@@ -204,7 +209,7 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -
 
 def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     """Serve processes that connect as the allowed user, one after the other, until SIGTERM."""
-    nsinit = Nsinit(Grant(what.data_dir, what.gid, (os.getpid(),)))
+    nsinit = Nsinit(Grant(what.data_dir, what.gid, what.allowance, (os.getpid(),), what.own_filters))
     manager = ServiceManager(what.notify_fd, what.beat_s)
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)

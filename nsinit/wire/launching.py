@@ -2,15 +2,18 @@
 
 A daemon without privilege must not choose on what a process with all privileges works. Root says so, in the one
 argument of each process: the launcher's (`tools/launcher.py`) is a `LaunchForParent` or a `LaunchForUser`, and nsinit's
-is the `Grant` that the launcher makes of it. nsinit holds each `Start` against its grant. Without an argument nsinit is
-the child of a program that is root itself, and allows all. Values only; opens nothing.
+is the `Grant` that the launcher makes of it. nsinit holds every request against its grant. Without an argument nsinit
+is the child of a program that is root itself, and allows all. Values only; opens nothing.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
+from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, SandboxPlan, SeccompProfile
 from nsinit.wire.validate import InvalidName, check_data_dir
 
 START, KILL = b"start", b"kill"
@@ -29,37 +32,135 @@ NOTIFY_FD = 4
 _ANY_CGROUP = "auto"
 
 
+class NotGranted(InvalidName):
+    """The daemon asks for more than root allows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The most that a daemon may ask for, as root's configuration says.
+
+    `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
+    daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is
+    per 100 ms.
+    """
+
+    profiles: tuple[str, ...]
+    own_profiles: list[Any]  # JSON values
+    images: tuple[str, ...]
+    root_inside: bool
+    memory_bytes: int
+    pids: int
+    cpu_quota_us: int
+    disk: DiskLimits
+    quota_bytes: int
+    open_files: int
+    tmp_bytes: int
+    shm_bytes: int
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values
+        """Return the allowance in an argument. Raises `KeyError`, `TypeError`, `ValueError`."""
+        if said.keys() != {each.name for each in fields(cls)}:
+            raise ValueError("not the allowance of this version")
+        lists = {name: tuple(map(str, said[name])) for name in ("profiles", "images")}
+        return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"])})
+
+    def check_profiles(self, own: tuple[SeccompProfile, ...]) -> None:
+        """Raise `NotGranted` unless these are the operator's own profiles."""
+        if describe_profiles(own) != self.own_profiles:
+            raise NotGranted("the operator's own seccomp profiles are not those that root has read; restart both parts")
+
+    def check(self, request: object) -> None:
+        """Raise `NotGranted` unless the allowance covers what the request asks for."""
+        plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
+        if isinstance(plan, SandboxPlan):
+            self._check_plan(plan)
+        if isinstance(limits := getattr(request, "limits", None), Limits):
+            self._check_limits(limits)
+        if isinstance(disk, DiskLimits):
+            self._check_disk(disk)
+        quota = getattr(request, "quota", None)
+        size_bytes = quota.size_bytes if isinstance(quota, DiskLimits) else getattr(request, "size_bytes", 0)
+        _at_most("quota", size_bytes, self.quota_bytes)
+
+    def _check_plan(self, plan: SandboxPlan) -> None:
+        if plan.image_kind == "files":  # no program runs in it, and all about it is fixed
+            usual = SandboxPlan(plan.session_id, plan.image, "files", FILES_LIMITS, plan.workspace_id)
+            if plan != replace(usual, workspace_draft=plan.workspace_draft):
+                raise NotGranted("a sandbox for files is always the same")
+            return
+        if plan.seccomp not in self.profiles:
+            raise NotGranted(f"this daemon may not use the seccomp profile {plan.seccomp[:40]!r}")
+        if self.images and plan.image not in self.images:
+            raise NotGranted(f"this daemon may not use the image {plan.image[:80]!r}")
+        if plan.root_inside and not self.root_inside:
+            raise NotGranted("this daemon may not make a root inside")
+        self._check_limits(plan.limits)
+        self._check_disk(plan.disk)
+        for name in ("open_files", "tmp_bytes", "shm_bytes"):
+            _at_most(name, getattr(plan, name), getattr(self, name))
+
+    def _check_limits(self, limits: Limits) -> None:
+        _at_most("memory_bytes", limits.memory_bytes, self.memory_bytes)
+        _at_most("pids", limits.pids, self.pids)
+        _at_most("cpu quota", limits.cpu_quota_us * _PERIOD_US, self.cpu_quota_us * limits.cpu_period_us)
+
+    def _check_disk(self, disk: DiskLimits) -> None:
+        _at_most("disk size_bytes", disk.size_bytes, self.disk.size_bytes)
+        _at_most("disk inodes", disk.inodes, self.disk.inodes)
+
+
+_PERIOD_US = 100_000
+
+
+def _at_most(name: str, asked: int, most: int) -> None:
+    if asked > most:
+        raise NotGranted(f"{name} is {asked}, more than this daemon may ask for ({most})")
+
+
+def describe_profiles(profiles: Iterable[SeccompProfile]) -> list[Any]:
+    """Return seccomp profiles as JSON values."""
+    described: list[Any] = json.loads(json.dumps([asdict(each) for each in profiles]))
+    return described
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """`gid`: the daemon's group, which may reach the sockets of sessions. `beside`: processes of the same service,
-    which nsinit may move to another cgroup along with itself."""
+    which nsinit may move to another cgroup along with itself. `own_filters`: nsinit and its helpers are under system
+    call filters of their own."""
 
     data_dir: str
     gid: int
+    allowance: Allowance
     beside: tuple[int, ...] = ()
+    own_filters: bool = True
 
     def encode(self) -> str:
         """Return the argument for nsinit."""
         return json.dumps(asdict(self))
 
     def check(self, data_dir: str, cgroup_parent: str) -> None:
-        """Raise `InvalidName` unless the grant covers what the daemon asks for."""
+        """Raise `NotGranted` unless the grant covers what the daemon asks for."""
         if data_dir != self.data_dir:
-            raise InvalidName(f"this daemon may not use the data directory {data_dir[:80]!r}")
+            raise NotGranted(f"this daemon may not use the data directory {data_dir[:80]!r}")
         if cgroup_parent != _ANY_CGROUP:
-            raise InvalidName("this daemon may not choose a cgroup")
+            raise NotGranted("this daemon may not choose a cgroup")
 
 
 def parse_grant(arguments: list[str]) -> Grant | None:
-    """Return the grant in the process's arguments, None when there is none. Raises `ValueError`, `KeyError`."""
+    """Return the grant in the process's arguments, None when there is none. Raises `ValueError`, `KeyError`,
+    `TypeError`."""
     if not arguments:
         return None
-    fields = json.loads(arguments[0])
-    data_dir, gid, beside = fields["data_dir"], fields["gid"], fields["beside"]
+    said = json.loads(arguments[0])
+    data_dir, gid, beside = said["data_dir"], said["gid"], said["beside"]
     check_data_dir(data_dir)
     if not isinstance(gid, int) or not 0 < gid < 2**32 - 1:
         raise ValueError(f"{gid!r} is no group for a daemon")
-    return Grant(data_dir, gid, tuple(int(pid) for pid in beside))
+    allowance = Allowance.read(said["allowance"])
+    return Grant(data_dir, gid, allowance, tuple(int(pid) for pid in beside), said["own_filters"] is not False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +170,10 @@ class LaunchForParent:
 
     data_dir: str
     gid: int
+    allowance: Allowance
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
+    own_filters: bool = True
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -83,9 +186,11 @@ class LaunchForUser:
 
     data_dir: str
     gid: int
+    allowance: Allowance
     uid: int
     notify_fd: int = -1
     beat_s: float = 0.0
+    own_filters: bool = True
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -99,6 +99,10 @@ class IoLimits:
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
 
 
+FILES_LIMITS = Limits(memory_bytes=512 << 20, pids=64, cpu_quota_us=100_000)
+"""The limits of every sandbox that has files only."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
     """A sandbox to build. Names only; no path, no environment, no command.
@@ -146,8 +150,9 @@ class Start(Request["Ready"]):
 
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
-    that is root. `terminals`: the number that each sandbox may have. `Failed` is also the answer when the `disk` mode
-    can't be had.
+    that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
+    filters of their own; from a daemon that is not root nsinit does what its grant says. `Failed` is also the answer
+    when the `disk` mode can't be had.
     """
 
     seq: int
@@ -159,6 +164,7 @@ class Start(Request["Ready"]):
     terminals: int = MAX_TERMINALS
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
+    own_filters: bool = True
 
 
 @dataclass(frozen=True, slots=True)

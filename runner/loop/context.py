@@ -99,13 +99,15 @@ class Context:
     as_user: UserIdentity
     settings: Settings
     registry: Registry
+    shells_fd: int = -1
+    """A directory with copies of the image's shells that can be executed and not read, -1 if there is none."""
 
     @classmethod
-    def open(cls, config: RunnerConfig, kernel: Kernel) -> Context:
+    def open(cls, config: RunnerConfig, kernel: Kernel, *, shells_fd: int = -1) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = EventLoop()
         user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
-        return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry())
+        return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry(), shells_fd)
 
     def file(self, name: str) -> str:
         """Return the path of a file in the private directory."""

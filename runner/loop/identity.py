@@ -35,6 +35,10 @@ class UserAccount:
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
 
+ROOT = UserAccount(ROOT_ID, ROOT_ID, (), "root", "/root")
+"""The sandbox's root, which may be no user of it."""
+
+
 def sandbox_user(config: RunnerConfig) -> UserAccount:
     """Return the sandbox user's account. The image need not list it."""
     return UserAccount(config.uid, config.gid, (), config.user, config.home)

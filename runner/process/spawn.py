@@ -78,6 +78,7 @@ class _Launch:
     subreaper: bool
     rules_fd: int
     link: tuple[int, int] | None
+    shells_fd: int
 
 
 def spawn(
@@ -95,6 +96,7 @@ def spawn(
     subreaper: bool = True,
     rules_fd: int = -1,
     link: tuple[int, int] | None = None,
+    shells_fd: int = -1,
 ) -> int:
     """Start a program as a user, with only `stdio` open (default /dev/null); return its pid.
 
@@ -102,14 +104,15 @@ def spawn(
     that the user may enter, the root if there is none; with `must_enter` it is `cwds[0]` or the start fails. It leads a
     session of its own; with `controlling_terminal` descriptor 0 is the terminal of that. With `subreaper` it adopts the
     orphans below it. `rules_fd` are the file rules it enters last. `link` is one more descriptor, and the number that
-    it has in the program. All descriptors stay the caller's.
+    it has in the program. `shells_fd` stays open until execve(2), and `file` is in that directory: the program is not
+    dumpable (`find_copy`). All descriptors stay the caller's.
 
     Raises:
         OSError: no process could be made.
     """
     launch = _Launch(
         *(argv, file or argv[0], env, cwds, must_enter, stdio, account, membership, controlling_terminal, subreaper),
-        *(rules_fd, link),
+        *(rules_fd, link, shells_fd),
     )
     pid = fork(kernel, membership)
     if pid == 0:
@@ -154,6 +157,8 @@ def _become(kernel: Kernel, launch: _Launch) -> None:
         _enter_directory(launch)  # as the user: a directory that the user may not enter is not entered
         if launch.rules_fd >= 0:
             kernel.enter_file_rules(launch.rules_fd)  # last: the rules are for the program, not for these steps
+        if launch.shells_fd >= 0 and launch.account.uid == ROOT_ID:
+            kernel.rest_caps()  # root could read the file, and so be dumpable
     except OSError as error:
         _fail(START_FAILED_STATUS, f"cannot start {launch.argv[0]}", error)
     _execute(launch.file, launch.argv, launch.env)
@@ -170,9 +175,10 @@ def _take_link(launch: _Launch) -> None:
 
 
 def _close_others(kernel: Kernel, launch: _Launch) -> None:
-    """Close all but the three streams, the link, and the rules, which close on execve(2)."""
+    """Close all but the three streams, the link, and the rules and the directory of shells, which close on
+    execve(2)."""
     first = 3
-    for kept_fd in sorted((launch.rules_fd, -1 if launch.link is None else launch.link[1])):
+    for kept_fd in sorted((launch.rules_fd, launch.shells_fd, -1 if launch.link is None else launch.link[1])):
         if kept_fd >= first:
             if kept_fd > first:
                 kernel.close_range(first, kept_fd - 1)
@@ -245,6 +251,23 @@ def _fail(status: int, what: str, error: OSError) -> NoReturn:
         os.write(2, os.fsencode(f"sandkasten: {what}: {os.strerror(error.errno or 0)}\n"))
     finally:
         os._exit(status)
+
+
+def find_copy(shells_fd: int, path: str) -> str | None:
+    """Return the path, for a child of PID 1, of the copy of a shell that nobody can read; None if there is none, or
+    the session's file is another by now.
+
+    The kernel makes a program of such a file not dumpable: to look into its memory or open its descriptors by
+    `/proc` takes CAP_SYS_PTRACE, and what is the user's there is root's (execve(2), PR_SET_DUMPABLE(2const)).
+    """
+    name = os.path.basename(path)
+    try:
+        copy, original = os.stat(name, dir_fd=shells_fd), os.stat(path)
+    except OSError:  # no directory, no copy
+        return None
+    is_same = (copy.st_size, int(copy.st_mtime)) == (original.st_size, int(original.st_mtime))
+    # By /proc, for it is in no mount; unlike "" of execveat(2) it leaves the process its name.
+    return f"/proc/self/fd/{shells_fd}/{name}" if is_same else None
 
 
 # Out of memory ------------------------------------------------------------------------------------------------------

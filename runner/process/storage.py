@@ -1,6 +1,6 @@
 """Use of storage by a run: whether the file systems were filled, and how many bytes were written.
 
-Of a process only the kernel's counters are read, with the rights of the sandbox user.
+Of a process only the kernel's counters are read.
 
 Sources: statvfs(3), proc_pid_io(5) `write_bytes` (a process's own plus those of the children it has waited for).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from runner.loop.context import Context
+from runner.loop.identity import UserIdentity
 
 _LITTLE_BYTES = 64 * 1024
 """A file system with less room than this counts as full."""
@@ -53,17 +54,19 @@ class RoomGauge:
 
 class WriteMeter:
     """Counts the bytes that one process writes to storage between two calls. Keeps one descriptor: opening the file
-    anew for each command would cost more than all else here. Call it as the sandbox user."""
+    anew for each command would cost more than all else here."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._last = 0
 
-    def read(self, pid: int) -> int:
-        """Return the bytes written since the last call, -1 the first time or if the kernel does not count."""
+    def read(self, pid: int, owner: UserIdentity) -> int:
+        """Return the bytes written since the last call, -1 the first time or if the kernel does not count. `owner`: of
+        the process's files below /proc."""
         try:
             if self._fd < 0:
-                self._fd = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+                with owner:
+                    self._fd = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
                 self._last = self._now()
                 return -1
             last, self._last = self._last, self._now()

@@ -201,6 +201,7 @@ def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
 
 def run(
     listener_fd: int,
+    shells_fd: int,
     kernel: Kernel,
     *,
     on_ready: Callable[[], None],
@@ -210,11 +211,12 @@ def run(
     """Serve requests on the listening socket as PID 1, until the sandbox is killed.
 
     `on_ready` is called once, when the first connection would be served. `asked`: the kernel asks about sockets.
+    `shells_fd`: the directory of shells that nobody can read, or -1.
     """
     config = config or RunnerConfig()
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
-    context = Context.open(config, kernel)
+    context = Context.open(config, kernel, shells_fd=shells_fd)
     RunnerServer(context, listener_fd, Service(context).dispatch)
     if asked is not None:
         SocketGate(context.loop, asked)

@@ -143,12 +143,12 @@ _RUN_BUSYBOX = r"""command . @DIR@/run; __sk_o=$?
 case $__sk_r in 1) __sk_s=$__sk_o __sk_r=2;; esac"""
 
 _RUN_FILE = r"""
-__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || exit
+__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit
 case $__sk_m in
 -) \command echo "$__sk_n +" >&@FD@
-__sk_st "$__sk_s"; . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
+\__sk_st "$__sk_s"; \. @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
 *) { \command echo "$__sk_n +" >&@FD@
-. @DIR@/pre && { __sk_st "$__sk_s"; . @DIR@/cmd; } @FD@>&-; } <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
+\. @DIR@/pre && { \__sk_st "$__sk_s"; \. @DIR@/cmd; } @FD@>&-; } <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
 esac
 __sk_s=$? __sk_r=2
 """

@@ -52,6 +52,8 @@ def make(context: Context, rules: FileRules) -> int:
         if rules.readable is not None:
             paths = (*_ALWAYS_READABLE, own, *rules.readable, *(rules.writable or ()))
             readable = _open_all(context, paths, opened)
+            if context.shells_fd >= 0:  # in no mount: below no path that was opened
+                readable.append((context.shells_fd, True))
         return context.kernel.make_file_rules(readable, writable)
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()

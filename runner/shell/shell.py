@@ -8,6 +8,7 @@ Sources: getrusage(2) (blocks of 512 bytes).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -17,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.loop.context import Context
-from runner.loop.identity import UserIdentity
+from runner.loop.identity import ROOT, UserIdentity
 from runner.loop.loop import Timer
 from runner.loop.settings import Change
 from runner.process import process_set
-from runner.process.spawn import Membership, offer, spawn
+from runner.process.spawn import Membership, find_copy, offer, spawn
 from runner.process.storage import WriteMeter
 from runner.shell import command_driver
 from runner.shell.files import PrivateDirectory
@@ -117,6 +118,7 @@ class Shell:
         self._checks_left = 0
         self._link: Link | None = None
         self._link_number = command_driver.link_number(birth.argv[0])
+        self._owner = birth.identity
         self._state = b""
         self.files = PrivateDirectory(directory, birth.identity.account.uid)
         if self._is_busybox:
@@ -179,6 +181,10 @@ class Shell:
             "rules_fd": context.settings.rules_fd,
             "link": (link_fd, self._link_number),
         }
+        self._owner, copy = self.identity, find_copy(context.shells_fd, self.path)
+        if copy is not None:  # the files of its process below /proc are root's
+            self._owner = self.identity.of(ROOT)
+            options |= {"file": copy, "shells_fd": context.shells_fd}
         kernel, argv = self._context.kernel, self._birth.argv
         if not self._is_busybox:
             argv = [*argv, "-c", command_driver.PROGRAM, os.path.basename(argv[-1])]
@@ -273,7 +279,7 @@ class Shell:
         self._failed_starts = 0
         self.files.unlink("state")
         if self.pid is not None:
-            offer(self.identity, self.pid)
+            offer(self._owner, self.pid)
         self._look(cwd)
         self._events.on_ready()
 
@@ -284,12 +290,13 @@ class Shell:
         self._events.on_status(status)
 
     def _look(self, cwd: bytes) -> None:
-        """Note the directory that the shell tells, if it can, and ask the kernel for the bytes it has written, with the
-        uid of the shell's user: without it PID 1 may not look."""
+        """Note the directory that the shell tells, if it can, and ask the kernel for the bytes it has written."""
         self.cwd = cwd or self.cwd
         if self.pid is not None:
-            with self.identity:
-                self.written_bytes = self._meter.read(self.pid)
+            if not cwd:  # bash without its builtin `pwd`
+                with contextlib.suppress(OSError):
+                    self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid)
+            self.written_bytes = self._meter.read(self.pid, self._owner)
 
     def _drop_link(self) -> None:
         """Take the last reports of a process that is gone, and the state that it has left."""

@@ -186,6 +186,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             terminals=most_sessions(self._config.server.max_sessions)[1],
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
+            own_filters=self._config.security.own_filters,
             start_nsinit=self._start_nsinit,
         )
         try:

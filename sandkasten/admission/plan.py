@@ -34,7 +34,7 @@ from sandkasten.model.workspace import WorkspaceMode
 _MIB = 1024 * 1024
 _BYTES_PER_INODE = 4096
 _MIN_INODES = 1024
-_CPU_PERIOD_US = 100_000
+CPU_PERIOD_US = 100_000
 _MIN_CPU_QUOTA_US = 1_000
 _TMPFS_SHARES = {"tmp_mb": 2, "shm_mb": 4}
 """Divisors: each size is at most that part of the memory, so that a full one is "no space left", not an OOM kill."""
@@ -280,9 +280,9 @@ def plan_disk(limits: Limits) -> protocol.DiskLimits:
 
 def plan_limits(limits: Limits) -> protocol.Limits:
     """Return the limits in the kernel's units."""
-    quota_us = max(round(limits.cpu * _CPU_PERIOD_US), _MIN_CPU_QUOTA_US)
+    quota_us = max(round(limits.cpu * CPU_PERIOD_US), _MIN_CPU_QUOTA_US)
     return protocol.Limits(
-        memory_bytes=limits.memory_mb * _MIB, pids=limits.pids, cpu_quota_us=quota_us, cpu_period_us=_CPU_PERIOD_US
+        memory_bytes=limits.memory_mb * _MIB, pids=limits.pids, cpu_quota_us=quota_us, cpu_period_us=CPU_PERIOD_US
     )
 
 

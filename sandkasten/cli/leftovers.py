@@ -271,7 +271,7 @@ def _sweep_as_daemon(config: Config, survey: Survey) -> None:
         profiles = load_filters(config.security)
         if config.nsinit_socket is None:
             move_to(survey.homes)
-        with means(config, serves=False) as at_hand:
+        with means(config, profiles, serves=False) as at_hand:
             writer = log.configure("error", format=config.server.log_format)
             try:
                 trio.run(_sweep, config, machine, profiles, at_hand, strict_exception_groups=True)

@@ -18,8 +18,9 @@ from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
-from sandkasten.cli.privilege import account_of, set_up
+from sandkasten.cli.privilege import account_of, allowance_of, set_up
 from sandkasten.config import ConfigError
+from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.host.account import Account
 from sandkasten.host.examine import write_machine
@@ -45,6 +46,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
     machine = examine.examine(config.data_dir, config=config)
     try:
         app.require_protections(config, machine)
+        allowance = allowance_of(config, load_filters(config.security))
         set_up(config, account)
         write_machine(DataPaths(config.data_dir).machine, machine, gid=account.gid)
     except (ConfigError, SandkastenError) as error:
@@ -55,7 +57,13 @@ def nsinit(arguments: argparse.Namespace) -> int:
     is_told = notifier.fileno() >= 0
     _hand_down({CHANNEL_FD: listener.fileno()} | ({NOTIFY_FD: notifier.fileno()} if is_told else {}))
     what = LaunchForUser(
-        str(config.data_dir), account.gid, account.uid, NOTIFY_FD if is_told else -1, notifier.beat_s or 0.0
+        str(config.data_dir),
+        account.gid,
+        allowance,
+        account.uid,
+        NOTIFY_FD if is_told else -1,
+        notifier.beat_s or 0.0,
+        config.security.own_filters,
     )
     command = launcher_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)

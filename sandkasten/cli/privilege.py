@@ -16,17 +16,21 @@ from pathlib import Path
 import attrs
 
 import sandkasten
-from nsinit.tools.drop import NotDropped, drop_privilege
-from nsinit.wire.launching import LaunchForParent
+from nsinit.tools.drop import NotDropped, confine, drop_privilege
+from nsinit.wire.launching import Allowance, LaunchForParent, describe_profiles
+from nsinit.wire.protocol import DiskLimits, SeccompProfile
 from sandkasten import app
+from sandkasten.admission.plan import CPU_PERIOD_US
 from sandkasten.api.http.listen import EarlySockets, listen_early
 from sandkasten.cli.common import Stop
 from sandkasten.config import Config, ConfigError
+from sandkasten.config.values import MIB
 from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, share_store
 from sandkasten.links.nsinit import Launcher, StartNsinit, connect_to, open_launcher, start_as_child
+from sandkasten.model import SECCOMP_PROFILES
 
 
 @attrs.frozen
@@ -58,13 +62,15 @@ def set_up(config: Config, account: Account) -> None:
 
 
 @contextlib.contextmanager
-def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
+def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bool = True) -> Iterator[Means]:
     """Give up root as far as the configuration says, and yield the means to work with; without `serves` no socket.
+    `profiles`: the operator's own filters, the only ones that nsinit will take.
 
     Raises:
         Stop: the daemon can't run without privilege here; the message is one sentence.
     """
     if os.geteuid() != 0:
+        _confine(config)
         yield Means(_start_nsinit(config))
         return
     account = account_of(config)
@@ -74,11 +80,32 @@ def means(config: Config, *, serves: bool = True) -> Iterator[Means]:
     elif config.nsinit_socket is not None:
         hand_over(config, account)
         _drop(config, account)
+        _confine(config)
         yield Means(_start_nsinit(config))
     else:
         set_up(config, account)
-        with _kept(config, account, config.listen if serves else ()) as kept:
+        with _kept(config, account, allowance_of(config, profiles), config.listen if serves else ()) as kept:
             yield kept
+
+
+def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowance:
+    """Return the most that a daemon with this configuration asks nsinit for."""
+    most, disk, security = config.maximum, config.disk, config.security
+    aliases = (config.image_aliases[name] for name in config.allowed_images if name in config.image_aliases)
+    return Allowance(
+        profiles=tuple(dict.fromkeys((security.seccomp, SECCOMP_PROFILES[0], *security.seccomp_allowed))),
+        own_profiles=describe_profiles(profiles),
+        images=(*config.allowed_images, *aliases),
+        root_inside=config.isolation.root_inside,
+        memory_bytes=most.mem_limit_mb * MIB,
+        pids=most.pids_limit,
+        cpu_quota_us=round(most.cpu_limit * CPU_PERIOD_US),
+        disk=DiskLimits(disk.max_mb * MIB, disk.max_inodes),
+        quota_bytes=max(config.workspace_quota_mb, disk.max_mb) * MIB,
+        open_files=most.open_files_limit,
+        tmp_bytes=most.tmp_limit_mb * MIB,
+        shm_bytes=most.shm_limit_mb * MIB,
+    )
 
 
 def _start_nsinit(config: Config) -> StartNsinit:
@@ -86,19 +113,33 @@ def _start_nsinit(config: Config) -> StartNsinit:
 
 
 @contextlib.contextmanager
-def _kept(config: Config, account: Account, listen: Sequence[str]) -> Iterator[Means]:
+def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequence[str]) -> Iterator[Means]:
     early = listen_early(listen, loopback_only=False)  # the command line always has a key
     try:
-        what = LaunchForParent(str(config.data_dir), account.gid, os.getpid(), tuple(early.unix_paths))
+        what = LaunchForParent(
+            str(config.data_dir),
+            account.gid,
+            allowance,
+            os.getpid(),
+            tuple(early.unix_paths),
+            config.security.own_filters,
+        )
         launcher = open_launcher(what)
         try:
             _drop(config, account)
+            _confine(config)
             yield Means(launcher.start_nsinit, early, launcher)
         finally:
             early.close()
             launcher.close()
     finally:
         early.close()
+
+
+def _confine(config: Config) -> None:
+    """Put the daemon under the filter of its own calls, while it has one thread: those to come inherit the filter."""
+    if config.security.own_filters:
+        confine()
 
 
 def _drop(config: Config, account: Account) -> None:

@@ -54,7 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         machine = look_at_machine(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
-        with locked(config.data_dir), means(config) as at_hand:
+        with locked(config.data_dir), means(config, profiles) as at_hand:
             if arguments.stop_sessions:
                 config = attrs.evolve(config, sessions_on_stop="destroy")
             return _serve_until_signal(config, machine, profiles, at_hand, notifier)

@@ -174,12 +174,14 @@ def _not_below_defaults(instance: Any, _attribute: attrs.Attribute[Any], maximum
 @attrs.frozen
 class SecuritySettings:
     """System call filters. `seccomp` is the default of sessions, `seccomp_allowed` the further ones that a session may
-    ask for; `seccomp_profiles` is a directory of the operator's own filters.
+    ask for; `seccomp_profiles` is a directory of the operator's own filters. `own_filters`: daemon, launcher, nsinit
+    and its helpers are under filters of their own.
     """
 
     seccomp: Literal["off"] | str = attrs.field(default="strict", validator=_filters)  # YAML reads `off` as false
     seccomp_allowed: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_filters)
     seccomp_profiles: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+    own_filters: bool = True
 
     def __attrs_post_init__(self) -> None:
         own = [name for name in (self.seccomp, *self.seccomp_allowed) if name not in SECCOMP_PROFILES]

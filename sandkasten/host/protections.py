@@ -102,11 +102,23 @@ def _daemon_privilege(now: Situation, found: Protection) -> Protection:
     return attrs.evolve(found, state=ProtectionState.MISSING, detail="the program that embeds the supervisor is root")
 
 
+def _own_filters(now: Situation, found: Protection) -> Protection:
+    """The filters of our own processes. A daemon that is root has none, since nsinit, its child, would inherit it."""
+    if not now.config.security.own_filters:
+        return attrs.evolve(found, state=ProtectionState.OFF, detail="security.own_filters is off", fix="")
+    if now.daemon_uid == 0 or now.config.user == "root":
+        detail = "nsinit and its helpers make no other calls than theirs; a daemon that is root has no filter"
+        return attrs.evolve(found, state=ProtectionState.DEGRADED, detail=detail)
+    detail = "daemon, nsinit and its helpers make no other calls than theirs, the launcher none against the machine"
+    return attrs.evolve(found, state=ProtectionState.ON, detail=detail)
+
+
 _ENTRIES: Mapping[str, Entry] = {
     "seccomp": _seccomp,
     "landlock": _landlock,
     "disk": _disk,
     "daemon_privilege": _daemon_privilege,
+    "own_filters": _own_filters,
 }
 
 

@@ -63,6 +63,7 @@ PROTECTIONS: Mapping[str, Need] = MappingProxyType(
         "landlock": Need.OPTIONAL,
         "disk": Need.OPTIONAL,
         "daemon_privilege": Need.OPTIONAL,
+        "own_filters": Need.OPTIONAL,
     }
 )
 """All protections, in the order in which they are shown."""

@@ -16,6 +16,7 @@ from nsinit.wire.launching import Grant
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, FaultSettings
 from sandkasten.crash import Point
+from tests.allowance import ALLOWANCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,8 +110,8 @@ def test_nsinit_knows_no_other_points(at: str) -> None:
 def test_nsinit_crashes_for_no_daemon_that_gave_root_away() -> None:
     """An intruder in that daemon must not be able to end processes that are out of reach."""
     with pytest.raises(InvalidName):
-        _crash("nsinit.create.cgroup", Grant("/data", 61100))
+        _crash("nsinit.create.cgroup", Grant("/data", 61100, ALLOWANCE))
     crash = _crash("nsinit.create.cgroup:2", None)
     assert isinstance(crash, Crash)
     assert crash.name == "nsinit.create.cgroup"
-    assert _crash("", Grant("/data", 61100)) is None
+    assert _crash("", Grant("/data", 61100, ALLOWANCE)) is None

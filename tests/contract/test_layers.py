@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("storage"),
         Layer("cgroup"),
         Layer("wire"),
-        Layer("steps"),
+        Layer("steps", "own_filters"),
         Layer("kernel", "log", "scheduler", "spawn"),
     ),
     "runner": (

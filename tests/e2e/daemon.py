@@ -20,6 +20,8 @@ from tests.waiting import patience
 
 KEY = "test-key-0123456789"
 SCRIPT = Path(sys.executable).parent / "sandkasten"
+REFUSED_CALL = re.compile("system[_ ]call[_ ]refused")
+"""The event that a filter of a part of ours lacks a call."""
 START_S = 30.0
 STOP_S = 30.0
 
@@ -83,6 +85,7 @@ class Daemon:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+        assert [line for line in self.log if REFUSED_CALL.search(line)] == []
 
 
 def create_patiently(client: httpx.Client) -> str:

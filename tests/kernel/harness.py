@@ -28,6 +28,8 @@ from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
+from nsinit.helpers.forker import SEED_NAME as SEED
+from nsinit.wire.launching import Allowance, Grant
 from nsinit.wire.protocol import (
     ANSWERS,
     MAX_DATAGRAM_BYTES,
@@ -86,17 +88,27 @@ class Result:
 
 
 NO_IO_LIMITS = IoLimits()
+_STRANGER = 61_100
 
 
 class Nsinit:
     """A running nsinit. Requests may be sent without waiting; `receive` returns answers as they come.
 
     `wrapper` is a command that ends by executing its arguments, to give nsinit other surroundings than the test's.
+    `allowance`: the most that nsinit, as told by root, does for us.
     """
 
-    def __init__(self, data_dir: Path, node_id: str, wrapper: tuple[str, ...] = (), **wishes: Any) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        node_id: str,
+        wrapper: tuple[str, ...] = (),
+        allowance: Allowance | None = None,
+        **wishes: Any,
+    ) -> None:
         self.data_dir = data_dir
         self._wrapper = wrapper
+        self._grant = () if allowance is None else (Grant(str(data_dir), _STRANGER, allowance).encode(),)
         self._seq = itertools.count(1)
         self._sandboxes: list[Sandbox] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -114,7 +126,8 @@ class Nsinit:
             (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
         ]
         try:
-            program = [*self._wrapper, sys.executable, "-I", "-S", "-B", str(Path(nsinit.__file__).parent)]
+            place = str(Path(nsinit.__file__).parent)
+            program = [*self._wrapper, sys.executable, "-I", "-S", "-B", place, *self._grant]
             return os.posix_spawn(program[0], program, {"LANG": "C.UTF-8", "TZ": "UTC0"}, file_actions=actions)
         finally:
             os.close(null_fd)
@@ -187,9 +200,8 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        return {
-            pid for pid, name in descendants(self.pid) if name not in (BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER)
-        }
+        helpers = BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER, SEED
+        return {pid for pid, name in descendants(self.pid) if name not in helpers}
 
     def helpers(self, name: str) -> set[int]:
         """Return the pids of nsinit's helpers of that name."""
@@ -230,7 +242,9 @@ class Nsinit:
             self.channel.close()
             os.waitpid(self.pid, 0)
             self.pid = 0
+            said = self.log
             self._log.close()
+            assert "system call refused" not in said, said
 
 
 class Sandbox:
@@ -357,9 +371,12 @@ def running(
     *,
     disk: DiskWish = "auto",
     io: IoLimits = NO_IO_LIMITS,
+    allowance: Allowance | None = None,
+    own_filters: bool = True,
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, disk=disk, io=io)
+    wishes = {"disk": disk, "io": io, "own_filters": own_filters}
+    server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **wishes)
     try:
         yield server
     finally:

@@ -312,7 +312,7 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
         reset_library_signals()  # as nsinit does for what it forks
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         _lock_imports()
-        runner_main.run(3, RunnerKernel(filters_commands=False), on_ready=_tell_ready, config=config)
+        runner_main.run(3, -1, RunnerKernel(filters_commands=False), on_ready=_tell_ready, config=config)
     finally:
         os._exit(1)
 

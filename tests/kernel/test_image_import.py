@@ -27,6 +27,7 @@ from nsinit.wire.validate import MAX_BYTES, MAX_INODES
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model.errors import NsinitLost
+from tests.allowance import ALLOWANCE
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import Nsinit, wait_until
 from tests.leaks import children
@@ -141,7 +142,7 @@ def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> N
 
 def test_a_daemon_without_privilege_may_not_ask(request_for: UnpackImage, draft: Path) -> None:
     """A daemon without root has no archive unpacked: nsinit refuses the request and does not open the archive."""
-    grant = Grant(request_for.data_dir, STRANGER)
+    grant = Grant(request_for.data_dir, STRANGER, ALLOWANCE)
     assert refusal(request_for, small_tar(), grant) == ("validate", "only root may have an archive unpacked")
     assert os.listdir(draft / "rootfs") == []
 

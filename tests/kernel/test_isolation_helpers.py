@@ -22,6 +22,7 @@ from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
+from nsinit.helpers.forker import SEED_NAME as SEED
 from nsinit.kernel import constants as k
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES
 from nsinit.kernel.mountinfo import is_below, parse_mountinfo
@@ -58,9 +59,9 @@ def server() -> Iterator[Nsinit]:
 
 def _wait_for_helpers(server: Nsinit) -> set[int]:
     def found() -> set[int]:
-        return set().union(*(server.helpers(name) for name in (BUILDER, FORKER, CGROUP_MAKER, CGROUP_EMPTIER)))
+        return set().union(*(server.helpers(name) for name in (BUILDER, FORKER, SEED, CGROUP_MAKER, CGROUP_EMPTIER)))
 
-    wait_until(lambda: len(found()) == COUNT + 3, "the helpers started")
+    wait_until(lambda: len(found()) == COUNT + 4, "the helpers started")
     return found()
 
 
@@ -89,7 +90,7 @@ def _descriptors(pid: int) -> list[str]:
 
 
 def _all_holdings(server: Nsinit) -> dict[int, object]:
-    return {pid: _holdings(pid) for name in (BUILDER, FORKER, CGROUP_MAKER) for pid in server.helpers(name)}
+    return {pid: _holdings(pid) for name in (BUILDER, FORKER, SEED, CGROUP_MAKER) for pid in server.helpers(name)}
 
 
 def _fail_while_stopped(server: Nsinit, pids: set[int], plan: SandboxPlan) -> Failed:
@@ -189,7 +190,7 @@ def test_helpers_live_where_nsinit_lives(server: Nsinit) -> None:
     """Between builds, a builder is in no other namespace than nsinit itself."""
     server.build(host_plan()).teardown()
     own = _holdings(server.pid)
-    for pid in server.helpers(BUILDER) | server.helpers(FORKER):
+    for pid in server.helpers(BUILDER) | server.helpers(FORKER) | server.helpers(SEED):
         namespaces, _, mountinfo, directories = _holdings(pid)
         assert (namespaces, mountinfo) == (own[0], own[2])
         assert "/" in directories
@@ -278,6 +279,27 @@ def test_a_forker_that_dies_with_a_request_fails_that_build_alone(server: Nsinit
     assert survivor.run("echo alive").out == "alive\n"
     survivor.teardown()
     _assert_all_is_well(server, plan)
+
+
+def test_without_a_seed_the_death_of_the_forker_ends_nsinit() -> None:
+    """No forker can be started then; the sandbox lives on, and the next nsinit has both."""
+    with data_directory() as data_dir:
+        node_id = new_node_id()
+        first = Nsinit(data_dir, node_id)
+        survivor = first.build(host_plan())
+        for name in (SEED, FORKER):
+            assert first.build(host_plan()).teardown().leftovers == ()
+            for pid in first.helpers(name):
+                os.kill(pid, signal.SIGKILL)
+        first.send(Build, plan=host_plan())
+        with pytest.raises(EOFError):
+            first.receive()
+        assert survivor.run("echo alive").out == "alive\n"
+        survivor.release()
+        first.close()
+        with running(data_dir, node_id) as second:
+            assert survivor.session_id in second.scan()
+            second.build(host_plan()).teardown()
 
 
 def test_a_cgroup_maker_that_dies_with_an_order_fails_that_build_alone(server: Nsinit) -> None:
@@ -385,7 +407,7 @@ def test_the_cgroup_maker_can_do_nothing_else(server: Nsinit) -> None:
 def test_nsinit_and_its_helpers_have_no_network_and_no_power_beyond_their_work(server: Nsinit) -> None:
     """A daemon or sandbox that turns on nsinit and its helpers finds no interface of the machine, no modules, no raw
     devices."""
-    for pid in (server.pid, *server.helpers(BUILDER), *server.helpers(FORKER)):
+    for pid in (server.pid, *server.helpers(BUILDER), *server.helpers(FORKER), *server.helpers(SEED)):
         interfaces = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
         assert [each.partition(":")[0].strip() for each in interfaces] == ["lo"]
         held = _capabilities(pid)

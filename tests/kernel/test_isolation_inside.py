@@ -136,12 +136,12 @@ def test_pid_1_can_import_nothing() -> None:
     assert "refused: ModuleNotFoundError" in failed.message
 
 
-def test_pid_1_keeps_three_capabilities_and_no_more(sandbox: Sandbox) -> None:
-    """The runner can change ids and signal commands; its bounding set is empty too."""
+def test_pid_1_keeps_four_capabilities_and_no_more(sandbox: Sandbox) -> None:
+    """The runner can change ids, signal commands and read their counters; its bounding set is empty too."""
     status = Path(f"/proc/{sandbox.pid}/status").read_text()
     values = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    kill_setgid_setuid = f"{1 << 5 | 1 << 6 | 1 << 7:016x}"
-    assert (values["CapPrm"], values["CapEff"]) == (kill_setgid_setuid, kill_setgid_setuid)
+    kill_setgid_setuid_ptrace = f"{1 << 5 | 1 << 6 | 1 << 7 | 1 << 19:016x}"
+    assert (values["CapPrm"], values["CapEff"]) == (kill_setgid_setuid_ptrace, kill_setgid_setuid_ptrace)
     assert {values["CapBnd"], values["CapInh"], values["CapAmb"]} == {"0" * 16}
     assert values["Uid"].split() == [str(sandbox.built.identity.base_uid + 65535)] * 4
 
@@ -216,10 +216,13 @@ def test_commands_inherit_no_descriptor(sandbox: Sandbox) -> None:
 
 
 def test_pid_1_holds_nothing_of_the_host(sandbox: Sandbox) -> None:
-    """The runner's descriptors are its own sockets, pipes and files inside, and the directories of its shells; no log
-    pipe, no cgroup."""
+    """The runner's descriptors are its own sockets, pipes and files inside, the directories of its shells, and one with
+    copies of the image's shells, out of which no name leads; no log pipe, no cgroup."""
     base = f"/proc/{sandbox.pid}/fd"
     targets = {fd: os.readlink(f"{base}/{fd}") for fd in os.listdir(base)}
+    copies = [fd for fd, target in targets.items() if target == "/"]
+    assert [set(os.listdir(f"{base}/{fd}/..")) <= {"bash", "busybox", "dash", "sh"} for fd in copies] == [True]
+    del targets[copies[0]]
     allowed = ("/dev/null", "socket:", "pipe:", "anon_inode:", "/run/sandkasten/", "/proc/")
     assert [target for target in targets.values() if not target.startswith(allowed)] == []
     of_the_host = {os.stat(path).st_dev for path in ("/", "/proc", "/dev", "/sys/fs/cgroup")}
@@ -265,7 +268,7 @@ def test_programs_that_read_the_counters_work(sandbox: Sandbox) -> None:
     for command in ("uptime", "top -bn1", "vmstat", "ps -eo pid,lstart"):
         done = sandbox.run(f"command -v {command.split()[0]} > /dev/null || exit 0; {command}")
         assert (done.code, done.err) == (0, ""), command
-    assert str(time.localtime().tm_year) in sandbox.run("ps -o lstart= -p $$").out
+    assert str(time.localtime().tm_year) in sandbox.run("sh -c 'ps -o lstart= -p $$'").out
     if shutil.which("node"):
         said = sandbox.run("node -p 'os.cpus().length + \" \" + os.cpus().every(each => each.times.idle > 0)'").out
         assert said == f"{os.cpu_count()} true\n"

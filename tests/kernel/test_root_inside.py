@@ -107,7 +107,7 @@ def test_the_sandbox_user_has_none_in_the_same_session(sandbox: Sandbox) -> None
 
 
 def test_pid_1_can_hand_them_on_and_not_use_them(sandbox: Sandbox) -> None:
-    """PID 1's effective capabilities are its usual three, so that no file request gets past permissions."""
+    """PID 1's effective capabilities are its usual four, so that no file request gets past permissions."""
     found = status(Path(f"/proc/{sandbox.pid}/status").read_text())
     assert sets(found) == (ROOT_CAPABILITIES, ROOT_CAPABILITIES | RUNNER_CAPABILITIES, RUNNER_CAPABILITIES, 0, 0)
     as_root(sandbox, "sh", "-c", "umask 077; echo secret > /workspace/../tmp/of-root")

@@ -82,6 +82,15 @@ except OSError as error:
     assert 8 * MOST <= made <= 8 * MOST + 1  # the last connection takes two
 
 
+@pytest.mark.parametrize("profile", ["debug", "mvp"])
+def test_the_bound_holds_under_the_other_profiles(server: Nsinit, profile: str) -> None:
+    """PID 1 counts below every filter, not below `strict` alone."""
+    box = server.build(host_plan(limits=LIMITS, seccomp=profile))
+    said = _said(box, 'said["first"] = until_refused(socket.AF_INET, socket.SOCK_DGRAM)')
+    box.teardown()
+    assert said == {"first": [MOST, "ENOBUFS"]}
+
+
 @pytest.mark.parametrize("profile", ["strict", "debug", "mvp"])
 def test_below_every_profile_a_buffer_stays_small_and_a_foreign_family_is_refused(server: Nsinit, profile: str) -> None:
     """SO_SNDBUF, SO_RCVBUF and SO_TIMESTAMPING succeed without effect; other options have theirs."""

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import pwd
+from dataclasses import replace
 
 import pytest
 
-from nsinit.wire.launching import Grant, parse_grant
+from nsinit.wire.launching import Grant, NotGranted, describe_profiles, parse_grant
+from nsinit.wire.protocol import (
+    FILES_LIMITS,
+    Build,
+    DiskLimits,
+    GrowWorkspace,
+    Limits,
+    MakeWorkspace,
+    MountImage,
+    Prepare,
+    SandboxPlan,
+    SeccompProfile,
+    SeccompRule,
+    SetDisk,
+    SetLimits,
+)
 from nsinit.wire.validate import InvalidName
 from sandkasten.config import Config, ConfigError
 from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account
+from tests.allowance import ALLOWANCE
 
 
 def test_root_is_said_by_name() -> None:
@@ -47,12 +64,72 @@ def test_what_is_no_name_is_refused(user: str) -> None:
 
 def test_a_grant_holds_the_daemon_to_what_root_said() -> None:
     """Another data directory or cgroup than the granted one is refused; the argument survives the way."""
-    grant = Grant("/var/lib/sandkasten", 990, (4, 5))
+    grant = Grant("/var/lib/sandkasten", 990, ALLOWANCE, (4, 5))
     assert parse_grant([grant.encode()]) == grant
     grant.check("/var/lib/sandkasten", "auto")
     for data_dir, parent in (("/etc", "auto"), ("/var/lib/sandkasten/x", "auto"), ("/var/lib/sandkasten", "other")):
         with pytest.raises(InvalidName):
             grant.check(data_dir, parent)
+
+
+PLAN = SandboxPlan("a" * 24, "host", "host", Limits(1 << 30, 256, 100_000), tmp_bytes=64 << 20, shm_bytes=32 << 20)
+SMALL = replace(PLAN, disk=DiskLimits(1 << 30, 10_000), open_files=4096)
+FILES = SandboxPlan("a" * 24, "files", "files", FILES_LIMITS, "work", workspace_draft=True)
+MORE = [
+    ("profile", replace(SMALL, seccomp="off")),
+    ("image", replace(SMALL, image="other")),
+    ("root inside", replace(SMALL, root_inside=True)),
+    ("memory_bytes", replace(SMALL, limits=Limits((1 << 30) + 1, 256, 100_000))),
+    ("pids", replace(SMALL, limits=Limits(1 << 30, 257, 100_000))),
+    ("cpu quota", replace(SMALL, limits=Limits(1 << 30, 256, 100_001))),
+    ("cpu quota", replace(SMALL, limits=Limits(1 << 30, 256, 10_001, 10_000))),
+    ("disk size", replace(SMALL, disk=DiskLimits((1 << 30) + 1, 10_000))),
+    ("disk inodes", replace(SMALL, disk=DiskLimits(1 << 30, 10_001))),
+    ("open_files", replace(SMALL, open_files=4097)),
+    ("tmp_bytes", replace(SMALL, tmp_bytes=(64 << 20) + 1)),
+    ("shm_bytes", replace(SMALL, shm_bytes=(32 << 20) + 1)),
+    ("always the same", replace(FILES, limits=Limits(1 << 40, 64, 100_000))),
+    ("always the same", replace(FILES, seccomp="off")),
+]
+
+
+@pytest.mark.parametrize(("what", "plan"), MORE)
+def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> None:
+    """A plan at the bounds passes; one more of anything does not."""
+    for good in (SMALL, FILES):
+        ALLOWANCE.check(Build(1, good))
+    for request in (Build(1, plan), MountImage(1, plan)):
+        with pytest.raises(NotGranted, match=what):
+            ALLOWANCE.check(request)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Prepare(1, "a" * 24, Limits(1 << 31, 2, 1000)),
+        Prepare(1, "a" * 24, Limits(1 << 30, 2, 1000), DiskLimits(1 << 31, 300)),
+        SetLimits(1, "a" * 24, Limits(1 << 30, 1000, 1000)),
+        SetDisk(1, "a" * 24, DiskLimits(1 << 31, 300)),
+        MakeWorkspace(1, "work", quota=DiskLimits(1 << 31, 300)),
+        GrowWorkspace(1, "work", 1 << 31),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_a_grant_bounds_every_request_with_a_size(request_: object) -> None:
+    """Blank sandboxes, changes of limits, workspaces."""
+    with pytest.raises(NotGranted):
+        ALLOWANCE.check(request_)
+
+
+def test_a_grant_has_the_rules_of_the_operators_profiles() -> None:
+    """A daemon can't give the name of an allowed profile to rules of its own."""
+    own = SeccompProfile("own", "errno", (SeccompRule(("read",), "allow"),))
+    granted = replace(ALLOWANCE, own_profiles=describe_profiles([own]))
+    assert parse_grant([Grant("/data", 990, granted).encode()]) == Grant("/data", 990, granted)
+    granted.check_profiles((own,))
+    for others in ((), (replace(own, default="allow"),), (own, replace(own, name="more"))):
+        with pytest.raises(NotGranted):
+            granted.check_profiles(others)
 
 
 @pytest.mark.parametrize(

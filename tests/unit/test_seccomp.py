@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from nsinit.kernel.seccomp import compile as compiler
 from nsinit.kernel.seccomp.bpf import encode
-from nsinit.kernel.seccomp.compile import compile_command_filter, compile_list, compile_profile
+from nsinit.kernel.seccomp.compile import (
+    TRAP,
+    compile_command_filter,
+    compile_list,
+    compile_profile,
+    compile_refusals,
+)
 from nsinit.kernel.seccomp.profile import STRICTNESS, Action, ArgTest, Comparison, Profile, ProfileError, Rule
 from nsinit.kernel.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
 from nsinit.kernel.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
+from nsinit.own_filters import BUILDER, CGROUP_MAKER, DAEMON, MACHINE, NSINIT, PARTS, Part, compile_part
 from nsinit.tools.unpack import CALLS
 from tests import cbpf
 
@@ -216,6 +223,102 @@ def test_what_unpacks_an_archive_writes_files_and_nothing_else(arch: Arch) -> No
     assert cbpf.run(compiled, AUDIT_ARCH[arch], 1100) == ENOSYS
 
 
+NOBODY = frozenset(
+    [
+        "ptrace",
+        "process_vm_readv",
+        "process_vm_writev",
+        "process_madvise",
+        "pidfd_getfd",
+        "kcmp",
+        "bpf",
+        "perf_event_open",
+        "userfaultfd",
+        "io_uring_setup",
+        "io_uring_enter",
+        "io_uring_register",
+        "init_module",
+        "finit_module",
+        "delete_module",
+        "kexec_load",
+        "kexec_file_load",
+        "reboot",
+        "swapon",
+        "swapoff",
+        "acct",
+        "iopl",
+        "ioperm",
+        "open_by_handle_at",
+        "name_to_handle_at",
+        "add_key",
+        "request_key",
+        "fanotify_init",
+        "settimeofday",
+        "clock_settime",
+        "personality",
+        "execveat",
+        "memfd_create",
+        "io_setup",
+        "quotactl",
+        "lookup_dcookie",
+        "setuid",
+        "setgid",
+    ]
+)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_part_of_ours_makes_its_own_calls_and_no_others(arch: Arch, part: Part) -> None:
+    """A call off the list is trapped; a number without a name fails; another architecture's call kills."""
+    compiled = cbpf.load(compile_part(part, arch))
+    answers = {name: cbpf.run(compiled, AUDIT_ARCH[arch], number) for name, number in NUMBERS[arch].items()}
+    ruled = {name for rule in part.rules for name in rule.names}
+    assert {name for name, said in answers.items() if said == ALLOW} - ruled == (part.calls - ruled) & set(
+        NUMBERS[arch]
+    )
+    assert {answers[name] for name in NOBODY & set(NUMBERS[arch])} == {TRAP}
+    assert set(answers.values()) <= {ALLOW, TRAP, ENOSYS}
+    assert cbpf.run(compiled, AUDIT_ARCH[arch], 1100) == ENOSYS
+    assert cbpf.run(compiled, I386, NUMBERS[arch]["read"]) == KILL
+    for request in (0x5412, 0x541C, 0x5423):
+        assert cbpf.run(compiled, AUDIT_ARCH[arch], NUMBERS[arch]["ioctl"], 0, HIGH | request) == TRAP
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_arguments_that_parts_of_ours_may_give(arch: Arch) -> None:
+    """The daemon clones threads alone, and each part opens the families of its work."""
+
+    def said(part: Part, name: str, *args: int) -> int:
+        return cbpf.run(cbpf.load(compile_part(part, arch)), AUDIT_ARCH[arch], NUMBERS[arch][name], *args)
+
+    assert said(DAEMON, "clone", CLONE_THREAD_FLAGS) == ALLOW
+    assert {said(DAEMON, "clone", FORK_FLAGS), said(DAEMON, "clone3")} == {ENOSYS}
+    assert said(NSINIT, "clone", FORK_FLAGS) == said(NSINIT, "clone3") == ALLOW
+    for part, families in ((DAEMON, {1, 2, 10, 16}), (NSINIT, {1, 2}), (BUILDER, {1, 2}), (CGROUP_MAKER, set())):
+        assert {family for family in range(64) if said(part, "socket", family) == ALLOW} == families
+
+
+def test_helpers_may_do_nothing_that_nsinit_may_not() -> None:
+    """A helper that is started later has both filters, nsinit's and its own."""
+    for part in (BUILDER, CGROUP_MAKER):
+        assert part.calls <= NSINIT.calls
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_refusals_for_all_below_the_launcher_are_few(arch: Arch) -> None:
+    """The floor of sandboxes refuses them as well; every other call passes, of a newer kernel and of another
+    architecture, too."""
+    compiled = cbpf.load(encode(compile_refusals(MACHINE, arch)))
+    answers = {name: cbpf.run(compiled, AUDIT_ARCH[arch], number) for name, number in NUMBERS[arch].items()}
+    assert {name for name, answer in answers.items() if answer == EPERM} == MACHINE & set(NUMBERS[arch])
+    assert set(answers.values()) == {ALLOW, EPERM}
+    assert set(FLOOR[0].names) >= MACHINE
+    assert cbpf.run(compiled, AUDIT_ARCH[arch], 1100) == ALLOW
+    assert cbpf.run(compiled, I386, NUMBERS[arch]["swapon"]) == ALLOW
+    assert cbpf.run(compiled, AUDIT_ARCH[arch], compiler.X32_BIT | NUMBERS[arch]["swapon"]) == EPERM
+
+
 def test_every_call_of_the_table_was_decided_on() -> None:
     """A name that is added to the table is put on one of the lists of `strict`, not on the default."""
     named = {name for rule in (*STRICT.rules, *FLOOR) for name in rule.names} | STRICT_REFUSED
@@ -243,6 +346,39 @@ def test_the_floor_holds_under_a_profile_that_allows_all() -> None:
     assert answer(profile, "x86_64", "ioctl", 0, HIGH | 0x5412) == EPERM
     assert answer(profile, "x86_64", "clone", 1 << 28) == EPERM
     assert answer(profile, "x86_64", "ptrace") == answer(profile, "x86_64", "io_uring_setup") == ALLOW
+
+
+def _lenient(action: Action, *, by_argument: bool) -> Profile:
+    """Return an operator's profile that lets pass whatever the compiler takes, by name or by the floor's own tests."""
+    above = [rule for rule in FLOOR if rule is not FLOOR[0]]
+    names = tuple(sorted({name for rule in above for name in rule.names}))
+    rules = [Rule(rule.names, action, args=rule.args) for rule in above] if by_argument else [Rule(names, action)]
+    return own(*rules, default=action)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    "profile",
+    [
+        *BUILT_IN.values(),
+        *(_lenient(action, by_argument=each) for action in ("allow", "log") for each in (False, True)),
+    ],
+    ids=[*BUILT_IN, "allow", "allow-arguments", "log", "log-arguments"],
+)
+def test_every_rule_of_the_floor_holds_below_every_profile(profile: Profile, arch: Arch) -> None:
+    """The gate of sockets included: no profile turns a rule into a milder one, not with the same tests either."""
+    compiled = cbpf.load(encode(compile_profile(profile, arch)))
+    milder = []
+    for rule in FLOOR:
+        args = [0] * 6
+        for test in rule.args:
+            args[test.index] = test.value + (test.op in ("ne", "gt"))
+        for name in rule.names:
+            if name in NUMBERS[arch]:
+                said = cbpf.run(compiled, AUDIT_ARCH[arch], NUMBERS[arch][name], *args)
+                if said > (ASK if rule.action == "ask" else refused(0xFFFF)):  # the kernel's order: lower is stricter
+                    milder.append((name, args, hex(said)))
+    assert milder == []
 
 
 def test_the_strictest_rule_wins_in_any_order() -> None:

@@ -38,6 +38,7 @@ _RETURN: Final[dict[Action, int]] = {
 }
 ALLOW: Final = _RETURN["allow"]
 KILL_PROCESS: Final = _RETURN["kill_process"]
+TRAP: Final = _RETURN["trap"]
 _LOW = 2**32 - 1
 _BELOW: Final = frozenset(FLOOR[0].names)
 
@@ -69,10 +70,32 @@ def compile_profile(profile: Profile, arch: Arch) -> tuple[Instruction, ...]:
         raise ProfileError(f"{profile.name}: {error}") from None
 
 
-def compile_list(names: Collection[str], arch: Arch) -> tuple[Instruction, ...]:
-    """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for."""
-    refused = refuse(errno.EPERM)
-    return _compile({name: _Verdict(ALLOW if name in names else refused) for name in NUMBERS[arch]}, arch)
+def compile_list(
+    names: Collection[str], arch: Arch, *, rules: Collection[Rule] = (), refused: int | None = None
+) -> tuple[Instruction, ...]:
+    """Return a program that lets pass what is named and nothing else, for a process of ours that no profile is for.
+
+    `rules` come before `names`, the first that matches counts. `refused`: the value for every other call that has a
+    name, EPERM unless given.
+    """
+    default = refuse(errno.EPERM) if refused is None else refused
+    verdicts = {name: _Verdict(ALLOW if name in names else default) for name in NUMBERS[arch]}
+    for name in {name for rule in rules for name in rule.names}.intersection(verdicts):
+        of_name = [rule for rule in rules if name in rule.names]
+        tests = tuple((rule.args, _value(rule.action, rule.errno)) for rule in of_name)
+        verdicts[name] = _Verdict(verdicts[name].fallback, tests, WIDTHS.get(name, ""))
+    return _compile(verdicts, arch)
+
+
+def compile_refusals(names: frozenset[str], arch: Arch) -> tuple[Instruction, ...]:
+    """Return a program that refuses what is named and lets pass everything else, also another architecture's calls."""
+    assembler = Assembler()
+    entry = allowed = assembler.ret(ALLOW)
+    refused = assembler.ret(refuse(errno.EPERM))
+    for name in sorted(names & NUMBERS[arch].keys()):
+        entry = assembler.jump(bpf.JEQ, NUMBERS[arch][name], refused, entry)
+    entry = assembler.load(bpf.NR_OFFSET, assembler.mask(_LOW & ~X32_BIT, entry))
+    return assembler.finish(assembler.load(bpf.ARCH_OFFSET, assembler.jump(bpf.JEQ, AUDIT_ARCH[arch], entry, allowed)))
 
 
 def _compile(verdicts: dict[str, _Verdict], arch: Arch) -> tuple[Instruction, ...]:

@@ -26,7 +26,7 @@ def _native() -> Arch:
     raise ProfileError(f"there is no table of the system calls of {machine}")
 
 
-_ARCH: Final = _native()
+ARCH: Final = _native()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def prepare(own: Iterable[Profile] = ()) -> Filters:
     for profile in (*BUILT_IN.values(), *own):
         if profile.name in programs:
             raise ProfileError(f"{profile.name}: there is a profile of that name already")
-        programs[profile.name] = syscalls.FilterProgram(encode(compile_profile(profile, _ARCH)))
+        programs[profile.name] = syscalls.FilterProgram(encode(compile_profile(profile, ARCH)))
     if len(programs) - len(BUILT_IN) - 1 > MAX_PROFILES:
         raise ProfileError(f"more than {MAX_PROFILES} profiles")
     return Filters(tuple(programs), tuple(programs.values()))
@@ -61,9 +61,9 @@ def prepare(own: Iterable[Profile] = ()) -> Filters:
 
 def list_filter(names: Collection[str]) -> syscalls.FilterProgram:
     """Return a filter that lets pass what is named, and of that whatever this architecture has."""
-    return syscalls.FilterProgram(encode(compile_list(names, _ARCH)))
+    return syscalls.FilterProgram(encode(compile_list(names, ARCH)))
 
 
 def command_filter() -> syscalls.FilterProgram:
     """Return the second filter, that of commands."""
-    return syscalls.FilterProgram(encode(compile_command_filter(_ARCH)))
+    return syscalls.FilterProgram(encode(compile_command_filter(ARCH)))

@@ -243,12 +243,13 @@ class NsinitClient(Actor):
         terminals: int = protocol.MAX_TERMINALS,
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
+        own_filters: bool = True,
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
         self._profiles, self._terminals = tuple(profiles), terminals
-        self._start_nsinit, self._crash_at = start_nsinit, crash_at
+        self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
@@ -267,6 +268,7 @@ class NsinitClient(Actor):
             terminals=self._terminals,
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
+            own_filters=self._own_filters,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("zygote_ready", extra=describe(self._ready))

@@ -289,8 +289,6 @@ MAX_FILE_SANDBOXES = 16
 IDLE_S = 5.0
 _HELLO_S = 10.0
 _END_S = 5.0
-_MIB = 1024 * 1024
-_LIMITS = nsinit_protocol.Limits(memory_bytes=512 * _MIB, pids=64, cpu_quota_us=100_000)
 
 Key = tuple[str, bool]
 """A workspace's id, and whether its draft is meant."""
@@ -408,7 +406,7 @@ class FileSandboxes:
             session_id=sandbox.session_id,
             image="files",
             image_kind="files",
-            limits=_LIMITS,
+            limits=nsinit_protocol.FILES_LIMITS,
             workspace_id=workspace_id,
             workspace_draft=is_draft,
         )

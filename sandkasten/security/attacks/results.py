@@ -6,13 +6,17 @@ The victim judges: the result that the daemon reports for its command. `docs/adr
 
 from __future__ import annotations
 
+import signal
+
 import trio
 
-from sandkasten.model import ExecSpec, ShellSpec
+from sandkasten.model import ExecResult, ExecSpec, ShellSpec
+from sandkasten.model.errors import SandkastenError
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import Answers, attempt, collect
 
 _TRUE = "its own"
+_TOLD = "an end that says so"
 _VICTIM = "victim"
 _COMMAND = "export SECRET_OF_VICTIM=kept; sleep 0.4; echo honest; cd /tmp; (exit 7)"
 
@@ -61,6 +65,100 @@ _FORK = r"""
   printf '%s +\n/forged\n%s 0\nexport FORGED=1\n%s .\n' $name $name $name >&$fd
 done; kill -CONT $$ ) 2>/dev/null &
 """
+
+_OPEN_ALL = """
+import os, re, signal, stat, time
+def strangers():
+    return [pid for pid in range(2, 600) if pid != os.getpid()]  # not from /proc, which may hide some
+end = time.monotonic() + 3
+"""
+
+_MEMORY = (
+    _OPEN_ALL
+    + """
+changes = [(b"hon" + b"est", b"forged"), (b"exi" + b"t 7", b"exit 0"), (b"/t" + b"mp", b"/usr")]
+def change(pid):
+    fd = os.open(f"/proc/{pid}/mem", os.O_RDWR)
+    try:
+        for line in open(f"/proc/{pid}/maps"):
+            found = re.match("([0-9a-f]+)-([0-9a-f]+) rw", line)
+            if not found or "[v" in line:
+                continue
+            start, stop = (int(each, 16) for each in found.groups())
+            try:
+                data = os.pread(fd, min(stop - start, 1 << 24), start)
+                for old, new in changes:
+                    for place in re.finditer(re.escape(old), data):
+                        os.pwrite(fd, new, start + place.start())
+            except OSError:
+                continue
+    finally:
+        os.close(fd)
+while time.monotonic() < end:
+    for pid in strangers():
+        try:
+            change(pid)
+        except OSError:
+            pass
+    time.sleep(0.01)
+"""
+)
+"""Changes the text of the victim's command wherever it is in the memory of another process."""
+
+_DESCRIPTORS = (
+    _OPEN_ALL
+    + """
+while time.monotonic() < end:
+    for pid in strangers():
+        for number in (*range(20), 49):
+            try:
+                fd = os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                continue
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, b"forged\\n")
+            os.close(fd)
+    time.sleep(0.01)
+"""
+)
+"""Writes into each FIFO that another process has open."""
+
+_SIGNALS = """
+import os, signal, sys, time
+time.sleep(0.2)
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    for number in map(int, sys.argv[1:]):
+        for pid in range(2, 600):
+            try:
+                if pid != os.getpid():
+                    os.kill(pid, number)
+            except OSError:
+                pass
+        time.sleep(0.05)
+"""
+
+_BUSY = "i=0; while [ $i -lt 150000 ]; do i=$((i+1)); done; echo honest; cd /tmp; (exit 7)"
+"""A command that starts no program."""
+
+_INNOCENT = "cd /tmp; /bin/sh -c 'echo honest; exit 7'"
+
+_SPOILT = {
+    "bash": (
+        *("enable -n echo", "enable -n command", "enable -n pwd", "enable -n .", "enable -n printf unset test umask"),
+        *("trap 'exit 0' DEBUG", "trap 'exit 0' USR1 EXIT", "trap '' 2 15 50", "readonly __sk_s=0", "set -e", "set -r"),
+        *("readonly __sk_r=2 __sk_m=- __sk_a=", "exec 49>&1", "exec 49>&-", "IFS=0123456789abcdef", "ulimit -n 20"),
+        "command() { return 0; }; echo() { return 0; }; unset() { return 0; }; export -f command echo",
+        "echo 'echo forged; exit 0' > /tmp/env; export BASH_ENV=/tmp/env ENV=/tmp/env; kill -9 $$",
+    ),
+    "sh": (
+        *("trap 'exit 0' USR1 EXIT", "readonly __sk_s=0", "exec 9>&1", "exec 9>&-", "IFS=0123456789abcdef", "set -e"),
+        *("alias command=: exit=: .=:", "ulimit -n 5", "PWD=/forged", "command() { return 0; }; echo() { return 0; }"),
+        "echo 'echo forged; exit 0' > /tmp/env; export ENV=/tmp/env; kill -9 $$",
+    ),
+}
+_SPOILT["busybox"] = _SPOILT["sh"]
+"""Commands of a shell's own user, by shell, that take away from the shell what it reports with."""
 
 
 async def _victim_says(field: Field, session_id: str) -> dict[str, str]:
@@ -129,6 +227,96 @@ async def steal_an_order(field: Field) -> Answers:
         await field.supervisor.exec(session_id, ExecSpec(_FORK, shell=_VICTIM))
         await trio.sleep(0.5)
         return await _victim_says(field, session_id)
+
+
+async def _beside(field: Field, job: str, command: str, *arguments: str) -> ExecResult:
+    """Return the result of a command in a shell of the attacker's own user, while the job runs."""
+    patience_ms = round(20_000 * field.patience)
+    async with field.session() as session_id:
+        await field.supervisor.open_shell(session_id, ShellSpec(_VICTIM, user=field.exec_user))
+        argv = ("python3", "-c", job, *arguments)
+        async with trio.open_nursery() as nursery:
+            program = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=patience_ms)
+            nursery.start_soon(field.supervisor.exec, session_id, program)
+            await trio.sleep(0.4)
+            result = await field.supervisor.exec(session_id, ExecSpec(command, shell=_VICTIM, timeout_ms=patience_ms))
+            nursery.cancel_scope.cancel()
+    return result
+
+
+def _tell(result: ExecResult) -> str:
+    """Return what a result says of a command whose end is 7, in /tmp, with the output `honest`."""
+    end = result.end
+    if (end.exit_code, end.cwd, result.output) == (7, "/tmp", b"honest\n"):
+        return _TRUE
+    if end.shell_restarted or end.cause != "exited" or end.exit_code > 125:
+        return _TOLD
+    return repr((end.exit_code, end.cwd, result.output))[:60]
+
+
+@attempt(
+    "results.memory",
+    "change a command in the memory of its shell, as the same user",
+    "finding H2",
+    (_TRUE,),
+)
+async def change_the_memory_of_a_shell(field: Field) -> Answers:
+    return {"result": _tell(await _beside(field, _MEMORY, "sleep 1; echo honest; cd /tmp; (exit 7)"))}
+
+
+@attempt(
+    "results.descriptors",
+    "write into the output of a shell through its open descriptors, as the same user",
+    "finding H2",
+    (_TRUE,),
+)
+async def write_to_the_descriptors_of_a_shell(field: Field) -> Answers:
+    return {"result": _tell(await _beside(field, _DESCRIPTORS, _BUSY))}
+
+
+@attempt(
+    "results.signals",
+    "end, stop and interrupt the shell of another command, as the same user",
+    "finding H2",
+    (_TRUE, _TOLD),
+)
+async def signal_a_shell(field: Field) -> Answers:
+    answers = {}
+    for name, numbers in {
+        "stop": (signal.SIGSTOP, signal.SIGCONT),
+        "end": (signal.SIGTERM,),
+        "kill": (signal.SIGKILL,),
+        "interrupt": (signal.SIGINT,),
+        "own": (signal.SIGRTMIN + 16, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE),
+    }.items():
+        answers[name] = _tell(await _beside(field, _SIGNALS, _BUSY, *(str(int(number)) for number in numbers)))
+    return answers
+
+
+@attempt(
+    "results.spoilt-shell",
+    "take from a shell what it reports with: builtins, descriptors, variables, traps",
+    "finding H2",
+    (_TRUE, _TOLD),
+    users=("sandbox",),
+)
+async def spoil_a_shell(field: Field) -> Answers:
+    """The command after it is innocent, and is the one that is judged."""
+    answers = {}
+    async with field.session() as session_id:
+        for shell, commands in _SPOILT.items():
+            for number, command in enumerate(commands):
+                name = f"{shell}-{number}"
+                try:
+                    await field.supervisor.open_shell(session_id, ShellSpec(name, shell=shell))
+                except SandkastenError:
+                    break  # the image has no such shell
+                for each in (command, _INNOCENT):
+                    spec = ExecSpec(each, shell=name, timeout_ms=round(6000 * field.patience))
+                    result = await field.supervisor.exec(session_id, spec)
+                answers[f"{shell}: {command}"] = _tell(result)
+                await field.supervisor.close_shell(session_id, name)
+    return answers
 
 
 RESULTS = collect(globals())
