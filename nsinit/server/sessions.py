@@ -321,10 +321,10 @@ class Sessions:
                 outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
                 yield Wait(event=outcome.done)
                 outcome.result()
+                if not cgroup.has_unwritten_pages():
+                    break
             except StepFailed as error:
                 log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
-            if not cgroup.has_file_pages():
-                break
         emptied.set()
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.remove():
