@@ -94,6 +94,8 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
             async def fill(filled: trio.CancelScope) -> None:
                 async for event in stream:
                     if isinstance(event, Output):
+                        if event.data != b"full\n":
+                            raise RuntimeError(event.data.decode(errors="replace"))
                         filled.cancel()
 
             with trio.move_on_after(_FILL_S * min(field.patience, _MOST_PATIENCE)) as filled:
