@@ -137,17 +137,8 @@ class SessionCgroup:
 
     def has_file_pages(self) -> bool:
         """Whether pages of files are charged to the cgroup. They keep its memory in the kernel after its removal."""
-        return self._has_pages("active_file", "inactive_file")
-
-    def has_unwritten_pages(self) -> bool:
-        """Whether pages of files can't be freed yet, as they are on their way to the disk. Pages that processes outside
-        have mapped, such as those of the image's programs, stay as long as these do."""
-        names = ("file_dirty", "file_writeback") if self.tree.mode == "v2" else ("dirty", "writeback")
-        return self._has_pages(*names)
-
-    def _has_pages(self, *names: str) -> bool:
         counts = read_file(f"{self.directory('memory')}/memory.stat")
-        return any(number_in(counts, name) > 0 for name in names)
+        return any(number_in(counts, name) > 0 for name in ("active_file", "inactive_file"))
 
     def empty_memory(self) -> None:
         """Have the kernel free the pages of files of a cgroup without processes, and none of other cgroups.

@@ -42,9 +42,8 @@ _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _EMPTY_MEMORY_S = 0.02
 """Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
-_EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 7.0, 20.0)
-"""Pauses before each attempt to free pages of files. Pages that are being written, and those of a helper that died over
-them, are left to the next one."""
+_EMPTY_AGAIN_S = (0.0, 0.5, 2.0)
+"""Pauses before each attempt to free pages of files: the helper may die over it."""
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
@@ -321,8 +320,7 @@ class Sessions:
                 outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
                 yield Wait(event=outcome.done)
                 outcome.result()
-                if not cgroup.has_unwritten_pages():
-                    break
+                break
             except StepFailed as error:
                 log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
         emptied.set()
