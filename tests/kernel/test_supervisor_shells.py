@@ -13,6 +13,8 @@ from sandkasten.model.errors import Capacity, Conflict, InvalidRequest, SandboxE
 from tests.waiting import patience, until
 
 NAMES = ("default", "second")
+_LIMIT_MS = 500
+"""Time that a ruined shell is given: it is waited out, whatever the limit."""
 
 
 @pytest.fixture
@@ -82,9 +84,9 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
     with trio.fail_after(patience(20)):
         for script in (ruin, "echo hi", "cat"):
             with contextlib.suppress(SandboxError):
-                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=2000, cwd="/"))
+                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=_LIMIT_MS, cwd="/"))
             with contextlib.suppress(SandboxError):
-                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=2000, shell="second", stdin=b"x"))
+                await supervisor.exec(session.id, ExecSpec(script, timeout_ms=_LIMIT_MS, shell="second", stdin=b"x"))
         with contextlib.suppress(SandboxError):
             await supervisor.open_shell(session.id, ShellSpec("third"))
         assert (await supervisor.exec(session.id, ExecSpec(argv=("true",)))).end.exit_code == 0
