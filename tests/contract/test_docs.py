@@ -116,6 +116,17 @@ def test_the_readme_names_make_targets_that_exist() -> None:
     assert {"run", "test", "bench"} <= named
 
 
+def test_what_counts_as_proof_leaves_no_test_out() -> None:
+    """`make test` ignores the tests of the emulated machine and no others; `make vm` runs these, and `.ci/run` both."""
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = dict(re.findall(r"^(test|vm):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
+    assert re.findall(r"--(?:ignore|deselect)\S*", makefile) == ["--ignore=tests/vm)"]
+    assert "$(or $(ARGS),--ignore=tests/vm)" in recipes["test"]
+    assert "pytest -s tests/vm $(ARGS)" in recipes["vm"]
+    *_, proof = (ROOT / ".ci/run").read_text().splitlines()
+    assert {"test", "vm"} <= set(proof.split())
+
+
 def test_the_documented_error_codes_are_those_of_the_table() -> None:
     """docs/api.md lists every code with its status, and no other."""
     documented = set()
