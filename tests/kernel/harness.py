@@ -425,7 +425,7 @@ def check_counters(server: Nsinit, limits: Limits) -> None:
     stats = CgroupStats(server.ready.cgroup_dirs, box.session_id)
     before = stats.read_usage()
     box.run(
-        "python3 -c 'x = bytearray(400 << 20)'; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14; do sleep 5 & done",
+        "python3 -c 'x = bytearray(400 << 20)'; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14; do sleep 2 & done",
         timeout_ms=20_000,
     )
     all_of_it, after = stats.read_all(), stats.read_usage()
