@@ -230,6 +230,7 @@ def test_ending_one_spares_the_others(client: Client, sandbox: Sandbox, group: O
     second = sandbox.connect()
     second.request(RunProgram("second", ("sh", "-c", "sleep 4323 & echo ready; sleep 4324")))
     second.read_until(b"ready")
+    wait_until(lambda: sleepers(client) == 5)  # a shell says that it is ready before it starts the last one
     assert sandbox.connect().ask(Cancel("p")) == Done()
     assert first.outcome().reply.cause == "cancelled"
     assert client.stdout("ps -C sleep -o args= | sort") == b"".join(b"sleep 432%d\n" % n for n in range(1, 5))
