@@ -111,6 +111,7 @@ CASES = [
         for option in (7, 8, 37, 65)
         for high in (0, HIGH)
     ),
+    *((profile, "setsockopt", (3, 1, HIGH | 26), EPERM) for profile in ("strict", "debug", "mvp")),
     *((profile, "setsockopt", (3, 1, 2), ALLOW) for profile in ("strict", "debug", "mvp")),
     *((profile, "setsockopt", (3, 6, 7), ALLOW) for profile in ("strict", "debug", "mvp")),
     *(

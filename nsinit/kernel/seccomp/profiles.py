@@ -118,6 +118,7 @@ _SOL_SOCKET = 1
 _UNCHARGED_OPTIONS = (7, 8, 37, 65)
 """SO_SNDBUF, SO_RCVBUF, SO_TIMESTAMPING (old, new): what waits in a larger buffer, or comes back with a time stamp, is
 in memory that the kernel charges to no cgroup."""
+_ATTACH_FILTER = 26
 _PROTOCOLS = (0, 1, 6, 17, 58)
 """Any, ICMP, TCP, UDP, ICMPv6: no other one's module gets loaded."""
 _OTHER_TYPES = (0x4, 0x8)
@@ -159,6 +160,8 @@ _SOCKETS = (
         _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", option), errno=0)
         for option in _UNCHARGED_OPTIONS
     ),
+    # A classic filter has a copy that is charged to nobody, and takes more than the charged filter and its socket.
+    _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", _ATTACH_FILTER), errno=errno.EPERM),
 )
 FLOOR: Final = (
     _refuse(" ".join((_MOUNTS, _NAMESPACES, _MACHINE, _OTHERS_OBJECTS))),

@@ -22,6 +22,7 @@ import attrs
 import trio
 
 from sandkasten.model import ExecSpec, OnDisconnect, Output
+from sandkasten.model.errors import SessionExpired
 from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 
@@ -133,14 +134,21 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
                 nursery.start_soon(listen)
                 end = trio.current_time() + _FILL_S * min(field.patience, _MOST_PATIENCE)
                 while most < _STOP_MIB:
-                    # Once a process was killed the session has as much as it gets: what is charged is at its limit.
-                    is_last = is_full or bool((await field.supervisor.stats(session_id)).oom_kills)
+                    is_last = is_full or await _was_killed(field, session_id)
                     most = max(most, (await _use(field)).since(before))
                     if is_last or trio.current_time() > end:
                         break
                 nursery.cancel_scope.cancel()
             # At the stop there is no time to ask.
             return most, "not asked" if most >= _STOP_MIB else await field.ask_witness()
+
+
+async def _was_killed(field: Field, session_id: str) -> bool:
+    """Tell whether the session has as much as it gets: charged memory is at its limit once a process was killed."""
+    try:
+        return bool((await field.supervisor.stats(session_id)).oom_kills)
+    except SessionExpired:  # PID 1 was
+        return True
 
 
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
@@ -373,6 +381,7 @@ def one():
     keep.append(made)
     made.setsockopt(socket.SOL_SOCKET, 26, program)
 """,
+    layer="seccomp",
 )
 
 mappings = _attempt(
@@ -524,6 +533,7 @@ def one():
     os.setxattr(name, "system.posix_acl_access", value)
     os.setxattr(name, "system.posix_acl_default", value)
 """,
+    layer="seccomp",
 )
 terminals = _attempt(
     "terminals",
