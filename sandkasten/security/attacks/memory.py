@@ -17,10 +17,12 @@ Documentation/admin-guide/cgroup-v2.rst "memory.stat"; proc_meminfo(5).
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 import attrs
 import trio
 
+from sandkasten.actors.runs.run import RunReader
 from sandkasten.model import ExecSpec, OnDisconnect, Output
 from sandkasten.model.errors import SessionExpired
 from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
@@ -82,7 +84,7 @@ time.sleep(60)
 
 @attrs.frozen
 class _Use:
-    """Memory of the machine that is in use, in MiB: by the kernel itself, and with programs and shared memory."""
+    """Memory that the machine can't get back without ending a program, in MiB: the kernel's, and all of it."""
 
     kernel: int
     whole: int
@@ -94,7 +96,7 @@ class _Use:
         with open("/proc/zoneinfo") as file:  # free pages that a processor keeps; MemFree lacks up to hundreds of MiB
             kept = sum(int(line.split()[1]) for line in file if line.lstrip().startswith("count:"))
         free = mib["MemFree"] + (kept * resource.getpagesize() >> 20)
-        whole = mib["MemTotal"] - free - mib["Buffers"] - mib["Cached"] + mib["Shmem"]
+        whole = mib["MemTotal"] - free - mib["SReclaimable"] - mib["Buffers"] - mib["Cached"] + mib["Shmem"]
         return cls(whole - mib["AnonPages"] - mib["Shmem"], whole)
 
     def since(self, before: _Use) -> int:
@@ -120,27 +122,34 @@ async def _held_mib(field: Field, program: str) -> tuple[int, str]:
         with trio.move_on_after(_FREE_S * field.patience):
             while (now := await _use(field)).kernel < before.kernel - 1:
                 before = now
-        async with field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream:
-            most, is_full = 0, False
+        most, is_full = 0, False
 
-            async def listen() -> None:
-                nonlocal is_full
+        async def listen(stream: RunReader) -> None:
+            nonlocal is_full
+            with suppress(SessionExpired):
                 async for event in stream:
                     if isinstance(event, Output) and event.data != b"full\n":
                         raise RuntimeError(event.data.decode(errors="replace"))
-                    is_full = True
+            is_full = True
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(listen)
+        try:
+            async with (
+                field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(listen, stream)
                 end = trio.current_time() + _FILL_S * min(field.patience, _MOST_PATIENCE)
                 while most < _STOP_MIB:
-                    is_last = is_full or await _was_killed(field, session_id)
+                    is_last = is_full or await _was_killed(field, session_id) or trio.current_time() > end
                     most = max(most, (await _use(field)).since(before))
-                    if is_last or trio.current_time() > end:
+                    if is_last:
                         break
                 nursery.cancel_scope.cancel()
-            # At the stop there is no time to ask.
-            return most, "not asked" if most >= _STOP_MIB else await field.ask_witness()
+        except SessionExpired:  # PID 1 was killed, too
+            if not most:
+                raise
+        # At the stop there is no time to ask.
+        return most, "not asked" if most >= _STOP_MIB else await field.ask_witness()
 
 
 async def _was_killed(field: Field, session_id: str) -> bool:
