@@ -123,7 +123,7 @@ async def _fill(field: Field, program: str) -> tuple[_Use, str]:
         with trio.move_on_after(_FREE_S * field.patience):
             while (now := await _use(field)).kernel < before.kernel - 1:
                 before = now
-        most, is_full = _Use(0, 0), False
+        most, has_begun, is_full = _Use(0, 0), False, False
 
         async def listen(stream: RunReader) -> None:
             nonlocal is_full
@@ -139,6 +139,7 @@ async def _fill(field: Field, program: str) -> tuple[_Use, str]:
                 field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream,
                 trio.open_nursery() as nursery,
             ):
+                has_begun = True
                 nursery.start_soon(listen, stream)
                 end = trio.current_time() + _FILL_S * min(field.patience, _MOST_PATIENCE)
                 while max(most.kernel, most.whole) < _STOP_MIB:
@@ -148,7 +149,7 @@ async def _fill(field: Field, program: str) -> tuple[_Use, str]:
                         break
                 nursery.cancel_scope.cancel()
         except SessionExpired:  # PID 1 was killed, too
-            if not most.whole:
+            if not has_begun:
                 raise
         # At the stop there is no time to ask.
         return most, "not asked" if max(most.kernel, most.whole) >= _STOP_MIB else await field.ask_witness()
