@@ -46,34 +46,35 @@ def message(kind: int, body: bytes) -> bytes:
 
 def listener(family: int, port: int, address: bytes, state: int = 10) -> bytes:
     body = struct.pack("=BBBB", family, state, 0, 0) + port.to_bytes(2, "big") + b"\0\0" + address.ljust(64, b"\0")
-    return message(20, body)
+    return message(18, body)
 
 
 DONE = message(3, b"\0\0\0\0")
 
 
 def test_an_answer_has_ports_and_addresses() -> None:
-    """Of listening sockets of the family asked for, until the kernel says that was all."""
+    """Of listening sockets of both families, until the kernel says that was all."""
     data = (
         listener(socket.AF_INET, 8080, bytes([127, 0, 0, 1]))
         + listener(socket.AF_INET, 22, bytes(4))
         + listener(socket.AF_INET, 23, bytes(4), state=1)
         + listener(socket.AF_INET6, 24, bytes(16))
+        + listener(socket.AF_UNIX, 25, bytes(16))
     )
-    expected = [(8080, "127.0.0.1"), (22, "0.0.0.0")]
-    assert parse_answer(socket.AF_INET, data) == (expected, False)
-    assert parse_answer(socket.AF_INET, data + DONE) == (expected, True)
+    expected = [(8080, "127.0.0.1"), (22, "0.0.0.0"), (24, "::")]
+    assert parse_answer(data) == (expected, False)
+    assert parse_answer(data + DONE) == (expected, True)
     six = listener(socket.AF_INET6, 80, bytes(15) + b"\1")
-    assert parse_answer(socket.AF_INET6, six) == ([(80, "::1")], False)
+    assert parse_answer(six) == ([(80, "::1")], False)
 
 
 @pytest.mark.parametrize(
     "data",
     [
         message(2, struct.pack("=i", -2)),
-        message(20, b"x" * 72)[:-1],
-        struct.pack("=IHHII", 0, 20, 0, 0, 0),
-        struct.pack("=IHHII", 15, 20, 0, 0, 0),
+        message(18, b"x" * 72)[:-1],
+        struct.pack("=IHHII", 0, 18, 0, 0, 0),
+        struct.pack("=IHHII", 15, 18, 0, 0, 0),
         b"\0" * 7,
         DONE[:8],
     ],
@@ -81,14 +82,14 @@ def test_an_answer_has_ports_and_addresses() -> None:
 def test_what_is_no_answer_is_refused(data: bytes) -> None:
     """An error of the kernel, and what is cut short."""
     with pytest.raises(NoAnswer):
-        parse_answer(socket.AF_INET, data)
+        parse_answer(data)
 
 
 @given(FAMILIES, st.binary(max_size=400))
 def test_garbage_is_no_listener_or_no_answer(family: int, data: bytes) -> None:
     """Nothing else happens, whatever the bytes."""
     with contextlib.suppress(NoAnswer):
-        found, _ = parse_answer(family, data)
+        found, _ = parse_answer(data)
         assert all(0 <= port < 65536 for port, _ in found)
     assert all(0 <= port < 65536 for port, _ in parse_table(family, data))
 
@@ -106,17 +107,22 @@ def test_both_sources_agree(family: int, port: int, address: bytes) -> None:
     size = 4 if family == socket.AF_INET else 16
     words = b"".join(b"%08X" % word for word in struct.unpack(f"={size // 4}I", address[:size]))
     line = b"  12: %s:%04X %s:0000 0A 00000000:00000000 00:00000000\n" % (words, port, words)
-    assert list(parse_table(family, line)) == parse_answer(family, listener(family, port, address[:size]))[0]
+    assert list(parse_table(family, line)) == parse_answer(listener(family, port, address[:size]))[0]
 
 
 def test_the_kernel_here_answers() -> None:
     """A listener of this process is found, and is gone when it is closed."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_NETLINK, kind, 4) as diag:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as server_6,
+        socket.socket(socket.AF_NETLINK, kind, 4) as diag,
+    ):
         own = (server.getsockname()[1], "127.0.0.1")
-        request = encode_request(socket.AF_INET)
-        assert len(request) == struct.unpack_from("=I", request)[0] == 72
-        diag.send(encode_request(socket.AF_INET))  # and nobody takes the answer
+        assert (server_6.getsockname()[1], "::1") in read_listeners(diag) & read_listeners(None)
+        request = encode_request()
+        assert len(request) == struct.unpack_from("=I", request)[0] == 76
+        diag.send(encode_request())  # and nobody takes the answer
         assert own in read_listeners(diag) & read_listeners(None)
         assert own in parse_table(socket.AF_INET, read_table(socket.AF_INET))
         server.close()
