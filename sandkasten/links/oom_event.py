@@ -8,6 +8,7 @@ Sources: Documentation/admin-guide/cgroup-v1/memory.rst §9; cgroup-v2.rst "memo
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 
@@ -33,7 +34,12 @@ class OomEvent:
         """Wait for the next notification and re-arm. Being woken without a kill is possible; read the counter."""
         if self._epoll is not None:
             await trio.lowlevel.wait_readable(self._epoll.fileno())
-            os.pread(self._fd.fileno(), 4096, 0)
+            try:
+                os.pread(self._fd.fileno(), 4096, 0)
+            except OSError as error:
+                if error.errno != errno.ENODEV:
+                    raise
+                await trio.sleep_forever()  # the cgroup was removed: no kill will follow
         else:
             await trio.lowlevel.wait_readable(self._fd.fileno())
             os.read(self._fd.fileno(), 8)

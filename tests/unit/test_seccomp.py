@@ -111,8 +111,21 @@ CASES = [
         for option in (7, 8, 37, 65)
         for high in (0, HIGH)
     ),
+    *((profile, "setsockopt", (3, 1, HIGH | 26), EPERM) for profile in ("strict", "debug", "mvp")),
     *((profile, "setsockopt", (3, 1, 2), ALLOW) for profile in ("strict", "debug", "mvp")),
     *((profile, "setsockopt", (3, 6, 7), ALLOW) for profile in ("strict", "debug", "mvp")),
+    *(
+        (profile, name, (*(0,) * index, count), ALLOW if count == most else refused(number))
+        for profile in ("strict", "debug", "mvp")
+        for names, index, most, number in (
+            (("poll", "ppoll"), 1, 2048, errno.EINVAL),
+            (("select", "pselect6"), 0, 2048, errno.EINVAL),
+            (("setxattr", "lsetxattr", "fsetxattr"), 3, 484, errno.ENOSPC),
+        )
+        for name in names
+        for count in (most, most + 1)
+    ),
+    *((profile, "setxattrat", (), ENOSYS) for profile in ("strict", "debug", "mvp")),
     ("mvp", "clone", (1 << 28,), EPERM),
     ("mvp", "clone", (FORK_FLAGS,), ALLOW),
     ("mvp", "ioctl", (0, HIGH | 0x5412), EPERM),
@@ -150,8 +163,10 @@ def test_a_call_gets_what_the_profile_says(arch: Arch) -> None:
     said = [
         (profile, name, args, cbpf.run(program(profile, arch), AUDIT_ARCH[arch], NUMBERS[arch][name], *args))
         for profile, name, args, _ in CASES
+        if name in NUMBERS[arch]
     ]
-    assert said == CASES
+    assert said == [case for case in CASES if case[1] in NUMBERS[arch]]
+    assert len(said) >= len(CASES) - 12  # aarch64 has no poll and no select
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -490,7 +505,7 @@ def test_built_in_programs_are_small() -> None:
     """A quarter of a page-sized limit, so that the kernel's walk over every number at install stays short."""
     for profile in BUILT_IN.values():
         for arch in ARCHES:
-            assert len(compile_profile(profile, arch)) < 320
+            assert len(compile_profile(profile, arch)) < 352
 
 
 def test_argument_widths_name_known_calls() -> None:

@@ -41,7 +41,7 @@ ftruncate fallocate fsync fdatasync sync_file_range fadvise64 readahead copy_fil
 vmsplice rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat readlink readlinkat
 mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat umask utime utimes futimesat utimensat
 getdents getdents64 getcwd chdir fchdir statfs fstatfs cachestat name_to_handle_at file_getattr setxattr lsetxattr
-fsetxattr setxattrat getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr flistxattr listxattrat removexattr
+fsetxattr getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr flistxattr listxattrat removexattr
 lremovexattr fremovexattr removexattrat inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
 """
 _MEMORY = """
@@ -118,6 +118,7 @@ _SOL_SOCKET = 1
 _UNCHARGED_OPTIONS = (7, 8, 37, 65)
 """SO_SNDBUF, SO_RCVBUF, SO_TIMESTAMPING (old, new): what waits in a larger buffer, or comes back with a time stamp, is
 in memory that the kernel charges to no cgroup."""
+_ATTACH_FILTER = 26
 _PROTOCOLS = (0, 1, 6, 17, 58)
 """Any, ICMP, TCP, UDP, ICMPv6: no other one's module gets loaded."""
 _OTHER_TYPES = (0x4, 0x8)
@@ -125,6 +126,11 @@ _OTHER_TYPES = (0x4, 0x8)
 (DCCP, SCTP)."""
 _LOADERS = (0x8940, 0x8941, 0x8982, 0x8983, 0x89A0, 0x89A1)
 """Requests about bridges and VLANs, for which the kernel loads modules before it asks who wants that."""
+_MOST_POLLED = 2048
+"""Descriptors that one call may wait for. The kernel charges nobody for up to 136 bytes for each."""
+_LONGEST_ATTRIBUTE = 484
+"""Bytes of an extended attribute. An access control list of that length takes 512, which are charged to nobody; the
+file in memory that it belongs to takes twice as much, which is charged."""
 _HUGETLB_MAPPING, _HUGETLB_MEMFD, _HUGETLB_SHM = 0x40000, 0x4, 0o4000
 _PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
 _ADDR_NO_RANDOMIZE = 0x40000
@@ -154,6 +160,8 @@ _SOCKETS = (
         _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", option), errno=0)
         for option in _UNCHARGED_OPTIONS
     ),
+    # A classic filter has a copy that is charged to nobody, and takes more than the charged filter and its socket.
+    _when("setsockopt", ArgTest(1, "eq", _SOL_SOCKET), ArgTest(2, "eq", _ATTACH_FILTER), errno=errno.EPERM),
 )
 FLOOR: Final = (
     _refuse(" ".join((_MOUNTS, _NAMESPACES, _MACHINE, _OTHERS_OBJECTS))),
@@ -174,6 +182,15 @@ FLOOR: Final = (
     # be on disk gets there by fsync(2); success, since package managers end when they fail.
     _refuse("sync syncfs", 0),
     *_SOCKETS,
+    # As the kernel does above RLIMIT_NOFILE.
+    *(_when(name, ArgTest(1, "gt", _MOST_POLLED), errno=errno.EINVAL) for name in ("poll", "ppoll")),
+    *(_when(name, ArgTest(0, "gt", _MOST_POLLED), errno=errno.EINVAL) for name in ("select", "pselect6")),
+    # As a file system does that keeps short attributes. The newest call has its length in memory, which no filter sees.
+    *(
+        _when(name, ArgTest(3, "gt", _LONGEST_ATTRIBUTE), errno=errno.ENOSPC)
+        for name in ("setxattr", "lsetxattr", "fsetxattr")
+    ),
+    _refuse("setxattrat", errno.ENOSYS),
 )
 """Refused below every profile: nothing in a sandbox has any business with it."""
 

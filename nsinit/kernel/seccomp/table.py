@@ -94,16 +94,17 @@ truncate64 ugetrlimit ulimit umount usr26 usr32 utimensat_time64 vm86 vm86old wa
 """
 
 _WIDTHS = """
-accept4:wllw access:lw arch_prctl:wl bpf:wlw clone:w clone3:ll clock_adjtime:wl clock_getres:wl clock_gettime:wl
-clock_nanosleep:wwll clock_settime:wl close:w connect:wlw dup:w dup2:ww dup3:www epoll_create1:w eventfd2:ww exit:w
-exit_group:w faccessat:wlw faccessat2:wlww fallocate:wwll fcntl:wwl flock:ww futex:lwwllw getpriority:ww getrandom:llw
-getsockopt:wwwll getxattr:llll inotify_init1:w io_setup:wl io_uring_register:wwlw io_uring_setup:wl ioctl:wwl
-ioprio_set:www kcmp:wwwll kill:ww landlock_create_ruleset:llw listen:ww lseek:wlw madvise:llw membarrier:www
-memfd_create:lw memfd_secret:w mlock2:llw mlockall:w mmap:llll mprotect:lll mremap:lllll msync:llw open:lw openat:wlw
-openat2:wlll perf_event_open:lwwwl personality:w pidfd_getfd:www pidfd_open:ww pidfd_send_signal:wwlw pipe2:lw
-pkey_alloc:ll pkey_free:w pkey_mprotect:lllw prctl:wllll prlimit64:wwll process_madvise:wllww ptrace:l recvfrom:wllwll
-recvmsg:wlw renameat2:wlwlw rseq:lwww sched_setscheduler:wwl seccomp:wwl sendmsg:wlw sendto:wllwlw setpriority:www
-setrlimit:wl setsockopt:wwwlw shmat:wlw shmctl:wwl shmget:wlw shutdown:ww signalfd4:wllw socket:www socketpair:wwwl
+accept4:wllw access:lw arch_prctl:wl bpf:wlw clock_adjtime:wl clock_getres:wl clock_gettime:wl clock_nanosleep:wwll
+clock_settime:wl clone:w clone3:ll close:w connect:wlw dup:w dup2:ww dup3:www epoll_create1:w eventfd2:ww exit:w
+exit_group:w faccessat:wlw faccessat2:wlww fallocate:wwll fcntl:wwl flock:ww fsetxattr:wlll futex:lwwllw
+getpriority:ww getrandom:llw getsockopt:wwwll getxattr:llll inotify_init1:w io_setup:wl io_uring_register:wwlw
+io_uring_setup:wl ioctl:wwl ioprio_set:www kcmp:wwwll kill:ww landlock_create_ruleset:llw listen:ww lseek:wlw
+lsetxattr:llll madvise:llw membarrier:www memfd_create:lw memfd_secret:w mlock2:llw mlockall:w mmap:llll mprotect:lll
+mremap:lllll msync:llw open:lw openat:wlw openat2:wlll perf_event_open:lwwwl personality:w pidfd_getfd:www
+pidfd_open:ww pidfd_send_signal:wwlw pipe2:lw pkey_alloc:ll pkey_free:w pkey_mprotect:lllw poll:lw ppoll:lw
+prctl:wllll prlimit64:wwll process_madvise:wllww pselect6:w ptrace:l recvfrom:wllwll recvmsg:wlw renameat2:wlwlw
+rseq:lwww sched_setscheduler:wwl seccomp:wwl select:w sendmsg:wlw sendto:wllwlw setpriority:www setrlimit:wl
+setsockopt:wwwlw setxattr:llll shmat:wlw shmctl:wwl shmget:wlw shutdown:ww signalfd4:wllw socket:www socketpair:wwwl
 splice:wlwllw statx:wlwwl sync_file_range:wllw tgkill:www timer_create:wll timerfd_create:ww tkill:ww unlinkat:wlw
 userfaultfd:w utimensat:wllw vmsplice:wllw waitid:wwlwl
 """

@@ -1,23 +1,31 @@
 """Attacks that make the kernel take memory for a session, object by object; the judge is the machine's free memory.
 
 A session's own counters prove nothing here: memory that no cgroup is charged for is in none of them. An attempt fills
-objects of one class until it is refused or killed, and counts what the machine gets back when the session ends. Each is
-bounded: the session ends as soon as the machine misses four times its limit, and that alone is a verdict, as the kernel
-may take long to give so much back. Other programs of the machine are heard in the same figures, so a bad one is tried
-again.
+objects of one class until it is refused or killed, and counts what the machine then misses, while the session lives.
+Each is bounded: the session ends as soon as the machine misses four times its limit, and that alone is a verdict.
+
+Other programs of the machine are heard in the same figures, so moments do not count, and an attempt that seems to
+pass the limit is made three times. The kernel's own memory, of which others hardly change the amount, must be over the
+limit in two of them; all memory, that of programs included, in each. An attempt begins when the machine gets nothing
+more back from the one before.
 
 The session's root has no capability that counts here, so the sandbox user alone makes the attempts.
 
-Sources: socket(7), udp(7), netlink(7), unix(7), pipe(7), epoll(7), fcntl(2); Documentation/admin-guide/cgroup-v2.rst
-"memory.stat"; proc_meminfo(5) MemAvailable.
+Sources: socket(7), udp(7), netlink(7), unix(7), pipe(7), epoll(7), fcntl(2), poll(2), acl(5), inotify(7), sysvipc(7);
+Documentation/admin-guide/cgroup-v2.rst "memory.stat"; proc_meminfo(5).
 """
 
 from __future__ import annotations
 
+import resource
+from contextlib import suppress
+
 import attrs
 import trio
 
+from sandkasten.actors.runs.run import RunReader
 from sandkasten.model import ExecSpec, OnDisconnect, Output
+from sandkasten.model.errors import SessionExpired
 from sandkasten.security.attacks.field import SANDBOX, SMALL, Field
 from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collect
 
@@ -28,15 +36,13 @@ _STOP_MIB = _LIMIT_MIB * 4
 _FILL_S = 2.0
 _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
-_STILL_S = 0.4
-"""Time without a change of more than a MiB after which none is expected."""
+_MOMENT_S = 0.1
 _MOST_PATIENCE = 3
 """The kernel gives and frees memory no more slowly than so many times the usual, on an emulated processor either."""
-_TRIES = 3
 _HELD = "within the limit"
 
 _FILL = """
-import array, ctypes, fcntl, os, resource, select, socket, struct, time
+import array, ctypes, fcntl, os, resource, select, signal, socket, struct, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -59,7 +65,7 @@ def prepare():
     pass
 {program}
 refused, refusal = os.pipe()
-for _ in range(8):
+for kind in range(12):
     if os.fork() == 0:
         try:
             prepare()
@@ -74,64 +80,98 @@ os.read(refused, 1)
 print("full", flush=True)
 time.sleep(60)
 """
-"""Says that all is full when each of the eight processes has been refused something, or was killed."""
+"""Says that all is full when each of the processes has been refused something, or was killed."""
 
 
-def _available_mib() -> int:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) // 1024
+@attrs.frozen
+class _Use:
+    """Memory that the machine can't get back without ending a program, in MiB: the kernel's, and all of it."""
+
+    kernel: int
+    whole: int
+
+    @classmethod
+    def read(cls) -> _Use:
+        with open("/proc/meminfo") as file:
+            mib = {name: int(rest.split()[0]) >> 10 for name, _, rest in (line.partition(":") for line in file)}
+        with open("/proc/zoneinfo") as file:  # free pages that a processor keeps; MemFree lacks up to hundreds of MiB
+            kept = sum(int(line.split()[1]) for line in file if line.lstrip().startswith("count:"))
+        free = mib["MemFree"] + (kept * resource.getpagesize() >> 20)
+        whole = mib["MemTotal"] - free - mib["SReclaimable"] - mib["Buffers"] - mib["Cached"] + mib["Shmem"]
+        return cls(whole - mib["AnonPages"] - mib["Shmem"], whole)
+
+    def most(self, seen: _Use, before: _Use) -> _Use:
+        return _Use(max(self.kernel, seen.kernel - before.kernel), max(self.whole, seen.whole - before.whole))
 
 
-async def _held_mib(field: Field, program: str) -> tuple[int, str]:
-    """Return how much memory a session that ran the program took from the machine, and the witness's answer."""
+async def _use(field: Field) -> _Use:
+    """Return the least that is in use within a tenth of a second: no moment of another program counts."""
+    seen = [_Use.read()]
+    end = trio.current_time() + _MOMENT_S * min(field.patience, _MOST_PATIENCE)
+    while trio.current_time() < end:
+        await trio.sleep(0.01)
+        seen.append(_Use.read())
+    return _Use(min(each.kernel for each in seen), min(each.whole for each in seen))
+
+
+async def _fill(field: Field, program: str) -> tuple[_Use, str]:
+    """Return how much memory a session that runs the program takes from the machine, and the witness's answer."""
     argv = ("python3", "-I", "-S", "-c", _FILL.format(program=program))
     spec = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=round(30_000 * field.patience))
-    witness = ""
     async with field.session(_LIMITS) as session_id:
-        before = held = _available_mib()
-        async with field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream:
+        before = await _use(field)
+        with trio.move_on_after(_FREE_S * field.patience):
+            while (now := await _use(field)).kernel < before.kernel - 1:
+                before = now
+        most, has_begun, is_full = _Use(0, 0), False, False
 
-            async def fill(filled: trio.CancelScope) -> None:
+        async def listen(stream: RunReader) -> None:
+            nonlocal is_full
+            with suppress(SessionExpired):
                 async for event in stream:
-                    if isinstance(event, Output):
-                        if event.data != b"full\n":
-                            raise RuntimeError(event.data.decode(errors="replace"))
-                        filled.cancel()
+                    if isinstance(event, Output) and event.data != b"full\n":
+                        raise RuntimeError(event.data.decode(errors="replace"))
+                    is_full = True
+            is_full = True
 
-            with trio.move_on_after(_FILL_S * min(field.patience, _MOST_PATIENCE)) as filled:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(fill, filled)
-                    while before - held < _STOP_MIB:
-                        await trio.sleep(0.01)
-                        held = _available_mib()
-                    nursery.cancel_scope.cancel()
-            taken = before - held
-            if taken < _STOP_MIB:  # otherwise there is no time to ask
-                witness = await field.ask_witness()
-                held = _available_mib()
-    if taken >= _STOP_MIB:
-        return taken, "not asked"
-    return await _most_available_mib(field) - held, witness
+        try:
+            async with (
+                field.supervisor.open_exec(session_id, spec, on_disconnect=OnDisconnect.CANCEL) as stream,
+                trio.open_nursery() as nursery,
+            ):
+                has_begun = True
+                nursery.start_soon(listen, stream)
+                end = trio.current_time() + _FILL_S * min(field.patience, _MOST_PATIENCE)
+                while max(most.kernel, most.whole) < _STOP_MIB:
+                    is_last = is_full or await _was_killed(field, session_id) or trio.current_time() > end
+                    most = most.most(await _use(field), before)
+                    if is_last:
+                        break
+                nursery.cancel_scope.cancel()
+        except SessionExpired:  # PID 1 was killed, too
+            if not has_begun:
+                raise
+        # At the stop there is no time to ask.
+        return most, "not asked" if max(most.kernel, most.whole) >= _STOP_MIB else await field.ask_witness()
 
 
-async def _most_available_mib(field: Field) -> int:
-    """Return what the machine has when it gets nothing more back."""
-    most, changed_at = _available_mib(), trio.current_time()
-    with trio.move_on_after(_FREE_S * field.patience):
-        while trio.current_time() < changed_at + _STILL_S * min(field.patience, _MOST_PATIENCE):
-            await trio.sleep(0.02)
-            if (now := _available_mib()) > most + 1:
-                most, changed_at = now, trio.current_time()
-    return most
+async def _was_killed(field: Field, session_id: str) -> bool:
+    """Tell whether the session has as much as it gets: charged memory is at its limit once a process was killed."""
+    try:
+        return bool((await field.supervisor.stats(session_id)).oom_kills)
+    except SessionExpired:  # PID 1 was
+        return True
 
 
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
     @attempt(f"memory.{name}", what, "memory limit bypass", (_HELD, "answers"), users=(SANDBOX,), layer=layer)
     async def fill(field: Field) -> Answers:
-        held, witness = await _held_mib(field, program)
-        for _ in range(_TRIES - 1):
-            if held > _MOST_MIB:
-                held, witness = min((held, witness), await _held_mib(field, program))
+        tries = [await _fill(field, program)]
+        while max(tries[0][0].kernel, tries[0][0].whole) > _MOST_MIB and len(tries) < 3:
+            tries.append(await _fill(field, program))
+        # Whatever else starts counts in the whole. The kernel alone must be over the limit in two of three.
+        held = max(sorted(use.kernel for use, _ in tries)[len(tries) // 2], min(use.whole for use, _ in tries))
+        witness = min(answer for _, answer in tries)
         return {"machine": _HELD if held <= _MOST_MIB else f"{held} MiB of {_LIMIT_MIB}", "witness": witness}
 
     return fill
@@ -251,6 +291,7 @@ def one():
     keep.extend(pair)
     pair[0].setblocking(False)
     fds = [fd for _ in range(120) for fd in os.pipe()]
+    pair[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
     until_full(pair[0].sendmsg, [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
     for fd in fds:
         os.close(fd)
@@ -283,10 +324,50 @@ def one():
 )
 timers = _attempt(
     "timers",
-    "make timers of both kinds",
+    "make timers, and leave signals undelivered",
+    """
+def prepare():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [40])
+def one():
+    if libc.timer_create(1, None, ctypes.byref(ctypes.c_int())) < 0 and libc.sigqueue(os.getpid(), 40, None) < 0:
+        raise OSError
+""",
+)
+descriptors = _attempt(
+    "descriptors",
+    "open descriptors of timers, events, signals and Landlock's rules, each with an owner for signals",
     """
 def one():
-    if libc.timerfd_create(1, 0) < 0 and libc.timer_create(1, None, ctypes.byref(ctypes.c_int())) < 0:
+    made = (
+        lambda: libc.timerfd_create(1, 0),
+        lambda: libc.eventfd(0, 0),
+        lambda: libc.signalfd(-1, bytes(128), 0),
+        lambda: libc.syscall(444, struct.pack("QQQ", 1, 0, 0), 8, 0),
+    )[kind % 4]()
+    if made < 0:
+        raise OSError
+    fcntl.fcntl(made, fcntl.F_SETOWN, os.getpid())
+""",
+)
+threads = _attempt(
+    "threads",
+    "start threads that wait for many descriptors",
+    """
+import _thread
+def prepare():
+    global asked, number
+    time.sleep(0.1)
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    keep.extend(pair)
+    number = most
+    asked = struct.pack("ihh", pair[0].fileno(), 0, 0) * most
+    while number > 1 and libc.poll(asked, number, 0) < 0:
+        number //= 2
+def one():
+    try:
+        _thread.start_new_thread(libc.poll, (asked, number, -1))
+    except RuntimeError:
+        time.sleep(0.3)
         raise OSError
 """,
 )
@@ -313,6 +394,188 @@ def one():
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     keep.append(made)
     made.setsockopt(socket.SOL_SOCKET, 26, program)
+""",
+    layer="seccomp",
+)
+
+mappings = _attempt(
+    "mappings",
+    "split a mapping into as many as there can be",
+    """
+def one():
+    area = libc.mmap(None, ctypes.c_size_t(60000 << 13), 0, 0x4022, -1, ctypes.c_long(0))
+    if area in (None, 2**64 - 1):
+        raise OSError
+    for start in range(area, area + (60000 << 13), 1 << 13):
+        if libc.mprotect(ctypes.c_void_p(start), 4096, 1) < 0:
+            raise OSError
+""",
+)
+shared_memory = _attempt(
+    "shared-memory",
+    "fill /tmp, /dev/shm, files without a name and System V shared memory",
+    """
+libc.shmat.restype = ctypes.c_void_p
+def prepare():
+    global file
+    file = os.memfd_create("") if kind % 4 == 0 else os.open(("/tmp", "/dev/shm")[kind % 2], os.O_TMPFILE | os.O_RDWR)
+def one():
+    if kind % 4 < 3:
+        os.write(file, bytes(1 << 20))
+        return
+    area = libc.shmat(libc.shmget(0, 1 << 20, 0o1600), None, 0)
+    if area in (None, 2**64 - 1):
+        raise OSError
+    ctypes.memset(area, 1, 1 << 20)
+""",
+)
+messages = _attempt(
+    "messages",
+    "leave System V messages unread",
+    """
+def one():
+    made = libc.msgget(0, 0o1600)
+    if made < 0:
+        raise OSError
+    while libc.msgsnd(made, bytes([1] * 8) + bytes(8000), 8000, 0o4000) >= 0:
+        pass
+""",
+)
+semaphores = _attempt(
+    "semaphores",
+    "make System V semaphores, each to be undone",
+    """
+def one():
+    made = libc.semget(0, 250, 0o1600)
+    if made < 0 or libc.semop(made, struct.pack("HhH", 1, 1, 0x1000), 1) < 0:
+        raise OSError
+""",
+)
+posix_queues = _attempt(
+    "posix-queues",
+    "leave messages unread in POSIX queues",
+    """
+attributes = struct.pack("8l", 0, 10, 8192, 0, 0, 0, 0, 0)
+count = 0
+def one():
+    global count
+    count += 1
+    made = libc.mq_open(b"/%d-%d" % (os.getpid(), count), os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o600, attributes)
+    if made < 0:
+        raise OSError
+    while libc.mq_send(made, bytes(8192), 8192, 0) >= 0:
+        pass
+""",
+)
+inotify_watches = _attempt(
+    "inotify-watches",
+    "watch many files with many inotify instances",
+    """
+def prepare():
+    global names
+    names = [b"/usr/bin/" + name for name in os.listdir(b"/usr/bin")[:1000]]
+def one():
+    made = libc.inotify_init1(0)
+    if made < 0:
+        raise OSError
+    for name in names:
+        if libc.inotify_add_watch(made, name, 0xFFF) < 0:
+            raise OSError
+""",
+)
+inotify_events = _attempt(
+    "inotify-events",
+    "leave inotify's events unread",
+    """
+count = 0
+def prepare():
+    os.mkdir(f"/tmp/{kind}")
+    os.chdir(f"/tmp/{kind}")
+    for _ in range(10):
+        libc.inotify_add_watch(libc.inotify_init1(0), b".", 0x20)
+def one():
+    global count
+    count += 1
+    os.close(os.open("%0240d" % (count % 2), os.O_CREAT))
+    if count > 16384:
+        raise OSError
+""",
+)
+files = _attempt(
+    "files",
+    "make empty files and attributes in /tmp, and look for files that there are not",
+    """
+count = 0
+def prepare():
+    os.makedirs(f"/tmp/{kind}")
+    os.chdir(f"/tmp/{kind}" if kind % 3 else "/workspace")
+def one():
+    global count
+    count += 1
+    name = "%d-%0200d" % (kind, count)
+    if kind % 3 == 0:
+        os.access(name, 0)
+    else:
+        os.close(os.open(name, os.O_CREAT))
+    for number in range(100 if kind % 3 == 1 else 0):
+        os.setxattr(name, f"user.{number}", bytes(400))
+    if count > 30000:
+        raise OSError
+""",
+)
+access_lists = _attempt(
+    "access-lists",
+    "give files in memory long access control lists",
+    """
+def prepare():
+    global longest
+    longest = 8180
+    while longest > 1:
+        try:
+            return one()
+        except OSError:
+            longest //= 2
+def one():
+    tags = (1, *[2] * longest, 4, 16, 32)
+    entries = (struct.pack("<HHI", tag, 7, 1000 if tag == 2 else 2**32 - 1) for tag in tags)
+    value = struct.pack("<I", 2) + b"".join(entries)
+    if kind % 2:
+        os.setxattr(os.memfd_create(""), "system.posix_acl_access", value)
+        return
+    name = f"/tmp/{kind}-{time.monotonic_ns()}"
+    os.mkdir(name)
+    os.setxattr(name, "system.posix_acl_access", value)
+    os.setxattr(name, "system.posix_acl_default", value)
+""",
+    layer="seccomp",
+)
+terminals = _attempt(
+    "terminals",
+    "open terminals, and leave their input and output unread",
+    """
+def one():
+    made = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+    libc.unlockpt(made)
+    number, = struct.unpack("i", fcntl.ioctl(made, 0x80045430, bytes(4)))
+    for end in made, os.open(f"/dev/pts/{number}", os.O_RDWR | os.O_NOCTTY):
+        os.set_blocking(end, False)
+        until_full(os.write, end, b"x" * 4000 + b"\\n")
+""",
+)
+refused = _attempt(
+    "refused",
+    "make keys, namespaces and mounts",
+    """
+add_key = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+def one():
+    made = (
+        libc.syscall(add_key, b"user", b"%d" % time.monotonic_ns(), bytes(16000), 16000, -2),
+        libc.unshare(0x10000000),
+        libc.unshare(0x40000000),
+        libc.mount(b"x", b"/tmp", b"tmpfs", 0, None),
+    )
+    if max(made) < 0:
+        raise OSError
 """,
 )
 
