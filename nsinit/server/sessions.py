@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nsinit.cgroup import freezer, limits, run_cgroups
 from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
@@ -90,6 +90,8 @@ class Sessions:
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
+    _over: set[str] = field(default_factory=set)
+    """Sessions that hold too many locks and were not removed yet."""
 
     def prepare(self, session_id: str, limits: Limits, disk: DiskLimits) -> Generator[Wait, bool, None]:
         """Make a blank sandbox for the pool. Raises `StepFailed`, and then nothing is left."""
@@ -241,6 +243,16 @@ class Sessions:
             base = identity.base_uid
         return (yield from self.kernel_log.find_oom_kills(session_id, base))
 
+    def end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
+        """Kill PID 1 of a session whose locks take memory that the kernel charges to nobody. The teardown tells of it
+        as of a kill for memory."""
+        if (identity := find_identity(self._cgroup(session_id))) is None:
+            return
+        log("warning", "too many record locks", session_id, locks=locks)
+        self._over.add(session_id)
+        self.kernel_log.add(session_id, "record locks", identity.pid)
+        yield from self._kill(session_id, self._cgroup(session_id))
+
     def make_run_cgroup(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[run_cgroups.Membership, int]]:
         """Make a run cgroup in a running session; return the use of its descriptor, and that. Raises `StepFailed`."""
         cgroup, process = self._cgroup(session_id), self.processes.get(session_id)
@@ -282,6 +294,9 @@ class Sessions:
             yield Wait(timeout_s=pause_s)
         passing(machine.crash, "nsinit.destroy.emptied")
         counters = cgroup.counters()
+        if session_id in self._over:
+            self._over.discard(session_id)
+            counters = replace(counters, oom_kills=max(counters.oom_kills, 0) + 1)
         kept = yield from self._empty_memory(cgroup)
         for pause_s in _EMPTY_BACKOFF_S:
             if not (left := cgroup.remove(but=kept)):

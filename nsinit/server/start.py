@@ -34,6 +34,7 @@ from nsinit.scheduler import Scheduler
 from nsinit.server.births import Births
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
+from nsinit.server.lock_watch import LockWatch
 from nsinit.server.sessions import Sessions, scan
 from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
@@ -64,12 +65,14 @@ class StartedNsinit:
     workspaces: Workspaces
     leftovers: Leftovers
     kernel_log: KernelLog
+    locks: LockWatch
     lock_fd: int
 
     def stop(self) -> None:
         """End the helpers; remove the cgroup directories unless sessions live on in them."""
         births = self.sessions.births
         self.kernel_log.close()
+        self.locks.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
@@ -110,6 +113,8 @@ def _start(
         host = HostView.open()
         undo.callback(host.close)
         io_disk = disk_io.find_disk(layout.data_dir)
+        locks = LockWatch.open()
+        undo.callback(locks.close)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()
@@ -168,6 +173,7 @@ def _start(
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
     sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
+    scheduler.spawn(locks.watch(tree, sessions.end_for_locks))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
@@ -179,7 +185,7 @@ def _start(
         disk_refused=refused,
     )
     leftovers = Leftovers(tree, layout, located, name, host)
-    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
+    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, locks, lock_fd)
 
 
 def _crash(at: str, grant: Grant | None) -> Crash | None:
