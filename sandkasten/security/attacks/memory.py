@@ -315,5 +315,26 @@ def one():
     made.setsockopt(socket.SOL_SOCKET, 26, program)
 """,
 )
+locks = _attempt(
+    "locks",
+    "lock every other byte of many files",
+    """
+def one():
+    fd = os.memfd_create("locked")
+    for place in range(500):
+        fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * place, 1, 0))
+""",
+)
+locks_of_files = _attempt(
+    "locks-of-files",
+    "the same, with locks that belong to the open file and to no process",
+    """
+def one():
+    fd = os.memfd_create("locked")
+    for place in range(500):
+        fcntl.fcntl(fd, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * place, 1, 0))
+""",
+    layer="seccomp",
+)
 
 MEMORY = collect(globals())
