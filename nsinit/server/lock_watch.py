@@ -16,19 +16,20 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from nsinit.cgroup.session import SessionCgroup, number_in, read_file
 from nsinit.cgroup.tree import Tree
 from nsinit.log import log
-from nsinit.scheduler import Job, Wait
+from nsinit.scheduler import Wait
 from nsinit.wire.validate import is_session_id
 
 MAX_LOCKS = 8192
 """The most record locks of a session, 1.5 MiB; half as many again may go unnoticed."""
 _COUNT_PATH = "/sys/kernel/slab/file_lock_cache/objects"
-_PERIOD_S = 0.1
+PERIOD_S = 0.1
+"""The time between two looks, in which one processor makes locks of up to 40 MiB."""
 _PAGE_BYTES = 65536
 _OF_RECORD = re.compile(rb" POSIX +\S+ +\S+ +([1-9]\d*) ")
 
@@ -56,21 +57,19 @@ class LockWatch:
             os.close(self.count_fd)
             self.count_fd = -1
 
-    def watch(self, tree: Tree, end: Callable[[str, int], Generator[Wait, bool, None]]) -> Job:
-        """Look forever; `end` is called with a session that holds too many locks and the number that was seen."""
-        while self.count_fd >= 0:
-            count = number_in(os.pread(self.count_fd, 64, 0).decode())
-            self._known = min(self._known, count)
-            if count - self._known > MAX_LOCKS:
-                over = yield from find_over(tree)
-                if over is None:
-                    self._known = count - MAX_LOCKS // 2
-                else:
-                    yield from end(*over)
-            yield Wait(timeout_s=_PERIOD_S)
+    def look(self, tree: Tree) -> Generator[Wait, bool, tuple[str, int] | None]:
+        """Return a session of `tree` that holds too many locks, and the number seen; None if none is noticed."""
+        count = number_in(os.pread(self.count_fd, 64, 0).decode()) if self.count_fd >= 0 else 0
+        self._known = min(self._known, count)
+        if count - self._known <= MAX_LOCKS:
+            return None
+        over = yield from _find_over(tree)
+        if over is None:
+            self._known = count - MAX_LOCKS // 2
+        return over
 
 
-def find_over(tree: Tree) -> Generator[Wait, bool, tuple[str, int] | None]:
+def _find_over(tree: Tree) -> Generator[Wait, bool, tuple[str, int] | None]:
     """Return the first session that is found to hold more than `MAX_LOCKS` record locks, and the number so far."""
     sessions: dict[int, str] = {}
     held: Counter[str] = Counter()

@@ -28,6 +28,7 @@ from nsinit.log import log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
+from nsinit.server.lock_watch import PERIOD_S, LockWatch
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
@@ -80,6 +81,7 @@ class Sessions:
     cgroup_emptiers: HelperPool
     scheduler: Scheduler
     kernel_log: KernelLog
+    locks: LockWatch
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class Sessions:
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
+    _is_watching: bool = False
     _over: set[str] = field(default_factory=set)
     """Sessions that hold too many locks and were not removed yet."""
 
@@ -141,6 +144,7 @@ class Sessions:
             if sandbox is None:
                 sandbox = yield from self._begin(session_id, request.plan.limits)
             self._filling.add(session_id)
+            self._watch_locks()
             try:
                 if sandbox.image_key not in (None, request.plan.image_key):
                     raise StepFailed("pool", "another plan's image is mounted in it", errno=errno.EINVAL)
@@ -191,6 +195,7 @@ class Sessions:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
             self.births.slots.reserve(identity.base_uid)
+        self._watch_locks()
         return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
@@ -242,16 +247,6 @@ class Sessions:
         elif (identity := find_identity(self._cgroup(session_id))) is not None:
             base = identity.base_uid
         return (yield from self.kernel_log.find_oom_kills(session_id, base))
-
-    def end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
-        """Kill PID 1 of a session whose locks take memory that the kernel charges to nobody. The teardown tells of it
-        as of a kill for memory."""
-        if (identity := find_identity(self._cgroup(session_id))) is None:
-            return
-        log("warning", "too many record locks", session_id, locks=locks)
-        self._over.add(session_id)
-        self.kernel_log.add(session_id, "record locks", identity.pid)
-        yield from self._kill(session_id, self._cgroup(session_id))
 
     def make_run_cgroup(self, session_id: str, name: str) -> Generator[Wait, bool, tuple[run_cgroups.Membership, int]]:
         """Make a run cgroup in a running session; return the use of its descriptor, and that. Raises `StepFailed`."""
@@ -509,6 +504,29 @@ class Sessions:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         finally:
             os.close(pidfd)
+
+    def _watch_locks(self) -> None:
+        """Watch the locks of sessions as long as there are any but those of the pool, where no foreign code runs."""
+        if not self._is_watching:
+            self._is_watching = True
+            self.scheduler.spawn(self._look_at_locks())
+
+    def _look_at_locks(self) -> Job:
+        while self.births.slots.in_use > len(self.pool):
+            if (over := (yield from self.locks.look(self.births.tree))) is not None:
+                yield from self._end_for_locks(*over)
+            yield Wait(timeout_s=PERIOD_S)
+        self._is_watching = False
+
+    def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
+        """Kill PID 1 of a session whose locks take memory that is charged to nobody. The teardown tells of it as of a
+        kill for memory."""
+        if (identity := find_identity(self._cgroup(session_id))) is None:
+            return
+        log("warning", "too many record locks", session_id, locks=locks)
+        self._over.add(session_id)
+        self.kernel_log.add(session_id, "record locks", identity.pid)
+        yield from self._kill(session_id, self._cgroup(session_id))
 
     def _cgroup(self, session_id: str) -> SessionCgroup:
         return SessionCgroup(self.births.tree, session_id)

@@ -65,14 +65,13 @@ class StartedNsinit:
     workspaces: Workspaces
     leftovers: Leftovers
     kernel_log: KernelLog
-    locks: LockWatch
     lock_fd: int
 
     def stop(self) -> None:
         """End the helpers; remove the cgroup directories unless sessions live on in them."""
         births = self.sessions.births
         self.kernel_log.close()
-        self.locks.close()
+        self.sessions.locks.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
@@ -172,8 +171,9 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
-    scheduler.spawn(locks.watch(tree, sessions.end_for_locks))
+    sessions = Sessions(
+        births, builders, cgroup_emptiers, scheduler, kernel_log, locks, partial(host.find_mounts, layout)
+    )
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
@@ -185,7 +185,7 @@ def _start(
         disk_refused=refused,
     )
     leftovers = Leftovers(tree, layout, located, name, host)
-    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, locks, lock_fd)
+    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
 
 
 def _crash(at: str, grant: Grant | None) -> Crash | None:
