@@ -41,7 +41,7 @@ IN_A_ROW = 20
 """Repeats of the fastest operations in each round, one after another."""
 
 FORK, TRUE, RTT, HEALTHZ = "fork and wait, this process", "/bin/true", "loopback round trip", "GET /healthz"
-CREATE, COLD, CREATE_HTTP = "create, in-process", "create, in-process, no vessel ready", "create, HTTP"
+CREATE, COLD, CREATE_HTTP = "create, in-process", "create, in-process, no pool sandbox ready", "create, HTTP"
 ECHO, WARM = "WebSocket echo, one after another", "exec builtin (:), in-process, one after another"
 OPEN = "exec builtin (:), open WebSocket, one after another"
 DESTROY, DESTROY_HTTP, FIRST = "destroy, in-process", "destroy, HTTP", "create to first output, HTTP"
@@ -102,8 +102,8 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
         client = stack.enter_context(daemon.Client(address))
         plain = stack.enter_context(echo.running())
         async with AsyncExitStack() as opened:
-            ready = await opened.enter_async_context(open_supervisor(_config(scratch / "ready", vessels=2)))
-            cold = await opened.enter_async_context(open_supervisor(_config(scratch / "cold", vessels=0)))
+            ready = await opened.enter_async_context(open_supervisor(_config(scratch / "ready", pool_sandboxes=2)))
+            cold = await opened.enter_async_context(open_supervisor(_config(scratch / "cold", pool_sandboxes=0)))
             _print_header(scratch, compared)
             for number in range(rounds + 1):
                 kept = samples if number else measure.Samples()  # the first round warms up
@@ -123,8 +123,8 @@ async def _bench(scratch: Path, rounds: int, sessions: int) -> None:
     await print_neighbours(scratch / "neighbours", rounds)
 
 
-def _config(data_dir: Path, *, vessels: int) -> Config:
-    return Config(data_dir=data_dir, server=ServerSettings(vessels=vessels))
+def _config(data_dir: Path, *, pool_sandboxes: int) -> Config:
+    return Config(data_dir=data_dir, server=ServerSettings(pool_sandboxes=pool_sandboxes))
 
 
 def _measure_machine(

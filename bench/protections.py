@@ -38,7 +38,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Yield the default, then one variant for each other choice of a protection; paths are set later."""
-    config, spec = Config(server=ServerSettings(vessels=0)), SessionSpec()
+    config, spec = Config(server=ServerSettings(pool_sandboxes=0)), SessionSpec()
     yield Variant(DEFAULT, config, spec)
     for section, key in (("security", "seccomp"), ("disk", "mode")):
         for choice in _choices(config, section, key):
@@ -106,7 +106,7 @@ def _exec_row(name: str) -> str:
 
 
 def _print_variants(samples: measure.Samples, missing: dict[str, str]) -> None:
-    title = "protections, no vessel ready"
+    title = "protections, no pool sandbox ready"
     print(f"\n{title:<40} {'n':>4} {'create ms':>10} {'p95':>8} {'ratio':>6} {'exec ms':>9} {'ratio':>6}")
     for name in [row for row in samples.rows() if not row.startswith("exec ")]:
         create, run = samples.median(name), samples.median(_exec_row(name))

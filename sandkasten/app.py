@@ -168,7 +168,7 @@ async def open_tree(
         catalog,
         node,
         machine=machine,
-        pool_size=config.server.vessels,
+        pool_size=config.server.pool_sandboxes,
         profiles=profiles,
         start_nsinit=start_nsinit,
     )

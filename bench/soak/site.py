@@ -31,7 +31,7 @@ _REAP_S = 0.2
 _RETRY_S = 0.05
 _LINE_CHARS = 3000
 _HELPERS = "builder", "cgroup_maker", "cgroup_emptier"
-_OF_KILLS = ('"child": "zygote"', *(f"nsinit_a_{name}_ended" for name in _HELPERS))
+_OF_KILLS = ('"child": "nsinit"', *(f"nsinit_a_{name}_ended" for name in _HELPERS))
 """Errors that the kills of a soak must leave in a log."""
 
 

@@ -140,20 +140,18 @@ class SessionCgroup:
         return self._has_pages("active_file", "inactive_file")
 
     def has_unwritten_pages(self) -> bool:
-        """Whether pages of files can't be freed yet, as they are on their way to the disk. Pages that processes outside
-        have mapped, such as those of the image's programs, stay as long as these do."""
-        names = ("file_dirty", "file_writeback") if self.tree.mode == "v2" else ("dirty", "writeback")
-        return self._has_pages(*names)
+        """Whether pages of files are on their way to the disk. The kernel frees none of them before they are there."""
+        return self._has_pages(
+            *(("file_dirty", "file_writeback") if self.tree.mode == "v2" else ("dirty", "writeback"))
+        )
 
     def _has_pages(self, *names: str) -> bool:
         counts = read_file(f"{self.directory('memory')}/memory.stat")
         return any(number_in(counts, name) > 0 for name in names)
 
     def empty_memory(self) -> None:
-        """Have the kernel free the pages of files of a cgroup without processes, and none of other cgroups.
-
-        Dirty pages are written first, so no file loses anything. Pages that can't be freed stay.
-        """
+        """Have the kernel free the pages of files of a cgroup without processes, and none of other cgroups. Pages that
+        are not written yet stay, and so do those that processes of others have mapped."""
         memory = self.directory("memory")
         if self.tree.mode == "v2":
             amount = number_in(read_file(f"{memory}/memory.current"))

@@ -43,9 +43,9 @@ _DEATH_DEADLINE_S = 5.0
 _EMPTY_BACKOFF_S = (0.001, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _EMPTY_MEMORY_S = 0.02
 """Seconds that the end of a session waits for its pages of files to be freed; more take place in the background."""
-_EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 7.0, 20.0)
-"""Pauses before each attempt to free pages of files. Pages that are being written, and those of a helper that died over
-them, are left to the next one."""
+_EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)
+"""Pauses before each look whether pages of files can be freed, 43 seconds in all. The kernel writes them when they are
+30 seconds old, and looks for such pages each 5 seconds (proc_sys_vm(5): dirty_expire_centisecs)."""
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
@@ -316,31 +316,35 @@ class Sessions:
             return ""
         if cgroup.session_id in self._emptying:
             return cgroup.directory("memory")
-        emptied = JobEvent()
+        tried = JobEvent()
         self._emptying[cgroup.session_id] = Emptying()
-        self.scheduler.spawn(self._empty_and_remove(cgroup, emptied))
-        yield Wait(event=emptied, timeout_s=_EMPTY_MEMORY_S)
-        return "" if emptied.is_set else cgroup.directory("memory")
+        self.scheduler.spawn(self._empty_and_remove(cgroup, tried))
+        yield Wait(event=tried, timeout_s=_EMPTY_MEMORY_S)
+        return cgroup.directory("memory") if cgroup.session_id in self._emptying else ""
 
-    def _empty_and_remove(self, cgroup: SessionCgroup, emptied: JobEvent) -> Job:
+    def _empty_and_remove(self, cgroup: SessionCgroup, tried: JobEvent) -> Job:
         emptying = self._emptying[cgroup.session_id]
         for pause_s in _EMPTY_AGAIN_S:
             if pause_s and (yield Wait(event=emptying.hurry, timeout_s=pause_s)):
                 break  # then the kernel frees the memory when it needs some
-            try:
-                outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
-                yield Wait(event=outcome.done)
-                outcome.result()
-                if not cgroup.has_unwritten_pages():
+            if not cgroup.has_unwritten_pages():
+                try:
+                    outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
+                    yield Wait(event=outcome.done)
+                    outcome.result()
+                except StepFailed as error:  # the helper died over it
+                    log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
+                    continue
+                # The first time, pages that were written a moment ago may not be counted yet (v1: for 2 seconds).
+                if not cgroup.has_file_pages() or (pause_s and not cgroup.has_unwritten_pages()):
                     break
-            except StepFailed as error:
-                log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
-        emptied.set()
+            tried.set()
         for pause_s in _EMPTY_BACKOFF_S:
             if not cgroup.remove():
                 break
             yield Wait(timeout_s=pause_s)
         self._emptying.pop(cgroup.session_id).gone.set()
+        tried.set()
 
     def delete_trash(self) -> None:
         """Have the trash deleted by a process of its own, unless one is at it already."""

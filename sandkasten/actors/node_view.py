@@ -45,7 +45,7 @@ from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-_VITAL = ("store", "zygote", "sessions")
+_VITAL = ("store", "nsinit", "sessions")
 """Checks of readiness without which the watchdog gets no sign of life."""
 
 
@@ -137,7 +137,7 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
         free=node.read_free(config.data_dir, bounds),
         images=tuple(image.name for image in catalog.images()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
-        vessels=facts.pooled,
+        pool_sandboxes=facts.pooled,
         queued=facts.queued,
     )
 
@@ -147,7 +147,7 @@ _AT_ONCE = 100
 
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
-    "vessels": "Sandboxes made ahead that are ready.",
+    "pool_sandboxes": "Sandboxes made ahead that are ready.",
     "draining": "1 while no new sessions are taken.",
     "sessions_max": "How many sessions there may be.",
     "sessions_committed_memory_bytes": "What live sessions may use together.",

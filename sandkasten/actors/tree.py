@@ -4,7 +4,7 @@
     ├── store      the one SQLite writer
     ├── events     the journal's way to disk
     ├── spool      output and records of runs
-    ├── zygote     the client of nsinit, the one connection to the privileged process
+    ├── nsinit     the one connection to the privileged process
     ├── images     the image catalogue
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
@@ -106,7 +106,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
         self._profiles, self._start_nsinit = profiles, start_nsinit
-        self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("zygote")
+        self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._images, self._workspaces = Ref("images"), Ref("workspaces")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
@@ -147,7 +147,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("store", self._start_store),
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
-            ChildSpec("zygote", self._start_nsinit_client, may_keep_failing=True),
+            ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
@@ -379,7 +379,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def readiness(self) -> Readiness:
         checks = {
             "store": await _check(self._store, do(ping)),
-            "zygote": await _check(self._nsinit, ping_nsinit()),
+            "nsinit": await _check(self._nsinit, ping_nsinit()),
             "sessions": "ok" if self._sessions.is_alive else "not running",
             "disk": await trio.to_thread.run_sync(_check_disk, self._config),
         }

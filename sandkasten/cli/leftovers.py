@@ -265,7 +265,7 @@ def _be_daemon(config: Config, survey: Survey) -> NoReturn:
 
 
 def _sweep_as_daemon(config: Config, survey: Survey) -> None:
-    config = attrs.evolve(config, server=attrs.evolve(config.server, vessels=0))
+    config = attrs.evolve(config, server=attrs.evolve(config.server, pool_sandboxes=0))
     try:
         machine = look_at_machine(config)
         profiles = load_filters(config.security)

@@ -285,7 +285,7 @@ class DashboardSettings:
 
 @attrs.frozen
 class ServerSettings:
-    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `vessels` are sandboxes made ahead."""
+    """Limits of the daemon itself. Sizes in bytes, durations in seconds; `pool_sandboxes` are sandboxes made ahead."""
 
     max_sessions: int = attrs.field(default=1000, validator=_between(1, 100_000))
     max_connections: int = attrs.field(default=1000, validator=_between(1, 1_000_000))
@@ -294,7 +294,7 @@ class ServerSettings:
     max_upload_bytes: int = attrs.field(default=1024 * MIB, validator=_between(1024, MIB * MIB))
     max_read_bytes: int = attrs.field(default=100 * MIB, validator=_between(1024, 1024 * MIB))
     output_cap_bytes: int = attrs.field(default=5 * MIB, validator=_between(4096, 256 * MIB))
-    vessels: int = attrs.field(default=2, validator=_between(0, 64))
+    pool_sandboxes: int = attrs.field(default=2, validator=_between(0, 64))
     shell_queue_length: int = attrs.field(default=32, validator=_between(1, 10_000))
     write_timeout_s: float = attrs.field(default=30.0, validator=_between(0.1, 3600))
     head_timeout_s: float = attrs.field(default=10.0, validator=_between(0.1, 3600))

@@ -151,7 +151,7 @@ class NodeCapacity:
 
     `status` is `ready`, `not_ready` or `draining`. `budget` is the most that may be promised to sessions (None: not
     counted), `committed` the sum of the limits of live sessions, `used` their present use, `free` the amounts free,
-    whatever uses the rest. `sessions` counts live ones by status; `vessels` are sandboxes made ahead; `queued` is the
+    whatever uses the rest. `sessions` counts live ones by status; `pool_sandboxes` are made ahead; `queued` is the
     number of creates that wait for a builder.
     """
 
@@ -163,7 +163,7 @@ class NodeCapacity:
     free: Amounts = Amounts()
     images: Sequence[str] = ()
     sessions: Mapping[str, int] = attrs.field(factory=dict)
-    vessels: int = 0
+    pool_sandboxes: int = 0
     queued: int = 0
 
 

@@ -30,7 +30,7 @@ class Session(RunObserver):
         self.directory = directory / SESSION
         self.directory.mkdir()
         self.stats = CgroupStats({"unified": str(directory)}, SESSION)
-        self.cgroups = RunCgroups(Ref("zygote"), SESSION, self.stats.groups)
+        self.cgroups = RunCgroups(Ref("nsinit"), SESSION, self.stats.groups)
         self.runs: list[Run] = []
         self.default = Shell(DEFAULT_SHELL)
         self.notes: list[str] = []

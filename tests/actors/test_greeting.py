@@ -1,4 +1,4 @@
-"""The greeting of a sandbox that is being made: early where a vessel has a socket, in time where it has none."""
+"""The greeting of a sandbox that is being made: early where a pool sandbox has a socket, in time where it has none."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Init:
                 await connection.recv(1)  # until the other end closes
 
 
-async def test_a_vessel_is_greeted_before_it_serves(tmp_path: Path) -> None:
-    """The vessel reads the greeting before anything else, and once only."""
+async def test_a_pool_sandbox_is_greeted_before_it_serves(tmp_path: Path) -> None:
+    """The pool sandbox reads the greeting before anything else, and once only."""
     init = Init(tmp_path)
     greeting = Greeting(tmp_path, Setup())
     with trio.fail_after(patience(5)):
@@ -62,8 +62,8 @@ async def test_a_vessel_is_greeted_before_it_serves(tmp_path: Path) -> None:
                 assert link.connections == {"connections_idle": 1, "connections_busy": 0}
 
 
-async def test_a_vessel_that_is_gone_was_greeted_in_vain(tmp_path: Path) -> None:
-    """The successor of a vessel that is gone, under the same id, is greeted when it is built."""
+async def test_a_pool_sandbox_that_is_gone_was_greeted_in_vain(tmp_path: Path) -> None:
+    """The successor of a pool sandbox that is gone, under the same id, is greeted when it is built."""
     old, new = tmp_path / "old", tmp_path / "run"
     new.mkdir()
     Init(new).listener.close()
@@ -93,7 +93,9 @@ async def test_a_refusal_is_final(tmp_path: Path) -> None:
     assert len(init.asked) == 1
 
 
-async def test_a_vessel_that_never_answers_is_given_up(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_pool_sandbox_that_never_answers_is_given_up(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
     """Counted from when it was said to be built, not from when it was greeted."""
     init = Init(tmp_path)
     greeting = Greeting(tmp_path, Setup())

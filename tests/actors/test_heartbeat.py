@@ -76,7 +76,7 @@ async def test_signs_of_life_stop_with_the_parts_that_must_answer(
         assert trio.current_time() - began >= 2 * BEAT_S
         tree.nsinit.refusals[Scan] = Failed(0, "scan", "", EIO, "is ill")
         assert "is ill" in (line := await hear_other(manager))
-        assert line.startswith("STATUS=zygote: ")
+        assert line.startswith("STATUS=nsinit: ")
         assert await hear(manager) == ALIVE
         rename(tree, "node", "gone")
         assert (line := await hear_other(manager)).startswith("STATUS=store: ")

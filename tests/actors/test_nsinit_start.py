@@ -22,7 +22,7 @@ async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
     for _ in range(30):
         with trio.fail_after(patience(5)), pytest.raises(BaseExceptionGroup) as ended:
             async with trio.open_nursery() as nursery:
-                await nursery.start(NsinitClient(Ref("zygote"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
+                await nursery.start(NsinitClient(Ref("nsinit"), tmp_path, "ab" * 4, start_nsinit=_refusing).run)
         error = unwrap(ended.value)
         assert isinstance(error, BuildFailed)
         assert "no such disk" in error.message

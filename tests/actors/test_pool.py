@@ -27,7 +27,7 @@ class FakeNsinit(Actor):
     """An nsinit that obeys every request but those of the types in `refused`."""
 
     def __init__(self) -> None:
-        super().__init__(Ref("zygote"))
+        super().__init__(Ref("nsinit"))
         self.told: list[str] = []
         self.refused: set[type] = set()
 

@@ -65,7 +65,7 @@ async def supervisor(request: pytest.FixtureRequest) -> AsyncIterator[Supervisor
             yield tree.supervisor
         return
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(vessels=0))) as real:
+        async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(pool_sandboxes=0))) as real:
             yield real
 
 

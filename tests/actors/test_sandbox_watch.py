@@ -42,7 +42,7 @@ async def test_a_death_is_for_want_of_memory_if_the_kernel_killed_since(
 ) -> None:
     """Kills that were known when the sandbox was taken over were survived; an unknown count explains nothing. Here
     nobody has a log of the kernel that would know more."""
-    assert await _is_memory(tmp_path, init, Ref("zygote"), before=before, at_last=at_last) is is_memory
+    assert await _is_memory(tmp_path, init, Ref("nsinit"), before=before, at_last=at_last) is is_memory
 
 
 class _Log(Actor):
@@ -66,7 +66,7 @@ async def test_the_kernels_log_says_whom_it_killed(
     """A death from outside right after a command ran out of memory is not put down to that. Of a kill that the log does
     not tell of, the time still does."""
     pids = (init.pid + 1, *([init.pid] if is_init_named else [])) if kills else ()
-    ref = Ref("zygote")
+    ref = Ref("nsinit")
     async with trio.open_nursery() as nursery:
         await nursery.start(_Log(ref, OomKills(1, "python3", 0.1, kills, pids)).run)
         assert await _is_memory(tmp_path, init, ref, before=0, at_last=2) is is_memory

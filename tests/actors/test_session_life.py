@@ -153,7 +153,9 @@ async def test_commands_of_one_shell_run_in_turn(tree: ScriptedTree, session_id:
 async def test_a_run_outlives_its_daemon() -> None:
     """The next daemon adopts the session and goes on with the run behind the output that is known."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        config = Config(data_dir=Path(directory) / "data", server=ServerSettings(vessels=0), sessions_on_stop="keep")
+        config = Config(
+            data_dir=Path(directory) / "data", server=ServerSettings(pool_sandboxes=0), sessions_on_stop="keep"
+        )
         async with trio.open_nursery() as nursery:
             nsinit = FakeNsinit(config.data_dir, {}, nursery)
             nsinit.scripts[FOREVER] = Script([(Stream.STDOUT, b"begun\n")], hold=trio.Event())

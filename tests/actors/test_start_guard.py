@@ -21,7 +21,7 @@ CONFIG = Config(isolation=REQUIRED)
 async def test_a_required_protection_that_nsinit_lacks_stops_the_start(tmp_path: Path) -> None:
     """The error names it; nothing is told as if it were in force."""
     told: list[System] = []
-    config = Config(data_dir=tmp_path / "data", isolation=REQUIRED, server=ServerSettings(vessels=0))
+    config = Config(data_dir=tmp_path / "data", isolation=REQUIRED, server=ServerSettings(pool_sandboxes=0))
     lack = re.escape("disk is required and missing: no mechanism works here (project: no quota here)")
     async with trio.open_nursery() as nursery:
         nsinit = FakeNsinit(config.data_dir, {}, nursery)

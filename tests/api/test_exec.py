@@ -32,7 +32,7 @@ async def test_a_result_has_the_published_and_the_new_fields() -> None:
     cap = 4096
     script = Script([(Stream.STDOUT, b"42\r\n"), (Stream.STDERR, b"x" * cap + b"oops\n")], exit_code=3)
     async with (
-        running_front(server=ServerSettings(vessels=0, output_cap_bytes=cap)) as running,
+        running_front(server=ServerSettings(pool_sandboxes=0, output_cap_bytes=cap)) as running,
         running.client() as client,
     ):
         answer = await run(running, client, script, exec_id="e-1", timeout_ms=500)
@@ -128,7 +128,7 @@ async def test_a_command_over_a_mebibyte_is_413_and_one_of_it_runs() -> None:
 async def test_a_busy_shell_is_409_with_what_keeps_it_busy() -> None:
     """The details name the run at the head of the queue, its age and last line, and the length of the queue."""
     async with (
-        running_front(server=ServerSettings(vessels=0, shell_queue_length=1)) as running,
+        running_front(server=ServerSettings(pool_sandboxes=0, shell_queue_length=1)) as running,
         running.client() as client,
     ):
         url = await make_session(running, client)

@@ -214,7 +214,7 @@ async def test_silence_is_filled_with_pings() -> None:
 async def test_what_fails_before_the_command_starts_is_plain_json() -> None:
     """Validation, a busy shell, a command too long."""
     async with (
-        running_front(max_command_bytes=10, server=ServerSettings(vessels=0, shell_queue_length=1)) as running,
+        running_front(max_command_bytes=10, server=ServerSettings(pool_sandboxes=0, shell_queue_length=1)) as running,
         running.client() as client,
     ):
         url = await make_session(running, client)

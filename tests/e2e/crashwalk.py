@@ -59,8 +59,8 @@ SHORT = (
 
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.02
-_NEED_VESSEL = ("nsinit.create.limits", "cgroup_maker.raise_limits")
-"""Points that are reached only with a vessel made with other limits than the session wants."""
+_NEED_POOL_SANDBOX = ("nsinit.create.limits", "cgroup_maker.raise_limits")
+"""Points that are reached only with a pool sandbox made with other limits than the session wants."""
 
 
 def walked_points() -> Sequence[str]:
@@ -170,10 +170,10 @@ class Walk:
             assert run(client, self.kept, "n=kept") == ""
 
     @contextlib.contextmanager
-    def daemon(self, at: str = "", *, vessels: int = 0) -> Iterator[Daemon]:
+    def daemon(self, at: str = "", *, pool_sandboxes: int = 0) -> Iterator[Daemon]:
         """Run a daemon, and kill it."""
         testing = FaultSettings(crash_points=bool(at), crash_at=at)
-        config = attrs.evolve(self._config, testing=testing, server=ServerSettings(vessels=vessels))
+        config = attrs.evolve(self._config, testing=testing, server=ServerSettings(pool_sandboxes=pool_sandboxes))
         daemon = Daemon(config, self._machine, self.log)
         try:
             yield daemon
@@ -185,11 +185,11 @@ class Walk:
         if point.startswith("import."):
             self._import(point)
         else:
-            with self.daemon(point, vessels=int(point in _NEED_VESSEL)) as daemon:
+            with self.daemon(point, pool_sandboxes=int(point in _NEED_POOL_SANDBOX)) as daemon:
                 if point.startswith(PREFIXES):
                     was_noticed = self._disturb_workspaces(daemon)
                 else:
-                    was_noticed = self._disturb(daemon, needs_vessel=point in _NEED_VESSEL)
+                    was_noticed = self._disturb(daemon, needs_pool_sandbox=point in _NEED_POOL_SANDBOX)
                 if point.startswith("daemon."):
                     until(daemon.has_died, "the daemon came to the point")
                 elif not was_noticed:
@@ -207,12 +207,12 @@ class Walk:
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
 
-    def _disturb(self, daemon: Daemon, *, needs_vessel: bool) -> bool:
+    def _disturb(self, daemon: Daemon, *, needs_pool_sandbox: bool) -> bool:
         """Make, use and end a session; return whether anything of it went otherwise than it should."""
         try:
             with daemon.client() as client:
-                if needs_vessel:
-                    until(lambda: client.get("/v1/node").json()["vessels"] > 0, "there is a vessel")
+                if needs_pool_sandbox:
+                    until(lambda: client.get("/v1/node").json()["pool_sandboxes"] > 0, "there is a pool sandbox")
                 self.untold = 1
                 wanted = {"ttl_seconds": 600, "limits": {"pids": 99}, "workspace_id": KEPT}
                 made = client.post("/v1/sessions", json=wanted)

@@ -153,12 +153,12 @@ def test_what_a_crash_of_everything_left_is_shown_then_removed_and_the_session_g
 
 
 def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir: Path) -> None:
-    """Blank vessels, live sessions and their output are the running daemon's and no leftovers; things without an owner
+    """Pool sandboxes, live sessions and their output are the running daemon's and no leftovers; things without an owner
     are shown all the same; `--fix` is refused with a sentence.
     """
-    with running_daemon(data_dir, SANDKASTEN_SERVER_VESSELS="1") as daemon, daemon.client() as client:
+    with running_daemon(data_dir, SANDKASTEN_SERVER_POOL_SANDBOXES="1") as daemon, daemon.client() as client:
         session = make_session(client)
-        until(lambda: client.get("/v1/node").json()["vessels"] == 1, "there is a vessel")
+        until(lambda: client.get("/v1/node").json()["pool_sandboxes"] == 1, "there is a pool sandbox")
         (data_dir / "run" / "foreign").mkdir()
         shown = leftovers(data_dir)
         assert (shown["daemon_runs"], named(shown["left"])) == (True, {("run_directory", "foreign")})

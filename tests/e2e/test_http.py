@@ -220,7 +220,7 @@ def test_readiness_checks_store_fork_server_and_disk(client: httpx.Client) -> No
     """The readiness answer names each check."""
     answer = client.get("/readyz")
     assert answer.status_code == 200
-    assert {"store", "zygote", "disk"} <= answer.json()["checks"].keys()
+    assert {"store", "nsinit", "disk"} <= answer.json()["checks"].keys()
 
 
 def test_the_log_names_sessions_and_requests_and_hides_commands_and_keys(

@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_what_was_done(client: httpx.Client) -> None:
     assert rise("store_commit_seconds_count") >= 2
     assert during["sessions_memory_bytes",] > 0
     assert during["sessions_cpu_seconds_total",] > 0
-    assert during["part_up", "zygote"] == 1
+    assert during["part_up", "nsinit"] == 1
     assert session["id"] not in after.text
 
 

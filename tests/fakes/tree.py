@@ -71,7 +71,10 @@ async def open_scripted(
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        settings: dict[str, Any] = {"data_dir": Path(directory) / "data", "server": ServerSettings(vessels=0)} | changes
+        settings: dict[str, Any] = {
+            "data_dir": Path(directory) / "data",
+            "server": ServerSettings(pool_sandboxes=0),
+        } | changes
         config = config or Config(**settings)
         make_data_dir(config.data_dir)
         _make_image(config.data_dir)

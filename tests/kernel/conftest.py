@@ -24,9 +24,11 @@ def data_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def config(data_dir: Path) -> Config:
-    """The defaults, small: no blank vessels, so that a test sees what it caused and nothing else. Workspaces without a
+    """The defaults, small: no pool sandboxes, so that a test sees what it caused and nothing else. Workspaces without a
     quota are plain directories, so that a test sees their files."""
-    return Config(data_dir=data_dir, server=ServerSettings(vessels=0), workspace=WorkspaceSettings(default_quota_mb=0))
+    return Config(
+        data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), workspace=WorkspaceSettings(default_quota_mb=0)
+    )
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ class Nsinit:
         assert isinstance(self.ready, Ready)
         files = [f"{self.data_dir}/{parent}/{session_id}" for parent in ("sessions", "run")]
         groups = [f"{parent}/{session_id}" for parent in self.ready.cgroup_dirs.values()]
-        deadline = time.monotonic() + patience(1)
+        deadline = time.monotonic() + patience(10)
         while any(map(os.path.lexists, groups)) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         return [path for path in (*files, *groups) if os.path.lexists(path)]

@@ -66,7 +66,7 @@ def nsinit_pid() -> int:
 
 
 def init_pids(root: int | None = None) -> list[int]:
-    """Return the pids of all PID 1s that supervisors of this process, or of `root`, started, vessels included."""
+    """Return the pids of all PID 1s, of pool sandboxes too, that supervisors of this process, or of `root`, started."""
     found = descendants(root or os.getpid())
     return [pid for pid, name in found if name == "sandkasten-init" and _is_init(pid)]
 

@@ -87,8 +87,8 @@ def test_limits_are_written_in_every_hierarchy(server: Nsinit) -> None:
     box.teardown()
 
 
-def test_a_prepared_vessel_has_limits_from_its_birth_and_then_those_of_the_plan(server: Nsinit) -> None:
-    """The vessel's limits are the probable ones before its process exists, and the plan's before the image is
+def test_a_prepared_pool_sandbox_has_limits_from_its_birth_and_then_those_of_the_plan(server: Nsinit) -> None:
+    """The pool sandbox's limits are the probable ones before its process exists, and the plan's before the image is
     touched.
     """
     plan = host_plan(limits=replace(SMALL, pids=33))

@@ -35,7 +35,7 @@ async def _started(crash_at: str = "") -> AsyncIterator[tuple[Ref, Path]]:
     """An nsinit client, and where it keeps its sessions' groups."""
     with data_directory() as data_dir:
         async with trio.open_nursery() as nursery:
-            ref = Ref("zygote")
+            ref = Ref("nsinit")
             await nursery.start(NsinitClient(ref, data_dir, secrets.token_hex(8), crash_at=crash_at).run)
             ready = await ref.ask(Describe())
             assert isinstance(ready, Ready)

@@ -262,8 +262,8 @@ def test_no_trick_gets_more_than_the_limit(server: Nsinit, tmp_path: Path) -> No
     assert (digest(tmp_path), digest(server.data_dir / "images")) == before
 
 
-def test_a_vessel_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
-    """The disk of a prepared vessel has a guessed size; the plan's size replaces the guess."""
+def test_a_pool_sandbox_made_for_another_size_gets_the_right_one(server: Nsinit) -> None:
+    """The disk of a pool sandbox has a guessed size; the plan's size replaces the guess."""
     session_id = new_id()
     server.ask(Prepare, session_id=session_id, limits=ROOMY, disk=DiskLimits(64 * MIB, 4000))
     sandbox = server.build(host_plan(session_id, disk=SMALL))

@@ -146,7 +146,7 @@ def test_a_restarted_nsinit_hands_out_no_id_of_a_living_session(data_dir: Path) 
                 other.teardown()
 
 
-def test_hanging_up_discards_blank_vessels_and_keeps_sessions(data_dir: Path) -> None:
+def test_hanging_up_discards_blank_pool_sandboxes_and_keeps_sessions(data_dir: Path) -> None:
     """The end of the daemon ends nsinit and what it had prepared, and nothing else."""
     node_id = new_node_id()
     with running(data_dir, node_id) as first:

@@ -174,8 +174,8 @@ def test_no_filter_means_none(server: Nsinit) -> None:
     box.teardown()
 
 
-def test_a_prepared_vessel_gets_the_filter_of_its_plan(server: Nsinit) -> None:
-    """A vessel is prepared before its session is known; the filter comes with the plan, at the build."""
+def test_a_prepared_pool_sandbox_gets_the_filter_of_its_plan(server: Nsinit) -> None:
+    """A pool sandbox is prepared before its session is known; the filter comes with the plan, at the build."""
     for profile, answer in (("debug", "ok"), ("strict", "EPERM"), ("mvp", "EPERM")):
         plan = host_plan(seccomp=profile)
         assert isinstance(server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)[0], Ok)

@@ -58,7 +58,9 @@ async def test_a_storm_of_creates_never_gets_more_than_fits(config: Config) -> N
     up.
     """
     outcomes: list[str] = []
-    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=0, max_sessions=4))) as supervisor:
+    async with open_supervisor(
+        attrs.evolve(config, server=ServerSettings(pool_sandboxes=0, max_sessions=4))
+    ) as supervisor:
 
         async def create() -> None:
             try:

@@ -36,7 +36,9 @@ async def test_a_full_disk_is_the_cause_wherever_it_was_met(supervisor: LocalSup
 
 async def test_limits_that_no_session_may_have_are_refused(data_dir: Path) -> None:
     """A disk limit above the operator's maximum, or one that is no number: the field is named and nothing is made."""
-    config = Config(data_dir=data_dir, server=ServerSettings(vessels=0), disk=DiskSettings(max_mb=100, max_inodes=5000))
+    config = Config(
+        data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), disk=DiskSettings(max_mb=100, max_inodes=5000)
+    )
     async with open_supervisor(config) as supervisor:
         for bad in ({"disk_mb": 101}, {"disk_mb": -1}, {"disk_mb": float("nan")}, {"disk_inodes": 5001}):
             with pytest.raises(InvalidRequest):
@@ -48,7 +50,7 @@ async def test_no_session_is_made_on_a_disk_that_is_all_but_full(data_dir: Path)
     """The refusal says how much is free and how much must be; sessions that run go on."""
     space = os.statvfs(data_dir)
     total_mb = space.f_blocks * space.f_frsize >> 20
-    config = Config(data_dir=data_dir, server=ServerSettings(vessels=0), disk=DiskSettings(reserve_mb=total_mb))
+    config = Config(data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), disk=DiskSettings(reserve_mb=total_mb))
     async with open_supervisor(config) as supervisor:
         with pytest.raises(DiskReserve) as refused:
             await supervisor.create(SessionSpec())
@@ -58,7 +60,7 @@ async def test_no_session_is_made_on_a_disk_that_is_all_but_full(data_dir: Path)
 
 async def test_a_disk_mode_that_can_not_be_had_fails_the_start(data_dir: Path) -> None:
     """The sentence names the mode and the reason."""
-    config = Config(data_dir=data_dir, server=ServerSettings(vessels=0), disk=DiskSettings(mode="btrfs"))
+    config = Config(data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), disk=DiskSettings(mode="btrfs"))
     with pytest.raises(BaseExceptionGroup) as refused:
         async with open_supervisor(config):
             pytest.fail("the daemon started")
@@ -67,7 +69,7 @@ async def test_a_disk_mode_that_can_not_be_had_fails_the_start(data_dir: Path) -
 
 async def test_a_disk_that_can_not_change_is_not_said_to_have_changed(data_dir: Path) -> None:
     """A patch of a disk that can't change is refused as a whole, and the record keeps the limits in force."""
-    config = Config(data_dir=data_dir, server=ServerSettings(vessels=0), disk=DiskSettings(mode="loop"))
+    config = Config(data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), disk=DiskSettings(mode="loop"))
     async with open_supervisor(config) as supervisor:
         session = await supervisor.create(SessionSpec(limits=SMALL))
         with pytest.raises(InvalidRequest, match="keeps its size"):

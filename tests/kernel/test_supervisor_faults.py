@@ -136,14 +136,14 @@ async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_s
     await until(has_expired)
 
 
-async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> None:
-    """The first creates after the death of nsinit work like any other, and the vessels that it left are swept up."""
-    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=2))) as supervisor:
+async def test_pool_sandboxes_of_a_dead_fork_server_are_not_used(config: Config) -> None:
+    """The first creates after the death of nsinit work like any other, and its pool sandboxes are swept up."""
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(pool_sandboxes=2))) as supervisor:
 
-        async def has_vessels() -> bool:
+        async def has_pool_sandboxes() -> bool:
             return len(supervisor._directory.reserved) == 2
 
-        await until(has_vessels)
+        await until(has_pool_sandboxes)
         os.kill(nsinit_pid(), signal.SIGKILL)
 
         async def is_noticed() -> bool:
@@ -156,12 +156,12 @@ async def test_vessels_of_a_dead_fork_server_are_not_used(config: Config) -> Non
 
 async def test_a_create_whose_init_was_killed_may_be_tried_again(config: Config) -> None:
     """A create whose PID 1 was killed fails as retryable and leaves nothing; the same request then works."""
-    async with open_supervisor(attrs.evolve(config, server=ServerSettings(vessels=1))) as supervisor:
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(pool_sandboxes=1))) as supervisor:
 
-        async def has_vessel() -> bool:
-            return (await supervisor.node()).vessels == 1
+        async def has_pool_sandbox() -> bool:
+            return (await supervisor.node()).pool_sandboxes == 1
 
-        await until(has_vessel)
+        await until(has_pool_sandbox)
         for pid in init_pids():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(BuildInterrupted) as failed:

@@ -136,13 +136,15 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("vessels", [0, 1])
-async def test_open_files_and_places_in_memory_end_where_they_were_asked_to(config: Config, vessels: int) -> None:
+@pytest.mark.parametrize("pool_sandboxes", [0, 1])
+async def test_open_files_and_places_in_memory_end_where_they_were_asked_to(
+    config: Config, pool_sandboxes: int
+) -> None:
     """Open files and tmpfs sizes end with EMFILE and ENOSPC at the limits asked for, in a sandbox made at once and in a
     prepared one; and they can't be changed.
     """
     asked = attrs.evolve(START, open_files=2048, tmp_mb=5, tmp_inodes=100, shm_mb=3, shm_inodes=90)
-    server = attrs.evolve(config.server, vessels=vessels)
+    server = attrs.evolve(config.server, pool_sandboxes=pool_sandboxes)
     async with open_supervisor(attrs.evolve(config, server=server)) as supervisor:
         session = await supervisor.create(SessionSpec(limits=asked))
         assert session.limits == asked

@@ -161,7 +161,9 @@ async def test_an_idempotency_key_makes_one_session(supervisor: LocalSupervisor)
 
 async def test_admission_is_bounded(config: Config) -> None:
     """A create beyond the maximum is refused as retryable; the place of an ended session is given again."""
-    async with open_supervisor(attrs.evolve(config, server=ServerSettings(max_sessions=2, vessels=0))) as supervisor:
+    async with open_supervisor(
+        attrs.evolve(config, server=ServerSettings(max_sessions=2, pool_sandboxes=0))
+    ) as supervisor:
         outcomes: list[str] = []
 
         async def create() -> None:

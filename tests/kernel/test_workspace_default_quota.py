@@ -33,7 +33,7 @@ def config(data_dir: Path) -> Config:
     """A node whose workspaces get 32 MiB, the disk limit of its sessions, and at most 64."""
     return Config(
         data_dir=data_dir,
-        server=ServerSettings(vessels=0),
+        server=ServerSettings(pool_sandboxes=0),
         defaults=Defaults(disk_limit_mb=32),
         disk=DiskSettings(max_mb=64),
     )

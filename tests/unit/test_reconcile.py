@@ -107,7 +107,7 @@ def test_a_begun_end_is_finished_with_its_own_cause() -> None:
 
 
 def test_remains_that_the_store_does_not_know_go_at_the_start() -> None:
-    """A blank vessel of the last daemon, a build that was cut short: nobody can be making it now."""
+    """A blank pool sandbox of the last daemon, a build that was cut short: nobody can be making it now."""
     assert [each.action for each in at_start([], [remains()])] == [SessionAction.CLEAN]
 
 

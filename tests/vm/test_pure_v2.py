@@ -12,6 +12,7 @@ from collections.abc import Collection
 import pytest
 
 from sandkasten.security.campaign import catalogue
+from sandkasten.security.probes.attempt import Attempt
 from tests.vm import machine
 from tests.vm.words import boot_or_skip, statuses, trouble
 
@@ -31,13 +32,21 @@ def _only(classes: Collection[str]) -> str:
     return " ".join(f"--only {each}." for each in sorted(classes))
 
 
+RESULTS = "results"
+"""Class that is left out: hundreds of commands, of which an emulated processor makes longer than of all the rest."""
+
+
 def _attack() -> str:
-    """Return the script of all attempts: as the sandbox's user on one processor, as root inside on the other, and there
+    """Return the script of the attempts: as the sandbox's user on one processor, as root inside on the other, and there
     those without a user inside as well: filling memory, as the sandbox's user, takes longest.
     """
-    classes = {each.id.partition(".")[0] for each in catalogue()}
-    nobodys = {each.id.partition(".")[0] for each in catalogue() if "" in each.users}
+    classes = {_class(each) for each in catalogue()} - {RESULTS}
+    nobodys = {_class(each) for each in catalogue() if "" in each.users}
     return ATTACK.format(as_sandbox=_only(classes - nobodys), as_root=_only(classes), patience=PATIENCE)
+
+
+def _class(attempt: Attempt) -> str:
+    return attempt.id.partition(".")[0]
 
 
 def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
@@ -46,7 +55,8 @@ def test_every_attack_is_held_off_on_a_pure_v2_kernel() -> None:
     summaries = re.findall(r"^(\d+) attempts in \S+ s: (.*)$", printed, re.MULTILINE)
     assert len(summaries) == machine.PROCESSORS, trouble(printed)
     assert not any("BROKEN" in verdicts for _, verdicts in summaries), trouble(printed)
-    assert sum(int(made) for made, _ in summaries) == sum(len(each.users) for each in catalogue())
+    wanted = sum(len(each.users) for each in catalogue() if _class(each) != RESULTS)
+    assert sum(int(made) for made, _ in summaries) == wanted
     assert sum(int(count) for _, verdicts in summaries for count in re.findall(r"(\d+) held", verdicts)) >= 60
     assert statuses(printed, "attack") == ["0"] * machine.PROCESSORS
 

@@ -226,7 +226,7 @@ class Sessions(Actor):
         """Give the metrics functions that read the numbers of admission."""
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
-            vessels=lambda: len(self._pool),
+            pool_sandboxes=lambda: len(self._pool),
             draining=lambda: self._creating.is_draining,
             sessions_max=lambda: self._budget.max_sessions,
             sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,

@@ -271,7 +271,7 @@ class NsinitClient(Actor):
             own_filters=self._own_filters,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
-        log.info("zygote_ready", extra=describe(self._ready))
+        log.info("nsinit_ready", extra=describe(self._ready))
         if self._ready.disk == "none":
             log.warning("disk_unlimited", extra={"reasons": self._ready.disk_refused})
 
@@ -282,12 +282,12 @@ class NsinitClient(Actor):
         self._process.sock.close()
         try:
             if not await self._has_ended():
-                log.error("zygote_killed", extra={"waited_s": _STOP_S})
+                log.error("nsinit_killed", extra={"waited_s": _STOP_S})
                 self._process.kill()
                 await self._has_ended()
         finally:
             self._process.reap()
-            log.info("zygote_ended")
+            log.info("nsinit_ended")
             self._process.close()
 
     async def _has_ended(self) -> bool:
@@ -323,7 +323,7 @@ class NsinitClient(Actor):
         with trio.move_on_after(_REQUEST_S) as scope:
             return await self._link.request(request)
         assert scope.cancelled_caught
-        log.error("zygote_hangs", extra={"request": type(request).__name__, "waited_s": _REQUEST_S})
+        log.error("nsinit_hangs", extra={"request": type(request).__name__, "waited_s": _REQUEST_S})
         self._process.kill()
         raise NsinitLost("the fork server does not answer")
 

@@ -35,7 +35,7 @@ from sandkasten.model.errors import (
 )
 from sandkasten.output.records import Seal
 
-FROM_POOL = "vessel"
+FROM_POOL = "pool sandbox"
 """`acquire_detail` of a session that is made of a pool sandbox."""
 
 _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)

@@ -80,7 +80,7 @@ class CapacityBody(Body):
 
 @attrs.frozen(kw_only=True)
 class NodeBody(Body):
-    """The node at one moment. `vessels` counts sandboxes made ahead, `queued` the creates that wait."""
+    """The node at one moment. `pool_sandboxes` counts sandboxes made ahead, `queued` the creates that wait."""
 
     id: str
     incarnation: int
@@ -90,7 +90,7 @@ class NodeBody(Body):
     capacity: CapacityBody
     images: Sequence[str]
     sessions: Mapping[str, int]
-    vessels: int
+    pool_sandboxes: int
     queued: int
 
     @classmethod

@@ -129,7 +129,7 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             sessions_on_stop="destroy",
             api_key=secret(),
             pool=PoolSettings(),
-            server=ServerSettings(vessels=0),
+            server=ServerSettings(pool_sandboxes=0),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB, default_quota_mb=quota_mb),
         )
         async with open_supervisor(own) as supervisor:
