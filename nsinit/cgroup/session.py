@@ -26,7 +26,7 @@ BUILDING_SHARE = 100
 No foreign code is in it yet, and a client waits. When many are built at once, those that wait for their turn don't wait
 for the shells of those that are done.
 """
-_KILLED_AT_A_TIME = 100
+_OPEN_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +207,25 @@ def read_processes(directory: str) -> tuple[int, ...]:
 
 
 def kill_listed(listed: Callable[[], Collection[int]]) -> None:
-    """SIGKILL the processes that `listed` returns. The list is read again after the pidfds were opened: a process that
-    got the pid of one that ended in between is not in it, and is not hit."""
+    """SIGKILL the processes that `listed` returns."""
+    act_on_listed(listed, _pidfd_of, _kill_by)
+
+
+def act_on_listed(
+    listed: Callable[[], Collection[int]], open_by: Callable[[int], int], act: Callable[[int, int], None]
+) -> None:
+    """Call `act` with pid and descriptor of the processes that `listed` returns. `open_by` returns a descriptor that
+    stays one of that process, or -1. The list is read again after the descriptors were opened: a process that got the
+    pid of one that ended in between is not in it, and is not hit."""
     pids = tuple(listed())
-    for start in range(0, len(pids), _KILLED_AT_A_TIME):
-        pidfds = {pid: fd for pid in pids[start : start + _KILLED_AT_A_TIME] if (fd := _pidfd_of(pid)) >= 0}
+    for start in range(0, len(pids), _OPEN_AT_A_TIME):
+        opened = {pid: fd for pid in pids[start : start + _OPEN_AT_A_TIME] if (fd := open_by(pid)) >= 0}
         try:
             still = frozenset(listed())
-            for pid in pidfds.keys() & still:
-                _kill_by(pidfds[pid])
+            for pid in opened.keys() & still:
+                act(pid, opened[pid])
         finally:
-            for fd in pidfds.values():
+            for fd in opened.values():
                 os.close(fd)
 
 
@@ -228,7 +236,7 @@ def _pidfd_of(pid: int) -> int:
         return -1
 
 
-def _kill_by(pidfd: int) -> None:
+def _kill_by(_pid: int, pidfd: int) -> None:
     try:
         syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:

@@ -81,7 +81,7 @@ def _report(init: Init, error: StepFailed) -> None:
 
 # The runner's system calls --------------------------------------------------------------------------------------------
 
-COMMAND_OOM_SCORE = 500
+COMMAND_OOM_SCORE = 250
 """The lowest `oom_score_adj` of commands: a memory hog must not end PID 1, whose own is 0 as a rule."""
 
 

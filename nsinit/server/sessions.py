@@ -28,7 +28,7 @@ from nsinit.log import log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
-from nsinit.server.lock_watch import PERIOD_S, LockWatch
+from nsinit.server.memory_watch import PERIOD_S, LockWatch, VictimWatch
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
@@ -49,6 +49,8 @@ _EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
+_AFTER_ERROR_S = 1.0
+"""Seconds that the watch over memory rests after an error of its own."""
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
 
@@ -82,6 +84,7 @@ class Sessions:
     scheduler: Scheduler
     kernel_log: KernelLog
     locks: LockWatch
+    victims: VictimWatch
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
@@ -144,7 +147,7 @@ class Sessions:
             if sandbox is None:
                 sandbox = yield from self._begin(session_id, request.plan.limits)
             self._filling.add(session_id)
-            self._watch_locks()
+            self._watch_memory()
             try:
                 if sandbox.image_key not in (None, request.plan.image_key):
                     raise StepFailed("pool", "another plan's image is mounted in it", errno=errno.EINVAL)
@@ -195,7 +198,8 @@ class Sessions:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
             self.births.slots.reserve(identity.base_uid)
-        self._watch_locks()
+            self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
+        self._watch_memory()
         return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
@@ -509,17 +513,23 @@ class Sessions:
         finally:
             os.close(pidfd)
 
-    def _watch_locks(self) -> None:
-        """Watch the locks of sessions as long as there are any but those of the pool, where no foreign code runs."""
+    def _watch_memory(self) -> None:
+        """Watch memory as long as there are sessions but those of the pool, where no foreign code runs."""
         if not self._is_watching:
             self._is_watching = True
-            self.scheduler.spawn(self._look_at_locks())
+            self.scheduler.spawn(self._look_at_memory())
 
-    def _look_at_locks(self) -> Job:
+    def _look_at_memory(self) -> Job:
         while self.births.slots.in_use > len(self.pool):
-            if (over := (yield from self.locks.look(self.births.tree))) is not None:
-                yield from self._end_for_locks(*over)
-            yield Wait(timeout_s=PERIOD_S)
+            pause_s = PERIOD_S
+            try:
+                if (over := (yield from self.locks.look(self.births.tree))) is not None:
+                    yield from self._end_for_locks(*over)
+                yield from self.victims.look()
+            except OSError as error:  # no descriptors are left, or the cgroups were removed
+                log("error", "memory not watched", reason=str(error))
+                pause_s = _AFTER_ERROR_S
+            yield Wait(timeout_s=pause_s)
         self._is_watching = False
 
     def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
