@@ -173,7 +173,7 @@ class SessionCgroup:
         else:
             oom_kills = number_in(read_file(f"{memory}/memory.oom_control"), "oom_kill")
             peak = number_in(read_file(f"{memory}/memory.max_usage_in_bytes"))
-        return Counters(oom_kills, self._cpu_usec(), peak)
+        return Counters(oom_kills, self.cpu_usec(), peak)
 
     def open_oom_event(self) -> tuple[EventKind, int]:
         """Return (kind, descriptor) of the out-of-memory event; the caller owns the descriptor."""
@@ -192,7 +192,8 @@ class SessionCgroup:
             os.close(control_fd)
         return "eventfd", event_fd
 
-    def _cpu_usec(self) -> int:
+    def cpu_usec(self) -> int:
+        """Return the time of processors that was used, in microseconds; -1 if it is unknown."""
         if "unified" in self.tree.dirs:
             return number_in(read_file(f"{self.directory('unified')}/cpu.stat"), "usage_usec")
         if "cpuacct" not in self.tree.dirs:

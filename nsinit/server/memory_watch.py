@@ -1,7 +1,7 @@
 """The watch over memory that limits of sessions don't hold: record locks, and the memory of the machine.
 
-Locks. The kernel charges a lock to no cgroup, and no limit counts locks. Ten times a second one number is read: how
-many objects the kernel's cache of locks has. That cache is shared with other objects, and does not say whose they are,
+Locks. The kernel charges a lock to no cgroup, and no limit counts locks. Ten times a second, and less often while the
+sessions rest, since to wake up costs more than to look, one number is read: how many objects the kernel's cache of locks has. That cache is shared with other objects, and does not say whose they are,
 so when the number has grown `/proc/locks` is read until one session is found above the bound, which ends as if it had
 run out of memory. Each page of `/proc/locks` holds up all who lock a file on the machine, and costs as much as the
 pages before it: the less often the better. A process's record locks go when it ends, and `/proc/locks` names it: the
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -36,8 +37,10 @@ from nsinit.wire.validate import is_session_id
 MAX_LOCKS = 8192
 """The most record locks of a session, 1.5 MiB; half as many again may go unnoticed."""
 _COUNT_PATH = "/sys/kernel/slab/file_lock_cache/objects"
-PERIOD_S = 0.1
-"""The time between two looks, in which one processor makes locks of up to 40 MiB."""
+_PERIOD_S, _IDLE_PERIOD_S = 0.1, 0.4
+"""Seconds between two looks. One processor makes locks of up to 40 MiB in a tenth of a second."""
+_BUSY = 0.05
+"""Processors that all sessions together use, from which on looks are frequent. With less they make 20 MiB a second."""
 _PAGE_BYTES = 65536
 _OF_RECORD = re.compile(rb" POSIX +\S+ +\S+ +([1-9]\d*) ")
 
@@ -104,15 +107,31 @@ def _session_of(pid: int, tree: Tree) -> str:
     return found[0] if len(found) == 1 else ""
 
 
+@dataclass(slots=True)
+class Pace:
+    """The time until the next look. `cpu_usec`, `at_s`: the time of processors used by all sessions, and when."""
+
+    tree: Tree
+    cpu_usec: int = 0
+    at_s: float = 0.0
+
+    def next_s(self) -> float:
+        """Return the seconds until the next look."""
+        before_usec, before_s = self.cpu_usec, self.at_s
+        self.cpu_usec, self.at_s = SessionCgroup(self.tree, ".").cpu_usec(), time.monotonic()
+        is_known = self.cpu_usec >= 0 and before_s > 0
+        is_idle = is_known and self.cpu_usec - before_usec < _BUSY * 1e6 * (self.at_s - before_s)
+        return _IDLE_PERIOD_S if is_idle else _PERIOD_S
+
+
 # Victims --------------------------------------------------------------------------------------------------------------
 
 COMMAND, WORST_INIT, WORST = 500, 900, 1000
 """`oom_score_adj` of programs (the runner sets it), and of PID 1 and the programs of the session with the highest use.
 PID 1 follows its programs: only its end frees files in memory. A neighbour with less than half of all memory has fewer
 points than any program of that session, and one with less than two fifths fewer than its PID 1."""
-_SCARCE, _AMPLE = 0.1, 0.25
-"""Parts of the memory that is left: below the one scores are set; above the other four of five looks are spared."""
-_SPARED = 4
+_SCARCE = 0.1
+"""The part of memory that is left when scores begin to follow use."""
 _ROUNDS = 3
 """The times that a session's processes are listed, for those forked meanwhile. Children inherit the score."""
 
@@ -126,7 +145,6 @@ class VictimWatch:
     init_score: int
     """`oom_score_adj` of PID 1s, which have that of nsinit; a negative one they give up."""
     worst: str = ""
-    _spared: int = 0
 
     @classmethod
     def open(cls, tree: Tree) -> VictimWatch:
@@ -140,13 +158,7 @@ class VictimWatch:
 
     def look(self) -> Generator[Wait, bool, None]:
         """Offer the session that uses most of its limit to the kernel while memory is scarce, and no other."""
-        if self._spared:
-            self._spared -= 1
-            return
-        left = self._left()
-        if left >= _AMPLE and not self.worst:
-            self._spared = _SPARED
-        worst = ""
+        left, worst = self._left(), ""
         if left < _SCARCE:
             worst = yield from self._find_worst()
         if self.worst not in ("", worst):

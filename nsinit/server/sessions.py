@@ -28,7 +28,7 @@ from nsinit.log import log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
-from nsinit.server.memory_watch import PERIOD_S, LockWatch, VictimWatch
+from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
@@ -520,12 +520,13 @@ class Sessions:
             self.scheduler.spawn(self._look_at_memory())
 
     def _look_at_memory(self) -> Job:
+        pace = Pace(self.births.tree)
         while self.births.slots.in_use > len(self.pool):
-            pause_s = PERIOD_S
             try:
                 if (over := (yield from self.locks.look(self.births.tree))) is not None:
                     yield from self._end_for_locks(*over)
                 yield from self.victims.look()
+                pause_s = pace.next_s()
             except OSError as error:  # no descriptors are left, or the cgroups were removed
                 log("error", "memory not watched", reason=str(error))
                 pause_s = _AFTER_ERROR_S
