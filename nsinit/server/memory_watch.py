@@ -1,13 +1,13 @@
 """The watch over memory that limits of sessions don't hold: record locks, and the memory of the machine.
 
 Locks. The kernel charges a lock to no cgroup, and no limit counts locks. Ten times a second, and less often while the
-sessions rest, since to wake up costs more than to look, one number is read: how many objects the kernel's cache of locks has. That cache is shared with other objects, and does not say whose they are,
-so when the number has grown `/proc/locks` is read until one session is found above the bound, which ends as if it had
-run out of memory. Each page of `/proc/locks` holds up all who lock a file on the machine, and costs as much as the
-pages before it: the less often the better. A process's record locks go when it ends, and `/proc/locks` names it: the
-filter's floor lets no other process share its descriptors, and refuses locks that belong to an open file
-(F_OFD_SETLK) and leases. Locks of flock(2) may outlive the process that they name. They are not counted: each has an
-open file, which is charged.
+sessions rest, since to wake up costs more than to look, one number is read: how many objects the kernel's cache of
+locks has. That cache is shared with other objects, and does not say whose they are, so when the number has grown
+`/proc/locks` is read until one session is found above the bound, which ends as if it had run out of memory. Each page
+of `/proc/locks` holds up all who lock a file on the machine, and costs as much as the pages before it: the less often
+the better. A process's record locks go when it ends, and `/proc/locks` names it: the filter's floor lets no other
+process share its descriptors, and refuses locks that belong to an open file (F_OFD_SETLK) and leases. Locks of flock(2)
+may outlive the process that they name. They are not counted: each has an open file, which is charged.
 
 Victims. When the machine, or a cgroup above the sessions that has a limit, runs out of memory, the kernel ends the
 process with the most points: its part of that memory in thousandths, and `oom_score_adj`. While little is left the
@@ -36,7 +36,7 @@ from nsinit.wire.validate import is_session_id
 
 MAX_LOCKS = 8192
 """The most record locks of a session, 1.5 MiB; half as many again may go unnoticed."""
-_COUNT_PATH = "/sys/kernel/slab/file_lock_cache/objects"
+COUNT_PATH = "/sys/kernel/slab/file_lock_cache/objects"
 _PERIOD_S, _IDLE_PERIOD_S = 0.1, 0.4
 """Seconds between two looks. One processor makes locks of up to 40 MiB in a tenth of a second."""
 _BUSY = 0.05
@@ -57,9 +57,9 @@ class LockWatch:
     def open(cls) -> LockWatch:
         """Open the count, while `/sys` is in sight."""
         try:
-            return cls(os.open(_COUNT_PATH, os.O_RDONLY | os.O_CLOEXEC))
+            return cls(os.open(COUNT_PATH, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            log("warning", "record locks of sessions are not bounded", path=_COUNT_PATH, reason=str(error))
+            log("warning", "record locks of sessions are not bounded", path=COUNT_PATH, reason=str(error))
             return cls(-1)
 
     def close(self) -> None:
