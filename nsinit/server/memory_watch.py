@@ -195,12 +195,13 @@ class VictimWatch:
 
 def _set_scores(cgroup: SessionCgroup, programs: int, init: int) -> None:
     """Set the `oom_score_adj` of all processes of a session."""
-    identity = find_identity(cgroup)
+    if (identity := find_identity(cgroup)) is None:
+        return
     known: frozenset[int] = frozenset()
 
     def write(pid: int, fd: int) -> None:
         try:
-            os.write(fd, b"%d" % (init if identity is not None and pid == identity.pid else programs))
+            os.write(fd, b"%d" % (init if pid == identity.pid else programs))
         except (PermissionError, ProcessLookupError):
             pass  # a lower score than root gave it takes CAP_SYS_RESOURCE; or it has ended
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nsinit.server.memory_watch import MAX_LOCKS
-from nsinit.wire.protocol import FindOomKills, Ready
-from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, running, wait_until
+from nsinit.wire.protocol import Adopt, FindOomKills, Ready, SetFrozen
+from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
 from tests.kernel.processes import oom_score
 
 COUNT = Path("/sys/kernel/slab/file_lock_cache/objects")
@@ -71,6 +72,37 @@ def test_many_processes_with_few_locks_each_are_one_session(server: Nsinit) -> N
     with pytest.raises((EOFError, ConnectionError)):
         box.python(f"{LOCK}\nif all(os.fork() for _ in range(40)):\n    time.sleep(60)\nlock(512)\ntime.sleep(60)")
     assert box.teardown().oom_kills == 1
+
+
+@counted
+def test_a_restarted_nsinit_watches_the_sessions_that_it_finds() -> None:
+    """The first nsinit ends while the session has the highest scores: the next one takes them back, and ends the
+    session for its locks, though it is frozen by then."""
+    node_id = new_node_id()
+    with data_directory() as data_dir, running(data_dir, node_id) as first:
+        box = first.build(host_plan())
+        _fill(box, 100)
+        _limit(first, _used(first) + 5 * MIB)
+        wait_until(lambda: _scores(box) == OFFERED, "it has the highest scores")
+        first.kill()
+        _limit(first, -1)
+        with running(data_dir, node_id) as second:
+            _adopt(second, box)
+            assert _scores(box) == USUAL
+            second.kill()
+        script = f'{LOCK}lock({MAX_LOCKS + 1024})\nopen("/tmp/held", "w")\ntime.sleep(60)'
+        box.run(f"python3 -c '{script}' >/dev/null 2>&1 & until [ -e /tmp/held ]; do sleep 0.01; done")
+        with running(data_dir, node_id) as third:
+            third.ask(SetFrozen, session_id=box.session_id, frozen=True)
+            _adopt(third, box)
+            wait_until(lambda: select.select([box.pidfd], [], [], 0)[0], "the session ended")
+            box.release()
+            assert third.teardown(box.session_id).oom_kills == 1
+
+
+def _adopt(server: Nsinit, box: Sandbox) -> None:
+    for fd in server.ask(Adopt, session_id=box.session_id)[1]:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("profile", ["strict", "debug", "mvp"])
