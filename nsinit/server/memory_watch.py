@@ -130,8 +130,8 @@ COMMAND, WORST_INIT, WORST = 500, 900, 1000
 """`oom_score_adj` of programs (the runner sets it), and of PID 1 and the programs of the session with the highest use.
 PID 1 follows its programs: only its end frees files in memory. A neighbour with less than half of all memory has fewer
 points than any program of that session, and one with less than two fifths fewer than its PID 1."""
-_SCARCE = 0.1
-"""The part of memory that is left when scores begin to follow use."""
+_SCARCE, _AMPLE, _SPARED = 0.1, 0.25, 4
+"""Parts of memory that are left: below the first scores follow use; above the second so many looks are spared."""
 _ROUNDS = 3
 """The times that a session's processes are listed, for those forked meanwhile. Children inherit the score."""
 
@@ -145,6 +145,7 @@ class VictimWatch:
     init_score: int
     """`oom_score_adj` of PID 1s, which have that of nsinit; a negative one they give up."""
     worst: str = ""
+    _spared: int = 0
 
     @classmethod
     def open(cls, tree: Tree) -> VictimWatch:
@@ -158,7 +159,11 @@ class VictimWatch:
 
     def look(self) -> Generator[Wait, bool, None]:
         """Offer the session that uses most of its limit to the kernel while memory is scarce, and no other."""
+        if self._spared:
+            self._spared -= 1
+            return
         left, worst = self._left(), ""
+        self._spared = _SPARED if left > _AMPLE else 0
         if left < _SCARCE:
             worst = yield from self._find_worst()
         if self.worst not in ("", worst):
