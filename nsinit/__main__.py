@@ -73,7 +73,7 @@ def main() -> None:
                 config = replace(config, passing=init.crash.passing)
             asked = Asked(*init.asked) if init.asked is not None else None
             fds = init.listener_fd, init.shells_fd
-            runner_main.run(*fds, kernel, on_ready=on_ready, config=config, asked=asked)
+            runner_main.run(*fds, kernel, on_ready=on_ready, config=config, asked=asked, diag_fd=init.diag_fd)
 
     serve(channel, SandboxRunner(), grant)
 

@@ -105,6 +105,7 @@ POWER_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("standard streams", init_steps.silence_standard_streams),
     ("oom file", init_steps.keep_oom_file),
     ("socket counters", init_steps.keep_socket_counters),
+    ("diag socket", init_steps.keep_diag_socket),
     ("open files", init_steps.limit_open_files),
     ("user namespace", init_steps.join_user_namespace),
     ("bounding set", init_steps.drop_bounding_set),

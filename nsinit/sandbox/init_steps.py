@@ -13,6 +13,7 @@ import linecache
 import os
 import resource
 import signal
+import socket
 import sys
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ _FIRST_FREE_FD = 64
 
 OPEN_FILES = 1024
 """The limit of open files that a process begins with: select(2) can't count further."""
+
+_NETLINK_SOCK_DIAG = 4
 
 _LIMITS = (
     # CORE is 1: with a `|pipe` core_pattern the kernel ignores 0 and starts the host's handler as root; 1 means none.
@@ -75,6 +78,8 @@ class Init:
     """The most datagram and netlink sockets of the session; of internet sockets there may be more."""
     counter_fds: tuple[int, int] = (-1, -1)
     """`/proc/net/sockstat` and `protocols` of the session's network, open for reading."""
+    diag_fd: int = -1
+    """A socket of sock_diag(7) in the session's network; -1 where the kernel has none."""
     shells_fd: int = -1
     """The directory of the shells that nobody can read, which is in no mount table; -1 without commands."""
     asked: tuple[int, int, int, int] | None = None
@@ -184,6 +189,16 @@ def keep_socket_counters(init: Init) -> None:
     # Opened while every part of the path is the kernel's own; reading it later shows the same network.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     init.counter_fds = os.open("/proc/self/net/sockstat", flags), os.open("/proc/self/net/protocols", flags)
+
+
+def keep_diag_socket(init: Init) -> None:
+    """Open what PID 1 asks for listening sockets by: its filter refuses it later, as it does to commands."""
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    try:
+        init.diag_fd = socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG).detach()
+    except OSError as error:  # EPROTONOSUPPORT: the kernel has no sock_diag, and PID 1 reads `/proc/net/tcp`
+        if error.errno != errno.EPROTONOSUPPORT:
+            raise
 
 
 def join_user_namespace(init: Init) -> None:

@@ -65,8 +65,9 @@ _NO_VERSION = -1
 class Service:
     """Pairs each kind of request with the object that serves it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, diag: socket.socket | None = None) -> None:
         self._context = context
+        self._diag = diag
         self._shells = Shells(context)
         self._programs: Programs | None = None  # these two are made when first needed: an idle session is spared them
         self._ports: Ports | None = None
@@ -120,7 +121,7 @@ class Service:
                 self._runs.forget(request)
                 sink.finish(Done())
             case Watch():
-                self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids)
+                self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids, diag=self._diag)
                 return self._ports.watch(sink)
             case ReadFile():
                 reader = FileReadJob(self._context)
@@ -207,17 +208,19 @@ def run(
     on_ready: Callable[[], None],
     config: RunnerConfig | None = None,
     asked: Asked | None = None,
+    diag_fd: int = -1,
 ) -> NoReturn:
     """Serve requests on the listening socket as PID 1, until the sandbox is killed.
 
     `on_ready` is called once, when the first connection would be served. `asked`: the kernel asks about sockets.
-    `shells_fd`: the directory of shells that nobody can read, or -1.
+    `shells_fd`: the directory of shells that nobody can read, or -1. `diag_fd`: a socket of sock_diag(7), or -1.
     """
     config = config or RunnerConfig()
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
     context = Context.open(config, kernel, shells_fd=shells_fd)
-    RunnerServer(context, listener_fd, Service(context).dispatch)
+    diag = socket.socket(fileno=diag_fd) if diag_fd >= 0 else None
+    RunnerServer(context, listener_fd, Service(context, diag).dispatch)
     if asked is not None:
         SocketGate(context.loop, asked)
     on_ready()

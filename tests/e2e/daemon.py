@@ -110,7 +110,7 @@ def running_daemon(
     data_dir: Path, *arguments: str, launcher: Sequence[str] = (str(SCRIPT),), **environment: str
 ) -> Iterator[Daemon]:
     """Start `sandkasten serve` on a free port; it is stopped afterwards if it still runs."""
-    variables = {**os.environ, "SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_VESSELS": "0", **environment}
+    variables = {**os.environ, "SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_POOL_SANDBOXES": "0", **environment}
     command = [*launcher, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *arguments]
     process = subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

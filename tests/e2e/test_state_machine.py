@@ -40,7 +40,9 @@ class Node:
         self._start()
 
     def _start(self) -> None:
-        self._daemon: Daemon = self._stack.enter_context(running_daemon(self._data_dir, SANDKASTEN_SERVER_VESSELS="1"))
+        self._daemon: Daemon = self._stack.enter_context(
+            running_daemon(self._data_dir, SANDKASTEN_SERVER_POOL_SANDBOXES="1")
+        )
         self.http: httpx.Client = self._stack.enter_context(self._daemon.client())
 
     def kill_and_start(self) -> None:
