@@ -37,7 +37,7 @@ from nsinit.wire.validate import is_session_id
 MAX_LOCKS = 8192
 """The most record locks of a session, 1.5 MiB; half as many again may go unnoticed."""
 COUNT_PATH = "/sys/kernel/slab/file_lock_cache/objects"
-_PERIOD_S, _IDLE_PERIOD_S = 0.1, 0.4
+_PERIOD_S, _IDLE_PERIOD_S = 0.1, 0.5
 """Seconds between two looks. One processor makes locks of up to 40 MiB in a tenth of a second."""
 _BUSY = 0.05
 """Processors that all sessions together use, from which on looks are frequent. With less they make 20 MiB a second."""
