@@ -64,6 +64,8 @@ class Snapshot:
 
     def wait_for_difference_to_vanish(self) -> list[str]:
         """Return the difference, after giving the kernel the moment it needs to finish what was begun."""
+        if any(each.startswith("cgroup") for each in self.difference()):
+            os.sync()  # the cgroup of an ended session stays until the kernel has written the workspace's files
         deadline = time.monotonic() + patience(_PATIENCE_S)
         while (left := self.difference()) and time.monotonic() < deadline:
             gc.collect()

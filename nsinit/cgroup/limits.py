@@ -19,12 +19,14 @@ from nsinit.kernel import syscalls
 from nsinit.kernel.files import write_file
 from nsinit.log import log
 from nsinit.scheduler import Wait
-from nsinit.wire.protocol import Limits
+from nsinit.wire.protocol import CgroupMode, Limits
 
 CHANGE_DEADLINE_S = 5.0
 _TCP_PART = 4
 """v1 charges what waits in TCP and UDP sockets apart from all other memory. A session may hold that part of its memory
 limit, on top of it."""
+_UNLIMITED = 1 << 62
+"""v1 says a number that is little below 2^63, v2 "max"."""
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
@@ -41,6 +43,21 @@ class Setting:
 def first(cgroup: SessionCgroup, limits: Limits) -> None:
     """Write all limits of a cgroup without processes. Raises `OSError`; then the cgroup must be removed."""
     _write(_settings(cgroup, limits, is_raising=False))
+
+
+def part_in_use(directory: str, mode: CgroupMode) -> float | None:
+    """Return the part of a memory limit that is in use and that the kernel can't reclaim; 0 without a limit, None if
+    the directory could have none."""
+    names = ("memory.max", "memory.current") if mode == "v2" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    if not (text := read_file(f"{directory}/{names[0]}")):
+        return None
+    limit = number_in(text)
+    if not 0 < limit < _UNLIMITED:
+        return 0
+    used, counts = number_in(read_file(f"{directory}/{names[1]}")), read_file(f"{directory}/memory.stat")
+    # v1 has names of their own for what cgroups below have, too.
+    reclaimable = sum(max(0, number_in(counts, name), number_in(counts, f"total_{name}")) for name in _RECLAIMABLE)
+    return max(0, used - reclaimable) / limit
 
 
 def is_lower(cgroup: SessionCgroup, limits: Limits) -> bool:

@@ -26,7 +26,7 @@ BUILDING_SHARE = 100
 No foreign code is in it yet, and a client waits. When many are built at once, those that wait for their turn don't wait
 for the shells of those that are done.
 """
-_KILLED_AT_A_TIME = 100
+_OPEN_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class SessionCgroup:
         else:
             oom_kills = number_in(read_file(f"{memory}/memory.oom_control"), "oom_kill")
             peak = number_in(read_file(f"{memory}/memory.max_usage_in_bytes"))
-        return Counters(oom_kills, self._cpu_usec(), peak)
+        return Counters(oom_kills, self.cpu_usec(), peak)
 
     def open_oom_event(self) -> tuple[EventKind, int]:
         """Return (kind, descriptor) of the out-of-memory event; the caller owns the descriptor."""
@@ -192,7 +192,8 @@ class SessionCgroup:
             os.close(control_fd)
         return "eventfd", event_fd
 
-    def _cpu_usec(self) -> int:
+    def cpu_usec(self) -> int:
+        """Return the time of processors that was used, in microseconds; -1 if it is unknown."""
         if "unified" in self.tree.dirs:
             return number_in(read_file(f"{self.directory('unified')}/cpu.stat"), "usage_usec")
         if "cpuacct" not in self.tree.dirs:
@@ -207,17 +208,25 @@ def read_processes(directory: str) -> tuple[int, ...]:
 
 
 def kill_listed(listed: Callable[[], Collection[int]]) -> None:
-    """SIGKILL the processes that `listed` returns. The list is read again after the pidfds were opened: a process that
-    got the pid of one that ended in between is not in it, and is not hit."""
+    """SIGKILL the processes that `listed` returns."""
+    act_on_listed(listed, _pidfd_of, _kill_by)
+
+
+def act_on_listed(
+    listed: Callable[[], Collection[int]], open_by: Callable[[int], int], act: Callable[[int, int], None]
+) -> None:
+    """Call `act` with pid and descriptor of the processes that `listed` returns. `open_by` returns a descriptor that
+    stays one of that process, or -1. The list is read again after the descriptors were opened: a process that got the
+    pid of one that ended in between is not in it, and is not hit."""
     pids = tuple(listed())
-    for start in range(0, len(pids), _KILLED_AT_A_TIME):
-        pidfds = {pid: fd for pid in pids[start : start + _KILLED_AT_A_TIME] if (fd := _pidfd_of(pid)) >= 0}
+    for start in range(0, len(pids), _OPEN_AT_A_TIME):
+        opened = {pid: fd for pid in pids[start : start + _OPEN_AT_A_TIME] if (fd := open_by(pid)) >= 0}
         try:
             still = frozenset(listed())
-            for pid in pidfds.keys() & still:
-                _kill_by(pidfds[pid])
+            for pid in opened.keys() & still:
+                act(pid, opened[pid])
         finally:
-            for fd in pidfds.values():
+            for fd in opened.values():
                 os.close(fd)
 
 
@@ -228,7 +237,7 @@ def _pidfd_of(pid: int) -> int:
         return -1
 
 
-def _kill_by(pidfd: int) -> None:
+def _kill_by(_pid: int, pidfd: int) -> None:
     try:
         syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:

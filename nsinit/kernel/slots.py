@@ -120,6 +120,11 @@ class SlotTable:
         """The number of slots that can be taken without making one."""
         return len(self._spare)
 
+    @property
+    def in_use(self) -> int:
+        """The number of slots that sessions have."""
+        return len(self._taken) - len(self._spare)
+
     def make_spare(self) -> None:
         """Make one more slot; costs about 3 ms."""
         base = self._free_base()

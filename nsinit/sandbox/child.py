@@ -81,7 +81,7 @@ def _report(init: Init, error: StepFailed) -> None:
 
 # The runner's system calls --------------------------------------------------------------------------------------------
 
-COMMAND_OOM_SCORE = 500
+COMMAND_OOM_SCORE = 250
 """The lowest `oom_score_adj` of commands: a memory hog must not end PID 1, whose own is 0 as a rule."""
 
 
@@ -107,7 +107,8 @@ class RunnerKernel:
 
     def be_first_victim(self, first: bool) -> None:
         try:
-            if self._oom_fd >= 0:
+            # A higher score is from nsinit, for as long as memory is scarce (`memory_watch`).
+            if self._oom_fd >= 0 and int(os.pread(self._oom_fd, 16, 0)) <= int(self._oom_scores[True]):
                 os.write(self._oom_fd, self._oom_scores[first])
         except OSError:
             pass  # the score that it has is a fair one

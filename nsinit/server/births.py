@@ -35,13 +35,15 @@ _BACKLOG = 64
 @dataclass(slots=True)
 class InitProcess:
     """PID 1 of a session that this nsinit made. `dead` happens after PID 1 was reaped. `pidfd` stays open until
-    `released` happens, so that the number never names another descriptor while a job still holds it."""
+    `released` happens, so that the number never names another descriptor while a job still holds it. `has_workspace`:
+    files of the session may stay after it."""
 
     pid: int
     pidfd: int
     slot: Slot
     dead: JobEvent = field(default_factory=JobEvent)
     released: JobEvent = field(default_factory=JobEvent)
+    has_workspace: bool = False
 
     def kill(self) -> None:
         """SIGKILL PID 1; the kernel then kills every process of the pid namespace (pid_namespaces(7))."""

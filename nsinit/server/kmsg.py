@@ -109,6 +109,10 @@ class KernelLog:
             self._place(session_id, base)
         return self._kills.get(session_id, Kills())
 
+    def add(self, session_id: str, name: str, pid: int) -> None:
+        """Count a kill that nsinit itself does for memory now, as it will not be in the log."""
+        self._keep(session_id, Kill(name, time.monotonic(), pid))
+
     def _place(self, session_id: str, base: int) -> None:
         """Attribute the kills that had a session's ids to the session."""
         unplaced, self._unplaced = self._unplaced, deque(maxlen=_MAX_UNPLACED)

@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nsinit.cgroup import freezer, limits, run_cgroups
 from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
@@ -28,6 +28,7 @@ from nsinit.log import log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
+from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
@@ -48,6 +49,8 @@ _EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
+_AFTER_ERROR_S = 1.0
+"""Seconds that the watch over memory rests after an error of its own."""
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
 
@@ -80,6 +83,8 @@ class Sessions:
     cgroup_emptiers: HelperPool
     scheduler: Scheduler
     kernel_log: KernelLog
+    locks: LockWatch
+    victims: VictimWatch
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
@@ -90,6 +95,9 @@ class Sessions:
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
     _hurry: JobEvent = field(default_factory=JobEvent)
+    _is_watching: bool = False
+    _over: set[str] = field(default_factory=set)
+    """Sessions that hold too many locks and were not removed yet."""
 
     def prepare(self, session_id: str, limits: Limits, disk: DiskLimits) -> Generator[Wait, bool, None]:
         """Make a blank sandbox for the pool. Raises `StepFailed`, and then nothing is left."""
@@ -139,12 +147,14 @@ class Sessions:
             if sandbox is None:
                 sandbox = yield from self._begin(session_id, request.plan.limits)
             self._filling.add(session_id)
+            self._watch_memory()
             try:
                 if sandbox.image_key not in (None, request.plan.image_key):
                     raise StepFailed("pool", "another plan's image is mounted in it", errno=errno.EINVAL)
                 if sandbox.limits != request.plan.limits:
                     with sandbox.steps.step("limits"):
                         yield from self._change_limits(sandbox.cgroup, request.plan.limits)
+                sandbox.process.has_workspace = request.plan.workspace_id is not None
                 outcome = yield from self._order(sandbox, request.plan, request.plan.disk, done, "whole")
                 return (yield from self._fill(sandbox, request, outcome))
             except StepFailed:
@@ -189,6 +199,8 @@ class Sessions:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
             self.births.slots.reserve(identity.base_uid)
+            self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
+        self._watch_memory()
         return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
@@ -262,6 +274,7 @@ class Sessions:
     def remove(self, session_id: str) -> Removal:
         """Kill every process of a session and remove its cgroup and files, whatever state the session is in."""
         cgroup, leftovers = self._cgroup(session_id), []
+        process = self.processes.get(session_id)
         sandbox = self.pool.pop(session_id, None)
         if sandbox is not None:
             sandbox.control.close()
@@ -282,7 +295,10 @@ class Sessions:
             yield Wait(timeout_s=pause_s)
         passing(machine.crash, "nsinit.destroy.emptied")
         counters = cgroup.counters()
-        kept = yield from self._empty_memory(cgroup)
+        if session_id in self._over:
+            self._over.discard(session_id)
+            counters = replace(counters, oom_kills=max(counters.oom_kills, 0) + 1)
+        kept = yield from self._empty_memory(cgroup, are_files_kept=process is None or process.has_workspace)
         for pause_s in _EMPTY_BACKOFF_S:
             if not (left := cgroup.remove(but=kept)):
                 break
@@ -299,25 +315,26 @@ class Sessions:
         passing(machine.crash, "nsinit.destroy.discarded")
         return Removed(counters, tuple(leftovers))
 
-    def _empty_memory(self, cgroup: SessionCgroup) -> Generator[Wait, bool, str]:
+    def _empty_memory(self, cgroup: SessionCgroup, *, are_files_kept: bool) -> Generator[Wait, bool, str]:
         """Have the pages of files freed that the kernel would keep the cgroup's memory for; return the directory that
-        must stay until then, empty if none. A session with few such pages waits for it, no other does."""
+        must stay until then, empty if none. A session with few such pages waits for it, no other does. Without
+        `are_files_kept` the session's files are about to be deleted, and their pages with them."""
         if cgroup.processes() or not cgroup.has_file_pages():
             return ""
         if cgroup.session_id in self._emptying:
             return cgroup.directory("memory")
         tried = JobEvent()
         self._emptying[cgroup.session_id] = Emptying()
-        self.scheduler.spawn(self._empty_and_remove(cgroup, tried))
+        self.scheduler.spawn(self._empty_and_remove(cgroup, tried, are_files_kept))
         yield Wait(event=tried, timeout_s=_EMPTY_MEMORY_S)
         return cgroup.directory("memory") if cgroup.session_id in self._emptying else ""
 
-    def _empty_and_remove(self, cgroup: SessionCgroup, tried: JobEvent) -> Job:
+    def _empty_and_remove(self, cgroup: SessionCgroup, tried: JobEvent, are_files_kept: bool) -> Job:
         emptying = self._emptying[cgroup.session_id]
         for pause_s in _EMPTY_AGAIN_S:
             if pause_s and (yield Wait(event=emptying.hurry, timeout_s=pause_s)):
                 break  # then the kernel frees the memory when it needs some
-            if not cgroup.has_unwritten_pages():
+            if not are_files_kept or not cgroup.has_unwritten_pages():
                 try:
                     outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
                     yield Wait(event=outcome.done)
@@ -326,7 +343,7 @@ class Sessions:
                     log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
                     continue
                 # The first time, pages that were written a moment ago may not be counted yet (v1: for 2 seconds).
-                if not cgroup.has_file_pages() or (pause_s and not cgroup.has_unwritten_pages()):
+                if not (are_files_kept and cgroup.has_file_pages()) or (pause_s and not cgroup.has_unwritten_pages()):
                     break
             tried.set()
         for pause_s in _EMPTY_BACKOFF_S:
@@ -498,6 +515,36 @@ class Sessions:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         finally:
             os.close(pidfd)
+
+    def _watch_memory(self) -> None:
+        """Watch memory as long as there are sessions but those of the pool, where no foreign code runs."""
+        if not self._is_watching:
+            self._is_watching = True
+            self.scheduler.spawn(self._look_at_memory())
+
+    def _look_at_memory(self) -> Job:
+        pace = Pace(self.births.tree)
+        while self.births.slots.in_use > len(self.pool):
+            try:
+                if (over := (yield from self.locks.look(self.births.tree))) is not None:
+                    yield from self._end_for_locks(*over)
+                yield from self.victims.look()
+                pause_s = pace.next_s()
+            except OSError as error:  # no descriptors are left, or the cgroups were removed
+                log("error", "memory not watched", reason=str(error))
+                pause_s = _AFTER_ERROR_S
+            yield Wait(timeout_s=pause_s)
+        self._is_watching = False
+
+    def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
+        """Kill PID 1 of a session whose locks take memory that is charged to nobody. The teardown tells of it as of a
+        kill for memory."""
+        if (identity := find_identity(self._cgroup(session_id))) is None:
+            return
+        log("warning", "too many record locks", session_id, locks=locks)
+        self._over.add(session_id)
+        self.kernel_log.add(session_id, "record locks", identity.pid)
+        yield from self._kill(session_id, self._cgroup(session_id))
 
     def _cgroup(self, session_id: str) -> SessionCgroup:
         return SessionCgroup(self.births.tree, session_id)

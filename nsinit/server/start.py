@@ -34,6 +34,7 @@ from nsinit.scheduler import Scheduler
 from nsinit.server.births import Births
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
+from nsinit.server.memory_watch import LockWatch, VictimWatch
 from nsinit.server.sessions import Sessions, scan
 from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
@@ -70,6 +71,8 @@ class StartedNsinit:
         """End the helpers; remove the cgroup directories unless sessions live on in them."""
         births = self.sessions.births
         self.kernel_log.close()
+        self.sessions.locks.close()
+        self.sessions.victims.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
@@ -110,6 +113,8 @@ def _start(
         host = HostView.open()
         undo.callback(host.close)
         io_disk = disk_io.find_disk(layout.data_dir)
+        locks = LockWatch.open()
+        undo.callback(locks.close)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()
@@ -126,6 +131,8 @@ def _start(
         disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)
         cgroup_tree.bound_pids(tree)
+        victims = VictimWatch.open(tree)
+        undo.callback(victims.close)
     kernel_log = KernelLog()
     undo.callback(kernel_log.close)
     with steps.step("capabilities"):
@@ -167,13 +174,16 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, partial(host.find_mounts, layout))
+    watches = locks, victims
+    find_mounts = partial(host.find_mounts, layout)
+    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, *watches, find_mounts)
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
         cgroup_mode=tree.mode,
         cgroup_dirs=tree.dirs,
         features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs}
+        | {"record_locks": locks.count_fd >= 0}
         | landlock.features(machine.landlock_abi),
         disk=disk.mode,
         disk_refused=refused,

@@ -29,6 +29,7 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
         "user_namespace": processes.user_namespace,
         "id_ranges": processes.id_ranges,
         "keyring": processes.keyring,
+        "record_locks": processes.record_locks,
         "loopback": network.loopback,
     },
     {

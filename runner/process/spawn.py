@@ -272,9 +272,9 @@ def find_copy(shells_fd: int, path: str) -> str | None:
 
 # Out of memory ------------------------------------------------------------------------------------------------------
 
-_SCORE = b"1000"
-"""Of a program. A fork has a lower one: PID 1 has the score of a command while it forks (`fork`), and where all else is
-small it would be the largest process of that score."""
+_SCORE = b"500"
+"""Of a program: nsinit raises it while memory is scarce (`memory_watch`). A fork has a lower one: PID 1 has that score
+while it forks (`fork`), and where all else is small it would be the largest process of the score of programs."""
 _FIRST_OFFER_S = 0.001
 _LAST_OFFER_S = 2.0
 _OFFER_FACTOR = 1.5

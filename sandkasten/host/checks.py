@@ -473,6 +473,9 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "pressure": CheckRow(
             "pressure", "", "stats have no pressure", "CONFIG_PSI=y; psi=1 on the kernel command line"
         ),
+        "record_locks": CheckRow(
+            "record locks", "", "a session can fill the machine's memory with record locks", "CONFIG_SLUB_DEBUG=y"
+        ),
         # aids of the operator
         "kernel_log": CheckRow(
             "kernel log", "", "a command that ran out of memory is not named", "in a container: --privileged"

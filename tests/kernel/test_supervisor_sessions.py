@@ -253,7 +253,7 @@ async def test_whatever_runs_is_ended_before_pid_1(supervisor: LocalSupervisor, 
     look = "sleep 0.3; cat /proc/self/oom_score_adj"
     command = await supervisor.exec(session.id, ExecSpec(look, shell="own"))
     program = await supervisor.exec(session.id, ExecSpec(look, stateless=True, user=user))
-    assert (command.stdout, program.stdout) == (b"1000\n", b"1000\n")
+    assert (command.stdout, program.stdout) == (b"500\n", b"500\n")
     assert oom_score(init_pid(session)) == 0
 
 

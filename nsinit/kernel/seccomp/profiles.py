@@ -95,6 +95,9 @@ STRICT_REFUSED: Final = frozenset(" ".join((_DEBUGGING, _RISKY, _OTHER)).split()
 TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 """Type into a terminal, and paste; load a line discipline's module."""
 _NAMESPACE_FLAGS = 0x7E020000
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
+_LOCKS_OF_FILES = (ArgTest(1, "masked_eq", 36, 0xFFFFFFFC), ArgTest(1, "masked_eq", 1024, 0xFFFFFFEF))
+"""F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW; F_SETLEASE; F_SETDELEG."""
 _RLIMIT_CORE = 4
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _OTHER_FAMILIES = (
@@ -146,7 +149,8 @@ def _when(name: str, *args: ArgTest, errno: int | None = None) -> Rule:
 
 _CORE = ArgTest(1, "eq", _RLIMIT_CORE), ArgTest(2, "ne", 0)
 _SOCKETS = (
-    *(_when(name, families, errno=errno.EPERM) for name in ("socket", "socketpair") for families in _OTHER_FAMILIES),
+    *(_when("socket", families, errno=errno.EPERM) for families in _OTHER_FAMILIES),
+    _when("socketpair", ArgTest(0, "ne", _AF_UNIX), errno=errno.EPERM),  # no other family has pairs
     # As a kernel without auditing has it: useradd and passwd go on then, and end if the socket is forbidden.
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", _NETLINK_AUDIT), errno=errno.EPROTONOSUPPORT),
     _when("socket", ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "ne", _NETLINK_ROUTE), errno=errno.EPERM),
@@ -174,6 +178,11 @@ FLOOR: Final = (
         for flag in (1 << bit for bit in range(32))
         if flag & _NAMESPACE_FLAGS
     ),
+    # Locks take memory that is charged to no cgroup. Those that a process holds are counted; others have no holder that
+    # could be found: locks and leases of an open file, and locks of one process made by another with the same
+    # descriptors. EINVAL is what a kernel before 3.15 says, and a file system without leases.
+    _when("clone", ArgTest(0, "masked_eq", _CLONE_FILES, _CLONE_FILES | _CLONE_THREAD), errno=errno.EINVAL),
+    *(_when("fcntl", each, errno=errno.EINVAL) for each in _LOCKS_OF_FILES),
     # With a piped core_pattern the kernel heeds only the limit 1, which is in force. Who turns dumps off gets success:
     # programs that keep secrets end when they can't.
     _when("prlimit64", *_CORE, errno=0),

@@ -578,5 +578,28 @@ def one():
         raise OSError
 """,
 )
+locks = _attempt(
+    "locks",
+    "lock every other byte of many files",
+    """
+places = [struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * each, 1, 0) for each in range(128)]
+def one():
+    fd = os.memfd_create("locked")
+    for place in places:
+        fcntl.fcntl(fd, fcntl.F_SETLK, place)
+""",
+)
+locks_of_files = _attempt(
+    "locks-of-files",
+    "the same, with locks that belong to the open file and to no process",
+    """
+places = [struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * each, 1, 0) for each in range(128)]
+def one():
+    fd = os.memfd_create("locked")
+    for place in places:
+        fcntl.fcntl(fd, 37, place)
+""",
+    layer="seccomp",
+)
 
 MEMORY = collect(globals())
