@@ -20,6 +20,8 @@ from bench.measure import own_resident_bytes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OURS = "sandkasten"
+SCRATCH = "sandkasten-soak-"
+"""The beginning of the name of a soak's directory."""
 INIT, BUILDER = "sandkasten-init", "nsinit-builder"
 CGROUP_MAKER, CGROUP_EMPTIER = "nsinit-cgroups", "nsinit-emptier"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
@@ -180,9 +182,11 @@ def _dying(base: Path) -> int:
 
 
 def _loop_devices() -> Iterator[str]:
+    """Yield the files of a soak's directory that have a loop device; others of the machine may come and go."""
     for device in _BLOCK_DEVICES.glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
-            yield device.read_text().strip()
+            if f"/{SCRATCH}" in (file := device.read_text().strip()):
+                yield file
 
 
 def _directories() -> Iterator[str]:

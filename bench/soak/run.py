@@ -95,7 +95,7 @@ async def soak(size: Size) -> Report:
     machine.adopt_orphans()
     before = machine.Inventory.take()
     ledger = Ledger()
-    with tempfile.TemporaryDirectory(prefix="sandkasten-soak-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=machine.SCRATCH) as scratch:
         site = Site(_data_dir(Path(scratch)), _settings(size))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(site.reap_for_ever)

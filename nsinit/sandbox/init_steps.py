@@ -82,7 +82,7 @@ class Init:
     """A socket of sock_diag(7) in the session's network; -1 where the kernel has none."""
     shells_fd: int = -1
     """The directory of the shells that nobody can read, which is in no mount table; -1 without commands."""
-    asked: tuple[int, int, int, int] | None = None
+    asked: tuple[int, int, int, int, int] | None = None
     """The fields of `runner.server.sockets.Asked`, once there is a filter."""
     open_files: int = OPEN_FILES
     """The highest limit of open files that a process may set."""
@@ -267,4 +267,5 @@ def limit_open_files(init: Init) -> None:
 def filter_system_calls(init: Init) -> None:
     """Put PID 1 under the system call filter, last of all: no step before needs a hole in it."""
     if init.filter is not None:
-        init.asked = syscalls.set_asking_filter(init.filter), *init.counter_fds, init.sockets
+        own = int(init.diag_fd >= 0)
+        init.asked = syscalls.set_asking_filter(init.filter), *init.counter_fds, init.sockets, own

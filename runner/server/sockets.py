@@ -56,12 +56,14 @@ _PAGE_BYTES: Final = 4096
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The descriptor on which the kernel asks; the session's `/proc/net/sockstat` and `protocols`, open; the most
-    datagram and netlink sockets. Of internet sockets of all types there may be eight times as many."""
+    datagram and netlink sockets. Of internet sockets of all types there may be eight times as many. `own`: sockets of
+    PID 1's among those that are counted."""
 
     questions_fd: int
     sockstat_fd: int
     protocols_fd: int
     most: int
+    own: int
 
 
 class SocketGate:
@@ -99,7 +101,8 @@ class SocketGate:
     def _has_room(self, *, is_stream: bool) -> bool:
         asked = self._asked
         all_of_them, datagrams = count_sockets(_read(asked.sockstat_fd), _read(asked.protocols_fd))
-        return all_of_them < _STREAMS_PER_DATAGRAM * asked.most and (is_stream or datagrams < asked.most)
+        has_place = all_of_them - asked.own < _STREAMS_PER_DATAGRAM * asked.most
+        return has_place and (is_stream or datagrams - asked.own < asked.most)
 
 
 def _drop(_error: Exception) -> None:
