@@ -298,7 +298,9 @@ class Sessions:
         if session_id in self._over:
             self._over.discard(session_id)
             counters = replace(counters, oom_kills=max(counters.oom_kills, 0) + 1)
-        kept = yield from self._empty_memory(cgroup, are_files_kept=process is None or process.has_workspace)
+        kept = ""
+        if process is None or process.has_workspace:
+            kept = yield from self._empty_memory(cgroup)
         for pause_s in _EMPTY_BACKOFF_S:
             if not (left := cgroup.remove(but=kept)):
                 break
@@ -315,26 +317,29 @@ class Sessions:
         passing(machine.crash, "nsinit.destroy.discarded")
         return Removed(counters, tuple(leftovers))
 
-    def _empty_memory(self, cgroup: SessionCgroup, *, are_files_kept: bool) -> Generator[Wait, bool, str]:
+    def _empty_memory(self, cgroup: SessionCgroup) -> Generator[Wait, bool, str]:
         """Have the pages of files freed that the kernel would keep the cgroup's memory for; return the directory that
-        must stay until then, empty if none. A session with few such pages waits for it, no other does. Without
-        `are_files_kept` the session's files are about to be deleted, and their pages with them."""
+        must stay until then, empty if none. A session with few such pages waits for it, no other does.
+
+        For sessions whose files stay, in a workspace. Pages of deleted files go with them, and those of an image are
+        better kept: the next session would read them from the disk again.
+        """
         if cgroup.processes() or not cgroup.has_file_pages():
             return ""
         if cgroup.session_id in self._emptying:
             return cgroup.directory("memory")
         tried = JobEvent()
         self._emptying[cgroup.session_id] = Emptying()
-        self.scheduler.spawn(self._empty_and_remove(cgroup, tried, are_files_kept))
+        self.scheduler.spawn(self._empty_and_remove(cgroup, tried))
         yield Wait(event=tried, timeout_s=_EMPTY_MEMORY_S)
         return cgroup.directory("memory") if cgroup.session_id in self._emptying else ""
 
-    def _empty_and_remove(self, cgroup: SessionCgroup, tried: JobEvent, are_files_kept: bool) -> Job:
+    def _empty_and_remove(self, cgroup: SessionCgroup, tried: JobEvent) -> Job:
         emptying = self._emptying[cgroup.session_id]
         for pause_s in _EMPTY_AGAIN_S:
             if pause_s and (yield Wait(event=emptying.hurry, timeout_s=pause_s)):
                 break  # then the kernel frees the memory when it needs some
-            if not are_files_kept or not cgroup.has_unwritten_pages():
+            if not cgroup.has_unwritten_pages():
                 try:
                     outcome = yield from self.cgroup_emptiers.hand_over(EmptyMemory(cgroup.session_id), [])
                     yield Wait(event=outcome.done)
@@ -343,7 +348,7 @@ class Sessions:
                     log("warning", "memory not emptied", cgroup.session_id, reason=str(error))
                     continue
                 # The first time, pages that were written a moment ago may not be counted yet (v1: for 2 seconds).
-                if not (are_files_kept and cgroup.has_file_pages()) or (pause_s and not cgroup.has_unwritten_pages()):
+                if not cgroup.has_file_pages() or (pause_s and not cgroup.has_unwritten_pages()):
                     break
             tried.set()
         for pause_s in _EMPTY_BACKOFF_S:
