@@ -141,9 +141,8 @@ class SessionCgroup:
 
     def has_unwritten_pages(self) -> bool:
         """Whether pages of files are on their way to the disk. The kernel frees none of them before they are there."""
-        return self._has_pages(
-            *(("file_dirty", "file_writeback") if self.tree.mode == "v2" else ("dirty", "writeback"))
-        )
+        names = ("file_dirty", "file_writeback") if self.tree.mode == "v2" else ("dirty", "writeback")
+        return self._has_pages(*names)
 
     def _has_pages(self, *names: str) -> bool:
         counts = read_file(f"{self.directory('memory')}/memory.stat")

@@ -11,7 +11,7 @@ import pytest
 
 from nsinit.helpers.builder import sockets_in
 from nsinit.wire.protocol import Ready
-from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, running
+from tests.kernel.harness import ROOMY, Nsinit, Sandbox, host_plan
 
 LIMITS = replace(ROOMY, memory_bytes=128 << 20)
 MOST = sockets_in(LIMITS.memory_bytes)
@@ -27,12 +27,6 @@ def until_refused(*kind):
         return made, errno.errorcode[error.errno]
     return 4000, "none"
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Nsinit]:
-    with data_directory() as data_dir, running(data_dir) as running_server:
-        yield running_server
 
 
 @pytest.fixture
