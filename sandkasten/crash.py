@@ -19,6 +19,8 @@ class Point(enum.StrEnum):
     CREATE_RUNNING = "daemon.create.running_recorded"
     CREATE_SET_UP = "daemon.create.set_up"
     CREATE_READY = "daemon.create.ready"
+    CLAIM_RECORDED = "daemon.claim.recorded"
+    CLAIM_HANDED_OVER = "daemon.claim.handed_over"
     EXEC_ACCEPTED = "daemon.exec.accepted"
     EXEC_STARTED = "daemon.exec.started"
     EXEC_ENDED = "daemon.exec.ended"

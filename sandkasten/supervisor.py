@@ -46,7 +46,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, Readiness, System
+from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
     FileInfo,
@@ -559,6 +559,10 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
     async def undrain(self) -> NodeInfo:
         """Admit new sessions again."""
+        ...
+
+    async def pools(self) -> Sequence[PoolInfo]:
+        """Return the session pools, in the order of the configuration."""
         ...
 
     async def diagnose(self, session_id: str) -> Diagnosis:

@@ -148,6 +148,7 @@ _AT_ONCE = 100
 _LOOKS = {
     "creates_queued": "Creates that wait for a builder.",
     "pool_sandboxes": "Sandboxes made ahead that are ready.",
+    "pool_members": "Whole sessions made ahead that are ready.",
     "draining": "1 while no new sessions are taken.",
     "sessions_max": "How many sessions there may be.",
     "sessions_committed_memory_bytes": "What live sessions may use together.",

@@ -74,7 +74,7 @@ from sandkasten.model import (
 from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Readiness, System
+from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping
@@ -370,7 +370,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         if not SESSION_ID.match(session_id):
             raise SessionNotFound("no such session", session_id=session_id[:64])
         record = self._directory.unwritten.get(session_id) or await self._store.ask_again(do(get_session, session_id))
-        if record is None:
+        if record is None or record.session.status is Status.POOL_IDLE:
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session
 
@@ -416,6 +416,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             started_at=self._started_at,
             **attrs.asdict(found, recurse=False),
         )
+
+    async def pools(self) -> Sequence[PoolInfo]:
+        return (await self._sessions.ask_again(sessions.Occupied())).pools
 
     async def drain(self) -> NodeInfo:
         await self._sessions.ask_again(sessions.Drain(drained=True))

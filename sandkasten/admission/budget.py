@@ -94,6 +94,13 @@ class Budget:
         self._held[key] = limits
         self._add(limits, 1)
 
+    def take_over(self, key: Hashable, owner: str | None) -> None:
+        """Count a session that had no owner as one of an API key. Raises `QuotaExceeded`."""
+        limits = self._held[key]
+        self._shares.check_create(owner, limits)
+        self._shares.take_create(owner)
+        self.hold(key, limits, owner=owner)
+
     def change(self, key: Hashable, limits: Limits) -> None:
         """Count new limits of a session; only those that grow are checked. Raises as `admit`."""
         self._shares.check_change(key, limits)

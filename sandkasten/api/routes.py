@@ -29,6 +29,7 @@ from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.terminal import terminal_ws
 from sandkasten.api.websocket.terminal_messages import TerminalQuery
 from sandkasten.model import SessionStats
+from sandkasten.model.node import PoolInfo
 
 SESSIONS = "/v1/sessions"
 WORKSPACES = "/v1/workspaces"
@@ -82,6 +83,7 @@ TABLE = RouteTable(
         _json("GET", "/v1/node", node.node, SEE_NODE, answer=node.NodeBody),
         _json("POST", "/v1/node/drain", node.drain, RULE_NODE, answer=node.NodeBody),
         _json("POST", "/v1/node/undrain", node.undrain, RULE_NODE, answer=node.NodeBody),
+        _json("GET", "/v1/pools", node.pools, SEE_NODE, answer=list[PoolInfo]),
         _json("GET", "/v1/keys", keys.list_keys, RULE_NODE, answer=keys.KeysBody),
         _raw("GET", "/v1/events", events.stream, FIND, query=events.EventsQuery, answer_type=_EVENTS),
         _websocket("/v1/events", events_ws, FIND, query=events.EventsQuery, needs_live_session=False),

@@ -199,6 +199,8 @@ def _parse(raw: object, expected: Any) -> object:  # `expected` is a type expres
         return tuple("off" if item is False else str(item).strip() for item in items if str(item).strip())
     if origin is not None:
         return _parse_mapping(raw, arguments[1])
+    if attrs.has(expected):
+        return _parse_fields(raw, expected)
     if expected is bool:
         return _parse_bool(raw)
     if expected is str or expected is Path:
@@ -220,6 +222,19 @@ def _parse_bool(raw: object) -> bool:
     if word in ("false", "no", "off", "0"):
         return False
     raise ValueError(f"expected true or false, not {raw!r}")
+
+
+def _parse_fields(raw: object, expected: Any) -> object:  # an attrs class
+    """Return an object of a mapping of its fields; a single value is that of the first field."""
+    hints = typing.get_type_hints(expected)
+    given = raw if isinstance(raw, dict) else {next(iter(hints)): raw}
+    unknown = [str(name) for name in given if name not in hints]
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; there are {', '.join(hints)}")
+    try:
+        return expected(**{name: _parse(value, hints[name]) for name, value in given.items() if value is not None})
+    except TypeError:
+        raise ValueError(f"{next(iter(hints))} is missing") from None
 
 
 def _parse_mapping(raw: object, item: type) -> dict[str, object]:

@@ -256,12 +256,43 @@ class AdmissionSettings:
     reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))
 
 
+MAX_POOL = 10_000
+
+
+@attrs.frozen
+class PoolSize:
+    """The number of sessions to keep ready of one image, and the most while creates come so fast that the pool runs
+    empty between two refills (None: `size`)."""
+
+    size: int = attrs.field(validator=_between(0, MAX_POOL))
+    max: int | None = attrs.field(default=None, validator=_none_or(_between(0, MAX_POOL)))
+
+    def __attrs_post_init__(self) -> None:
+        if self.most < self.size:
+            raise ValueError(f"max is {self.max}, less than size, which is {self.size}")
+
+    @property
+    def most(self) -> int:
+        return self.size if self.max is None else self.max
+
+
 @attrs.frozen
 class PoolSettings:
-    """Warm sessions: the number to keep ready, by image name."""
+    """Session pools, by image name. A member older than `max_age_seconds` is replaced."""
 
     enabled: bool = False
-    images: Mapping[str, int] = attrs.field(factory=dict, converter=_frozen_mapping)
+    images: Mapping[str, PoolSize] = attrs.field(factory=dict, converter=_frozen_mapping)
+    max_age_seconds: int = attrs.field(default=3600, validator=_between(1, 30 * 86_400))
+
+    def __attrs_post_init__(self) -> None:
+        for name in self.images:
+            if not IMAGE_NAME.match(name):
+                raise ValueError(f"images: {name!r} is not an image name")
+
+    @property
+    def in_force(self) -> Mapping[str, PoolSize]:
+        """The pools that this configuration asks for."""
+        return {name: size for name, size in self.images.items() if self.enabled and size.most}
 
 
 @attrs.frozen
@@ -450,6 +481,18 @@ class Config:
             raise ValueError(
                 "testing.crash_points: refused to a daemon that other machines can reach; listen on loopback only"
             )
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        for name in self.pool.images:
+            if self.allowed_images and name not in self.allowed_images:
+                raise ValueError(f"pool.images: {name!r} is not in allowed_images")
+        together = sum(size.most for size in self.pool.in_force.values())
+        if together > self.server.max_sessions:
+            raise ValueError(
+                f"pool.images: {together} sessions together, more than server.max_sessions, "
+                f"which is {self.server.max_sessions}"
+            )
 
     @property
     def workspace_quota_mb(self) -> int:
@@ -469,6 +512,6 @@ class Config:
             notices.append("user: the daemon stays root, as configured; what breaks into it has the whole machine")
         if self.testing.crash_points:
             notices.append("testing.crash_points: this daemon may be made to crash; for tests only")
-        if self.pool.enabled:
-            notices.append("pool.enabled: there is no warm pool yet; every session starts cold")
+        if self.pool.images and not self.pool.enabled:
+            notices.append("pool.images: has no effect, because pool.enabled is false")
         return notices

@@ -36,7 +36,7 @@ _ENDINGS = {
     EventType.SESSION_CRASHED: "crashed",
     EventType.SESSION_LOST: "lost",
 }
-_PHASES = ("queue", "store", "workspace", "build", "runner")
+_PHASES = ("queue", "pool", "store", "workspace", "build", "runner")
 """The phases of a create that follow each other; their steps are in the answer's `Server-Timing`."""
 
 _PULSE_S = 0.5
@@ -108,6 +108,9 @@ class Metrics:
         self.create_phases = Series(histogram("create_phase_seconds", "Where that time went.", "phase"))
         self.teardowns = histogram("teardown_seconds", "How long taking down a sandbox took.")
         self.sessions_created = Series(counter("sessions_created", "Sessions that came to run.", "source"))
+        self.pool_claims = Series(counter("pool_claims", "Sessions made of a member of a pool.", "image"))
+        self.pool_misses = Series(counter("pool_misses", "Creates that a pool had no member for.", "image", "reason"))
+        self.pool_refills = Series(counter("pool_refills", "Members of pools that were made.", "image", "outcome"))
         self.sessions_ended = Series(counter("sessions_ended", "Sessions that ended.", "status", "reason"))
         self.runs_ended = Series(counter("runs_ended", "Commands, processes and terminals.", "kind", "cause"))
         self.runs = Series(histogram("run_seconds", "From the start of a run to its end.", "kind"))

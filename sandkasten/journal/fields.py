@@ -54,6 +54,7 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.PORT_OPENED: frozenset({"port", "address"}),
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),
+        EventType.POOL_FAILING: frozenset({"image", "failures", "error"}),
         EventType.LEFTOVER_FOUND: frozenset({"kind", "name"}),
         EventType.LEFTOVER_REMOVED: frozenset({"kind", "name"}),
     }

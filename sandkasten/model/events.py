@@ -32,6 +32,7 @@ class EventType(enum.StrEnum):
     PORT_OPENED = "port.opened"
     PORT_CLOSED = "port.closed"
     OOM = "oom"
+    POOL_FAILING = "pool.failing"
     LEFTOVER_FOUND = "leftover.found"
     LEFTOVER_REMOVED = "leftover.removed"
 

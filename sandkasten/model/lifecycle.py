@@ -1,7 +1,8 @@
 """The session state machine as one table; pure.
 
-`creating → running ⇄ paused → destroying → destroyed | expired | crashed | lost`. Code that changes a session's status
-asks `next_status`; no other place knows which changes are legal.
+`creating → running ⇄ paused → destroying → destroyed | expired | crashed | lost`, or from `pool_idle → running` on: a
+member of a session pool is claimed. A member that ends unclaimed was nobody's session, and its record is deleted. Code
+that changes a session's status asks `next_status`; no other place knows which changes are legal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Trigger(enum.StrEnum):
     """Events in the life of a session."""
 
     BUILT = "built"
+    CLAIM = "claim"
     PAUSE = "pause"
     RESUME = "resume"
     DESTROY = "destroy"
@@ -31,9 +33,12 @@ class IllegalTransition(Exception):
 
 
 LIVE = frozenset({Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING})
+"""States of clients' sessions in which something of the session may exist in the kernel."""
+
+IN_KERNEL = LIVE | {Status.POOL_IDLE}
 """States in which something of the session may exist in the kernel."""
 
-ENDED = frozenset(Status) - LIVE
+ENDED = frozenset(Status) - IN_KERNEL
 
 WHOLE = frozenset({Status.RUNNING, Status.PAUSED})
 """States in which there is a sandbox whose end has not begun."""
@@ -42,6 +47,10 @@ USABLE = frozenset({Status.RUNNING})
 """States in which commands and file requests are served."""
 
 _TABLE: dict[tuple[Status, Trigger], Status] = {
+    (Status.POOL_IDLE, Trigger.BUILT): Status.POOL_IDLE,
+    (Status.POOL_IDLE, Trigger.CLAIM): Status.RUNNING,
+    (Status.POOL_IDLE, Trigger.DESTROY): Status.DESTROYED,
+    (Status.POOL_IDLE, Trigger.DIED): Status.DESTROYED,
     (Status.CREATING, Trigger.BUILT): Status.RUNNING,
     (Status.CREATING, Trigger.BUILD_FAILED): Status.DESTROYING,
     (Status.CREATING, Trigger.DIED): Status.DESTROYING,

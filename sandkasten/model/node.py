@@ -177,6 +177,27 @@ class NodeInfo(NodeCapacity):
     started_at: datetime
 
 
+@attrs.frozen(kw_only=True)
+class PoolInfo:
+    """One session pool at one moment. `state` is `ready`, `filling` (fewer members than wanted), `failing` (members
+    could not be made, `error` says why) or `draining`. `wanted` lies between `size` and `max` and follows the claims.
+    `ready` members may be `frozen`. The counters are those since the start of the daemon; `misses` by the reason that
+    a create got no member."""
+
+    image: str
+    state: str
+    size: int
+    max: int
+    wanted: int
+    ready: int
+    frozen: int
+    claims: int
+    misses: Mapping[str, int]
+    refills: int
+    refill_failures: int
+    error: str | None = None
+
+
 @attrs.frozen
 class Readiness:
     """Whether the node can serve; each check maps to `ok` or a sentence."""

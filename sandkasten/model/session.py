@@ -188,8 +188,10 @@ IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
 
 
 class Status(enum.StrEnum):
-    """Life-cycle states of a session; `lifecycle.py` has the table."""
+    """Life-cycle states of a session; `lifecycle.py` has the table. `POOL_IDLE`: a member of a session pool, from its
+    birth until it is claimed; no client knows the session yet."""
 
+    POOL_IDLE = "pool_idle"
     CREATING = "creating"
     RUNNING = "running"
     PAUSED = "paused"

@@ -32,7 +32,7 @@ from sandkasten.model import (
     Status,
 )
 from sandkasten.model.keys import MAKER_ID
-from sandkasten.model.lifecycle import LIVE, Trigger
+from sandkasten.model.lifecycle import IN_KERNEL, Trigger
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
 from sandkasten.store.rows import (
     Column,
@@ -155,7 +155,7 @@ _PUT = (
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name}=excluded.{name}' for name in _COLUMNS if name != 'id')}"
 )
 
-_LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(LIVE))
+_LIVE_LIST = ", ".join(f"'{status}'" for status in sorted(IN_KERNEL))
 
 
 def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
@@ -167,6 +167,11 @@ def put_session(database: sqlite3.Connection, record: SessionRecord) -> None:
         for name in [field.name for field in attrs.fields(type(each))]
     }
     database.execute(_PUT, write_row(values, _COLUMNS))
+
+
+def delete_session(database: sqlite3.Connection, session_id: str) -> None:
+    """Delete the record of a member of a pool: no client was told of the session."""
+    database.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
 
 def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:

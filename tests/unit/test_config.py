@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.config import Config, ConfigError, Defaults
+from sandkasten.config import Config, ConfigError, Defaults, PoolSize
 from sandkasten.config.files import KEYS, OLDER_SPELLINGS, SEARCH_PATH, env_name, find_file, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,9 +165,45 @@ def test_protections_are_named_or_refused() -> None:
 
 def test_values_without_effect_are_announced() -> None:
     """A setting that is accepted and does nothing yet has a sentence that says so."""
-    warm = load_config(environ={"SANDKASTEN_POOL_ENABLED": "true", "SANDKASTEN_POOL_IMAGES": "python=3"})
-    assert dict(warm.pool.images) == {"python": 3}
-    assert any("warm pool" in each for each in warm.notices())
+    config = load_config(environ={"SANDKASTEN_POOL_IMAGES": "python=3"})
+    assert any("pool.images" in each for each in config.notices())
+    assert not config.pool.in_force
+
+
+def test_session_pools_have_a_size_and_perhaps_a_maximum(tmp_path: Path) -> None:
+    """A number alone is the size. A pool of nothing is no pool, and a pool that is off promises nothing."""
+    environ = {"SANDKASTEN_POOL_ENABLED": "true", "SANDKASTEN_POOL_IMAGES": "python=3,base=0"}
+    assert load_config(environ=environ).pool.in_force == {"python": PoolSize(3)}
+    file = write(tmp_path, "pool: {enabled: true, images: {python: {size: 2, max: 9}, base: 1}}")
+    assert load_config(file, environ={}).pool.in_force == {"python": PoolSize(2, 9), "base": PoolSize(1)}
+    file = write(tmp_path, "pool: {images: {python: 5000}}")
+    assert load_config(file, environ={}).notices()
+
+
+@pytest.mark.parametrize(
+    ("images", "problem"),
+    [
+        ("{python: -1}", "size must be between"),
+        ("{python: 10001}", "size must be between"),
+        ("{python: 99999999999999999999}", "size must be between"),
+        ("{python: 1.5}", "expected a number"),
+        ("{python: many}", "expected a number"),
+        ("{python: true}", "expected a number"),
+        ("{python: {size: 2, max: 1}}", "max is 1, less than size"),
+        ("{python: {size: 2, max: -1}}", "max must be between"),
+        ("{python: {max: 2}}", "size is missing"),
+        ("{python: {size: 2, most: 3}}", "unknown key 'most'"),
+        ("{../etc: 1}", "is not an image name"),
+        ("{debian: 1}", "is not in allowed_images"),
+        ("{python: 600, base: {size: 1, max: 401}}", "1001 sessions together"),
+        ("[python]", "expected a mapping"),
+    ],
+)
+def test_pools_that_can_t_be_are_refused_at_the_start(tmp_path: Path, images: str, problem: str) -> None:
+    """Sizes out of range, images that no session may have, and more members than sessions."""
+    file = write(tmp_path, f"allowed_images: [python, base]\npool:\n  enabled: true\n  images: {images}\n")
+    with pytest.raises(ConfigError, match=problem):
+        load_config(file, environ={})
 
 
 def test_the_key_never_shows_in_a_repr() -> None:

@@ -1,4 +1,5 @@
-"""Creating sessions: a request is resolved, admitted, and becomes a session actor.
+"""Creating sessions: a request is resolved and takes a member of a session pool. If none fits, the request is admitted
+and becomes a session actor.
 
 Whether a session fits is decided by the budget. A create that does not fit is refused at once, so that its caller can
 turn elsewhere; those that fit wait for one of a few turns to be built. `Creating` starts no task of its own: `start`
@@ -16,10 +17,11 @@ import attrs
 import trio
 
 from sandkasten.actors.core import Ref
-from sandkasten.actors.node.pool import MountedImage, Pool
+from sandkasten.actors.node.sandbox_pool import MountedImage, SandboxPool
+from sandkasten.actors.node.session_pools import POOL, SessionPools
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.session.actor import SessionActor
-from sandkasten.actors.session.birth import FROM_POOL, Creation
+from sandkasten.actors.session.birth import Creation
 from sandkasten.actors.session.record import expiry
 from sandkasten.actors.workspaces.actor import Admit
 from sandkasten.actors.workspaces.holds import Hold, Holds, Use
@@ -29,13 +31,16 @@ from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.config import Config
 from sandkasten.images.catalog import Image
 from sandkasten.model import Session, SessionSpec, Status
-from sandkasten.model.errors import Draining, SandkastenError, SessionExpired, ShuttingDown
+from sandkasten.model.errors import Capacity, Draining, SandkastenError, SessionExpired, ShuttingDown
 from sandkasten.model.workspace import WorkspaceMode
 from sandkasten.store.sessions import SessionRecord
 
 WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
+FROM_SANDBOX_POOL = "pool sandbox"
+"""`acquire_detail` of a session that is made of a pool sandbox and missed no session pool."""
+
 _DRAINED_RETRY_S = 30
 _STOPPING_RETRY_S = 5
 
@@ -66,18 +71,19 @@ class Creating:
         workspaces: Ref,
         holds: Holds,
         budget: Budget,
-        pool: Pool,
+        pools: SessionPools,
+        sandbox_pool: SandboxPool,
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
         self._config, self._node, self._images = config, node, images
         self._workspaces, self._holds = workspaces, holds
-        self._budget, self._pool = budget, pool
+        self._budget, self._pools, self._sandbox_pool = budget, pools, sandbox_pool
         self._start, self._went_quiet = start, went_quiet
         self._builds = trio.CapacityLimiter(_CONCURRENT_BUILDS)
         self._building = 0
         self.under_way = 0
-        """Number of creates that were admitted and are not answered."""
+        """Number of creates that are being claimed or were admitted, and are not answered."""
         self._is_done = trio.Event()
         self._is_drained = False
         self._is_stopping = False
@@ -111,23 +117,47 @@ class Creating:
         resolved = resolve(spec, self._config)
         reserve.check(self._config.data_dir, self._config.disk)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
-        place = object()
-        self._budget.admit(place, resolved.limits, under_way=self.under_way, owner=spec.key_id)
+        self._refuse_when_draining()
         self.under_way += 1
         try:
-            async with self._holding(spec), self._builds:
-                self._refuse_when_draining()
-                waited_ms = (trio.current_time() - began) * 1000
-                record = self._new_record(spec, resolved, digest, image)
-                self._budget.release(place)  # counted under its id from here
-                session = await self._built(record, Creation(resolved, image.name, image.kind, spec.env))
+            claimed = await self._pools.claim(spec, resolved, image, digest)
+            if isinstance(claimed, Session):
+                timings_ms = {"pool": round((trio.current_time() - began) * 1000, 3)}
+                return attrs.evolve(claimed, timings_ms=timings_ms)
+            return await self._create_cold(spec, digest, resolved, image, missed=claimed, began=began)
         finally:
-            self._budget.release(place)
             self.under_way -= 1
             self._tell_when_done()
             if not self._building:
                 self._went_quiet()
+
+    async def _create_cold(
+        self, spec: SessionSpec, digest: str, resolved: Resolved, image: Image, *, missed: str | None, began: float
+    ) -> Session:
+        place = object()
+        await self._admit(place, resolved, spec)
+        try:
+            async with self._holding(spec), self._builds:
+                self._refuse_when_draining()
+                waited_ms = (trio.current_time() - began) * 1000
+                prepared = self._sandbox_pool.take(MountedImage.of(resolved, image))
+                record = self._new_record(prepared, spec, resolved, digest, missed)
+                self._budget.release(place)  # counted under its id from here
+                creation = Creation(resolved, image.name, image.kind, prepared is not None, spec.env)
+                session = await self._built(record, creation)
+        finally:
+            self._budget.release(place)
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
+
+    async def _admit(self, place: object, resolved: Resolved, spec: SessionSpec) -> None:
+        """Have the budget admit a create. Idle members of session pools make room, one after the other."""
+        while True:
+            try:
+                return self._budget.admit(place, resolved.limits, under_way=self.under_way - 1, owner=spec.key_id)
+            except Capacity as error:
+                refusal = error
+            if not await self._pools.give_up_one():
+                raise refusal
 
     async def _built(self, record: SessionRecord, creation: Creation) -> Session:
         """Have the session built by its actor. Raises the error of the build."""
@@ -173,11 +203,32 @@ class Creating:
         if self._is_drained:
             raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
 
-    def _new_record(self, spec: SessionSpec, resolved: Resolved, digest: str, image: Image) -> SessionRecord:
+    def start_member(self, resolved: Resolved, image: Image, digest: str) -> SessionActor:
+        """Start the actor of a new member of a session pool."""
         now = datetime.now(UTC)
-        pooled = self._pool.take(MountedImage.of(resolved, image))
         session = Session(
-            id=pooled or self._node.new_session_id(),
+            id=self._node.new_session_id(),
+            image=resolved.image,
+            status=Status.POOL_IDLE,
+            cwd=WORKSPACE_DIR,
+            created_at=now,
+            expires_at=None,
+            last_activity=now,
+            ttl_s=resolved.ttl_s,
+            max_lifetime_s=resolved.max_lifetime_s,
+            limits=resolved.limits,
+            acquire_source=POOL,
+            options=resolved.options,
+        )
+        record = SessionRecord(session=session, incarnation=self._node.incarnation, spec_digest=digest)
+        return self._start(record, Creation(resolved, image.name, image.kind, False, {}))
+
+    def _new_record(
+        self, prepared: str | None, spec: SessionSpec, resolved: Resolved, digest: str, missed: str | None
+    ) -> SessionRecord:
+        now = datetime.now(UTC)
+        session = Session(
+            id=prepared or self._node.new_session_id(),
             image=resolved.image,
             status=Status.CREATING,
             cwd=WORKSPACE_DIR,
@@ -191,7 +242,7 @@ class Creating:
             labels=dict(spec.labels),
             key_id=spec.key_id,
             acquire_source="cold",
-            acquire_detail=FROM_POOL if pooled else None,
+            acquire_detail=missed or (FROM_SANDBOX_POOL if prepared else None),
             options=resolved.options,
         )
         return SessionRecord(

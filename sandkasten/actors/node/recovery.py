@@ -45,9 +45,16 @@ from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
-from sandkasten.model.lifecycle import END_REASONS, ENDED, LIVE, Trigger, next_status
+from sandkasten.model.lifecycle import END_REASONS, ENDED, IN_KERNEL, LIVE, Trigger, next_status
 from sandkasten.output.disk import SpoolFile, list_spool, remove_spool_files, session_of
-from sandkasten.store.sessions import SessionRecord, forget_ended, get_session, live_sessions, put_session
+from sandkasten.store.sessions import (
+    SessionRecord,
+    delete_session,
+    forget_ended,
+    get_session,
+    live_sessions,
+    put_session,
+)
 
 Ts = TypeVarTuple("Ts")
 
@@ -177,6 +184,8 @@ class SessionOwner(Protocol):
 
     def adopt(self, record: SessionRecord) -> SessionActor: ...
 
+    async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]: ...
+
 
 class Recovery:
     """Carries out decisions about sessions, as a part of the sessions actor and in its nursery. `ends` bounds the
@@ -192,7 +201,14 @@ class Recovery:
     async def reconcile(self) -> None:
         """Recover at a start. Returns when adopted sessions answer; ends go on behind it."""
         plan = await self._leftovers.look(is_start=True)
-        adopted = [self._owner.adopt(each.record) for each in plan.of(SessionAction.ADOPT) if each.record]
+        whole = [each.record for each in plan.of(SessionAction.ADOPT) if each.record]
+        members = [each for each in whole if each.session.status is Status.POOL_IDLE]
+        wanted = await self._owner.wanted_members(members)
+        adopted = [self._owner.adopt(each) for each in whole if each not in members or each in wanted]
+        for record in members:
+            if record not in wanted:
+                self._directory.reserved.add(record.session.id)  # before the sweep looks
+                self._owner.start_task(self._end_member, record)
         for each in plan.of(SessionAction.FINISH, SessionAction.CLEAN):
             self._directory.reserved.add(each.session_id)
             self._owner.start_task(self._end, each)
@@ -208,13 +224,15 @@ class Recovery:
     async def settle(self, decision: Decision) -> None:
         """Carry out a decision about a session, unless the session has changed or got an owner since."""
         record = await self._store.ask_again(do(get_session, decision.session_id))
-        before, now = decision.record, None if record is None or record.session.status not in LIVE else record
+        before, now = decision.record, None if record is None or record.session.status not in IN_KERNEL else record
         is_as_seen = now is before is None or (
             now is not None and before is not None and now.session.epoch == before.session.epoch
         )
         if not is_as_seen or decision.session_id in self._directory:
             return
-        if decision.action is SessionAction.ADOPT and now is not None:
+        if now is not None and now.session.status is Status.POOL_IDLE:
+            await self._end_member(now)
+        elif decision.action is SessionAction.ADOPT and now is not None:
             log.warning("unowned_session_adopted", extra={"session_id": decision.session_id})
             await self._owner.adopt(now).ready.wait()
         elif decision.action in (SessionAction.FINISH, SessionAction.CLEAN):
@@ -230,6 +248,9 @@ class Recovery:
         record = decision.record
         assert record is not None
         assert decision.event is not None
+        if record.session.status is Status.POOL_IDLE:
+            await self._end_member(record)
+            return
         try:
             if record.session.status is not Status.DESTROYING and decision.event is not Trigger.NOT_FOUND:
                 record = _begin_end(record, decision.event, decision.reason, decision.end_reason)
@@ -237,9 +258,21 @@ class Recovery:
         finally:
             self._directory.reserved.discard(decision.session_id)
 
+    async def _end_member(self, record: SessionRecord) -> None:
+        """Tear down a member of a pool that nobody wants, and delete its record. Nobody was told of it."""
+        session_id = record.session.id
+        self._directory.reserved.add(session_id)
+        if await self.reap(session_id):
+            await self._output.discard(session_id)
+            await _failure_of(self._store.ask_again, do(delete_session, session_id))
+            log.info("pool_member_ended", extra={"session_id": session_id, "reason": "not wanted"})
+
     async def crash(self, record: SessionRecord) -> None:
         """End a session whose actor died of a bug. A final record that the actor had not written is kept for the
         reaper."""
+        if record.session.status is Status.POOL_IDLE:
+            await self._end_member(record)
+            return
         if record.session.status in ENDED:
             self._directory.unwritten[record.session.id] = record
             return

@@ -11,7 +11,7 @@ directory, the truth about live sessions, with the database, the truth about end
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
@@ -20,9 +20,10 @@ import trio
 from runner.wire.protocol import Graces
 from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, NodeIdentity
-from sandkasten.actors.node.pool import Pool
 from sandkasten.actors.node.recovery import LeftoverSearch, Recovery, Settle
-from sandkasten.actors.services.directory import SessionDirectory, Shared
+from sandkasten.actors.node.sandbox_pool import SandboxPool
+from sandkasten.actors.node.session_pools import SessionPools
+from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
@@ -36,9 +37,9 @@ from sandkasten.counters import node as capacity
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import Session, SessionSpec, Status
 from sandkasten.model.errors import ActorGone, Conflict, SandboxError, SandkastenError
-from sandkasten.model.lifecycle import ENDED, LIVE, WHOLE, ended_error
+from sandkasten.model.lifecycle import IN_KERNEL, LIVE, WHOLE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery, page_of
-from sandkasten.model.node import Amounts
+from sandkasten.model.node import Amounts, PoolInfo
 from sandkasten.store.sessions import Recorded, SessionRecord, find_by_key, find_sessions, read_drained, write_drained
 
 Ts = TypeVarTuple("Ts")
@@ -95,11 +96,12 @@ class Refuse(Ask[None]):
 @attrs.frozen
 class Occupancy:
     """The admitted sessions: their limits together, how many there may be, how many creates wait. `pooled` is the
-    number of pool sandboxes."""
+    number of pool sandboxes, `pools` the session pools."""
 
     max_sessions: int
     committed: Amounts
     pooled: int
+    pools: Sequence[PoolInfo]
     queued: int
     is_draining: bool
 
@@ -146,20 +148,31 @@ class Sessions(Actor):
         if is_drained:
             log.warning("node_drained", extra={"advice": "it takes no new sessions until it is undrained"})
         await self._recovery.reconcile()
-        self._refill_pool()
+        self._pools.run()
+        self._refill_pools()
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need nsinit's cgroup directories."""
         most, _ = capacity.most_sessions(self._config.server.max_sessions)
         resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
         self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
-        self._pool = Pool(
+        self._sandbox_pool = SandboxPool(
             self._nsinit,
             self._directory,
             wanted=self._pool_size,
             limits=self._config.defaults.limits,
             new_id=self._node.new_session_id,
             reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
+        )
+        self._pools = SessionPools(
+            self._config,
+            self._shared,
+            images=self._images,
+            budget=self._budget,
+            start=lambda *member: self._creating.start_member(*member),
+            start_task=self.start_task,
+            is_quiet=lambda: self._creating.is_quiet(),
+            is_draining=lambda: self._creating.is_draining,
         )
         self._creating = Creating(
             self._config,
@@ -168,9 +181,10 @@ class Sessions(Actor):
             workspaces=self._shared.workspaces,
             holds=self._holds,
             budget=self._budget,
-            pool=self._pool,
+            pools=self._pools,
+            sandbox_pool=self._sandbox_pool,
             start=self._start_actor,
-            went_quiet=self._refill_pool,
+            went_quiet=self._refill_pools,
         )
         self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
@@ -226,7 +240,8 @@ class Sessions(Actor):
         """Give the metrics functions that read the numbers of admission."""
         self._shared.metrics.look_at(
             creates_queued=lambda: self._creating.queued,
-            pool_sandboxes=lambda: len(self._pool),
+            pool_sandboxes=lambda: len(self._sandbox_pool),
+            pool_members=lambda: len(self._pools),
             draining=lambda: self._creating.is_draining,
             sessions_max=lambda: self._budget.max_sessions,
             sessions_committed_memory_bytes=lambda: self._budget.committed.memory_bytes or 0,
@@ -237,7 +252,8 @@ class Sessions(Actor):
         return Occupancy(
             max_sessions=self._budget.max_sessions,
             committed=self._budget.committed,
-            pooled=len(self._pool),
+            pooled=len(self._sandbox_pool),
+            pools=self._pools.infos(),
             queued=self._creating.queued,
             is_draining=self._creating.is_draining,
         )
@@ -249,10 +265,11 @@ class Sessions(Actor):
             self._creating.set_drained(drained)
         log.warning("node_drained" if drained else "node_undrained")
         if not drained:
-            self._refill_pool()
+            self._refill_pools()
 
-    def _refill_pool(self) -> None:
-        self._nursery.start_soon(self._pool.refill, self._creating.is_quiet)
+    def _refill_pools(self) -> None:
+        self._pools.ring()
+        self._nursery.start_soon(self._sandbox_pool.refill, self._creating.is_quiet)
 
     # Actors -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +277,13 @@ class Sessions(Actor):
         self._nursery.start_soon(work, *args)
 
     def adopt(self, record: SessionRecord) -> SessionActor:
-        return self._start_actor(record, None)
+        actor = self._start_actor(record, None)
+        if record.session.status is Status.POOL_IDLE:
+            self.start_task(self._pools.receive, actor)
+        return actor
+
+    async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
+        return await self._pools.wanted_members(records)
 
     def _start_actor(self, record: SessionRecord, creation: Creation | None) -> SessionActor:
         ref = Ref(f"session {record.session.id}")
@@ -290,15 +313,18 @@ class Sessions(Actor):
     async def _leave_all(self) -> None:
         for leaving in self._leaving:
             leaving.cancel()
-        for entry in self._directory:
+        for entry in self._entries():
             await entry.ended.wait()
+
+    def _entries(self) -> Sequence[Entry]:
+        return [*self._directory, *self._directory.members.values()]
 
     async def _destroy_all(self) -> None:
         """End every session, those whose creation was under way at the stop included, and every sandbox without an
         owner."""
-        while self._creating.under_way or len(self._directory):
+        while self._creating.under_way or self._entries():
             async with trio.open_nursery() as nursery:
-                for entry in self._directory:
+                for entry in self._entries():
                     nursery.start_soon(self._destroy, entry.ref)
             await trio.sleep(_DRAIN_PAUSE_S)
         found = await scan(self._nsinit)
@@ -387,7 +413,7 @@ def _require_same(before: str, digest: str) -> None:
 
 async def list_sessions(query: SessionQuery, *, directory: SessionDirectory, store: Ref) -> SessionPage:
     """Return a page of sessions, newest first. Runs in the caller's task."""
-    if not query.statuses & ENDED:
+    if query.statuses <= LIVE:
         return page_of(query, (entry.session for entry in directory))
     recorded = await store.ask(do(find_sessions, query))
     unwritten = [record.session for record in directory.unwritten.values()]
@@ -399,6 +425,6 @@ def merge(query: SessionQuery, recorded: Recorded, known: Iterable[Session]) -> 
     found = {record.session.id: record.session for record in recorded.records}
     for session in known:
         before = found.get(session.id)
-        if before is None or before.status in LIVE:
+        if before is None or before.status in IN_KERNEL:
             found[session.id] = session
     return page_of(query, found.values(), seen_to=recorded.seen_to)

@@ -20,7 +20,7 @@ from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
 from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
-from sandkasten.model import Session, SessionOptions
+from sandkasten.model import Session, SessionOptions, Status
 from sandkasten.output.store import OutputStore
 from sandkasten.store.sessions import SessionRecord
 
@@ -64,6 +64,8 @@ class SessionDirectory:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self.members: dict[str, Entry] = {}
+        """Members of session pools: sessions that no client knows yet, and that no request of a client finds."""
         self._seen: OrderedDict[str, Inspection] = OrderedDict()
         self.reserved: set[str] = set()
         """Ids without an entry that are in use: pool sandboxes, file sandboxes, ends under way."""
@@ -83,7 +85,7 @@ class SessionDirectory:
 
     def owns(self, session_id: str) -> bool:
         """Whether the daemon is responsible for that id, so that no one else may tear it down."""
-        return session_id in self._entries or session_id in self.reserved
+        return session_id in self._entries or session_id in self.members or session_id in self.reserved
 
     def __contains__(self, session_id: object) -> bool:
         """Whether the directory knows more of that id than the database: it is owned, or its end waits to be
@@ -107,9 +109,18 @@ class SessionDirectory:
     ) -> None:
         """Add a session that lives from here on; see `Entry`."""
         session = view()
-        self._entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
+        entries = self.members if session.status is Status.POOL_IDLE else self._entries
+        entries[session_id] = Entry(ref, view, session.options, inspect, session.key_id, running)
+
+    def show_member(self, session_id: str) -> None:
+        """Make a claimed member of a pool a session that clients find."""
+        entry = self.members.pop(session_id)
+        session = entry.session
+        self._entries[session_id] = attrs.evolve(entry, options=session.options, key_id=session.key_id)
 
     def remove(self, session_id: str) -> None:
+        if (member := self.members.pop(session_id, None)) is not None:
+            member.ended.set()
         if (entry := self._entries.pop(session_id, None)) is not None:
             entry.ended.set()
             if (inside := entry.inspect()) is not None:
@@ -122,7 +133,7 @@ class SessionDirectory:
         return self._seen.get(session_id)
 
     def clear(self) -> None:
-        for session_id in list(self._entries):
+        for session_id in [*self._entries, *self.members]:
             self.remove(session_id)
         self.reserved.clear()
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 import attrs
 import trio
 
-from nsinit.wire.protocol import MakeWorkspace
+from nsinit.wire.protocol import MakeWorkspace, SetFrozen
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors.core import DEFERRED, Actor, Ref, Reply, unwrap
@@ -33,18 +33,20 @@ from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
-from sandkasten.actors.session.birth import FROM_POOL, Creation, Greeting, PhaseTimer, Services, first_request, greet
+from sandkasten.actors.session.birth import Creation, Greeting, PhaseTimer, Services, first_request, greet, hand_over
 from sandkasten.actors.session.changing import change_session, read_disk
-from sandkasten.actors.session.ending import EXPIRIES, end_session
+from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
     Attend,
     Borrow,
+    Claim,
     CloseShell,
     Destroy,
     Died,
     Expire,
     FindRun,
+    Freeze,
     KillRest,
     Life,
     ListRuns,
@@ -144,7 +146,7 @@ class SessionActor(Actor):
         self._own = LiveRecord(record, self._lease, store=services.store, directory=services.directory)
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
-        self._is_lease_followed = self._is_doubted = False
+        self._is_lease_followed = self._is_doubted = self._is_frozen = False
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
@@ -218,7 +220,7 @@ class SessionActor(Actor):
         greeting = Greeting(self._services.paths.run_dir(session.id), first_request(creation, self._services.graces))
         try:
             async with trio.open_nursery() as meanwhile:
-                if session.acquire_detail == FROM_POOL:
+                if creation.is_prepared:
                     greeting.begin(meanwhile)
                 sandbox = await ask_when_up(self._services.nsinit, build(plan))
                 self._hold(sandbox)
@@ -235,7 +237,11 @@ class SessionActor(Actor):
         self._create_ms = timer.phases
         crash.passing(Point.CREATE_SET_UP)
         self._own.change(timings_ms=timer.phases)
-        self._own.renew()
+        if session.status is not Status.POOL_IDLE:
+            self._own.renew()
+            self._announce()
+
+    def _announce(self) -> None:
         made = self.session
         self.emit(
             EventType.SESSION_CREATED,
@@ -246,6 +252,43 @@ class SessionActor(Actor):
             expires_at=rfc3339_or_none(made.expires_at),
         )
 
+    async def _claim(self, claim: Claim) -> Session:
+        """Become the session of a client. The record comes first: what a client's variables were given to is never a
+        member of a pool again, whenever the daemon is killed."""
+        self._require({Status.POOL_IDLE})
+        member, crash = self.record, self._services.crash
+        self._own.begin_life(spec_digest=claim.spec_digest, idempotency_key=claim.idempotency_key, **claim.changes)
+        failure: BaseException | None = None
+        try:
+            await self._own.put()
+            crash.passing(Point.CLAIM_RECORDED)
+            if self._is_frozen:
+                await self._freeze(frozen=False)
+            await hand_over(self.link, claim.env)
+        except SandkastenError as error:
+            failure = error
+        if failure is not None:
+            await self._unclaim(member)
+            raise failure
+        crash.passing(Point.CLAIM_HANDED_OVER)
+        self._services.directory.show_member(self.session_id)
+        self._announce()
+        return self.session
+
+    async def _unclaim(self, member: SessionRecord) -> None:
+        """End a member that could not be handed out. Its record goes at once: the next member may get the same
+        idempotency key."""
+        self._own.undo(member)
+        try:
+            await self._own.delete()
+        except SandkastenError as error:
+            log.error("pool_member_not_deleted", extra={"session_id": self.session_id, "error": str(error)})
+        self.start_task(self._tell_self, Died("it could not be handed out"))
+
+    async def _freeze(self, *, frozen: bool) -> None:
+        await ask_patiently(self._services.nsinit, call(SetFrozen, self.session_id, frozen))
+        self._is_frozen = frozen
+
     async def _put_running(self) -> None:
         await self._own.put()
         self._services.crash.passing(Point.CREATE_RUNNING)
@@ -255,6 +298,9 @@ class SessionActor(Actor):
         self._hold(await ask_patiently(self._services.nsinit, attach(self.session.id)))
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._adoption.recover()
+        is_member = self.session.status is Status.POOL_IDLE
+        if is_member:
+            await self._freeze(frozen=False)
         if self.session.status is Status.PAUSED:
             await self._pausing.adopt()
         else:
@@ -262,7 +308,8 @@ class SessionActor(Actor):
         limits = self._stats.read_limits(self.session.limits)  # a change may have been cut short
         self._own.change(acquire_detail="adopted", limits=limits)
         self._services.budget.hold(self.session.id, limits)
-        self._own.restore_lease()
+        if not is_member:
+            self._own.restore_lease()
         self._own.put_soon()
 
     def _hold(self, sandbox: Sandbox) -> None:
@@ -300,6 +347,9 @@ class SessionActor(Actor):
     async def _finish(self, event: Trigger, reason: str | None, end_reason: EndReason | None = None) -> Session:
         """End the session. Awaited in the mailbox, so that no message overtakes the end."""
         self.stop()
+        if self._own.facts.status is Status.POOL_IDLE:
+            await end_member(self.session_id, self._own, self._services, event=event, reason=reason)
+            return self.session
         await end_session(
             self, self._own, self._watch, self._services, event=event, reason=reason, end_reason=end_reason
         )
@@ -327,6 +377,11 @@ class SessionActor(Actor):
 
     async def handle(self, message: Life | Work) -> Any:  # each message names its answer
         match message:
+            case Claim():
+                return await self._claim(message)
+            case Freeze():
+                self._require({Status.POOL_IDLE})
+                return await self._freeze(frozen=True)
             case Stats():
                 self._require(WHOLE)
                 return self.defer(self._read_stats)

@@ -28,6 +28,7 @@ from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
     InvalidImage,
     InvalidRequest,
+    PoolMemberLost,
     RunnerLost,
     RunnerProtocolError,
     SandboxError,
@@ -35,11 +36,12 @@ from sandkasten.model.errors import (
 )
 from sandkasten.output.records import Seal
 
-FROM_POOL = "pool sandbox"
-"""`acquire_detail` of a session that is made of a pool sandbox."""
-
 _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
 """The versions that PID 1 may speak: the runner of a sandbox is as old as the sandbox."""
+
+HAND_OVER_S = 0.02
+"""Deadline for PID 1 of an idle member of a pool: one that is slower is not worth waiting for. A busy event loop does
+not count against PID 1: an answer that is there when the loop comes back is taken (`RunnerConnection.receive`)."""
 
 _HELLO_S = 10.0
 """Deadline for PID 1's answer once PID 1 serves."""
@@ -75,11 +77,12 @@ class Services(Shared):
 
 @attrs.frozen
 class Creation:
-    """The making of a new sandbox. `env` goes to the runner and nowhere else."""
+    """The making of a new sandbox. `is_prepared`: of a pool sandbox. `env` goes to the runner and nowhere else."""
 
     resolved: Resolved
     image: str
     image_kind: ImageKind
+    is_prepared: bool
     env: Mapping[str, str] = attrs.field(repr=False)
 
 
@@ -142,6 +145,25 @@ async def greet(link: RunnerLink, request: Setup | Hello) -> HelloReply:
         return accepted(await _ask(link, request))
     assert patience.cancelled_caught
     raise _silence()
+
+
+async def hand_over(link: RunnerLink, env: Mapping[str, str]) -> None:
+    """Give PID 1 of a pool's member the environment of its session, which also shows that PID 1 serves.
+
+    Raises:
+        PoolMemberLost: PID 1 is gone, or silent for `HAND_OVER_S`.
+        InvalidRequest: PID 1 refused the environment.
+    """
+    try:
+        async with link.connection() as connection:
+            await connection.send_request(protocol.SetEnv(dict(env)))
+            answer = await connection.receive_answer(deadline=trio.current_time() + HAND_OVER_S)
+    except (RunnerLost, RunnerProtocolError) as error:
+        raise PoolMemberLost(str(error)) from error
+    if isinstance(answer, protocol.Error):
+        raise _refused(answer)
+    if not isinstance(answer, protocol.Done):
+        raise PoolMemberLost(f"{type(answer).__name__} to an environment")
 
 
 class Greeting:

@@ -39,6 +39,23 @@ EXPIRIES = {
 """The reason of a session whose lease ran out."""
 
 
+async def end_member(
+    session_id: str, own: LiveRecord, services: Services, *, event: Trigger, reason: str | None
+) -> None:
+    """Tear down a member of a pool that no client was told of, and delete its record. No event tells of it.
+
+    The record goes last: with the record a next daemon adopts the sandbox or finishes the teardown."""
+    began = trio.current_time()
+    try:
+        await ask_patiently(services.nsinit, teardown(session_id))
+        await own.delete()
+    except SandkastenError as error:  # left to the next reconciliation
+        log.error("teardown_deferred", extra={"session_id": session_id, "error": str(error)})
+    services.metrics.teardowns.observe(trio.current_time() - began)
+    own.change(status=next_status(own.session.status, event))
+    log.info("pool_member_ended", extra={"session_id": session_id, "event": event, "reason": reason})
+
+
 async def end_session(
     host: SessionServices,
     own: LiveRecord,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import trio
@@ -26,6 +27,28 @@ from sandkasten.model import (
 )
 
 # Life -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Claim(Ask[Session]):
+    """Make the member of a pool, which this actor runs, the session of a client; answered when it is. `changes` are
+    fields of the session.
+
+    Raises:
+        PoolMemberLost: the member can't be handed out, and ends.
+        StoreFailed: the claim could not be recorded; the member ends.
+        InvalidRequest: PID 1 refused the environment; the member ends.
+    """
+
+    changes: Mapping[str, Any]
+    env: Mapping[str, str] = attrs.field(repr=False)
+    spec_digest: str
+    idempotency_key: str | None
+
+
+@attrs.frozen
+class Freeze(Ask[None]):
+    """Freeze the idle member of a pool; a claim thaws it."""
 
 
 @attrs.frozen
@@ -180,7 +203,7 @@ Work = (
     | Borrow
     | Attend
 )
-Life = Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire | Died
+Life = Claim | Freeze | Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire | Died
 
 
 def is_read(message: Work) -> bool:

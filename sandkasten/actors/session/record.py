@@ -22,7 +22,8 @@ from sandkasten.actors.services.store import do
 from sandkasten.actors.session.lease import Lease
 from sandkasten.model import FOREVER_S, Session
 from sandkasten.model.errors import SandkastenError
-from sandkasten.store.sessions import Clocked, SessionRecord, put_session
+from sandkasten.model.lifecycle import Trigger, next_status
+from sandkasten.store.sessions import Clocked, SessionRecord, delete_session, put_session
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class LiveRecord:
         self._persisted_at = -math.inf
         self._is_persisted_busy = False
         now = trio.current_time()
-        self._used_at, self._born_at = now - _idle_s(record), now - _age_s(record)
+        self._used_at, self._born_at = now - _idle_s(record), now - age_s(record)
         """In `trio.current_time()` seconds: a lease does not change when the time of day is set."""
 
     @property
@@ -83,6 +84,17 @@ class LiveRecord:
             changes["epoch"] = session.epoch + 1
         self._record = attrs.evolve(self._record, session=attrs.evolve(session, **changes))
 
+    def begin_life(self, *, spec_digest: str, idempotency_key: str | None, **changes: Any) -> None:
+        """Make the record of a pool's member that of a client's session, which is born and used at this moment."""
+        self._born_at = trio.current_time()
+        self.change(status=next_status(self.facts.status, Trigger.CLAIM), created_at=datetime.now(UTC), **changes)
+        self.note(spec_digest=spec_digest, idempotency_key=idempotency_key)
+        self.renew()
+
+    def undo(self, record: SessionRecord) -> None:
+        """Put an earlier record in place of the present one."""
+        self._record, self._renewed = record, None
+
     # Lease ------------------------------------------------------------------------------------------------------
 
     def renew(self) -> None:
@@ -119,6 +131,10 @@ class LiveRecord:
         """Write the record. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
         await self._store.ask_again(do(put_session, self._written()))
+
+    async def delete(self) -> None:
+        """Delete the record of a pool's member. Raises `StoreFailed`."""
+        await self._store.ask_again(do(delete_session, self.facts.id))
 
     async def put_or_keep(self) -> None:
         """Write the record, or have it written when the database takes writes again."""
@@ -166,7 +182,7 @@ def _idle_s(record: SessionRecord) -> float:
     return record.clocked.idle_s + _since_s(record.clocked)
 
 
-def _age_s(record: SessionRecord) -> float:
+def age_s(record: SessionRecord) -> float:
     """Return the seconds since a session was made."""
     if record.clocked is None:
         return max((datetime.now(UTC) - record.session.created_at).total_seconds(), 0.0)

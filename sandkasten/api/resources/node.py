@@ -133,6 +133,11 @@ async def undrain(exchange: Exchange) -> Answer:
     return json_answer(NodeBody.of(await exchange.supervisor.undrain()))
 
 
+async def pools(exchange: Exchange) -> Answer:
+    """List the session pools."""
+    return json_answer(await exchange.supervisor.pools())
+
+
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"

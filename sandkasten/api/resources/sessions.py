@@ -62,7 +62,7 @@ from sandkasten.model import (
     Status,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
-from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
 from sandkasten.model.node import MissingPart, Part
 from sandkasten.model.session import EndReason
@@ -269,7 +269,7 @@ def _statuses(text: str | None) -> frozenset[Status]:
     if text is None:
         return LIVE
     if text == "all":
-        return frozenset(Status)
+        return LIVE | ENDED
     try:
         return frozenset({Status(text)})
     except ValueError:

@@ -1,4 +1,5 @@
-"""The pool: sandboxes that nsinit has prepared, so that a create has less left to do.
+"""The sandbox pool: sandboxes that nsinit has prepared, so that a cold create has less left to do. Whole sessions made
+ahead are in `session_pools.py`.
 
 A pool sandbox has a process, cgroups and a disk. One of them, if there is another besides, has the image and the sizes
 mounted that the last create asked for; the others are blank. The pool refills itself while no create is under way, and
@@ -57,7 +58,7 @@ class _PoolSandbox:
     mounted: MountedImage | None = None
 
 
-class Pool:
+class SandboxPool:
     """The pool sandboxes of the node. `limits` are those that the next session will probably be given."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The pool: how many sandboxes it has, and that one with an image goes only to a create that asks for that image."""
+"""The sandbox pool: how many sandboxes it has, and that one with an image goes only to a create that asks for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trio
 
 from nsinit.wire.protocol import MountImage, Prepare
 from sandkasten.actors.core import Actor, Ref
-from sandkasten.actors.node.pool import MountedImage, Pool
+from sandkasten.actors.node.sandbox_pool import MountedImage, SandboxPool
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Call
 from sandkasten.admission.plan import resolve
@@ -41,7 +41,7 @@ class FakeNsinit(Actor):
 class Yard:
     """A pool, and what became of its sandboxes."""
 
-    pool: Pool
+    pool: SandboxPool
     nsinit: FakeNsinit
     reaped: list[str]
 
@@ -64,7 +64,7 @@ async def yard(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) ->
     ref: Ref = await nursery.start(nsinit.run)
     ids: Callable[[], str] = iter(f"{number:024x}" for number in range(100)).__next__
     limits: Limits = Config().defaults.limits
-    pool = Pool(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
+    pool = SandboxPool(ref, SessionDirectory(), wanted=2, limits=limits, new_id=ids, reap=reaped.append)
     yield Yard(pool, nsinit, reaped)
     nursery.cancel_scope.cancel()
 
