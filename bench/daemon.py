@@ -20,14 +20,14 @@ KEY = "benchmark"
 
 
 @contextmanager
-def running(data_dir: Path) -> Iterator[tuple[int, tuple[str, int]]]:
-    """Run a daemon on a free port; yield its pid and address."""
+def running(data_dir: Path, **environ: str) -> Iterator[tuple[int, tuple[str, int]]]:
+    """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address."""
     command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", "--stop-sessions"]
     with subprocess.Popen(
         [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
         stdout=subprocess.PIPE,
         text=True,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY},
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY, **environ},
     ) as process:
         assert process.stdout is not None
         try:

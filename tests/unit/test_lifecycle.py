@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandkasten.model import Status
-from sandkasten.model.lifecycle import ENDED, LIVE, USABLE, IllegalTransition, Trigger, next_status
+from sandkasten.model.lifecycle import ENDED, IN_KERNEL, LIVE, USABLE, IllegalTransition, Trigger, next_status
 
 _STARTS_AN_END = (Trigger.DESTROY, Trigger.EXPIRE, Trigger.DIED, Trigger.BUILD_FAILED)
 
@@ -57,4 +57,5 @@ def test_only_running_sessions_serve() -> None:
     """Paused and half-built ones don't."""
     usable = {status for status in Status if status in USABLE}
     assert usable == {Status.RUNNING}
-    assert set(Status) == LIVE | ENDED
+    assert set(Status) == IN_KERNEL | ENDED
+    assert {Status.POOL_IDLE} == IN_KERNEL - LIVE

@@ -8,7 +8,7 @@ session shows itself. `node/sandbox_pool.py` is another thing, and the second li
 program and without a record, for creates that no member fits.
 
 `Refill` says how many members are wanted and when the next one may be made. `SessionPool` is one pool, `SessionPools`
-are all of them: a task for each keeps it filled while no create is being built.
+are all of them: a task for each keeps it filled while no create is under way.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class SessionPool:
 
 class SessionPools:
     """All session pools of the node. `start` starts the actor of a new member; `is_quiet` tells whether no create is
-    being built and creates are admitted at all."""
+    under way and creates are admitted at all."""
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class Sessions(Actor):
             budget=self._budget,
             start=lambda *member: self._creating.start_member(*member),
             start_task=self.start_task,
-            is_quiet=lambda: self._creating.is_quiet(),
+            is_quiet=lambda: not self._creating.under_way and not self._creating.is_draining,
             is_draining=lambda: self._creating.is_draining,
         )
         self._creating = Creating(
