@@ -108,9 +108,11 @@ class KeyShares:
         held = self._of.get(owner or "", {}).values()
         for name in _SUMMED:
             most = getattr(quota, name)
+            if most is None:
+                continue  # a sum takes as long as there are sessions
             new, old = getattr(wanted, name), 0 if before is None else getattr(before, name)
             used = sum(getattr(each, name) for each in held)
-            if most is not None and new > old and used - old + new > most:
+            if new > old and used - old + new > most:
                 message = "the sessions of this API key have all that they may have together"
                 raise _full(name, message, requested=new - old, used=used, total=most)
 

@@ -93,7 +93,7 @@ TABLE = RouteTable(
             query=sessions.SessionsQuery,
             answer=list[sessions.SessionBody],
         ),
-        _json(
+        _raw(
             *("POST", SESSIONS, sessions.create, MAKE),
             body=sessions.CreateRequest,
             answer=sessions.SessionBody,
@@ -101,7 +101,7 @@ TABLE = RouteTable(
         ),
         _json("GET", _SESSION, sessions.get, LOOK, answer=sessions.SessionBody),
         _json("PATCH", _SESSION, sessions.update, ACT, body=sessions.PatchRequest, answer=sessions.SessionBody),
-        _json("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.DoneBody),
+        _raw("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.DoneBody),
         _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
         _json("GET", f"{_SESSION}/diagnostics", sessions.diagnostics, LOOK, answer=sessions.DiagnosisBody),
         _json(

@@ -127,9 +127,8 @@ class Creating:
             return await self._create_cold(spec, digest, resolved, image, missed=claimed, began=began)
         finally:
             self.under_way -= 1
+            self._pools.ring()
             self._tell_when_done()
-            if not self._building:
-                self._went_quiet()
 
     async def _create_cold(
         self, spec: SessionSpec, digest: str, resolved: Resolved, image: Image, *, missed: str | None, began: float
@@ -147,6 +146,8 @@ class Creating:
                 session = await self._built(record, creation)
         finally:
             self._budget.release(place)
+            if not self._building:
+                self._went_quiet()
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
     async def _admit(self, place: object, resolved: Resolved, spec: SessionSpec) -> None:

@@ -68,7 +68,10 @@ FREEZE_AFTER_S = 10.0
 LOOK_EVERY_S = 60.0
 _WINDOW_S = 60.0
 _MAX_COUNTED = 10_000
-_QUIET_S = 0.02
+_QUIET_S, _REST_S = 0.02, 0.25
+"""Pauses of refills after a create: of a pool that is half empty, and of any other. A client runs something soon after
+its create, and a refill takes a core for the time of one."""
+
 _TRIES = 3
 """Members that may prove dead at hand-out before a create goes without."""
 
@@ -100,10 +103,6 @@ class Refill:
     @property
     def is_failing(self) -> bool:
         return self.failures >= MAX_FAILURES
-
-    def may_try(self) -> bool:
-        """Whether no pause is on."""
-        return trio.current_time() >= self.not_before
 
     def note_create(self) -> None:
         """Count a create that wanted a member."""
@@ -215,6 +214,7 @@ class SessionPools:
         self._start, self._start_task = start, start_task
         self._is_quiet, self._is_draining = is_quiet, is_draining
         self._pools = [SessionPool(name, size, config) for name, size in config.pool.in_force.items()]
+        self._rung_at = -math.inf
         self._claims = trio.CapacityLimiter(_CONCURRENT_CLAIMS)
 
     def __len__(self) -> int:
@@ -227,6 +227,7 @@ class SessionPools:
 
     def ring(self) -> None:
         """Have every pool looked after: a create has ended, or the node is drained no longer."""
+        self._rung_at = trio.current_time()
         for pool in self._pools:
             pool.ring()
 
@@ -259,7 +260,6 @@ class SessionPools:
                 if session is not None:
                     pool.claims += 1
                     self._metrics.pool_claims(pool.name).inc()
-                    pool.ring()
                     return session
                 reason, tries = DEAD, tries - 1
         return self._miss(pool, reason)
@@ -302,7 +302,6 @@ class SessionPools:
     def _miss(self, pool: SessionPool, reason: str) -> str:
         pool.misses[reason] += 1
         self._metrics.pool_misses(pool.name, reason).inc()
-        pool.ring()
         return reason
 
     async def give_up_one(self) -> bool:
@@ -325,7 +324,7 @@ class SessionPools:
         while True:
             pool.bell = trio.Event()
             await self._look(pool)
-            while pool.lacks(self._max_age_s) and pool.refill.may_try() and self._is_quiet():
+            while pool.lacks(self._max_age_s) and trio.current_time() >= self._due(pool) and self._is_quiet():
                 await self._make(pool)
                 await self._look(pool)
             with trio.move_on_at(self._next_look(pool)):
@@ -337,11 +336,16 @@ class SessionPools:
         now = trio.current_time()
         moments = [now + LOOK_EVERY_S]
         moments += [each.idle_since + FREEZE_AFTER_S for each in pool.members if not each.is_frozen]
-        if pool.lacks(self._max_age_s):
-            moments += [pool.refill.not_before] if pool.refill.not_before > now else []
-        else:
+        if not pool.lacks(self._max_age_s):
             moments += [each.made_at + self._max_age_s for each in pool.members]
+        elif (due := self._due(pool)) > now:
+            moments.append(due)
         return min(moments)
+
+    def _due(self, pool: SessionPool) -> float:
+        """Return the moment at which the next member may be made, if no create comes before."""
+        rest_s = _REST_S if 2 * len(pool.members) > pool.refill.wanted else _QUIET_S
+        return max(pool.refill.not_before, self._rung_at + rest_s)
 
     async def _look(self, pool: SessionPool) -> None:
         """End the members that are dead, of another image, or old and replaced; freeze those that wait for long."""

@@ -184,7 +184,7 @@ class Sessions(Actor):
             pools=self._pools,
             sandbox_pool=self._sandbox_pool,
             start=self._start_actor,
-            went_quiet=self._refill_pools,
+            went_quiet=self._refill_sandbox_pool,
         )
         self._let_look()
         self._creates = IdempotentCreates(self._store, self._directory, self._creating.create)
@@ -269,6 +269,9 @@ class Sessions(Actor):
 
     def _refill_pools(self) -> None:
         self._pools.ring()
+        self._refill_sandbox_pool()
+
+    def _refill_sandbox_pool(self) -> None:
         self._nursery.start_soon(self._sandbox_pool.refill, self._creating.is_quiet)
 
     # Actors -----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ HAND_OVER_S = 0.02
 """Deadline for PID 1 of an idle member of a pool: one that is slower is not worth waiting for. A busy event loop does
 not count against PID 1: an answer that is there when the loop comes back is taken (`RunnerConnection.receive`)."""
 
-_HELLO_S = 10.0
+HELLO_S = 10.0
 """Deadline for PID 1's answer once PID 1 serves."""
 
 
@@ -141,23 +141,23 @@ def _listed(paths: Sequence[str] | None) -> tuple[str, ...] | None:
 
 async def greet(link: RunnerLink, request: Setup | Hello) -> HelloReply:
     """Send the first request to a PID 1 that serves. Raises `RunnerLost`, or the translated refusal."""
-    with trio.move_on_after(_HELLO_S) as patience:
+    with trio.move_on_after(HELLO_S) as patience:
         return accepted(await _ask(link, request))
     assert patience.cancelled_caught
     raise _silence()
 
 
-async def hand_over(link: RunnerLink, env: Mapping[str, str]) -> None:
+async def hand_over(link: RunnerLink, env: Mapping[str, str], *, within_s: float = HAND_OVER_S) -> None:
     """Give PID 1 of a pool's member the environment of its session, which also shows that PID 1 serves.
 
     Raises:
-        PoolMemberLost: PID 1 is gone, or silent for `HAND_OVER_S`.
+        PoolMemberLost: PID 1 is gone, or silent for `within_s`.
         InvalidRequest: PID 1 refused the environment.
     """
     try:
         async with link.connection() as connection:
             await connection.send_request(protocol.SetEnv(dict(env)))
-            answer = await connection.receive_answer(deadline=trio.current_time() + HAND_OVER_S)
+            answer = await connection.receive_answer(deadline=trio.current_time() + within_s)
     except (RunnerLost, RunnerProtocolError) as error:
         raise PoolMemberLost(str(error)) from error
     if isinstance(answer, protocol.Error):
@@ -184,7 +184,7 @@ class Greeting:
         """Return the link and the answer of a sandbox that is built; send the request if that was not done, or in vain.
         The link is the caller's. Raises as `greet`."""
         if self._early is not None:
-            with trio.move_on_after(_HELLO_S) as patience:
+            with trio.move_on_after(HELLO_S) as patience:
                 await self._early.wait()
             if patience.cancelled_caught:
                 raise _silence()

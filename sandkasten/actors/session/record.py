@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import trio
 
-from sandkasten.actors.core import Ref
+from sandkasten.actors.core import Ref, Reply
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.store import do
@@ -131,6 +131,11 @@ class LiveRecord:
         """Write the record. Raises `StoreFailed`."""
         self._persisted_at = trio.current_time()
         await self._store.ask_again(do(put_session, self._written()))
+
+    def post(self, written: Reply[None]) -> None:
+        """Have the record written and `written` answered. Raises `StoreFailed` if the store takes nothing now."""
+        self._persisted_at = trio.current_time()
+        self._store.post(do(put_session, self._written()), written)
 
     async def delete(self) -> None:
         """Delete the record of a pool's member. Raises `StoreFailed`."""
