@@ -65,7 +65,7 @@ async def test_live_and_ended_sessions_are_told_apart(store: Ref) -> None:
     for index, status in enumerate(Status):
         await store.ask(do(put_session, make_record(f"{index:024x}", status=status)))
     live = {record.session.status for record in await store.ask(do(live_sessions))}
-    assert live == {Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING}
+    assert live == {Status.POOL_IDLE, Status.CREATING, Status.RUNNING, Status.PAUSED, Status.DESTROYING}
     found = await store.ask(do(find_sessions, SessionQuery(frozenset(Status))))
     assert {each.session.status for each in found.records} == set(Status)
     lost = await store.ask(do(find_sessions, SessionQuery(frozenset({Status.LOST}))))

@@ -236,6 +236,8 @@ class ScriptedRunner:
         self._ports_changed = trio.Event()
         self._turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._streams: set[trio.SocketStream] = set()
+        self.is_silent = False
+        """Whether requests are read and not answered."""
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serve a connection until the daemon closes it."""
@@ -263,6 +265,8 @@ class ScriptedRunner:
         self._ports_changed = trio.Event()
 
     async def _handle(self, connection: _Connection, request: Any) -> None:
+        if self.is_silent:
+            return
         match request:
             case protocol.Exec() | protocol.RunProgram():
                 await self._begin(connection, request)
