@@ -28,7 +28,7 @@ from sandkasten.model.errors import SandkastenError, SessionNotFound, StoreFaile
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.node import Diagnosis, MissingPart, Part
 from sandkasten.store.events import last_events
-from sandkasten.store.sessions import SessionRecord, get_session
+from sandkasten.store.sessions import SessionRecord, client_session, get_session
 
 PART_S = 2.0
 """Time for each part; all parts are read at once."""
@@ -73,7 +73,7 @@ class Diagnosing:
         if (kept := self._directory.unwritten.get(session_id)) is not None:
             return kept
         with trio.move_on_after(PART_S):
-            record = await self._store.ask(do(get_session, session_id))
+            record = await self._store.ask(do(client_session, session_id))
             if record is None:
                 raise SessionNotFound("no such session", session_id=session_id)
             return record

@@ -78,7 +78,7 @@ from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, Po
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping
-from sandkasten.store.sessions import get_session, live_sessions
+from sandkasten.store.sessions import client_session, live_sessions
 
 log = logging.getLogger(__name__)
 
@@ -369,8 +369,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def _recorded(self, session_id: str) -> Session:
         if not SESSION_ID.match(session_id):
             raise SessionNotFound("no such session", session_id=session_id[:64])
-        record = self._directory.unwritten.get(session_id) or await self._store.ask_again(do(get_session, session_id))
-        if record is None or record.session.status is Status.POOL_IDLE:
+        unwritten = self._directory.unwritten.get(session_id)
+        record = unwritten or await self._store.ask_again(do(client_session, session_id))
+            do(client_session, session_id)
+        )
+        if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session
 

@@ -179,6 +179,12 @@ def get_session(database: sqlite3.Connection, session_id: str) -> SessionRecord 
     return _first(select_sessions(database, "WHERE id = ?", session_id))
 
 
+def client_session(database: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    """Return the record of that id, unless it is an unclaimed member of a pool: no client may find that."""
+    record = get_session(database, session_id)
+    return None if record is None or record.session.status is Status.POOL_IDLE else record
+
+
 def find_by_key(database: sqlite3.Connection, idempotency_key: str) -> SessionRecord | None:
     """Return the record that was made with that idempotency key."""
     return _first(select_sessions(database, "WHERE idempotency_key = ?", idempotency_key))

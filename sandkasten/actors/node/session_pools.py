@@ -313,6 +313,12 @@ class SessionPools:
         await self._end(pool.members.pop(0), "a create needs its place")
         return True
 
+    def forget(self, session_id: str) -> None:
+        """Have the pool of a member that ended go on without it."""
+        for pool in self._pools:
+            pool.members = [each for each in pool.members if each.session_id != session_id]
+            pool.ring()
+
     # Refills ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:

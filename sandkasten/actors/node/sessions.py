@@ -311,6 +311,8 @@ class Sessions(Actor):
         finally:
             self._leaving.discard(leaving)
             self._budget.release(session_id)
+            if session_id in self._directory.members:
+                self._pools.forget(session_id)
             self._directory.remove(session_id)
 
     async def _leave_all(self) -> None:
