@@ -371,8 +371,6 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise SessionNotFound("no such session", session_id=session_id[:64])
         unwritten = self._directory.unwritten.get(session_id)
         record = unwritten or await self._store.ask_again(do(client_session, session_id))
-            do(client_session, session_id)
-        )
         if record is None:
             raise SessionNotFound("no such session", session_id=session_id)
         return record.session

@@ -259,10 +259,6 @@ class ActorGone(Capacity):
     """The actor ended before it answered, or is being restarted."""
 
 
-class PoolMemberLost(Capacity):
-    """A member of a pool can't be handed out. No client sees this error: another member is taken, or none."""
-
-
 class QuotaExceeded(Unavailable):
     """The key has used up a quota or a rate; `details` names the limit, `retry_after_s` is advice."""
 

@@ -149,7 +149,7 @@ async def test_a_claim_writes_one_row_and_asks_pid_1_once_and_nsinit_nothing() -
 
 
 async def test_nobody_meets_a_member_before_it_is_claimed() -> None:
-    """Its id is unknown, no list and no event has it; a list that asks for members has it."""
+    """The id is unknown, no list and no event has it; a list that asks for members has it."""
     async with open_pool(2) as tree:
         supervisor = tree.supervisor
         members = await idle(tree)
@@ -502,7 +502,7 @@ async def restart(nursery: trio.Nursery) -> AsyncIterator[Restart]:
 
 
 async def test_members_are_adopted_by_the_next_daemon(restart: Restart) -> None:
-    """They are handed out as if nothing had been; what is missing is made."""
+    """Members are handed out as if nothing had been; what is missing is made."""
     async with restart.again(pool=pool_of(4)) as tree:
         await until_ready(tree, 4)
         assert set(restart.members) < set(await idle(tree))
@@ -547,7 +547,7 @@ async def test_members_of_an_image_that_was_replaced_meanwhile_are_removed(resta
 
 
 async def test_a_member_that_died_between_two_daemons_is_forgotten(restart: Restart) -> None:
-    """Its sandbox is gone, or another has its id: the record goes, nobody is told."""
+    """The record goes, and nobody is told."""
     (dead, *alive) = restart.members
     restart.nsinit._alive.pop(dead)
     async with restart.again() as tree:

@@ -7,8 +7,8 @@ the member's actor: the record becomes that of the client's session, then PID 1 
 session shows itself. `node/sandbox_pool.py` is another thing, and the second line behind this one: sandboxes without a
 program and without a record, for creates that no member fits.
 
-`Refill` says how many members are wanted and when the next one may be made. `SessionPool` is one pool, `SessionPools`
-are all of them: a task for each keeps it filled while no create is under way.
+`Refill` says how many members are wanted and when the next one may be made. `SessionPool` is one pool with the task
+that keeps it filled while no create is under way, `SessionPools` are all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVarTuple
+from typing import Any
 
 import attrs
 import trio
@@ -47,8 +47,6 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.node import PoolInfo
 from sandkasten.store.sessions import SessionRecord
-
-Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ _CONCURRENT_CLAIMS = 8
 
 
 class Refill:
-    """How many members a pool should have, and when the next may be made. Pure but for the clock of trio."""
+    """Number of members that a pool should have, and the moment of the next try. Pure but for the clock of trio."""
 
     def __init__(self, size: PoolSize) -> None:
         self.size = size
@@ -126,7 +124,7 @@ class Refill:
 
 
 @attrs.define(eq=False)
-class Member:
+class PoolMember:
     """A session that waits for its client. `image` is what it was made of: its name may be another image's by now."""
 
     actor: SessionActor
@@ -138,6 +136,14 @@ class Member:
     @property
     def session_id(self) -> str:
         return self.actor.session_id
+
+    async def freeze(self) -> None:
+        """Freeze the member, unless it is being claimed or dies."""
+        self.is_frozen = True
+        try:
+            await self.actor.ref.ask(Freeze())
+        except SandkastenError as error:
+            log.info("pool_member_not_frozen", extra={"session_id": self.session_id, "error": str(error)})
 
 
 def settings_of(resolved: Resolved) -> Resolved:
@@ -153,127 +159,115 @@ def digest_of(settings: Resolved, image: Image) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+@attrs.frozen(kw_only=True)
+class PoolServices:
+    """The rest of the node, as a pool needs it. `start` starts the actor of a new member; `is_quiet` tells whether no
+    create is under way and creates are admitted at all."""
+
+    config: Config
+    shared: Shared
+    images: Ref
+    budget: Budget
+    start: Callable[[Resolved, Image, str], SessionActor]
+    start_task: Callable[..., None]
+    is_quiet: Callable[[], bool]
+    is_draining: Callable[[], bool]
+
+
 class SessionPool:
     """The members of one image that can be handed out, the newest last, and the counts since the start."""
 
-    def __init__(self, name: str, size: PoolSize, config: Config) -> None:
-        self.name = name
-        self.resolved = resolve(SessionSpec(image=name), config)
-        self.settings = settings_of(self.resolved)
-        self.refill = Refill(size)
-        self.members: list[Member] = []
-        self.image: Image | None = None
+    def __init__(self, name: str, size: PoolSize, services: PoolServices) -> None:
+        self._name, self._services = name, services
+        self._metrics = services.shared.metrics
+        self._max_age_s = float(services.config.pool.max_age_seconds)
+        self._resolved = resolve(SessionSpec(image=name), services.config)
+        self._settings = settings_of(self._resolved)
+        self._refill = Refill(size)
+        self._members: list[PoolMember] = []
+        self._image: Image | None = None
         """The image of that name when it was looked at last."""
-        self.coming = 0
+        self._coming = 0
         """Members of an earlier daemon that are being adopted."""
-        self.claims = self.refills = self.refill_failures = 0
-        self.misses: Counter[str] = Counter()
-        self.error: str | None = None
-        self.bell = trio.Event()
+        self._claimed = self._refills = self._refill_failures = 0
+        self._misses: Counter[str] = Counter()
+        self._error: str | None = None
+        self._rung_at = -math.inf
+        self._bell = trio.Event()
 
-    def ring(self) -> None:
-        """Have the pool looked after."""
-        self.bell.set()
+    def __len__(self) -> int:
+        return len(self._members)
 
     def is_of(self, name: str, image: Image) -> bool:
         """Whether a create that asks for this image, under that name, is meant for this pool."""
-        return name == self.name or (self.image is not None and self.image.name == image.name)
-
-    def lacks(self, max_age_s: float) -> bool:
-        """Whether another member is wanted, be it in place of one that is too old."""
-        if self.coming:
-            return False
-        missing = self.refill.wanted - len(self.members)
-        return missing > 0 or (missing == 0 and any(self.old(max_age_s)))
-
-    def old(self, max_age_s: float) -> Sequence[Member]:
-        """Return the members that are too old."""
-        since = trio.current_time() - max_age_s
-        return [member for member in self.members if member.made_at <= since]
-
-
-class SessionPools:
-    """All session pools of the node. `start` starts the actor of a new member; `is_quiet` tells whether no create is
-    under way and creates are admitted at all."""
-
-    def __init__(
-        self,
-        config: Config,
-        shared: Shared,
-        *,
-        images: Ref,
-        budget: Budget,
-        start: Callable[[Resolved, Image, str], SessionActor],
-        start_task: Callable[..., None],
-        is_quiet: Callable[[], bool],
-        is_draining: Callable[[], bool],
-    ) -> None:
-        self._config, self._max_age_s = config, float(config.pool.max_age_seconds)
-        self._directory, self._journal, self._metrics = shared.directory, shared.journal, shared.metrics
-        self._images, self._budget = images, budget
-        self._start, self._start_task = start, start_task
-        self._is_quiet, self._is_draining = is_quiet, is_draining
-        self._pools = [SessionPool(name, size, config) for name, size in config.pool.in_force.items()]
-        self._rung_at = -math.inf
-        self._claims = trio.CapacityLimiter(_CONCURRENT_CLAIMS)
-
-    def __len__(self) -> int:
-        """Number of members that are ready."""
-        return sum(len(pool.members) for pool in self._pools)
-
-    def infos(self) -> Sequence[PoolInfo]:
-        """Return the pools as they are now."""
-        return [self._info(pool) for pool in self._pools]
+        return name == self._name or (self._image is not None and self._image.name == image.name)
 
     def ring(self) -> None:
-        """Have every pool looked after: a create has ended, or the node is drained no longer."""
+        """Have the pool looked after: a create has ended, or the node is drained no longer."""
         self._rung_at = trio.current_time()
-        for pool in self._pools:
-            pool.ring()
+        self._bell.set()
+
+    def forget(self, session_id: str) -> None:
+        """Go on without a member that ended."""
+        self._members = [each for each in self._members if each.session_id != session_id]
+        self._bell.set()
+
+    @property
+    def info(self) -> PoolInfo:
+        """The pool as it is now."""
+        refill, ready = self._refill, len(self._members)
+        if self._services.is_draining():
+            state = "draining"
+        elif refill.is_failing:
+            state = "failing"
+        else:
+            state = "ready" if ready >= refill.wanted else "filling"
+        return PoolInfo(
+            image=self._name,
+            state=state,
+            size=refill.size.size,
+            max=refill.size.most,
+            wanted=refill.wanted,
+            ready=ready,
+            frozen=sum(each.is_frozen for each in self._members),
+            claims=self._claimed,
+            misses=dict(self._misses),
+            refills=self._refills,
+            refill_failures=self._refill_failures,
+            error=self._error,
+        )
 
     # Claims -----------------------------------------------------------------------------------------------------
 
-    async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str | None:
-        """Make a member the session of a create. Return the session, or the reason why there is none; None if no pool
-        has that image.
-
-        Raises:
-            QuotaExceeded: the owner has used up a quota.
-            InvalidRequest: PID 1 refused the environment.
-            StoreFailed: the claim could not be recorded.
-        """
-        pool = next((pool for pool in self._pools if pool.is_of(resolved.image, image)), None)
-        if pool is None:
-            return None
-        if spec.workspace_id is not None or settings_of(resolved) != pool.settings:
-            return self._miss(pool, MISMATCH)
-        pool.refill.note_create()
+    async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str:
+        """Make a member the session of a create; return the session, or the reason why there is none."""
+        if spec.workspace_id is not None or settings_of(resolved) != self._settings:
+            return self._miss(MISMATCH)
+        self._refill.note_create()
         reason, tries = EMPTY, _TRIES
-        async with self._claims:
-            while tries and pool.members:
-                member = pool.members.pop()
-                if member.image != image:
-                    reason = STALE
-                    self._start_task(self._end, member, "its image was replaced")
-                    continue
-                session = await self._hand_out(pool, member, spec, resolved, digest)
-                if session is not None:
-                    pool.claims += 1
-                    self._metrics.pool_claims(pool.name).inc()
-                    return session
-                reason, tries = DEAD, tries - 1
-        return self._miss(pool, reason)
+        while tries and self._members:
+            member = self._members.pop()
+            if member.image != image:
+                reason = STALE
+                self._services.start_task(self._end, member, "its image was replaced")
+                continue
+            session = await self._hand_out(member, spec, resolved, digest)
+            if session is not None:
+                self._claimed += 1
+                self._metrics.pool_claims(self._name).inc()
+                return session
+            reason, tries = DEAD, tries - 1
+        return self._miss(reason)
 
-    async def _hand_out(
-        self, pool: SessionPool, member: Member, spec: SessionSpec, resolved: Resolved, digest: str
-    ) -> Session | None:
+    async def _hand_out(self, member: PoolMember, spec: SessionSpec, resolved: Resolved, digest: str) -> Session | None:
         """Return the member as the session of a client, None if it is dead. It is no member any more in either case."""
         if member.actor.has_died.is_set():
             return None
+        budget = self._services.budget
         try:
-            self._budget.take_over(member.session_id, spec.key_id)
+            budget.take_over(member.session_id, spec.key_id)
         except QuotaExceeded:
-            pool.members.append(member)
+            self._members.append(member)
             raise
         claim = Claim(
             changes={
@@ -293,98 +287,89 @@ class SessionPools:
         try:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
-            self._budget.release(member.session_id)  # before its actor does: the next one may need the share
+            budget.release(member.session_id)  # before its actor does: the next one may need the share
             if isinstance(error, InvalidRequest | StoreFailed):
                 raise
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None
 
-    def _miss(self, pool: SessionPool, reason: str) -> str:
-        pool.misses[reason] += 1
-        self._metrics.pool_misses(pool.name, reason).inc()
+    def _miss(self, reason: str) -> str:
+        self._misses[reason] += 1
+        self._metrics.pool_misses(self._name, reason).inc()
         return reason
 
     async def give_up_one(self) -> bool:
-        """End one idle member, for a create that does not fit beside all of them. Return False if there is none."""
-        pool = max(self._pools, key=lambda each: len(each.members), default=None)
-        if pool is None or not pool.members:
+        """End the oldest member, for a create that does not fit beside it. Return False if there is none."""
+        if not self._members:
             return False
-        pool.refill.note_no_room()
-        await self._end(pool.members.pop(0), "a create needs its place")
+        self._refill.note_no_room()
+        await self._end(self._members.pop(0), "a create needs its place")
         return True
-
-    def forget(self, session_id: str) -> None:
-        """Have the pool of a member that ended go on without it."""
-        for pool in self._pools:
-            pool.members = [each for each in pool.members if each.session_id != session_id]
-            pool.ring()
 
     # Refills ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Look after the pools from now on."""
-        for pool in self._pools:
-            self._start_task(self._tend, pool)
-
-    async def _tend(self, pool: SessionPool) -> None:
+    async def run(self) -> None:
+        """Keep the pool filled for ever."""
         while True:
-            pool.bell = trio.Event()
-            await self._look(pool)
-            while pool.lacks(self._max_age_s) and trio.current_time() >= self._due(pool) and self._is_quiet():
-                await self._make(pool)
-                await self._look(pool)
-            with trio.move_on_at(self._next_look(pool)):
-                await pool.bell.wait()
+            self._bell = trio.Event()
+            await self._look()
+            while self._lacks() and trio.current_time() >= self._due and self._services.is_quiet():
+                await self._make()
+                await self._look()
+            with trio.move_on_at(self._next_look()):
+                await self._bell.wait()
             await trio.sleep(_QUIET_S)
 
-    def _next_look(self, pool: SessionPool) -> float:
-        """Return the moment at which a pool needs to be looked after, if nothing happens before."""
+    def _lacks(self) -> bool:
+        """Whether another member is wanted, be it in place of one that is too old."""
+        missing = self._refill.wanted - len(self._members) - self._coming
+        return missing > 0 or (missing == 0 and bool(self._old()))
+
+    def _old(self) -> Sequence[PoolMember]:
+        since = trio.current_time() - self._max_age_s
+        return [member for member in self._members if member.made_at <= since]
+
+    @property
+    def _due(self) -> float:
+        """The moment at which the next member may be made, if no create comes before."""
+        rest_s = _REST_S if 2 * len(self._members) > self._refill.wanted else _QUIET_S
+        return max(self._refill.not_before, self._rung_at + rest_s)
+
+    def _next_look(self) -> float:
+        """Return the moment at which the pool needs to be looked after, if nothing happens before."""
         now = trio.current_time()
         moments = [now + LOOK_EVERY_S]
-        moments += [each.idle_since + FREEZE_AFTER_S for each in pool.members if not each.is_frozen]
-        if not pool.lacks(self._max_age_s):
-            moments += [each.made_at + self._max_age_s for each in pool.members]
-        elif (due := self._due(pool)) > now:
-            moments.append(due)
+        moments += [each.idle_since + FREEZE_AFTER_S for each in self._members if not each.is_frozen]
+        if not self._lacks():
+            moments += [each.made_at + self._max_age_s for each in self._members]
+        elif self._due > now:
+            moments.append(self._due)
         return min(moments)
 
-    def _due(self, pool: SessionPool) -> float:
-        """Return the moment at which the next member may be made, if no create comes before."""
-        rest_s = _REST_S if 2 * len(pool.members) > pool.refill.wanted else _QUIET_S
-        return max(pool.refill.not_before, self._rung_at + rest_s)
-
-    async def _look(self, pool: SessionPool) -> None:
-        """End the members that are dead, of another image, or old and replaced; freeze those that wait for long."""
+    async def _look(self) -> None:
+        """End the members that are of another image, or old and replaced; freeze those that wait for long."""
         try:
-            pool.image = await self._images.ask(images_actor.Resolve(pool.name))
+            self._image = await self._services.images.ask(images_actor.Resolve(self._name))
         except InvalidImage:
-            pool.image = None
+            self._image = None
         except SandkastenError as error:  # the images actor is being started anew
-            log.info("pool_image_not_resolved", extra={"image": pool.name, "error": str(error)})
+            log.info("pool_image_not_resolved", extra={"image": self._name, "error": str(error)})
             return
-        pool.members = [each for each in pool.members if not each.actor.has_died.is_set()]
-        for member in [each for each in pool.members if each.image != pool.image]:
-            self._retire(pool, member, "its image was replaced or deleted")
-        for member in pool.old(self._max_age_s):
-            if len(pool.members) > pool.refill.wanted:
-                self._retire(pool, member, "it is old")
-        for member in [each for each in pool.members if not each.is_frozen]:
+        for member in [each for each in self._members if each.image != self._image]:
+            self._retire(member, "its image was replaced or deleted")
+        for member in self._old():
+            if len(self._members) > self._refill.wanted:
+                self._retire(member, "it is old")
+        for member in [each for each in self._members if not each.is_frozen]:
             if trio.current_time() >= member.idle_since + FREEZE_AFTER_S:
-                await self._freeze(member)
+                await member.freeze()
 
-    def _retire(self, pool: SessionPool, member: Member, reason: str) -> None:
-        pool.members.remove(member)
-        self._start_task(self._end, member, reason)
+    def _retire(self, member: PoolMember, reason: str) -> None:
+        self._members.remove(member)
+        self._services.start_task(self._end, member, reason)
 
-    async def _freeze(self, member: Member) -> None:
-        member.is_frozen = True
-        try:
-            await member.actor.ref.ask(Freeze())
-        except SandkastenError as error:  # claimed, or dying
-            log.info("pool_member_not_frozen", extra={"session_id": member.session_id, "error": str(error)})
-
-    async def _end(self, member: Member, reason: str) -> None:
-        entry = self._directory.members.get(member.session_id)
+    async def _end(self, member: PoolMember, reason: str) -> None:
+        entry = self._services.shared.directory.members.get(member.session_id)
         try:
             await member.actor.ref.ask(Destroy(reason))
         except SandkastenError as error:
@@ -392,95 +377,135 @@ class SessionPools:
         if entry is not None:
             await entry.ended.wait()
 
-    async def _make(self, pool: SessionPool) -> None:
+    async def _make(self) -> None:
         """Make one member, as a create does, or pause the refills."""
-        began, place = trio.current_time(), object()
+        services, began, place = self._services, trio.current_time(), object()
         try:
-            reserve.check(self._config.data_dir, self._config.disk)
-            image = await self._images.ask(images_actor.Resolve(pool.name))
-            self._budget.admit(place, pool.resolved.limits)
+            reserve.check(services.config.data_dir, services.config.disk)
+            image = await services.images.ask(images_actor.Resolve(self._name))
+            services.budget.admit(place, self._resolved.limits)
             try:
-                actor = self._start(pool.resolved, image, digest_of(pool.settings, image))
+                actor = services.start(self._resolved, image, digest_of(self._settings, image))
             finally:
-                self._budget.release(place)
+                services.budget.release(place)  # counted under its id from here
             await actor.ready.wait()
         except SandkastenError as error:
-            self._note_failure(pool, error)
+            self._note_failure(error)
             return
         now = trio.current_time()
-        pool.refill.note_made(now - began)
-        pool.refills += 1
-        pool.error = None
-        self._metrics.pool_refills(pool.name, "ok").inc()
-        pool.members.append(Member(actor, image, made_at=now, idle_since=now))
+        self._refill.note_made(now - began)
+        self._refills += 1
+        self._error = None
+        self._metrics.pool_refills(self._name, "ok").inc()
+        self._take(actor, image, made_at=now)
 
-    def _note_failure(self, pool: SessionPool, error: SandkastenError) -> None:
-        if self._is_draining():
+    def _take(self, actor: SessionActor, image: Image, *, made_at: float) -> None:
+        """Have a member ready, unless it has died before."""
+        if not actor.has_died.is_set():
+            self._members.append(PoolMember(actor, image, made_at, trio.current_time()))
+
+    def _note_failure(self, error: SandkastenError) -> None:
+        if self._services.is_draining():
             return
         if isinstance(error, DiskReserve) or (isinstance(error, Capacity) and "resource" in error.details):
-            pool.refill.note_no_room()
+            self._refill.note_no_room()
             return
-        pool.error = str(error)
-        pool.refill_failures += 1
-        self._metrics.pool_refills(pool.name, "failed").inc()
-        log.warning("pool_not_refilled", extra={"image": pool.name, "error": str(error)})
-        if pool.refill.note_failure():
-            facts: Mapping[str, Any] = {"failures": pool.refill.failures, "error": str(error)}
-            self._journal.emit(EventType.POOL_FAILING, "", image=pool.name, **facts)
+        self._error = str(error)
+        self._refill_failures += 1
+        self._metrics.pool_refills(self._name, "failed").inc()
+        log.warning("pool_not_refilled", extra={"image": self._name, "error": str(error)})
+        if self._refill.note_failure():
+            facts: Mapping[str, Any] = {"failures": self._refill.failures, "error": str(error)}
+            self._services.shared.journal.emit(EventType.POOL_FAILING, "", image=self._name, **facts)
 
     # After a start ----------------------------------------------------------------------------------------------
 
     async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
-        """Return those members of an earlier daemon that the configuration still asks for. They are to be adopted, and
-        given to `receive`."""
-        wanted: list[SessionRecord] = []
-        for pool in self._pools:
-            await self._look(pool)
-            if pool.image is None:
-                continue
-            digest = digest_of(pool.settings, pool.image)
-            mine = [each for each in records if each.spec_digest == digest and age_s(each) < self._max_age_s]
-            mine = mine[: pool.refill.size.size]
-            pool.coming = len(mine)
-            wanted += mine
-        return wanted
+        """Return those members of an earlier daemon that belong here, to be adopted and given to `receive`."""
+        await self._look()
+        mine = [each for each in records if self._is_like(each) and age_s(each) < self._max_age_s]
+        self._coming = len(mine := mine[: self._refill.size.size])
+        return mine
 
-    async def receive(self, actor: SessionActor) -> None:
-        """Take a member of an earlier daemon into its pool as soon as it is adopted."""
-        for pool in self._pools:
-            if pool.image is not None and digest_of(pool.settings, pool.image) == actor.record.spec_digest:
-                break
-        else:
-            raise AssertionError("only wanted members are adopted")
+    def _is_like(self, record: SessionRecord) -> bool:
+        return self._image is not None and record.spec_digest == digest_of(self._settings, self._image)
+
+    async def receive(self, actor: SessionActor) -> bool:
+        """Take a member of an earlier daemon as soon as it is adopted; return False if it belongs to another pool."""
+        image = self._image
+        if image is None or not self._is_like(actor.record):
+            return False
         try:
             await actor.ready.wait()
-            now = trio.current_time()
-            pool.members.append(Member(actor, pool.image, made_at=now - age_s(actor.record), idle_since=now))
+            self._take(actor, image, made_at=trio.current_time() - age_s(actor.record))
         except SandkastenError as error:
             log.warning("pool_member_not_adopted", extra={"session_id": actor.session_id, "error": str(error)})
         finally:
-            pool.coming -= 1
+            self._coming -= 1
+            self._bell.set()
+        return True
+
+
+class SessionPools:
+    """All session pools of the node."""
+
+    def __init__(self, services: PoolServices) -> None:
+        pools = services.config.pool.in_force
+        self._pools = [SessionPool(name, size, services) for name, size in pools.items()]
+        self._start_task = services.start_task
+        self._claims = trio.CapacityLimiter(_CONCURRENT_CLAIMS)
+
+    def __len__(self) -> int:
+        """Return the number of members that are ready."""
+        return sum(map(len, self._pools))
+
+    @property
+    def infos(self) -> Sequence[PoolInfo]:
+        """The pools as they are now."""
+        return [pool.info for pool in self._pools]
+
+    def run(self) -> None:
+        """Look after the pools from now on."""
+        for pool in self._pools:
+            self._start_task(pool.run)
+
+    def ring(self) -> None:
+        """Have every pool looked after: a create has ended, or the node is drained no longer."""
+        for pool in self._pools:
             pool.ring()
 
-    def _info(self, pool: SessionPool) -> PoolInfo:
-        wanted, ready = pool.refill.wanted, len(pool.members)
-        if self._is_draining():
-            state = "draining"
-        elif pool.refill.is_failing:
-            state = "failing"
-        else:
-            state = "ready" if ready >= wanted else "filling"
-        return PoolInfo(
-            image=pool.name,
-            state=state,
-            size=pool.refill.size.size,
-            max=pool.refill.size.most,
-            wanted=wanted,
-            ready=ready,
-            frozen=sum(each.is_frozen for each in pool.members),
-            claims=pool.claims,
-            misses=dict(pool.misses),
-            refills=pool.refills,
-            refill_failures=pool.refill_failures,
-            error=pool.error,
-        )
+    def forget(self, session_id: str) -> None:
+        """Go on without a member that ended."""
+        for pool in self._pools:
+            pool.forget(session_id)
+
+    async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str | None:
+        """Make a member the session of a create. Return the session, or the reason why there is none; None if no pool
+        has that image.
+
+        Raises:
+            QuotaExceeded: the owner has used up a quota.
+            InvalidRequest: PID 1 refused the environment.
+            StoreFailed: the claim could not be recorded.
+        """
+        for pool in self._pools:
+            if pool.is_of(resolved.image, image):
+                async with self._claims:
+                    return await pool.claim(spec, resolved, image, digest)
+        return None
+
+    async def give_up_one(self) -> bool:
+        """End one member of the largest pool, for a create that does not fit beside all. Return False if there is
+        none."""
+        return bool(self._pools) and await max(self._pools, key=len).give_up_one()
+
+    async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
+        """Return those members of an earlier daemon that the configuration still asks for. They are to be adopted, and
+        given to `receive`."""
+        return [record for pool in self._pools for record in await pool.wanted_members(records)]
+
+    async def receive(self, actor: SessionActor) -> None:
+        """Have a member of an earlier daemon in its pool as soon as it is adopted."""
+        for pool in self._pools:
+            if await pool.receive(actor):
+                return

@@ -22,7 +22,7 @@ from sandkasten.actors.core import Actor, Ask, Ref, Reply, unwrap
 from sandkasten.actors.node.creating import Creating, NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch, Recovery, Settle
 from sandkasten.actors.node.sandbox_pool import SandboxPool
-from sandkasten.actors.node.session_pools import SessionPools
+from sandkasten.actors.node.session_pools import PoolServices, SessionPools
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.store import do
@@ -164,9 +164,9 @@ class Sessions(Actor):
             new_id=self._node.new_session_id,
             reap=lambda session_id: self.start_task(self._recovery.reap, session_id),
         )
-        self._pools = SessionPools(
-            self._config,
-            self._shared,
+        services = PoolServices(
+            config=self._config,
+            shared=self._shared,
             images=self._images,
             budget=self._budget,
             start=lambda *member: self._creating.start_member(*member),
@@ -174,6 +174,7 @@ class Sessions(Actor):
             is_quiet=lambda: not self._creating.under_way and not self._creating.is_draining,
             is_draining=lambda: self._creating.is_draining,
         )
+        self._pools = SessionPools(services)
         self._creating = Creating(
             self._config,
             self._node,
@@ -253,7 +254,7 @@ class Sessions(Actor):
             max_sessions=self._budget.max_sessions,
             committed=self._budget.committed,
             pooled=len(self._sandbox_pool),
-            pools=self._pools.infos(),
+            pools=self._pools.infos,
             queued=self._creating.queued,
             is_draining=self._creating.is_draining,
         )

@@ -28,7 +28,6 @@ from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
     InvalidImage,
     InvalidRequest,
-    PoolMemberLost,
     RunnerLost,
     RunnerProtocolError,
     SandboxError,
@@ -151,19 +150,17 @@ async def hand_over(link: RunnerLink, env: Mapping[str, str], *, within_s: float
     """Give PID 1 of a pool's member the environment of its session, which also shows that PID 1 serves.
 
     Raises:
-        PoolMemberLost: PID 1 is gone, or silent for `within_s`.
+        RunnerLost: PID 1 is gone, or silent for `within_s`.
+        RunnerProtocolError: PID 1 can't be trusted.
         InvalidRequest: PID 1 refused the environment.
     """
-    try:
-        async with link.connection() as connection:
-            await connection.send_request(protocol.SetEnv(dict(env)))
-            answer = await connection.receive_answer(deadline=trio.current_time() + within_s)
-    except (RunnerLost, RunnerProtocolError) as error:
-        raise PoolMemberLost(str(error)) from error
+    async with link.connection() as connection:
+        await connection.send_request(protocol.SetEnv(dict(env)))
+        answer = await connection.receive_answer(deadline=trio.current_time() + within_s)
     if isinstance(answer, protocol.Error):
         raise _refused(answer)
     if not isinstance(answer, protocol.Done):
-        raise PoolMemberLost(f"{type(answer).__name__} to an environment")
+        raise RunnerProtocolError(f"{type(answer).__name__} to an environment")
 
 
 class Greeting:

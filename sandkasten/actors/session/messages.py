@@ -35,9 +35,9 @@ class Claim(Ask[Session]):
     fields of the session.
 
     Raises:
-        PoolMemberLost: the member can't be handed out, and ends.
-        StoreFailed: the claim could not be recorded; the member ends.
-        InvalidRequest: PID 1 refused the environment; the member ends.
+        StoreFailed: the claim could not be recorded.
+        InvalidRequest: PID 1 refused the environment.
+        SandkastenError: the member is dead, or does not answer in time. It ends after each of these errors.
     """
 
     changes: Mapping[str, Any]
