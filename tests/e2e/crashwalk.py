@@ -33,7 +33,7 @@ import trio
 from nsinit.sandbox.crash_points import all_points
 from sandkasten import app, log
 from sandkasten.api import app as _front  # noqa: F401 - imported before the fork
-from sandkasten.config import Config, FaultSettings, ServerSettings, WorkspaceSettings
+from sandkasten.config import Config, FaultSettings, PoolSettings, PoolSize, ServerSettings, WorkspaceSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.crash import Point
 from sandkasten.host import examine
@@ -49,6 +49,7 @@ SHORT = (
     "builder.create.overlay_root",
     "runner.exec.started",
     "daemon.create.running_recorded",
+    "daemon.claim.handed_over",
     "nsinit.destroy.killed",
     "nsinit.volume.enlarged",
     "nsinit.workspace.exchanged",
@@ -61,6 +62,8 @@ _PATIENCE_S = 30.0
 _PAUSE_S = 0.02
 _NEED_POOL_SANDBOX = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Points that are reached only with a pool sandbox made with other limits than the session wants."""
+_NEED_SESSION_POOL = "daemon.claim."
+"""Points that are reached only with a session pool. The daemon after the crash has none."""
 
 
 def walked_points() -> Sequence[str]:
@@ -170,10 +173,15 @@ class Walk:
             assert run(client, self.kept, "n=kept") == ""
 
     @contextlib.contextmanager
-    def daemon(self, at: str = "", *, pool_sandboxes: int = 0) -> Iterator[Daemon]:
+    def daemon(self, at: str = "", *, pool_sandboxes: int = 0, members: int = 0) -> Iterator[Daemon]:
         """Run a daemon, and kill it."""
         testing = FaultSettings(crash_points=bool(at), crash_at=at)
-        config = attrs.evolve(self._config, testing=testing, server=ServerSettings(pool_sandboxes=pool_sandboxes))
+        config = attrs.evolve(
+            self._config,
+            testing=testing,
+            server=ServerSettings(pool_sandboxes=pool_sandboxes),
+            pool=PoolSettings(enabled=members > 0, images={"python": PoolSize(members)}),
+        )
         daemon = Daemon(config, self._machine, self.log)
         try:
             yield daemon
@@ -184,6 +192,10 @@ class Walk:
         """Let a process end at the point, and hold the next start to account. Raises `AssertionError`."""
         if point.startswith("import."):
             self._import(point)
+        elif point.startswith(_NEED_SESSION_POOL):
+            with self.daemon(point, members=2) as daemon:
+                self._claim(daemon, key=point)
+                until(daemon.has_died, "the daemon came to the point")
         else:
             with self.daemon(point, pool_sandboxes=int(point in _NEED_POOL_SANDBOX)) as daemon:
                 if point.startswith(PREFIXES):
@@ -206,6 +218,20 @@ class Walk:
             [*command, "--tar", str(self.tar)], env=environment, capture_output=True, timeout=patience(60), check=False
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
+
+    def _claim(self, daemon: Daemon, *, key: str) -> None:
+        """Claim a member of a pool, with variables, and die at it. A repeated create with the key gets the session that
+        the dead daemon made of the member, or another one, and there is no second."""
+        wanted = {"env": {"SECRET": "x"}, "idempotency_key": key, "ttl_seconds": 600}
+        with daemon.client() as client:
+            until(lambda: client.get("/v1/pools").json()[0]["ready"] == 2, "the pool is full")
+            with contextlib.suppress(httpx.TransportError):
+                client.post("/v1/sessions", json=wanted)
+        with self.daemon() as after, after.client() as client:
+            made = client.post("/v1/sessions", json=wanted)
+            assert made.status_code == 201, made.text
+            self.alive.add(made.json()["id"])
+            until(lambda: self._rows({"pool_idle"}) == set(), "no member is left")
 
     def _disturb(self, daemon: Daemon, *, needs_pool_sandbox: bool) -> bool:
         """Make, use and end a session; return whether anything of it went otherwise than it should."""
@@ -245,7 +271,8 @@ class Walk:
     def account(self, client: httpx.Client) -> None:
         """Check that the next start has made everything good."""
         self.workspaces.account(client)
-        until(lambda: self._rows({"creating", "destroying"}) == set(), "no session is half made or half ended")
+        unfinished = {"pool_idle", "creating", "destroying"}
+        until(lambda: self._rows(unfinished) == set(), "no session is half made or half ended")
         until(lambda: self._owned() == self._live(client), f"only sessions own anything: {self._owned()}")
         live = self._live(client)
         known = {self.kept} | self.alive
