@@ -45,6 +45,11 @@ class Settings:
             else:
                 self.env[name] = value
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether a variable was set or removed."""
+        return bool(self._changes)
+
     def changes_since(self, revision: int) -> list[Change]:
         """Return the last change of each variable that changed after `revision`."""
         if revision == self.revision:

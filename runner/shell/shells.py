@@ -63,7 +63,8 @@ class Shells:
         others = tuple(info for info in infos if info is not default)
         if default is None:
             return HelloReply("", self._context.config.workspace, others, PROTOCOL_VERSION)
-        return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION)
+        has_changes = self._context.settings.has_changes
+        return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION, has_changes)
 
     @staticmethod
     def _info(name: str, queue: CommandQueue) -> ShellInfo:

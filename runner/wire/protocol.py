@@ -345,12 +345,14 @@ class ShellInfo:
 @dataclass(frozen=True, slots=True)
 class HelloReply:
     """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
-    others there are. `version` is PID 1's; without the field it is the oldest."""
+    others there are. `version` is PID 1's; without the field it is the oldest. `has_changes`: variables were set since
+    `Setup`."""
 
     shell: str
     cwd: str
     shells: tuple[ShellInfo, ...] = ()
     version: int = OLDEST_VERSION
+    has_changes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

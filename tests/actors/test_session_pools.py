@@ -560,6 +560,20 @@ async def test_a_member_that_died_between_two_daemons_is_forgotten(restart: Rest
                 assert (await anext(aiter(events))).session_id == session.id
 
 
+async def test_a_member_that_was_given_variables_is_never_a_member_again(restart: Restart) -> None:
+    """The daemon died between the message to PID 1 and the record: nobody may get a client's variables."""
+    (given, *others) = restart.members
+    restart.nsinit.runners[given].env["SECRET"] = "x"
+    async with restart.again() as tree:
+        await until_ready(tree, 3)
+        assert set(others) < set(await idle(tree))
+
+        async def is_gone() -> bool:
+            return given in restart.nsinit.torn_down and given not in rows(tree)
+
+        await until(is_gone)
+
+
 async def test_a_stop_that_ends_sessions_ends_members(restart: Restart) -> None:
     """Nothing is left of them, not even a record."""
     config = attrs.evolve(restart.config, sessions_on_stop="destroy")

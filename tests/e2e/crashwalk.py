@@ -221,17 +221,18 @@ class Walk:
 
     def _claim(self, daemon: Daemon, *, key: str) -> None:
         """Claim a member of a pool, with variables, and die at it. A repeated create with the key gets the session that
-        the dead daemon made of the member, or another one, and there is no second."""
+        the dead daemon made of the member, or another one with the same variables. Nobody else gets these."""
         wanted = {"env": {"SECRET": "x"}, "idempotency_key": key, "ttl_seconds": 600}
         with daemon.client() as client:
             until(lambda: client.get("/v1/pools").json()[0]["ready"] == 2, "the pool is full")
             with contextlib.suppress(httpx.TransportError):
                 client.post("/v1/sessions", json=wanted)
-        with self.daemon() as after, after.client() as client:
-            made = client.post("/v1/sessions", json=wanted)
-            assert made.status_code == 201, made.text
-            self.alive.add(made.json()["id"])
-            until(lambda: self._rows({"pool_idle"}) == set(), "no member is left")
+        with self.daemon(members=2) as after, after.client() as client:
+            for request, seen in ((wanted, "x\n"), *[({}, "\n")] * 3):
+                made = client.post("/v1/sessions", json=request)
+                assert made.status_code == 201, made.text
+                self.alive.add(made.json()["id"])
+                assert run(client, made.json()["id"], "echo $SECRET") == seen
 
     def _disturb(self, daemon: Daemon, *, needs_pool_sandbox: bool) -> bool:
         """Make, use and end a session; return whether anything of it went otherwise than it should."""

@@ -236,6 +236,8 @@ class ScriptedRunner:
         self._ports_changed = trio.Event()
         self._turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
         self._streams: set[trio.SocketStream] = set()
+        self.env: dict[str, str | None] = {}
+        """Variables that were set since `Setup`."""
         self.is_silent = False
         """Whether requests are read and not answered."""
 
@@ -289,6 +291,8 @@ class ScriptedRunner:
                 return self._hello()
             case protocol.Hello():
                 return self._hello()
+            case protocol.SetEnv(env):
+                self.env |= env
             case protocol.ListRuns():
                 kept = [run for run in self.runs.values() if run.request.ticket]
                 return protocol.RunList(tuple(map(_entry, range(1, len(kept) + 1), kept)), more=False)
@@ -314,7 +318,11 @@ class ScriptedRunner:
 
     def _hello(self) -> protocol.HelloReply:
         return protocol.HelloReply(
-            f"/bin/{self.setup.shell}", WORKSPACE, tuple(self.shells.values()), protocol.PROTOCOL_VERSION
+            f"/bin/{self.setup.shell}",
+            WORKSPACE,
+            tuple(self.shells.values()),
+            protocol.PROTOCOL_VERSION,
+            has_changes=bool(self.env),
         )
 
     def _control(self, run: ScriptedRun, request: Any) -> None:

@@ -265,21 +265,23 @@ class SessionActor(Actor):
         )
 
     async def _claim(self, claim: Claim) -> Session:
-        """Become the session of a client. A client's variables are sent only when the record is written: a sandbox that
-        may know them is never adopted as a member of a pool. Without variables PID 1 is tried meanwhile."""
+        """Become the session of a client. PID 1 answers for itself while the record is written. A client's variables
+        are sent before, so that no record says `running` of a session without them; PID 1 tells the next daemon that it
+        has some, which then does not take it for an idle member."""
         self._require({Status.POOL_IDLE})
         member, crash = self.record, self._services.crash
         self._own.begin_life(spec_digest=claim.spec_digest, idempotency_key=claim.idempotency_key, **claim.changes)
         written: Reply[None] = Reply()
         failure: SandkastenError | None = None
         try:
-            self._own.post(written)
+            if not claim.env:
+                self._own.post(written)
             if self._is_frozen:
                 await self._freeze(frozen=False)
-            if claim.env:
-                await written.wait()
             await hand_over(self.link, claim.env)
             crash.passing(Point.CLAIM_HANDED_OVER)
+            if claim.env:
+                self._own.post(written)
             await written.wait()
         except SandkastenError as error:
             failure = error
@@ -337,6 +339,8 @@ class SessionActor(Actor):
 
     def _meet(self, link: RunnerLink, hello: runner_protocol.HelloReply) -> None:
         self._link = link
+        if hello.has_changes and self._own.facts.status is Status.POOL_IDLE:
+            raise SandboxError("a member of a pool that was being claimed when the daemon ended")
         self._own.change(cwd=hello.cwd)
         self._runs.shells.adopt(hello)
         self._runs.persistence.note_version(gives_tickets=hello.version >= runner_protocol.KEPT_RUNS_VERSION)
