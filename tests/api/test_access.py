@@ -18,7 +18,7 @@ LOOKING_POSTS = {"processes/{exec_id}/wait"}
 """Routes that only look, though their parameters come in the body of a POST."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}
-ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/metrics"} | ADMINISTRATION
+ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/v1/pools", "/metrics"} | ADMINISTRATION
 ABOUT_WORKSPACES = {route.path for route in TABLE.routes if route.path.startswith(WORKSPACES)}
 ABOUT_NO_SESSION = {"/healthz", "/openapi.json", SESSIONS, "/v1/events"} | ABOUT_THE_NODE | ABOUT_WORKSPACES
 """Of those about workspaces, `test_confined_workspaces` asks whose they are."""

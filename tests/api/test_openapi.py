@@ -20,6 +20,7 @@ from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.openapi import document, schema_of
 from sandkasten.api.resources import fields
 from sandkasten.api.routes import TABLE
+from sandkasten.config import PoolSettings, PoolSize
 from sandkasten.model import SessionSpec, SessionStats
 from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.fakes.runner import Script
@@ -174,7 +175,8 @@ def _validator(schema: dict[str, Any]) -> Draft202012Validator:  # JSON values
 async def test_answers_are_as_described() -> None:
     """Of every route that answers with JSON, and of errors; members that are not described are found, too."""
     seen = set()
-    async with running_front() as running, running.client() as client:
+    pool = PoolSettings(enabled=True, images={"python": PoolSize(1)})
+    async with running_front(pool=pool) as running, running.client() as client:
         running.tree.scripts["echo x"] = Script()
         running.tree.scripts["top"] = Script(echo=True, ignores=frozenset({10}))
         process = {"cmd": "top", "process_id": "p", "tty": {"cols": 80, "rows": 24}}
@@ -186,6 +188,7 @@ async def test_answers_are_as_described() -> None:
             ("get_readyz", "GET", "/readyz", None),
             ("get_openapi_json", "GET", "/openapi.json", None),
             ("get_v_node", "GET", "/v1/node", None),
+            ("get_v_pools", "GET", "/v1/pools", None),
             ("post_v_node_drain", "POST", "/v1/node/drain", None),
             ("post_v_node_undrain", "POST", "/v1/node/undrain", None),
             ("get_v_system", "GET", "/v1/system", None),

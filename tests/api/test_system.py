@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sandkasten.actors import tree
+from sandkasten.config import PoolSettings, PoolSize
 from sandkasten.model import SessionSpec
 from sandkasten.model.node import PROTECTIONS
 from tests.api.harness import running_front
+from tests.waiting import until
 
 
 async def test_the_installation_is_described() -> None:
@@ -63,6 +65,45 @@ async def test_the_node_adds_up_what_its_sessions_may_use(monkeypatch: pytest.Mo
     assert found["capacity"]["used"]["cpu"] is None
     assert found["sessions"] == {"running": 2}
     assert found["images"] == ["host"]
+
+
+async def test_a_session_pool_is_seen_by_its_operator_and_its_members_by_nobody() -> None:
+    """Members are in no list but that of their status. A create says where its session came from."""
+    pool = PoolSettings(enabled=True, images={"python": PoolSize(1, 3)})
+    async with running_front(pool=pool) as running, running.client() as client:
+
+        async def is_ready() -> bool:
+            return bool((await client.get("/v1/pools")).json()[0]["ready"])
+
+        await until(is_ready)
+        for query, count in (("", 0), ("?status=all", 0), ("?status=pool_idle", 1)):
+            listed = (await client.get(f"/v1/sessions{query}")).json()
+            assert len(listed) == count
+        (member,) = listed
+        path = f"/v1/sessions/{member['id']}"
+        for method, url in (("GET", path), ("DELETE", path), ("GET", f"{path}/diagnostics"), ("GET", f"{path}/events")):
+            answer = await client.request(method, url)
+            assert (answer.status_code, answer.json()["error_code"]) == (404, "SESSION_NOT_FOUND")
+        made = await client.post("/v1/sessions", json={"image": "python", "ttl_seconds": 60, "env": {"A": "1"}})
+        assert (made.status_code, made.json()["id"], made.json()["acquire_source"]) == (201, member["id"], "pool")
+        assert made.headers["server-timing"].startswith("pool;dur=")
+        cold = (await client.post("/v1/sessions", json={"user": "root"})).json()
+        assert (cold["acquire_source"], cold["acquire_detail"]) == ("cold", "pool_mismatch")
+        (found,) = (await client.get("/v1/pools")).json()
+        assert {name: found[name] for name in ("image", "size", "max", "claims", "misses")} == {
+            "image": "python",
+            "size": 1,
+            "max": 3,
+            "claims": 1,
+            "misses": {"pool_mismatch": 1},
+        }
+        text = (await client.get("/metrics")).text
+    for line in (
+        'sandkasten_pool_claims_total{image="python"} 1.0',
+        'sandkasten_pool_misses_total{image="python",reason="pool_mismatch"} 1.0',
+        "sandkasten_pool_members ",
+    ):
+        assert f"\n{line}" in text
 
 
 async def test_a_drained_node_refuses_creates_and_says_that_they_may_be_repeated() -> None:
