@@ -24,10 +24,12 @@ from sandkasten.actors.node.session_pools import FIRST_PAUSE_S, MAX_FAILURES, MA
 from sandkasten.config import Config, Defaults, PoolSettings, PoolSize, ServerSettings, WorkspaceSettings
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model import EventType, ExecSpec, FileRules, Limits, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import Capacity, InvalidImage, SessionExpired, SessionNotFound
+from sandkasten.model.errors import Capacity, InvalidImage, QuotaExceeded, SessionExpired, SessionNotFound
+from sandkasten.model.keys import Access, Quota
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import SessionQuery
 from sandkasten.model.node import PoolInfo
+from tests.api.keys import issue
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience, until
@@ -251,6 +253,22 @@ async def test_the_same_idempotency_key_gets_the_same_session() -> None:
         await create()
         assert len(set(made)) == 1
         assert (await pool_in(tree)).claims == 1
+
+
+async def test_a_quota_counts_claimed_members_and_a_refusal_costs_none() -> None:
+    """The key that is over its quota gets nothing, and the member stays for the next create."""
+    key = issue(Access.WRITE, quota=Quota(sessions=1)).key
+    async with open_pool(2) as tree:
+        tree.supervisor.shares.ring.replace([key])
+        session = await tree.supervisor.create(SessionSpec(key_id=key.id))
+        assert (session.acquire_source, session.key_id) == ("pool", key.id)
+        await until_ready(tree, 2)
+        members = await idle(tree)
+        with pytest.raises(QuotaExceeded):
+            await tree.supervisor.create(SessionSpec(key_id=key.id))
+        assert await idle(tree) == members
+        await tree.supervisor.destroy(session.id)
+        assert (await tree.supervisor.create(SessionSpec(key_id=key.id))).id in members
 
 
 # Lost members -------------------------------------------------------------------------------------------------------
