@@ -39,7 +39,7 @@ from sandkasten.actors.node.reconcile import (
 from sandkasten.cli.common import Stop, printable, require_root
 from sandkasten.cli.privilege import Means, means
 from sandkasten.cli.serve import explain, look_at_machine
-from sandkasten.config import Config, ConfigError
+from sandkasten.config import Config, ConfigError, PoolSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host.data_dir import locked
 from sandkasten.host.leftovers import CantLook, Survey, has_daemon, look, move_to
@@ -265,7 +265,8 @@ def _be_daemon(config: Config, survey: Survey) -> NoReturn:
 
 
 def _sweep_as_daemon(config: Config, survey: Survey) -> None:
-    config = attrs.evolve(config, server=attrs.evolve(config.server, pool_sandboxes=0))
+    server = attrs.evolve(config.server, pool_sandboxes=0)
+    config = attrs.evolve(config, server=server, pool=PoolSettings())  # members that a dead daemon left are removed
     try:
         machine = look_at_machine(config)
         profiles = load_filters(config.security)

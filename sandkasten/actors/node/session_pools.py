@@ -120,7 +120,7 @@ class Refill:
 
     def note_no_room(self) -> None:
         """Pause because the node has no room, which is no failure of the pool."""
-        self.not_before = trio.current_time() + FIRST_PAUSE_S
+        self.not_before = max(self.not_before, trio.current_time() + FIRST_PAUSE_S)
 
 
 @attrs.define(eq=False)
