@@ -173,6 +173,20 @@ def heeds(pid: int, number: int) -> bool:
         os.close(fd)
 
 
+_DELETED = b" (deleted)"
+
+
+def read_directory(pid: int) -> bytes:
+    """Return the directory of a process, empty if it has ended. A removed directory has the path that it had."""
+    try:
+        path = os.readlink(b"/proc/%d/cwd" % pid)
+        if path.endswith(_DELETED) and os.stat(b"/proc/%d/cwd" % pid).st_nlink == 0:
+            return path.removesuffix(_DELETED)
+    except OSError:
+        return b""
+    return path
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal; a process that has ended or is not ours to signal is fine."""
     try:

@@ -5,10 +5,12 @@ recvmsg(2). PID 1 takes the bytes of the shell itself and drops all others: a fo
 shell's end can report nothing. A fork can read an order away; then the report of the beginning does not come, and the
 owner replaces the shell and this link with it.
 
-An order is a line `<name> <mode> <name>`. The name is random, and told nowhere else before the command begins. Reports:
+An order is a name: a letter for what the command needs (`runner.shell.command_driver`), and random digits that are
+told nowhere else before the command begins. bash reads so many characters at once; other shells read a line, byte by
+byte. Reports:
 
 - `<name> +`: the shell begins the command.
-- `<directory>`, line end, `<name> <status>`: the command has ended, in this directory. `0 0`: the shell is ready.
+- `<name> <status>`: the command has ended. `0 0`: the shell is ready.
 - `<text>`, line end, `<name> .`: the text makes a successor what the shell is now.
 - `0 r`: the line of the order was not whole.
 
@@ -38,31 +40,30 @@ _MAX_QUEUED = 1024
 _COLLECT_S = 0.01
 """Wait for the state after an end, unless an order comes first: bash writes it in a dozen pieces."""
 _CREDENTIALS = struct.Struct("=iII")
-_MARK = re.compile(rb"(?:\A|\n)(0|[0-9a-f]{10}) ([+.r]|[0-9]{1,3})\n")
+_MARK = re.compile(rb"(?:\A|\n)(0|[pviw][0-9a-f]{10}) ([+.r]|[0-9]{1,3})\n")
 _MARK_BYTES = 32
 _FIRST = b"0"
 
 
-def new_name() -> str:
+def new_name(letter: str) -> str:
     """Return the name of an order, of 40 random bits."""
-    return os.urandom(5).hex()
+    return letter + os.urandom(5).hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Calls that a link makes to its owner. `on_ready(directory)`: the shell waits for its first order.
-    `on_begun`: it begins the last order. `on_end(status, directory)`: it has ended that. The directory is empty if the
-    shell could not tell."""
+    """Calls that a link makes to its owner. `on_ready`: the shell waits for its first order. `on_begun`: it begins the
+    last order. `on_end(status)`: it has ended that."""
 
-    on_ready: Callable[[bytes], None]
+    on_ready: Callable[[], None]
     on_begun: Callable[[], None]
-    on_end: Callable[[int, bytes], None]
+    on_end: Callable[[int], None]
 
 
 class Link:
-    """Owns PID 1's end, and the shell's until `close_child_side`."""
+    """Owns PID 1's end, and the shell's until `close_child_side`. `reads_lines`: an order is a line for the shell."""
 
-    def __init__(self, loop: EventLoop, reports: Reports, on_error: OnError) -> None:
+    def __init__(self, loop: EventLoop, reports: Reports, on_error: OnError, *, reads_lines: bool) -> None:
         self._loop = loop
         self._reports = reports
         self._on_error = on_error
@@ -73,7 +74,8 @@ class Link:
         self._is_over = False
         self._text = b""
         self._is_cut = False
-        self._line = b""
+        self._order = b""
+        self._order_end = b"\n" if reads_lines else b""
         self._name = self._name_before = _FIRST
         self._has_ended = False
         self.has_begun = False
@@ -93,17 +95,17 @@ class Link:
         self._child.close()
         self._pid = pid
 
-    def order(self, name: str, mode: str) -> None:
+    def order(self, name: str) -> None:
         """Give the waiting shell its next order."""
         self._name_before, self._name = self._name, name.encode()
         self._has_ended = self.has_begun = False
-        self._line = f"{name} {mode} {name}\n".encode()
+        self._order = self._name + self._order_end
         self._listen()
         self._send()
 
     def _send(self) -> None:
         try:
-            self._socket.send(self._line, socket.MSG_NOSIGNAL)
+            self._socket.send(self._order, socket.MSG_NOSIGNAL)
         except OSError:
             pass  # the shell is dead, which is told soon, or its end is full of what it does not read: it is replaced
 
@@ -156,7 +158,7 @@ class Link:
             if is_whole and name != _FIRST:
                 self.state = text + b"\n"
         elif word == b"r":
-            if self._line and not self.has_begun:
+            if self._order and not self.has_begun:
                 self._send()  # a signal cut the read short; the driver runs a name once at most
         elif not is_current:
             return
@@ -169,9 +171,9 @@ class Link:
             if not self._is_over:
                 self._loop.change(self._socket.fileno(), 0)
             if name == _FIRST:
-                self._reports.on_ready(text)
+                self._reports.on_ready()
             else:
-                self._reports.on_end(int(word), text)
+                self._reports.on_end(int(word))
 
     def finish(self) -> None:
         """Take what the shell has reported before it died, and close the link."""
