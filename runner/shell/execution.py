@@ -31,7 +31,8 @@ _EXIT_ABANDONED = 130
 _LAST_SIGNAL = 64
 _CTRL_C = b"\x03"
 _SETTLE_S = 0.001
-"""A command that ends sooner is not watched: its output is collected at its end, all of stdout first."""
+"""A command that ends sooner is not watched: its output and the reports on it are collected at its end, all of stdout
+first."""
 
 
 class Execution(Run):
@@ -193,13 +194,18 @@ class Execution(Run):
         self._write_files()
         self._streams.open(self._name, needs_input_file=not self._is_plain)
         self._began = process_set.now()
+        # A short command ends before PID 1 listens, and wakes it once: the shell reports, then lets go of the output.
+        can_wait = self._streams.await_end(self._shell.listen, self._on_error)
         self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None)
+        if not can_wait:
+            self._shell.listen()
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
 
     def _on_settled(self) -> None:
         self._is_settled = True
         if self.is_begun:
             self._look_on()
+        self._shell.listen()
 
     def _look_on(self) -> None:
         """Read output as it comes. Not before the shell has begun: another writer would have the order from a thief."""

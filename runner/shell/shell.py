@@ -229,6 +229,11 @@ class Shell:
         self._checks_left = _PICK_UP_CHECKS
         self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
 
+    def listen(self) -> None:
+        """Take the reports on the command that was handed over, now and as they come."""
+        if self._link is not None:
+            self._link.listen()
+
     def signal(self, number: int) -> None:
         if self.pid is not None:
             process_set.send_signal(self.pid, number)

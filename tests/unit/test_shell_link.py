@@ -115,12 +115,34 @@ def test_an_order_is_given_again_until_it_is_begun(rig: Rig) -> None:
         os.read(rig.shell_fd, 4096)
 
 
-def test_the_state_is_read_though_no_order_follows(rig: Rig) -> None:
-    """The link looks away for a moment after an end, and then reads on."""
+def test_the_link_looks_away_until_it_is_told_to_listen(rig: Rig) -> None:
+    """After an end and after an order nothing is read; the beginning, the end and the state before are read at once."""
+    rig.say(b"0 0\n")
+    first = rig.order()
+    rig.say(b"%s +\n%s 0\n" % (first, first))
+    os.write(rig.shell_fd, b"x\n%s .\n" % first)
+    second = rig.order()
+    os.write(rig.shell_fd, b"%s +\n%s 0\n" % (second, second))
+    rig.loop.call_soon(lambda: None, rig.errors.append)
+    rig.loop.run_once()
+    assert (rig.link.state, rig.told[1:]) == (b"", [("begun",), ("end", 0)])
+    rig.link.listen()
+    assert (rig.link.state, rig.told[3:]) == (b"x\n", [("begun",), ("end", 0)])
+
+
+def test_listening_goes_on_until_the_end(rig: Rig) -> None:
+    """With nothing to read yet the loop brings the reports, also when another process writes without end."""
     rig.say(b"0 0\n")
     name = rig.order()
-    rig.say(b"%s +\n%s 0\n" % (name, name))
-    os.write(rig.shell_fd, b"x\n%s .\n" % name)
-    while not rig.link.state:
+    rig.link.listen()
+    pid = os.fork()
+    if pid == 0:
+        for _ in range(100):
+            os.write(rig.shell_fd, b"%s 0\n" % name)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.write(rig.shell_fd, b"%s +\n%s 7\n" % (name, name))
+    rig.link.listen()
+    while rig.told[-1] != ("end", 7):
         rig.loop.run_once()
-    assert rig.link.state == b"x\n"
+    assert rig.told[1:] == [("begun",), ("end", 7)]
