@@ -193,7 +193,7 @@ class Execution(Run):
         self.is_begun = self._is_settled = False
         self._write_files()
         self._streams.open(self._name, needs_input_file=not self._is_plain)
-        self._began = process_set.now()
+        self._began = self._shell.clock.now()
         # A short command ends before PID 1 listens, and wakes it once: the shell reports, then lets go of the output.
         can_wait = self._streams.await_end(self._shell.listen, self._on_error)
         self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None)
@@ -203,6 +203,7 @@ class Execution(Run):
 
     def _on_settled(self) -> None:
         self._is_settled = True
+        self._limit_time(_SETTLE_S)  # most commands have ended by now, and need no clock
         if self.is_begun:
             self._look_on()
         self._shell.listen()
@@ -262,6 +263,7 @@ class Execution(Run):
             self._answer_with(lambda: error)
         finally:
             self._let_go()
+            self._shell.listen()  # the end of what it may still run frees it for the next command
 
     def _let_go(self) -> None:
         self._context.registry.remove(self._id, self)

@@ -108,6 +108,7 @@ class Shell:
         self.written_bytes = -1
         """Bytes that the last command wrote to storage, -1 if unknown."""
         self._meter = WriteMeter()
+        self.clock = process_set.Clock()
         self._revision = context.settings.revision
         self._revision_before = self._revision
         self._was_ready = False
@@ -225,14 +226,16 @@ class Shell:
         self.is_ready = False
         self.is_deaf = on_terminal
         self._revision_before, self._revision = self._revision, self._context.settings.revision
-        self._link.order(name)
         self._checks_left = _PICK_UP_CHECKS
-        self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+        self._link.order(name)
 
     def listen(self) -> None:
-        """Take the reports on the command that was handed over, now and as they come."""
+        """Take the reports on the command that was handed over, now and as they come. To be called soon after
+        `hand_over`: a shell that does not begin its command is noticed from then on."""
         if self._link is not None:
             self._link.listen()
+            if not self.is_ready and self._timer is None:
+                self._wait_for_pick_up()
 
     def signal(self, number: int) -> None:
         if self.pid is not None:
@@ -273,10 +276,14 @@ class Shell:
             return
         self._checks_left -= 1
         if self._checks_left > 0:
-            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+            self._wait_for_pick_up()
         else:
             self._events.on_unstarted()
             self.replace()
+
+    def _wait_for_pick_up(self) -> None:
+        if self._link is not None and not self._link.has_begun:
+            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
 
     def _on_started(self) -> None:
         self._cancel_timer()
@@ -319,6 +326,7 @@ class Shell:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self.clock.close()
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
         self.files.remove()
