@@ -196,9 +196,7 @@ class Execution(Run):
         self._began = self._shell.clock.now()
         # A short command ends before PID 1 listens, and wakes it once: the shell reports, then lets go of the output.
         can_wait = self._streams.await_end(self._shell.listen, self._on_error)
-        self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None)
-        if not can_wait:
-            self._shell.listen()
+        self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None, is_heard=not can_wait)
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
 
     def _on_settled(self) -> None:

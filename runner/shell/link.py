@@ -95,11 +95,12 @@ class Link:
         self._child.close()
         self._pid = pid
 
-    def order(self, name: str) -> None:
-        """Give the waiting shell its next order."""
+    def order(self, name: str, *, is_heard: bool = False) -> None:
+        """Give the waiting shell its next order. With `is_heard` the reports on it are taken as they come."""
         self._name_before, self._name = self._name, name.encode()
         self._has_ended = self.has_begun = False
         self._order = self._name + self._order_end
+        self._watch(is_heard)
         self._send()
 
     def _send(self) -> None:

@@ -220,14 +220,15 @@ class Shell:
         """Whether something must be sourced before the next command: changed variables, or traps to restore."""
         return self.is_deaf or self._revision != self._context.settings.revision
 
-    def hand_over(self, name: str, *, on_terminal: bool) -> None:
-        """Give the waiting shell its next command, whose files are in place. The shell's reports carry `name`."""
+    def hand_over(self, name: str, *, on_terminal: bool, is_heard: bool) -> None:
+        """Give the waiting shell its next command, whose files are in place. The shell's reports carry `name`. With
+        `is_heard` they are taken as they come, else from `listen` on."""
         assert self._link is not None
         self.is_ready = False
         self.is_deaf = on_terminal
         self._revision_before, self._revision = self._revision, self._context.settings.revision
         self._checks_left = _PICK_UP_CHECKS
-        self._link.order(name)
+        self._link.order(name, is_heard=is_heard)
 
     def listen(self) -> None:
         """Take the reports on the command that was handed over, now and as they come. To be called soon after
