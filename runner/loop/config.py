@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-OUT_BUFFER_BYTES: Final = 256 * 1024
+OUT_BUFFER_BYTES: Final = 512 * 1024
 """Per connection. With more than this unsent, nothing more is read from the pipe or file that feeds it."""
 
 STDIN_BUFFER_BYTES: Final = 1024 * 1024

@@ -152,5 +152,9 @@ class Sink(Protocol):
         """Ask the job again whether it wants input."""
 
     @property
+    def piece_bytes(self) -> int:
+        """Largest piece of output to send."""
+
+    @property
     def is_full(self) -> bool:
         """Whether to wait for `Job.on_drained` before sending more."""

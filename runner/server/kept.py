@@ -19,6 +19,7 @@ from itertools import count, islice
 from runner.loop.context import Job, Refused, Sink
 from runner.wire.protocol import (
     KEPT_RUN_BYTES,
+    MAX_FRAME_BYTES,
     MAX_LISTED_RUNS,
     MAX_TICKET_CHARS,
     Attached,
@@ -40,6 +41,8 @@ MAX_KEPT_BYTES = 16 * 1024 * 1024
 """Output of all runs that go on. Each keeps an equal part at least, and never less than a pipe holds."""
 
 _LEAST_KEPT_BYTES = 128 * 1024
+_PIECES_KEPT = 4
+"""The newest output is kept in whole pieces; so many at least."""
 _STREAMS = (Kind.STDOUT, Kind.STDERR)
 
 
@@ -118,6 +121,10 @@ class KeptRun:
     def refresh_input(self) -> None:
         if self.line is not None:
             self.line.sink.refresh_input()
+
+    @property
+    def piece_bytes(self) -> int:
+        return min(MAX_FRAME_BYTES, self._part_bytes() // _PIECES_KEPT)
 
     @property
     def is_full(self) -> bool:

@@ -24,6 +24,7 @@ from runner.wire.protocol import (
     CHUNK_BYTES,
     FROM_DAEMON,
     HEADER_BYTES,
+    MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
     REQUESTS,
     Error,
@@ -98,6 +99,10 @@ class Connection:
     def refresh_input(self) -> None:
         if not self._is_closed:
             self._update_events()
+
+    @property
+    def piece_bytes(self) -> int:
+        return MAX_FRAME_BYTES
 
     @property
     def is_full(self) -> bool:

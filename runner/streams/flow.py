@@ -21,7 +21,7 @@ from typing import Protocol
 
 from runner.loop.config import MAX_LEFTOVER_PIPES
 from runner.loop.loop import READ, WRITE, EventLoop, OnError
-from runner.wire.protocol import CHUNK_BYTES, Kind
+from runner.wire.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind
 
 _LAST_TERMINAL_BYTES = 128 * 1024
 """More than a terminal holds. Bounds the read after the end of a run whose terminal a background job still fills."""
@@ -29,6 +29,10 @@ _LAST_TERMINAL_BYTES = 128 * 1024
 
 class FlowOwner(Protocol):
     """The owner of flows."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Largest piece of output to read at once from a pipe that runs full."""
 
     def on_output(self, kind: Kind, chunk: bytes) -> None:
         """Take output of the run."""
@@ -52,6 +56,8 @@ class Outflow:
         self._is_watched = self._awaits_writers = False
         self._is_at_end = False
         self._remaining: int | None = None
+        self._is_enlarged = is_terminal
+        """Whether the pipe was made larger, or can't be."""
         self.is_done = False
         """Whether the last output was read, or is not wanted."""
 
@@ -104,10 +110,13 @@ class Outflow:
     def _on_readable(self, _events: int) -> None:
         if self.is_done:
             return
-        want = CHUNK_BYTES if self._remaining is None else min(CHUNK_BYTES, self._remaining)
+        most = self._owner.piece_bytes if self._is_enlarged and not self._is_terminal else CHUNK_BYTES
+        want = most if self._remaining is None else min(most, self._remaining)
         chunk, may_come_more = self._read(want)
         if self._remaining is not None:
             self._remaining -= len(chunk)
+        if len(chunk) == CHUNK_BYTES and not self._is_enlarged:
+            self._enlarge()
         if chunk:
             self._owner.on_output(self._kind, chunk)
         if not may_come_more:
@@ -117,6 +126,14 @@ class Outflow:
         is_empty = len(chunk) < want if self._is_terminal else not chunk
         if self._remaining is not None and (self._remaining == 0 or is_empty):
             self._done()
+
+    def _enlarge(self) -> None:
+        """Make room for larger pieces: the pipe was full."""
+        self._is_enlarged = True
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, MAX_FRAME_BYTES)
+        except OSError:
+            pass  # EPERM: the user's pipes take all that they may (pipe-user-pages-soft); reads are as large as before
 
     def _read(self, want: int) -> tuple[bytes, bool]:
         """Return up to `want` bytes, and whether more can come. A terminal gives them in small pieces."""

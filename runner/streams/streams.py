@@ -19,7 +19,7 @@ from runner.loop.identity import UserIdentity
 from runner.loop.loop import OnError
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
-from runner.wire.protocol import Kind, TerminalSize
+from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
 
 _NULL_FD = 0
 """PID 1's own standard input is /dev/null."""
@@ -223,6 +223,10 @@ class ClientSide:
     @property
     def wants_input(self) -> bool:
         return self._streams.buffered_bytes < STDIN_BUFFER_BYTES
+
+    @property
+    def piece_bytes(self) -> int:
+        return CHUNK_BYTES if self._sink is None else self._sink.piece_bytes
 
     def on_output(self, kind: Kind, chunk: bytes) -> None:
         if self._sink is None:

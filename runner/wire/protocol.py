@@ -45,10 +45,10 @@ MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Largest frame body the runner accepts: a 1 MiB command, JSON-escaped at its worst."""
 
 MAX_FRAME_BYTES = 256 * 1024
-"""Largest frame body the daemon accepts from a runner. Output and file data come in pieces of at most 64 KiB."""
+"""Largest frame body the daemon accepts from a runner, and so the largest piece of output or of a file."""
 
 CHUNK_BYTES = 64 * 1024
-"""Most that the runner reads from a pipe or file at once, and so the largest DATA, STDOUT or STDERR body it sends."""
+"""Most that the runner reads from a pipe or file at once, unless a pipe runs full: then `MAX_FRAME_BYTES`."""
 
 _HEADER = struct.Struct(">IB")
 HEADER_BYTES = _HEADER.size

@@ -25,7 +25,6 @@ import trio
 
 from runner.wire.protocol import (
     ANSWERS,
-    CHUNK_BYTES,
     FROM_RUNNER,
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -42,7 +41,7 @@ from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
 
 _MAX_IDLE = 4
 _FIRST_RECEIVE_BYTES = 16 * 1024
-_BULK_RECEIVE_BYTES = 4 * (CHUNK_BYTES + HEADER_BYTES)
+_BULK_RECEIVE_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
 _FRAMES_PER_CHECKPOINT = 32
 """Frames handled in a row before other tasks have a turn: one read may hold thousands."""
 _CONNECT_PAUSE_S = 0.01
@@ -216,9 +215,9 @@ def _lost_on_error() -> Iterator[None]:
 
 
 def check_piece(body: bytes, what: str) -> None:
-    """Refuse a piece of output or of a file that no runner sends: empty or too large. Raises `RunnerProtocolError`."""
-    if not 0 < len(body) <= CHUNK_BYTES:
-        raise RunnerProtocolError(f"a piece of {len(body)} bytes of {what}")
+    """Refuse an empty piece of output or of a file, which no runner sends. Raises `RunnerProtocolError`."""
+    if not body:
+        raise RunnerProtocolError(f"an empty piece of {what}")
 
 
 def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protocol.ANSWERS

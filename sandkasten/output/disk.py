@@ -56,7 +56,11 @@ from sandkasten.output.records import (
 )
 
 FILE_BYTES: Final = 1024 * 1024
-"""About the size of a file; one of records may be four times as large as its statement."""
+"""About the size of a file; one of records may be four times as large as its statement, and one of output larger for a
+session that may keep much (`SessionFiles.out_file_bytes`)."""
+
+_MOST_FILE_BYTES: Final = 8 * 1024 * 1024
+_FILES_PER_SESSION: Final = 8
 
 _NAME: Final = re.compile(r"([0-9a-f]+)\.([0-9a-f]{8})\.(runs|out)")
 _MAX_NAME: Final = 400
@@ -252,8 +256,11 @@ class OutputDiskUse:
 class SessionFiles:
     """The files of one session, oldest first. Calls take turns; `discard` may come at any moment."""
 
-    def __init__(self, root: Path, session_id: str, use: OutputDiskUse) -> None:
+    def __init__(self, root: Path, session_id: str, use: OutputDiskUse, *, limit_bytes: int = 0) -> None:
+        """`limit_bytes` of output may be kept. It goes file by file, so a file takes a small part of it; but
+        to make and remove a file costs the file system (ext4) some 0.7 ms."""
         self._root = root
+        self.out_file_bytes = max(FILE_BYTES, min(_MOST_FILE_BYTES, limit_bytes // _FILES_PER_SESSION))
         self.session_id = session_id
         self._use = use
         self._lock = threading.Lock()
@@ -336,7 +343,7 @@ class SessionFiles:
                 raise OSError(errno.EAGAIN, "an earlier write failed meanwhile")
             self._last_news = news.number
             out_file = self._outputs[-1] if self._is_filling else None
-            if output and (out_file is None or out_file.size_bytes >= FILE_BYTES):
+            if output and (out_file is None or out_file.size_bytes >= self.out_file_bytes):
                 out_file = self._begin("out")
             file = self._records[-1] if news.statement is None else self._begin("runs")
             start = 0 if out_file is None else out_file.size_bytes

@@ -41,7 +41,6 @@ from sandkasten.config import MIB, RunsSettings
 from sandkasten.model.run import is_made
 from sandkasten.output.blocks import BLOCK_BYTES, Block, KeptOutput, Ledger, OutputAccount
 from sandkasten.output.disk import (
-    FILE_BYTES,
     DataFile,
     News,
     OutputDiskUse,
@@ -390,7 +389,7 @@ class SessionOutput:
     async def _bound_files(self) -> None:
         """Give up the oldest files of output when all take much more than what is needed of them."""
         files = self.files
-        while files.output_bytes > self.account.limit_bytes + 2 * FILE_BYTES:
+        while files.output_bytes > self.account.limit_bytes + 2 * files.out_file_bytes:
             oldest = files.oldest_output
             assert oldest is not None
             await self._drop_file(oldest)
@@ -565,7 +564,9 @@ class OutputStore:
     def _files_of(self, session_id: str) -> SessionFiles:
         files = self._files.get(session_id)
         if files is None:
-            files = self._files[session_id] = SessionFiles(self._root, session_id, self._disk)
+            files = self._files[session_id] = SessionFiles(
+                self._root, session_id, self._disk, limit_bytes=self._session_bytes
+            )
         return files
 
     def _forget_files(self, files: SessionFiles) -> None:

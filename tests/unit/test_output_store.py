@@ -262,7 +262,7 @@ async def test_a_running_log_gives_way_where_dropping_ended_runs_would_free_no_f
 async def test_after_a_restart_files_give_way_too(tmp_path: Path) -> None:
     """Also when their session has written nothing since; no other session loses anything."""
     sizes = (20, 4, 4)
-    async with open_spool(tmp_path, session_bytes=16 * MB) as store:  # files of 1 MiB
+    async with open_spool(tmp_path, session_bytes=8 * MB) as store:  # files of 1 MiB
         for session_id, pieces in zip("abc", sizes, strict=True):
             output = described(store, session_id * 24)
             for exec_id in ("first", "second"):
@@ -270,7 +270,7 @@ async def test_after_a_restart_files_give_way_too(tmp_path: Path) -> None:
                 output.note_changed(exec_id)
                 await output.write([exec_id])
                 assert log.is_written
-    async with open_spool(tmp_path, session_bytes=16 * MB, disk_bytes=disk_bytes(tmp_path) + MB // 4) as store:
+    async with open_spool(tmp_path, session_bytes=8 * MB, disk_bytes=disk_bytes(tmp_path) + MB // 4) as store:
         await store.open({session_id * 24 for session_id in "abc"})
         logs: dict[tuple[str, str], OutputLog] = {}
         for session_id in "abc":

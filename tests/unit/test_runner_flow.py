@@ -15,7 +15,7 @@ import pytest
 from runner.loop.loop import EventLoop
 from runner.streams.flow import AbandonedPipes, Inflow, Outflow, pending_bytes
 from runner.streams.pty import settle
-from runner.wire.protocol import CHUNK_BYTES, Kind
+from runner.wire.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind
 
 BIG = 300_000
 KINDS = ("pipe", "fifo", "terminal")
@@ -27,6 +27,7 @@ class Owner:
 
     output: bytearray = field(default_factory=bytearray)
     is_done: bool = False
+    piece_bytes: int = MAX_FRAME_BYTES
     on_chunk: Callable[[], None] = lambda: None
 
     def on_output(self, kind: Kind, chunk: bytes) -> None:
@@ -162,6 +163,25 @@ def test_packets_are_read_to_the_last(kind: str, loop: EventLoop, tmp_path: Path
     assert rig.owner.output == b"packet0 packet1 packet2 "
     rig.hang_up()
     rig.outflow.close(None)
+
+
+def test_a_pipe_that_runs_full_is_read_in_larger_pieces(loop: EventLoop, tmp_path: Path) -> None:
+    """A full read makes the pipe larger; later pieces are as large as the owner takes."""
+    rig = make_rig("pipe", loop, tmp_path)
+    sizes: list[int] = []
+    rig.owner.on_chunk = lambda: sizes.append(len(rig.owner.output) - sum(sizes))
+    rig.outflow.resume()
+    os.set_blocking(rig.write_fd, False)
+    assert os.write(rig.write_fd, bytes(MAX_FRAME_BYTES)) == CHUNK_BYTES
+    rig.turn(lambda: bool(sizes))
+    for piece_bytes in (MAX_FRAME_BYTES, 2 * CHUNK_BYTES):
+        rig.owner.piece_bytes = piece_bytes
+        read, written = len(sizes), os.write(rig.write_fd, bytes(MAX_FRAME_BYTES))
+        assert written == MAX_FRAME_BYTES
+        rig.turn(lambda read=read, size=written: sum(sizes[read:]) == size)  # type: ignore[misc]
+    assert sizes == [CHUNK_BYTES, MAX_FRAME_BYTES, 2 * CHUNK_BYTES, 2 * CHUNK_BYTES]
+    rig.outflow.close(None)
+    rig.hang_up()
 
 
 def test_a_pipe_that_is_given_up_swallows_what_is_written(loop: EventLoop, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from runner.loop.context import Job, Refused, Sink
 from runner.server.kept import MAX_ENDED_BYTES, MAX_KEPT_BYTES, KeptRuns
 from runner.wire.protocol import (
     KEPT_RUN_BYTES,
+    MAX_FRAME_BYTES,
     Attached,
     AttachRun,
     Error,
@@ -33,6 +34,8 @@ _STREAMS = (Kind.STDOUT, Kind.STDERR)
 
 class Connection:
     """A sink, with a peer that takes what was sent when the test says so. Carries one run."""
+
+    piece_bytes = MAX_FRAME_BYTES
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, bytes]] = []

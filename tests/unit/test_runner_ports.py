@@ -22,7 +22,7 @@ from runner.server.ports import (
     read_table,
 )
 from runner.server.sockets import count_sockets
-from runner.wire.protocol import ANSWERS, Kind, PortClosed, PortOpened
+from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, Kind, PortClosed, PortOpened
 
 FAMILIES = st.sampled_from([socket.AF_INET, socket.AF_INET6])
 
@@ -146,6 +146,8 @@ def test_the_pauses_grow_with_the_time_nothing_began() -> None:
 
 class Peer:
     """A `Sink` that keeps what it is sent, with as much room as the test says."""
+
+    piece_bytes = MAX_FRAME_BYTES
 
     def __init__(self) -> None:
         self.events: list[Any] = []

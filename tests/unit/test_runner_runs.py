@@ -24,7 +24,7 @@ from runner.shell.link import Link, Reports
 from runner.shell.queue import CommandQueue
 from runner.shell.shell import Birth
 from runner.streams.flow import AbandonedPipes, Outflow
-from runner.wire.protocol import Error, Exec, ExecReply, Kind, RunProgram
+from runner.wire.protocol import MAX_FRAME_BYTES, Error, Exec, ExecReply, Kind, RunProgram
 
 LOST = OSError(errno.ENOMEM, "no memory")
 KILLED = 9
@@ -33,6 +33,8 @@ NO_PID = 2**22  # one more than there can be
 
 class Answer:
     """A sink that keeps the one final message."""
+
+    piece_bytes = MAX_FRAME_BYTES
 
     def __init__(self) -> None:
         self.final: Any = None

@@ -16,10 +16,10 @@ import trio
 MAX_CONTROL = 256
 """Control messages that a client has not read; one more ends the connection."""
 
-QUEUE_BYTES = 64 * 1024
-"""A channel may add output while less than this waits; so a channel holds one piece more at most."""
+QUEUE_BYTES = 256 * 1024
+"""A channel may add output while less than this waits; so a channel holds one frame more at most."""
 
-WRITE_BYTES = 96 * 1024
+WRITE_BYTES = 256 * 1024
 """Bytes that are gathered into one write."""
 
 HOLD_S = 0.001

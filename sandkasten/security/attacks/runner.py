@@ -81,7 +81,7 @@ FILE_REPLIES: Mapping[str, tuple[str, str, bytes, bytes]] = {
     "file-large": (
         "a piece of a file larger than any may be",
         "CWE-400",
-        _HEAD + encode_frame(Kind.DATA, bytes(2 * CHUNK_BYTES)),
+        _HEAD + encode_frame(Kind.DATA, bytes(2 * MAX_FRAME_BYTES)),
         b"",
     ),
     "file-output": ("output of a command in a file", "CWE-20", _HEAD + encode_frame(Kind.STDOUT, b"x"), b""),
