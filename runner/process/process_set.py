@@ -52,17 +52,34 @@ class Moment:
         return process.pid > self.last_pid
 
 
+class Clock:
+    """Tells the current moment, time and again. Keeps the file open that tells the last pid."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def now(self) -> Moment:
+        tick = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
+        try:
+            if self._fd < 0:
+                self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+            return Moment(tick, int(os.pread(self._fd, 128, 0).rpartition(b" ")[2]))
+        except (OSError, ValueError):  # masked: the tick alone decides
+            return Moment(tick, 0)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 def now() -> Moment:
     """Return the current moment."""
-    tick = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
+    clock = Clock()
     try:
-        fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return Moment(tick, int(os.read(fd, 128).rpartition(b" ")[2]))
-        finally:
-            os.close(fd)
-    except (OSError, ValueError):  # masked: the tick alone decides
-        return Moment(tick, 0)
+        return clock.now()
+    finally:
+        clock.close()
 
 
 def parse_stat(pid: int, stat: bytes) -> Process:
@@ -171,6 +188,20 @@ def heeds(pid: int, number: int) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+_DELETED = b" (deleted)"
+
+
+def read_directory(pid: int) -> bytes:
+    """Return the directory of a process, empty if it has ended. A removed directory has the path that it had."""
+    try:
+        path = os.readlink(b"/proc/%d/cwd" % pid)
+        if path.endswith(_DELETED) and os.stat(b"/proc/%d/cwd" % pid).st_nlink == 0:
+            return path.removesuffix(_DELETED)
+    except OSError:
+        return b""
+    return path
 
 
 def send_signal(pid: int, number: int) -> None:

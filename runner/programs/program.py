@@ -151,6 +151,7 @@ class Program(Run):
         self._context.reaper.watch_usage(self.pid, self._on_end)
         self._context.registry.add(self._id, self)
         self._announce(self.pid)
+        self._limit_time()
         self._streams.resume()
 
     def _climb(self) -> None:

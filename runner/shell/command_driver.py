@@ -3,8 +3,12 @@
 The driver speaks with PID 1 on the link (`runner.shell.link`), a socket whose descriptor the command does not have:
 the redirection of what is run closes it, and the copy that the shell keeps for itself meanwhile is closed on execve(2).
 Per command it reads one order from the link, sources `cmd` in itself with the three standard streams redirected to
-files that the order has named, reports `+` when it begins, and after the end the directory, the status, and what a new
-shell would need. A successor finds that in the file `state`, which PID 1 wrote.
+files that the order has named, reports `+` when it begins, and after the end the status, and what a new shell would
+need. A successor finds that in the file `state`, which PID 1 wrote. PID 1 asks the kernel for the directory.
+
+bash has a text of its own, for a third of the time: it reads an order at once (`read -N`), nothing is parsed anew for a
+command but the command (`eval`), and no function is called, for bash copies the whole of one for each call. A bash that
+is not called so, `/opt/bash5`, say, runs the text for all shells.
 
 What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
 - `command .`: a syntax error in a sourced file ends dash and BusyBox sh unless `command` runs the dot.
@@ -20,7 +24,8 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
   it, and the driver is out of there before it could see eight; a command that caught the error is left by the ninth.
 - SIGINT is trapped in bash, for it raises one against itself when a command substitution died of one, and would end.
 - a trapped signal interrupts `read` in dash and BusyBox sh, and what it had read of the line is lost. So a line that is
-  not whole is asked for again (`0 r`), a number is never run twice, and a shell that can't read at all ends.
+  not whole, that is without its first letter or shorter, is asked for again (`0 r`), a name is never run twice, and a
+  shell that can't read at all ends. bash reads on after a signal.
 - `__sk_st` sets `$?` to what the previous command left.
 - BusyBox sh unwinds an error in a subshell (`(: </nowhere)`) to the `command` outside of it, so that the fork would go
   on as a second driver: what is not the shell itself exits. And it never gets there, but computes for ever, if that
@@ -28,7 +33,6 @@ What each odd-looking line is for, each tried in bash, dash and BusyBox sh:
   one command is run by a file of its own, within a single `command`.
 - a `break` or `continue` outside a loop of the command acts on the loops here, of which there are eight for this one
   reason. At the head of each, `__sk_r` tells whether a command was left that way (1: status 0) or ended (2).
-- a removed directory has no physical name: `pwd -P` fails in bash, and prints an empty line in dash and BusyBox sh.
 - stdout is redirected for the shell itself (`exec`), for the shell takes back what was redirected for `.` alone before
   it runs a trap on EXIT. stderr is not, or `set -x` would show the driver's work.
 
@@ -64,29 +68,26 @@ trap "case \$__sk_r.\$BASHPID in 1.\$\$) return 130;; esac" DEBUG; set -T; retur
 """Commands by which bash leaves a command, without single quotes. A fork of bash that the signal reaches before its own
 traps are off has nothing to leave, and would complain of it."""
 
-DRIVER = r"""
+_HEAD = r"""
 unset __sk_driver
 if [ -n "${BASH_VERSION-}" ]; then
 shopt -s expand_aliases
+case $BASH_VERSION in [0-3].*|4.0.*) __sk_b=n;; *) __sk_b=N;; esac
 trap '@LEAVE@' @SIGNAL@ INT
 else
 trap 'case $__sk_r in 1) __sk_a=130 __sk_r=l; { : "${__sk_unset?}"; } 2>/dev/null;;
 llllllll) __sk_r=1;; l*) __sk_r=l$__sk_r;; esac' @SIGNAL@
 fi
 __sk_st() { return "$1"; }
-__sk_end() {
-command test -d "${PWD-}/." && command pwd -P 2>/dev/null || command printf '%s\n' "${PWD-}"
-command echo "$__sk_n $__sk_s"
-case $__sk_n in 0) ;; *) __sk_save;; esac
-}
 __sk_save() {
 command export -p
-command printf '__sk_g=%s\numask ' "$__sk_g"
+command printf 'umask '
 command umask
-command echo "$__sk_n ."
+command echo "__sk_g=$__sk_g
+$__sk_n ."
 }
 __sk_exit() {
-case $__sk_m in *v*) __sk_m=-; command . @DIR@/post >/dev/null;; esac
+case $__sk_r$__sk_n in ?*[vw]??????????) __sk_r=; command . @DIR@/post >/dev/null;; esac
 __sk_save
 }
 trap '__sk_exit >&@FD@ 2>/dev/null' EXIT
@@ -97,8 +98,42 @@ __sk_o=${OLDPWD-}
 command cd -- "${PWD-/}"
 OLDPWD=$__sk_o
 fi
-__sk_n=0 __sk_m=- __sk_s=0 __sk_a= __sk_r=2 __sk_o= __sk_f= __sk_l=0
-@LOOPS@
+__sk_n=0 __sk_s=0 __sk_a= __sk_r=2 __sk_o= __sk_f= __sk_l=0
+"""
+
+_BASH = r"""
+case $__sk_r in
+'') unset -f command read;;
+*) case $__sk_r in 1) __sk_s=0;; esac
+unset -f command read
+__sk_r=
+case $__sk_a in '') ;; *) __sk_s=$__sk_a __sk_a=; trap - DEBUG; set +T;; esac
+case $__sk_n in [vw]*) command . @DIR@/post >/dev/null;; esac
+command echo "$__sk_n $__sk_s" >&@FD@
+command exec >/dev/null
+case $__sk_n in 0) ;; *)
+{ command export -p; command umask -p; command echo "__sk_g=$__sk_g
+$__sk_n ."; } >&@FD@;; esac;;
+esac
+if command read -r "-$__sk_b" 11 -u @FD@ __sk_n; then __sk_f= __sk_r=1
+else __sk_f=x$__sk_f
+case ${#__sk_f} in ??) break 8;; esac
+continue
+fi
+command exec >"@DIR@/$__sk_n.out" || exit
+case $__sk_n in
+p*) command echo "$__sk_n +" >&@FD@
+case $__sk_s in 0) ;; *) __sk_st "$__sk_s";; esac
+command . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
+*) { command echo "$__sk_n +" >&@FD@
+{ command . @DIR@/pre && { __sk_st "$__sk_s"; command . @DIR@/cmd; }; } @FD@>&-
+} <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
+esac
+__sk_s=$? __sk_r=2
+"""
+"""One round of the loops in bash, which parses this once. Nothing of the user's but functions comes in its way."""
+
+_OTHER = r"""
 case $__sk_r in
 '') ;;
 *) case $__sk_r in 1|l*) __sk_s=0;; esac
@@ -107,18 +142,16 @@ case $__sk_s${BASH_VERSION-} in 0|*.*) ;; *) command test "/proc/$$" -ef /proc/s
 __sk_r=
 case $__sk_a in '') ;; *) __sk_s=$__sk_a __sk_a=
 case ${BASH_VERSION-} in '') ;; *) trap - DEBUG; set +T;; esac;; esac
+case $__sk_n in [vw]*) command . @DIR@/post >/dev/null;; esac
+command echo "$__sk_n $__sk_s" >&@FD@
 command exec >/dev/null
-case $__sk_m in *v*) command . @DIR@/post;; esac
-__sk_m=-
-__sk_end >&@FD@;;
+case $__sk_n in 0) ;; *) __sk_save >&@FD@;; esac;;
 esac
 unset -f command read
-if IFS=' ' command read -r __sk_n __sk_m __sk_c <&@FD@; then case $__sk_n in '') __sk_c=x;; esac
-else __sk_c=x; fi
-case $__sk_n in
-"$__sk_c")
-case $__sk_n in "$__sk_l") continue;; esac
-__sk_f= __sk_l=$__sk_n;;
+if IFS= command read -r __sk_c <&@FD@; then :; else __sk_c=; fi
+case $__sk_c in
+"$__sk_l") continue;;
+[pviw]??????????) __sk_f= __sk_l=$__sk_c __sk_n=$__sk_c;;
 *) __sk_f=x$__sk_f
 case ${#__sk_f} in ????) break 8;; esac
 command echo "0 r" >&@FD@
@@ -126,11 +159,10 @@ continue;;
 esac
 @RUN@
 case $__sk_r in 1|l*) __sk_s=130 __sk_r=2;; esac
-@DONES@
 """
 
-_RUN = r"""case $__sk_m in
--) command eval '__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit; \command echo "$__sk_n +" >&@FD@
+_RUN = r"""case $__sk_n in
+p*) command eval '__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit; \command echo "$__sk_n +" >&@FD@
 \__sk_st "$__sk_s"; \command . @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-
 __sk_s=$? __sk_r=2';;
 *) command eval '__sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit; { \command echo "$__sk_n +" >&@FD@
@@ -144,8 +176,8 @@ case $__sk_r in 1) __sk_s=$__sk_o __sk_r=2;; esac"""
 
 _RUN_FILE = r"""
 __sk_r=1; \command exec >"@DIR@/$__sk_n.out" || \exit
-case $__sk_m in
--) \command echo "$__sk_n +" >&@FD@
+case $__sk_n in
+p*) \command echo "$__sk_n +" >&@FD@
 \__sk_st "$__sk_s"; \. @DIR@/cmd </dev/null 2>"@DIR@/$__sk_n.err" @FD@>&-;;
 *) { \command echo "$__sk_n +" >&@FD@
 \. @DIR@/pre && { \__sk_st "$__sk_s"; \. @DIR@/cmd; } @FD@>&-; } <"@DIR@/$__sk_n.in" 2>"@DIR@/$__sk_n.err";;
@@ -153,26 +185,34 @@ esac
 __sk_s=$? __sk_r=2
 """
 
-PLAIN = "-"
+
+PLAIN = "p"
 WITH_VARIABLES = "v"
 WITH_STDIN = "i"
+WITH_BOTH = "w"
+"""First letters of orders' names. `v` and `w`: `pre` and `post` bring what a command has for itself; `i` and `w`: there
+is a file for standard input."""
+
+
+BASH_LINK = 49
+_OTHER_LINK = 9
 
 
 def link_number(path: str) -> int:
     """Return the number that the link has in the shell at `path`. Other shells than bash know numbers of one digit; a
     larger one in bash leaves 9, which scripts like, to commands, and is below what commands lower their limit of open
     files to: the shell must be able to have the number again after each command."""
-    return 49 if os.path.basename(os.path.realpath(path)) == "bash" else 9
+    return BASH_LINK if os.path.basename(os.path.realpath(path)) == "bash" else _OTHER_LINK
 
 
 def driver_text(directory: str, revision: int, *, link: int, is_busybox: bool = False) -> str:
     """Return the program for a shell whose files are in `directory`, a path without shell metacharacters, whose end of
     the link is descriptor `link`, and whose environment has the session's variables as of `revision`. BusyBox sh reads
     the program from its standard input, and needs `busybox_text` in the file `run`."""
-    text = DRIVER.replace("@RUN@", _RUN_BUSYBOX if is_busybox else _RUN).replace("@LEAVE@", LEAVE_BASH)
-    text = text.replace("@LOOPS@", " ".join([f"{FOREVER} do"] * _LOOPS)).replace(
-        "@DONES@", "; ".join(["done"] * _LOOPS)
-    )
+    run = _RUN_BUSYBOX if is_busybox else _RUN
+    body = _BASH if link == BASH_LINK else _OTHER.replace("@RUN@", run)
+    loops, dones = " ".join([f"{FOREVER} do"] * _LOOPS), "; ".join(["done"] * _LOOPS)
+    text = f"{_HEAD}{loops}{body}{dones}\n".replace("@LEAVE@", LEAVE_BASH)
     text = text.replace("@DIR@", directory).replace("@SIGNAL@", str(ABANDON_SIGNAL)).replace("@FD@", str(link))
     return text.replace("@REVISION@", str(revision))
 

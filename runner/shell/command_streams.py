@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.loop.loop import EventLoop
+from runner.loop.loop import EventLoop, OnError
 from runner.shell.files import PrivateDirectory
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
@@ -53,6 +53,12 @@ class CommandPipes(Streams):
         for name, kind in ((f"{order}.out", Kind.STDOUT), (f"{order}.err", Kind.STDERR)):
             fd = files.open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
             self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
+
+    def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
+        if self._inflow is not None:
+            return False  # its reader is told by the shell (`on_reader`)
+        self._outflows[0].await_writers(on_end, on_error)
+        return True
 
     def _make_fifo(self, name: str, mode: int) -> str:
         self._files.make_fifo(name, mode)

@@ -31,7 +31,8 @@ _EXIT_ABANDONED = 130
 _LAST_SIGNAL = 64
 _CTRL_C = b"\x03"
 _SETTLE_S = 0.001
-"""A command that ends sooner is not watched: its output is collected at its end, all of stdout first."""
+"""A command that ends sooner is not watched: its output and the reports on it are collected at its end, all of stdout
+first."""
 
 
 class Execution(Run):
@@ -58,7 +59,6 @@ class Execution(Run):
         self._shell = shell
         self._streams = self._make_streams()
         self._name = ""
-        self._mode = ""
         self.is_begun = False
         """Whether the shell has begun the command."""
         self._is_settled = False
@@ -189,19 +189,22 @@ class Execution(Run):
     # Actions --------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
-        self._name = link.new_name()
-        self._mode = self._mode_word()
+        self._name = link.new_name(self._letter())
         self.is_begun = self._is_settled = False
         self._write_files()
-        self._streams.open(self._name, needs_input_file=self._mode != command_driver.PLAIN)
-        self._began = process_set.now()
-        self._shell.hand_over(self._name, self._mode, on_terminal=self.request.terminal is not None)
+        self._streams.open(self._name, needs_input_file=not self._is_plain)
+        self._began = self._shell.clock.now()
+        # A short command ends before PID 1 listens, and wakes it once: the shell reports, then lets go of the output.
+        can_wait = self._streams.await_end(self._shell.listen, self._on_error)
+        self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None, is_heard=not can_wait)
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
 
     def _on_settled(self) -> None:
         self._is_settled = True
+        self._limit_time(_SETTLE_S)  # most commands have ended by now, and need no clock
         if self.is_begun:
             self._look_on()
+        self._shell.listen()
 
     def _look_on(self) -> None:
         """Read output as it comes. Not before the shell has begun: another writer would have the order from a thief."""
@@ -258,6 +261,7 @@ class Execution(Run):
             self._answer_with(lambda: error)
         finally:
             self._let_go()
+            self._shell.listen()  # the end of what it may still run frees it for the next command
 
     def _let_go(self) -> None:
         self._context.registry.remove(self._id, self)
@@ -280,21 +284,26 @@ class Execution(Run):
 
     # Files ----------------------------------------------------------------------------------------------------------
 
-    def _mode_word(self) -> str:
-        """Return the mode word of the command's order."""
+    def _letter(self) -> str:
+        """Return the first letter of the order's name."""
         request = self.request
         if request.terminal is not None:
-            return command_driver.WITH_VARIABLES + command_driver.WITH_STDIN
-        has_variables = self._shell.has_news or request.cwd is not None or bool(request.env)
-        word = command_driver.WITH_VARIABLES if has_variables else ""
-        return word + (command_driver.WITH_STDIN if request.stdin else "") or command_driver.PLAIN
+            return command_driver.WITH_BOTH
+        if self._shell.has_news or request.cwd is not None or request.env:
+            return command_driver.WITH_BOTH if request.stdin else command_driver.WITH_VARIABLES
+        return command_driver.WITH_STDIN if request.stdin else command_driver.PLAIN
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the command has neither `pre` and `post` nor a file for standard input."""
+        return self._name.startswith(command_driver.PLAIN)
 
     def _write_files(self) -> None:
-        """Make `cmd`, and `pre` and `post` if the mode has the driver source them."""
+        """Make `cmd`, and `pre` and `post` if the driver sources them."""
         request, shell = self.request, self._shell
         text = terminal_driver.read_lines(shell.files.path, shell.argv) if request.interactive else request.command
         shell.files.write("cmd", os.fsencode(text))
-        if self._mode == command_driver.PLAIN:
+        if self._is_plain:
             return
         cwd = None if request.cwd is None else os.path.join(self._context.config.workspace, request.cwd)
         before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
@@ -308,9 +317,9 @@ class Execution(Run):
 
     def _remove_command(self) -> None:
         """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""
-        if not self._mode:
+        if not self._name:
             return
-        for name in ("cmd",) if self._mode == command_driver.PLAIN else ("cmd", "pre", "post"):
+        for name in ("cmd",) if self._is_plain else ("cmd", "pre", "post"):
             self._shell.files.unlink(name)
 
     # Signals and keys -----------------------------------------------------------------------------------------------

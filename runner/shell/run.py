@@ -85,14 +85,16 @@ class Run(ClientSide, ABC):
     # Parts of actions -----------------------------------------------------------------------------------------------
 
     def _announce(self, pid: int = 0) -> None:
-        """The run begins: tell the client, and start the clock of the time limit."""
+        """The run begins: tell the client. The time limit counts from now."""
         self._started_s = time.monotonic()
         if self._sink is not None:
             self._sink.start(Started(self._id, pid))
-        if self._timeout_ms is not None:
-            self._time_limit = self._context.loop.call_later(
-                self._timeout_ms / 1000, lambda: self._force("timed_out"), self._on_error
-            )
+
+    def _limit_time(self, passed_s: float = 0.0) -> None:
+        """Set the clock of the time limit, unless it is set; so much of the time has passed since `_announce`."""
+        if self._timeout_ms is not None and self._time_limit is None:
+            left_s = max(0.0, self._timeout_ms / 1000 - passed_s)
+            self._time_limit = self._context.loop.call_later(left_s, lambda: self._force("timed_out"), self._on_error)
 
     @abstractmethod
     def _on_error(self, error: Exception) -> None:

@@ -8,7 +8,6 @@ Sources: getrusage(2) (blocks of 512 bytes).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -109,6 +108,7 @@ class Shell:
         self.written_bytes = -1
         """Bytes that the last command wrote to storage, -1 if unknown."""
         self._meter = WriteMeter()
+        self.clock = process_set.Clock()
         self._revision = context.settings.revision
         self._revision_before = self._revision
         self._was_ready = False
@@ -142,13 +142,14 @@ class Shell:
         """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
+        reads_lines = self._link_number != command_driver.BASH_LINK
         reports = Reports(on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end)
         link = None
         try:
             if self._state:
                 self.files.unlink("state")
                 self.files.write("state", self._state)
-            link = Link(self._context.loop, reports, self._events.on_error)
+            link = Link(self._context.loop, reports, self._events.on_error, reads_lines=reads_lines)
             self.pid = self._spawn(self._environment(), cwds, link.child_fd)
         except OSError:  # EAGAIN: the sandbox has as many processes as it may have
             if link is not None:
@@ -219,15 +220,23 @@ class Shell:
         """Whether something must be sourced before the next command: changed variables, or traps to restore."""
         return self.is_deaf or self._revision != self._context.settings.revision
 
-    def hand_over(self, name: str, mode: str, *, on_terminal: bool) -> None:
-        """Give the waiting shell its next command, whose files are in place. The shell's reports carry `name`."""
+    def hand_over(self, name: str, *, on_terminal: bool, is_heard: bool) -> None:
+        """Give the waiting shell its next command, whose files are in place. The shell's reports carry `name`. With
+        `is_heard` they are taken as they come, else from `listen` on."""
         assert self._link is not None
         self.is_ready = False
         self.is_deaf = on_terminal
         self._revision_before, self._revision = self._revision, self._context.settings.revision
-        self._link.order(name, mode)
         self._checks_left = _PICK_UP_CHECKS
-        self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+        self._link.order(name, is_heard=is_heard)
+
+    def listen(self) -> None:
+        """Take the reports on the command that was handed over, now and as they come. To be called soon after
+        `hand_over`: a shell that does not begin its command is noticed from then on."""
+        if self._link is not None:
+            self._link.listen()
+            if not self.is_ready and self._timer is None:
+                self._wait_for_pick_up()
 
     def signal(self, number: int) -> None:
         if self.pid is not None:
@@ -268,34 +277,35 @@ class Shell:
             return
         self._checks_left -= 1
         if self._checks_left > 0:
-            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+            self._wait_for_pick_up()
         else:
             self._events.on_unstarted()
             self.replace()
 
-    def _on_started(self, cwd: bytes) -> None:
+    def _wait_for_pick_up(self) -> None:
+        if self._link is not None and not self._link.has_begun:
+            self._set_timer(self._config.pick_up_grace_s / _PICK_UP_CHECKS, self._check_picked_up)
+
+    def _on_started(self) -> None:
         self._cancel_timer()
         self._was_ready = self.is_ready = True
         self._failed_starts = 0
         self.files.unlink("state")
         if self.pid is not None:
             offer(self._owner, self.pid)
-        self._look(cwd)
+        self._look()
         self._events.on_ready()
 
-    def _on_end(self, status: int, cwd: bytes) -> None:
+    def _on_end(self, status: int) -> None:
         self._cancel_timer()
         self.is_ready = self.pid is not None
-        self._look(cwd)
+        self._look()
         self._events.on_status(status)
 
-    def _look(self, cwd: bytes) -> None:
-        """Note the directory that the shell tells, if it can, and ask the kernel for the bytes it has written."""
-        self.cwd = cwd or self.cwd
+    def _look(self) -> None:
+        """Ask the kernel for the shell's directory and for the bytes that the shell has written."""
         if self.pid is not None:
-            if not cwd:  # bash without its builtin `pwd`
-                with contextlib.suppress(OSError):
-                    self.cwd = os.readlink(b"/proc/%d/cwd" % self.pid)
+            self.cwd = process_set.read_directory(self.pid) or self.cwd
             self.written_bytes = self._meter.read(self.pid, self._owner)
 
     def _drop_link(self) -> None:
@@ -317,6 +327,7 @@ class Shell:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self.clock.close()
         if self._birth.membership is not None:
             os.close(self._birth.membership[1])
         self.files.remove()

@@ -16,10 +16,11 @@ import os
 import struct
 import termios
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Protocol
 
 from runner.loop.config import MAX_LEFTOVER_PIPES
-from runner.loop.loop import READ, WRITE, EventLoop
+from runner.loop.loop import READ, WRITE, EventLoop, OnError
 from runner.wire.protocol import CHUNK_BYTES, MAX_FRAME_BYTES, Kind
 
 _LAST_TERMINAL_BYTES = 128 * 1024
@@ -52,7 +53,7 @@ class Outflow:
         self._kind = kind
         self._owner = owner
         self._is_terminal = is_terminal
-        self._is_watched = False
+        self._is_watched = self._awaits_writers = False
         self._is_at_end = False
         self._remaining: int | None = None
         self._is_enlarged = is_terminal
@@ -62,11 +63,23 @@ class Outflow:
 
     def resume(self) -> None:
         """Read output as it comes, until `pause`."""
+        if self._awaits_writers:
+            self._awaits_writers = False
+            self.pause()
         if not (self._is_watched or self._is_at_end or self.is_done):
             self._is_watched = True
             self._loop.watch(self._fd, READ, self._on_readable, self._on_error)
         if self._remaining is not None:
             self._on_readable(0)  # a terminal with nothing in it reports no event, and would never be done
+
+    def await_writers(self, on_gone: Callable[[], None], on_error: OnError) -> None:
+        """Call `on_gone` once, when the last writer of a FIFO is gone, unless `resume` or `pause` comes first."""
+        self._is_watched = self._awaits_writers = True
+        self._loop.watch(self._fd, 0, lambda _events: self._on_gone(on_gone), on_error)  # a hang-up is always reported
+
+    def _on_gone(self, on_gone: Callable[[], None]) -> None:
+        self.pause()
+        on_gone()
 
     def pause(self) -> None:
         """Stop reading; the run blocks when the pipe or terminal is full."""

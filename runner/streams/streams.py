@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 
 from runner.loop.config import STDIN_BUFFER_BYTES
 from runner.loop.context import Context, Sink
 from runner.loop.identity import UserIdentity
+from runner.loop.loop import OnError
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
 from runner.wire.protocol import CHUNK_BYTES, Kind, TerminalSize
@@ -44,6 +46,11 @@ class Streams:
 
     def on_reader(self) -> None:
         """Let the input flow. To be called once the command holds its standard input."""
+
+    def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
+        """Call `on_end` once, when nobody has the output open any more, unless it is read before; return whether the
+        streams can tell."""
+        return False
 
     # Input ----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _encode_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_decode_json = json.JSONDecoder().decode
+_quote = json.encoder.encode_basestring_ascii
 
 _PLAIN = frozenset({str, int, bool, float, types.NoneType})
 """Types whose JSON value is the value itself."""
@@ -55,13 +57,16 @@ class Vocabulary:
         cls = type(message)
         if self._classes.get(cls.__name__) is not cls:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")
-        body: dict[str, Any] = {TAG: cls.__name__}
+        parts = [f'{{"{TAG}":"{cls.__name__}"']
         defaults = _default_cache[cls]
         for name in _field_cache[cls][0]:
             value = getattr(message, name)
-            if name not in defaults or value is not defaults[name]:
-                body[name] = _unstructure(value)
-        return _encode_json(body).encode("ascii")
+            if name in defaults and value is defaults[name]:
+                continue
+            kind = type(value)  # most are text and numbers, and an encoder made for each message costs more than they
+            text = _quote(value) if kind is str else repr(value) if kind is int else _encode_json(_unstructure(value))
+            parts.append(f'"{name}":{text}')
+        return (",".join(parts) + "}").encode("ascii")
 
     def decode(self, data: bytes) -> Any:  # the caller matches on the class
         """Return the message in `data`.
@@ -70,7 +75,7 @@ class Vocabulary:
             ProtocolError: not JSON, not an object, an unknown tag, an unknown or missing field, or a wrong type.
         """
         try:
-            body = json.loads(data)
+            body = _decode_json(str(data, "utf-8"))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"not JSON: {type(error).__name__}") from None
         if not isinstance(body, dict):
@@ -140,11 +145,14 @@ def _structure_dataclass(value: object, cls: type, where: str) -> Any:
     if not isinstance(value, dict):
         raise ProtocolError(f"{where}: expected an object, got {type(value).__name__}")
     hints, required = _fields(cls)
-    unknown = value.keys() - hints.keys()
-    missing = required - value.keys()
-    if unknown or missing:
+    if not (value.keys() <= hints.keys() and required <= value.keys()):
+        unknown, missing = value.keys() - hints.keys(), required - value.keys()
         raise ProtocolError(f"{where}: unknown {sorted(unknown)[:5]}, missing {sorted(missing)[:5]}")
-    return cls(**{name: structure(each, hints[name], where=f"{where}.{name}") for name, each in value.items()})
+    arguments = {
+        name: each if type(each) is hints[name] else structure(each, hints[name], where=f"{where}.{name}")
+        for name, each in value.items()
+    }
+    return cls(**arguments)
 
 
 def _structure_union(value: object, choices: tuple[Any, ...], where: str) -> Any:

@@ -195,9 +195,9 @@ def test_a_storm_of_signals_costs_no_command(client: Client) -> None:
 _THIEF = """
 export A=1
 ( for fd in 9 10 11 12 13 14 15 16 49; do
-  if [ -S /proc/self/fd/$fd ] && sleep 0.1 && kill -STOP $$ && echo >ready && read name rest <&$fd; then
+  if [ -S /proc/self/fd/$fd ] && sleep 0.1 && kill -STOP $$ && echo >ready && read -r -n 11 name <&$fd; then
     kill -CONT $$
-    printf '%s +\\n/forged\\n%s 0\\nexport A=forged\\n%s .\\n' $name $name $name >&$fd
+    printf '%s +\\n%s 0\\nexport A=forged\\n%s .\\n' $name $name $name >&$fd
     echo $name >stolen
   fi
 done ) &
@@ -220,7 +220,7 @@ def test_a_report_of_another_process_is_dropped(client: Client) -> None:
     """Reports that a fork of the shell writes, in the name of the command itself, change nothing of its result."""
     outcome = client.run(
         "( for fd in 9 10 11 12 13 14 15 16 17 49; do"
-        " eval \"printf '/forged\\n$__sk_n 0\\nexport A=forged\\n$__sk_n .\\n' >&$fd\"; done ) 2>err; wait; false"
+        " eval \"printf '$__sk_n 0\\nexport A=forged\\n$__sk_n .\\n' >&$fd\"; done ) 2>err; wait; false"
     )
     assert (outcome.reply.exit_code, outcome.reply.cwd) == (1, "/mnt/workspace")
     client.run("kill -9 $$")

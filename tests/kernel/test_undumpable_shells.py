@@ -97,7 +97,7 @@ def test_no_process_of_the_same_user_looks_into_a_shell(server: Nsinit, shell: s
 
 @pytest.mark.parametrize("user", [None, "root"])
 def test_pid_1_still_reads_and_sets_what_it_needs(server: Nsinit, user: str | None) -> None:
-    """The score for the out-of-memory killer; the directory of a bash without `pwd`, whatever its name."""
+    """The score for the out-of-memory killer; the directory of a shell."""
     box = server.build(host_plan(root_inside=True), Setup(shell="bash", user=user))
     assert box.run(":").code == 0
     wait_until(lambda: Path(f"/proc/{_shell_pid(box)}/oom_score_adj").read_text() == "500\n", "it is offered")

@@ -96,7 +96,8 @@ class Shell:
     def __init__(self, context: Context, leftovers: AbandonedPipes) -> None:
         birth = Birth(["/bin/sh"], {}, b"/", context.as_user)
         self.queue = CommandQueue(context, leftovers, directory=context.file("shell"), birth=birth)
-        self.link = Link(context.loop, Reports(lambda _cwd: None, lambda: None, lambda _status, _cwd: None), fail)
+        reports = Reports(lambda: None, lambda: None, lambda _status: None)
+        self.link = Link(context.loop, reports, fail, reads_lines=True)
         self.queue.shell._link = self.link
         self.wait()
 

@@ -61,8 +61,8 @@ print("SECRET_OF" + "_VICTIM" if b"SECRET_OF" + b"_VICTIM" in seen else "nothing
 
 _FORK = r"""
 ( sleep 0.2; for fd in 9 10 11 12 13 14 15 16 17 49; do
-  [ -S /proc/self/fd/$fd ] && kill -STOP $$ && read name rest <&$fd && kill -CONT $$ &&
-  printf '%s +\n/forged\n%s 0\nexport FORGED=1\n%s .\n' $name $name $name >&$fd
+  [ -S /proc/self/fd/$fd ] && kill -STOP $$ && read -r -n 11 name <&$fd && kill -CONT $$ &&
+  printf '%s +\n%s 0\nexport FORGED=1\n%s .\n' $name $name $name >&$fd
 done; kill -CONT $$ ) 2>/dev/null &
 """
 
