@@ -3,9 +3,9 @@
 `RunPersistence` observes runs. It gives each run its ticket, has records and output written in the background, and lets
 PID 1 forget a run that is written. PID 1 keeps a bounded part of the newest output of each run:
 
-- The output of a run that goes on is written when there is much of it: what the daemon has received and not written is
-  within what PID 1 keeps. A run that writes faster than the disk takes its output is held up. Otherwise no run waits
-  for the disk.
+- The output of a run that goes on is written soon after it came. A run that writes faster than the disk takes its
+  output is held up, so that what the daemon has received and not written is within what PID 1 keeps. Otherwise no run
+  waits for the disk.
 - The output of a run that has ended stays with PID 1 while there is little of it (`LOAN_BYTES`): most short runs have
   only their facts and their end written. More of it is written, and PID 1 is told to forget the run. So is all output
   of a session that is paused, or left by a daemon that stops.
@@ -178,7 +178,7 @@ ended stays with PID 1. PID 1 gives up output of ended runs when it has four tim
 _BEHIND_BYTES: Final = 1024 * 1024
 _ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024
 """A run is held up when it has more than this to be written, or more than its equal part of the session's bound. Half
-as much is written at once, and less is left with PID 1, which keeps three times as much of each run."""
+as much is written at once, and less within `WRITE_EVERY_S`."""
 
 _FORGET_AT_ONCE: Final = 256
 _MAX_UNWANTED: Final = 4096
@@ -242,7 +242,8 @@ class RunPersistence(RunObserver):
     def note_pause(self, *, is_paused: bool) -> None:
         """Note a pause or its end. PID 1 of a paused session can't answer, so output that it alone holds is written."""
         self._is_reachable = not is_paused
-        self._schedule()
+        if self._ended:
+            self._schedule()
 
     def ticket(self, run: Run) -> str:
         """Return the ticket of a run: its sealed facts. PID 1 keeps the ticket and shows it to the next daemon."""
@@ -270,16 +271,14 @@ class RunPersistence(RunObserver):
         if run.end is not None:
             self._ended[run.exec_id] = run
             self._note_due(run)
-            if self._due[run.exec_id] >= LOAN_BYTES:
-                self._hurry.set()
 
     def wrote(self, run: Run, piece: Output) -> bool:
-        due_bytes = self._due.get(run.exec_id, 0) + len(piece.data) + _PIECE_COST_BYTES
-        self._due[run.exec_id] = due_bytes
-        if due_bytes < self._write_from_bytes:
-            return False
-        self._hurry.set()
-        self._schedule()
+        if run.exec_id not in self._due:
+            self._due[run.exec_id] = 0
+            self._schedule()
+        self._due[run.exec_id] += len(piece.data) + _PIECE_COST_BYTES
+        if 2 * self._due[run.exec_id] >= self._most_bytes:
+            self._hurry.set()
         return self._is_behind(run)
 
     async def wait_room(self, run: Run) -> None:
@@ -288,12 +287,12 @@ class RunPersistence(RunObserver):
             await self._written.wait()
 
     def _is_behind(self, run: Run) -> bool:
-        return self._due[run.exec_id] >= 2 * self._write_from_bytes
+        return self._due[run.exec_id] >= self._most_bytes
 
     @property
-    def _write_from_bytes(self) -> int:
-        """The unwritten output of a run that is left to PID 1 is less than this."""
-        return min(_BEHIND_BYTES, _ALL_BEHIND_BYTES // max(1, len(self._active))) // 2
+    def _most_bytes(self) -> int:
+        """Unwritten output with which a run is held up."""
+        return min(_BEHIND_BYTES, _ALL_BEHIND_BYTES // len(self._due))
 
     def forget(self, exec_id: str) -> None:
         """Forget a run that is not kept any more: nobody will ask PID 1 for its output."""
@@ -349,13 +348,11 @@ class RunPersistence(RunObserver):
         there is more to write, and the disk takes it."""
         if self._output.is_recovering:
             return False  # the files have everything still, and PID 1 is told to forget nothing
-        least_bytes = 0 if is_last or not self._can_lend else self._write_from_bytes
-        unwritten = {run.exec_id: self._due.get(run.exec_id, 0) for run in self._active}
-        going = [exec_id for exec_id, size_bytes in unwritten.items() if size_bytes >= max(1, least_bytes)]
-        self._due = {exec_id: size_bytes for exec_id, size_bytes in unwritten.items() if 0 < size_bytes < least_bytes}
+        due, self._due = self._due, {}
         self._written.set()
         self._written = trio.Event()
         ended = {} if not is_last and self._lends() else dict(self._ended)
+        going = [run.exec_id for run in self._active if due.get(run.exec_id)]
         written = {exec_id: run for exec_id, run in self._ended.items() if exec_id in ended or _is_written(run)}
         try:
             has_more = await self._output.write(None if is_last else (*ended, *going))
@@ -379,15 +376,10 @@ class RunPersistence(RunObserver):
 
     def _lends(self) -> bool:
         """Whether PID 1 can be relied on to keep the output of the runs that have ended."""
-        if not self._can_lend or len(self._ended) > LOAN_RUNS:
+        if not (self._gives_tickets and self._is_reachable) or len(self._ended) > LOAN_RUNS:
             return False
         runs = (*self._active, *self._ended.values())
         return sum(min(run.output_bytes, protocol.KEPT_RUN_BYTES) for run in runs) <= LOAN_BYTES
-
-    @property
-    def _can_lend(self) -> bool:
-        """Whether PID 1 keeps runs and can be asked for their output."""
-        return self._gives_tickets and self._is_reachable
 
     def _describe(self, exec_id: str) -> tuple[RunFacts | bytes, RunState] | None:
         run = self._find(exec_id)

@@ -75,14 +75,18 @@ class CloseCode(enum.IntEnum):
     CAPACITY = 4503
 
 
-def encode_frame(opcode: Opcode, *parts: bytes | memoryview) -> bytes:
-    """Return a message as one frame, with `parts` in a row as the payload."""
-    length = sum(map(len, parts))
+def encode_frame(opcode: Opcode, payload: bytes) -> bytes:
+    """Return a message as one frame."""
+    return encode_frame_head(opcode, len(payload)) + payload
+
+
+def encode_frame_head(opcode: Opcode, length: int) -> bytes:
+    """Return the part of a frame that stands before a payload of `length` bytes."""
     if length < 126:
-        return b"".join((_SHORT.pack(_FIN | opcode, length), *parts))
+        return _SHORT.pack(_FIN | opcode, length)
     if length < 65536:
-        return b"".join((_MIDDLE.pack(_FIN | opcode, 126, length), *parts))
-    return b"".join((_LONG.pack(_FIN | opcode, 127, length), *parts))
+        return _MIDDLE.pack(_FIN | opcode, 126, length)
+    return _LONG.pack(_FIN | opcode, 127, length)
 
 
 def cut_reason(reason: str) -> str:

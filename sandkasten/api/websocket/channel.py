@@ -359,7 +359,7 @@ class Channel:
             position += len(part)
             self._credit_bytes -= len(part)
             frame = encode_output(self.id, output.stream, part, output.sequence, more=position < size)
-            self._lane.put(frame, sequence=0 if position < size else output.sequence)
+            self._lane.put(*frame, sequence=0 if position < size else output.sequence)
         self._sequence = output.sequence
 
     # Input and orders -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import attrs
 
 from sandkasten.api.http.json import Body
-from sandkasten.api.http.websocket import Opcode, encode_frame
+from sandkasten.api.http.websocket import Opcode, encode_frame_head
 from sandkasten.api.resources.fields import ExecId, SignalNumber, bad_fields
 from sandkasten.api.resources.runs import ExecRequest
 from sandkasten.api.websocket import messages
@@ -315,7 +315,10 @@ LIMITS: Mapping[str, int] = {
 """The limits in `hello`, which adds `message_bytes`: the largest message of a client."""
 
 
-def encode_output(channel: int, stream: Stream, data: bytes | memoryview, sequence: int, *, more: bool) -> bytes:
-    """Return a part of a piece of output as a binary frame; `more`: another part of it follows."""
+def encode_output(
+    channel: int, stream: Stream, data: memoryview, sequence: int, *, more: bool
+) -> tuple[bytes, memoryview]:
+    """Return a part of a piece of output as a binary frame, without a copy of `data`; `more`: another part follows."""
     tag = _TAGS[stream] | (MORE if more else 0)
-    return encode_frame(Opcode.BINARY, HEADER.pack(channel, tag, sequence), data)
+    head = encode_frame_head(Opcode.BINARY, HEADER.size + len(data))
+    return head + HEADER.pack(channel, tag, sequence), data

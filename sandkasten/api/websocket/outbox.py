@@ -19,14 +19,18 @@ MAX_CONTROL = 256
 QUEUE_BYTES = 256 * 1024
 """A channel may add output while less than this waits; so a channel holds one frame more at most."""
 
-WRITE_BYTES = 256 * 1024
-"""Bytes that are gathered into one write."""
+WRITE_BYTES = 200 * 1024
+"""Bytes that are gathered into one write: three frames of the largest size."""
 
 HOLD_S = 0.001
 """Seconds that the first frames of a channel wait for more to send in one write: many runs end at once."""
 
 HOLD_BYTES = 4 * 1024
 """Bytes that do not wait for more."""
+
+
+Parts = tuple[bytes | memoryview, ...]
+"""A frame: these bytes in a row."""
 
 
 class Lane:
@@ -37,7 +41,7 @@ class Lane:
         self._outbox = outbox
         self._on_end = on_end
         self._changed = trio.lowlevel.ParkingLot()
-        self.frames: deque[bytes] = deque()
+        self.frames: deque[Parts] = deque()
         self._sequences: deque[int] = deque()
         self.taken_sequence = 0
         """The number of the last numbered frame that was taken."""
@@ -55,11 +59,12 @@ class Lane:
         while not self.has_room:
             await self._changed.park()
 
-    def put(self, frame: bytes, *, sequence: int = 0, hold: bool = False) -> None:
-        """Add a frame. With `hold` the frame may wait `HOLD_S` for the frames behind it, to go out in one write."""
-        self.frames.append(frame)
+    def put(self, *parts: bytes | memoryview, sequence: int = 0, hold: bool = False) -> None:
+        """Add a frame, given in parts that are copied only when they are written. With `hold` the frame may wait
+        `HOLD_S` for the frames behind it, to go out in one write."""
+        self.frames.append(parts)
         self._sequences.append(sequence)
-        self.queued_bytes += len(frame)
+        self.queued_bytes += sum(map(len, parts))
         if self.is_held and self.queued_bytes < HOLD_BYTES:
             return
         self._outbox.add(self, hold=hold)
@@ -68,21 +73,21 @@ class Lane:
     async def end(self, frame: bytes) -> None:
         """Add the last frame and, unless another task writes, write the waiting frames."""
         self.is_ended = True
-        self.frames.append(frame)
+        self.frames.append((frame,))
         self._sequences.append(0)
         self.queued_bytes += len(frame)
         self._outbox.add(self, hold=False)
         await self._outbox.flush()
 
-    def take(self) -> bytes:
+    def take(self) -> Parts:
         """Return the next frame."""
-        frame = self.frames.popleft()
+        parts = self.frames.popleft()
         self.taken_sequence = self._sequences.popleft() or self.taken_sequence
-        self.queued_bytes -= len(frame)
+        self.queued_bytes -= sum(map(len, parts))
         self._changed.unpark()
         if self.is_ended and not self.frames:
             self._on_end()
-        return frame
+        return parts
 
 
 class Outbox:
@@ -171,16 +176,16 @@ class Outbox:
 
     def _gather(self) -> bytes:
         """Return the next write: all control messages, and one frame of each lane up to `WRITE_BYTES`."""
-        frames = list(self._control)
+        gathered: list[bytes | memoryview] = list(self._control)
         self._control.clear()
-        size = sum(map(len, frames))
-        while self._turns and (not frames or size + len(self._turns[0].frames[0]) <= WRITE_BYTES):
+        size = sum(map(len, gathered))
+        while self._turns and (not gathered or size + sum(map(len, self._turns[0].frames[0])) <= WRITE_BYTES):
             lane = self._turns.popleft()
-            frame = lane.take()
-            frames.append(frame)
-            size += len(frame)
+            parts = lane.take()
+            gathered += parts
+            size += sum(map(len, parts))
             if lane.frames:
                 self._turns.append(lane)
             else:
                 lane.is_in_turn = False
-        return frames[0] if len(frames) == 1 else b"".join(frames)
+        return b"".join(gathered)

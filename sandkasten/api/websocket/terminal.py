@@ -12,7 +12,7 @@ from typing import assert_never
 import trio
 
 from sandkasten.api.http.connection import ClientGone
-from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
+from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame_head
 from sandkasten.api.websocket.handshake import WebSocketExchange, close_code
 from sandkasten.api.websocket.messages import (
     KIB,
@@ -126,7 +126,7 @@ class _Screen:
             position += len(part)
             if self._window_bytes is not None:
                 self._window_bytes -= len(part)
-            self._lane.put(encode_frame(Opcode.BINARY, part))
+            self._lane.put(encode_frame_head(Opcode.BINARY, len(part)), part)
 
     def _tell_changes(self) -> None:
         """Tell of changes since the last piece: lost output, and whether input reaches the shell."""
