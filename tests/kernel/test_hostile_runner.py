@@ -71,7 +71,7 @@ async def test_a_pid_1_that_was_stopped_crashes_the_session(
 ) -> None:
     """A request waits in vain for a PID 1 that does not answer; then the session ends instead of running on for ever,
     and another session works. A PID 1 that answers again in time keeps its session."""
-    monkeypatch.setattr(birth, "_HELLO_S", patience(0.3))
+    monkeypatch.setattr(birth, "HELLO_S", patience(0.3))
     monkeypatch.setattr(watch, "_NEWS_S", 0.1)
     monkeypatch.setattr(files, "_ANSWER_S", 0.3)
     monkeypatch.setattr(run, "PATIENCE_S", 0.3)
