@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -113,6 +113,16 @@ class Budget:
         limits = self._held.pop(key, None)
         if limits is not None:
             self._add(limits, -1)
+
+    def would_fit(self, refusal: Capacity, released: Iterable[Hashable]) -> bool:
+        """Whether a refused create would fit without these sessions, as far as limits tell: how much memory and how
+        many process ids their end frees is known only afterwards."""
+        refused = refusal.details
+        if "committed" not in refused:
+            return True
+        freed = node.committed([self._held[key] for key in released if key in self._held])
+        left = refused["committed"] - getattr(freed, refused["resource"])
+        return bool(left + refused["requested"] <= refused["total"])
 
     def _add(self, limits: Limits, sign: int) -> None:
         amounts = node.committed([limits])

@@ -21,7 +21,15 @@ from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
 from sandkasten.actors.node import session_pools
 from sandkasten.actors.node.session_pools import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, Refill
-from sandkasten.config import Config, Defaults, PoolSettings, PoolSize, ServerSettings, WorkspaceSettings
+from sandkasten.config import (
+    AdmissionSettings,
+    Config,
+    Defaults,
+    PoolSettings,
+    PoolSize,
+    ServerSettings,
+    WorkspaceSettings,
+)
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model import EventType, ExecSpec, FileRules, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import Capacity, InvalidImage, QuotaExceeded, SessionExpired, SessionNotFound
@@ -456,6 +464,23 @@ async def test_idle_members_make_room_for_creates(monkeypatch: pytest.MonkeyPatc
         await tree.supervisor.destroy(made[0].id)
         await until_ready(tree, 1)
         assert (await tree.supervisor.create(EVERYTHING)).acquire_source == "pool"
+
+
+async def test_a_create_that_would_not_fit_without_members_ends_none() -> None:
+    """Two cores of members are ended for a create that fits then, and kept for one that does not."""
+    async with open_scripted() as tree:
+        cores = (await tree.supervisor.capacity()).totals.cpu
+    assert cores is not None
+    admission = AdmissionSettings(cpu_overcommit=5 / cores)
+    async with open_pool(2, admission=admission) as tree:
+        members = await idle(tree)
+        await tree.supervisor.create(SessionSpec(limits=Limits(cpu=2.0)))
+        with pytest.raises(Capacity) as caught:
+            await tree.supervisor.create(SessionSpec(limits=Limits(cpu=3.5)))
+        assert caught.value.details["resource"] == "cpu"
+        assert await idle(tree) == members
+        await tree.supervisor.create(SessionSpec(limits=Limits(cpu=3.0)))
+        assert await idle(tree) == []
 
 
 async def test_a_drained_node_refills_nothing() -> None:

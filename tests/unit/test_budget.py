@@ -147,6 +147,21 @@ def test_what_runs_is_counted_and_never_refused() -> None:
     assert budget.committed.memory_bytes == (2 * 512 + 256) * MIB
 
 
+def test_the_end_of_others_is_judged_before_they_end() -> None:
+    """Limits tell whether enough is released; how much free memory comes back shows only afterwards."""
+    node = Node()
+    budget = budget_of(node, memory_overcommit=1.0, reserve_percent=10.0)
+    for name in "abcd":
+        budget.hold(name, Limits(memory_mb=256))
+    refused = refusal(budget, Limits(memory_mb=512))
+    assert not budget.would_fit(refused, ["a"])
+    assert budget.would_fit(refused, ["a", "b"])
+    assert not budget.would_fit(refused, ["a", "gone"])
+    budget.release("a")
+    node.left = Amounts(memory_bytes=0, pids=1000)
+    assert budget.would_fit(refusal(budget, Limits(memory_mb=16)), ["b"])
+
+
 def test_a_change_takes_only_what_it_adds() -> None:
     """Growing by what is left fits; one more does not, and then the old limits are still counted."""
     budget = budget_of(Node(), memory_overcommit=1.0)

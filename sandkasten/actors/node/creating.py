@@ -151,13 +151,15 @@ class Creating:
         return attrs.evolve(session, timings_ms={"queue": round(waited_ms, 3), **session.timings_ms})
 
     async def _admit(self, place: object, resolved: Resolved, spec: SessionSpec) -> None:
-        """Have the budget admit a create. Idle members of session pools make room, one after the other."""
+        """Have the budget admit a create. Idle members of session pools make room, one after the other, unless the
+        create would not fit without any of them."""
         while True:
             try:
                 return self._budget.admit(place, resolved.limits, under_way=self.under_way - 1, owner=spec.key_id)
             except Capacity as error:
                 refusal = error
-            if not await self._pools.give_up_one():
+            may_fit = self._budget.would_fit(refusal, self._pools.idle)
+            if not may_fit or not await self._pools.give_up_one():
                 raise refusal
 
     async def _built(self, record: SessionRecord, creation: Creation) -> Session:

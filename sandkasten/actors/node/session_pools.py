@@ -298,6 +298,11 @@ class SessionPool:
         self._metrics.pool_misses(self._name, reason).inc()
         return reason
 
+    @property
+    def idle(self) -> Sequence[str]:
+        """Ids of the members that are ready."""
+        return [member.session_id for member in self._members]
+
     async def give_up_one(self) -> bool:
         """End the oldest member, for a create that does not fit beside it. Return False if there is none."""
         if not self._members:
@@ -458,6 +463,11 @@ class SessionPools:
     def __len__(self) -> int:
         """Return the number of members that are ready."""
         return sum(map(len, self._pools))
+
+    @property
+    def idle(self) -> Sequence[str]:
+        """Ids of the members that are ready."""
+        return [session_id for pool in self._pools for session_id in pool.idle]
 
     @property
     def infos(self) -> Sequence[PoolInfo]:
