@@ -36,9 +36,6 @@ from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-MAX_PUBLIC_BODY_BYTES = 1024
-"""The largest body of a request that needs no key."""
-
 EXCHANGE_KEY = "sandkasten.exchange"
 """Where a scope carries its exchange and route through Quart."""
 
@@ -115,9 +112,8 @@ class _Front:
         route = _find_route(exchange, target)
         await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
         if route.kind is RouteKind.JSON:
-            limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
             exchange.scope[EXCHANGE_KEY] = (exchange, route)
-            await exchange.hand_over(self._quart, limit_bytes=limit_bytes)
+            await exchange.hand_over(self._quart, limit_bytes=self._settings.max_request_bytes)
             return
         answer = await route.handler(exchange)
         if answer is not None:
