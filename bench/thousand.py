@@ -29,7 +29,7 @@ EXECS = 1000
 _BATCH = 50
 """Commands between two readings of the daemon's processor time."""
 
-_CHANGES = 20
+_CHANGES = 10
 _READS = 10
 
 
@@ -68,7 +68,7 @@ def measure_thousand(
             _measure_quiet(step, pid, quiet_s)
             for name, targets in (("one", sessions[:1]), ("all", sessions)):
                 _measure_execs(step, name, pid, client, targets, execs)
-            _measure_changes(step, pid, client)
+            _measure_changes(step, pid, client, sessions)
             step.list_ms = _times(lambda: client.call("GET", "/v1/sessions?limit=1000"))
             step.metrics_ms = _times(lambda: client.text("GET", "/metrics"))
             step.resident_mib = measure.own_resident_bytes(pid) / 2**20
@@ -117,15 +117,14 @@ def _measure_execs(step: Step, name: str, pid: int, client: daemon.Client, sessi
     step.exec_ms[name], step.exec_cpu_ms[name] = times_ms, cpu_ms
 
 
-def _measure_changes(step: Step, pid: int, client: daemon.Client) -> None:
-    """Make some more sessions and end them again. The processor time is the daemon's own."""
-    made = list[str]()
+def _measure_changes(step: Step, pid: int, client: daemon.Client, sessions: list[str]) -> None:
+    """End some of the sessions and make as many again. The processor time is the daemon's own."""
     before = cpu_ns(pid)
-    step.create_ms = _times(lambda: made.append(client.call("POST", "/v1/sessions", {})["id"]), _CHANGES)
-    step.create_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
-    before = cpu_ns(pid)
-    step.destroy_ms = _times(lambda: client.call("DELETE", f"/v1/sessions/{made.pop()}"), _CHANGES)
+    step.destroy_ms = _times(lambda: client.call("DELETE", f"/v1/sessions/{sessions.pop()}"), _CHANGES)
     step.destroy_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
+    before = cpu_ns(pid)
+    step.create_ms = _times(lambda: sessions.append(client.call("POST", "/v1/sessions", {})["id"]), _CHANGES)
+    step.create_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
 
 
 def _times(work: Callable[[], Any], count: int = _READS) -> list[float]:
