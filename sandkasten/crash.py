@@ -52,7 +52,7 @@ class Crash:
 
     def passing(self, point: Point) -> None:
         """End this process if `point` is the configured one."""
-        if point.value == self._name:
+        if self._name and point.value == self._name:
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

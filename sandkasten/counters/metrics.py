@@ -134,7 +134,7 @@ class Metrics:
 
     def note_event(self, type: EventType, data: Mapping[str, object]) -> None:
         """Count an event of the journal."""
-        self.events(type.value).inc()
+        self.events(type).inc()
         if type is EventType.SESSION_CREATED:
             self.sessions_created(str(data.get("acquire_source"))).inc()
         elif type is EventType.OOM:

@@ -11,13 +11,12 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import math
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,16 @@ class RunnerConnection:
         """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
         caller's."""
         self.is_idle = False
-        if fd is None:
-            await self.send(Kind.REQUEST, REQUESTS.encode(request))
+        frame = encode_frame(Kind.REQUEST, REQUESTS.encode(request))
+        if fd is None and not self._sending and not self._unsent:
+            # Nobody else sends on a connection that was idle, so the lock and its switch of tasks are not needed.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            await self._send_all(memoryview(frame))
             return
         async with self._send_lock:
-            frame = self._unsent + encode_frame(Kind.REQUEST, REQUESTS.encode(request))
-            await self._send_all(memoryview(frame)[await self._send_first(frame, fd) :])
+            frame = self._unsent + frame
+            sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
+            await self._send_all(memoryview(frame)[sent_bytes:])
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
@@ -157,32 +160,35 @@ class RunnerConnection:
         whole = len(data)
         self._unsent = b""
         try:
-            with _lost_on_error():
-                while data:
-                    try:
-                        data = data[self._socket.send(data) :]
-                        is_full = False
-                    except BlockingIOError:
-                        is_full = True
-                    if is_full:
-                        await trio.lowlevel.wait_writable(self._socket)
+            while data:
+                try:
+                    data = data[self._socket.send(data) :]
+                    is_full = False
+                except BlockingIOError:
+                    is_full = True
+                if is_full:
+                    await trio.lowlevel.wait_writable(self._socket)
+        except _CLOSED as error:
+            raise _lost() from error
         except trio.Cancelled:
             self._unsent = bytes(data) if len(data) < whole else b""
             raise
 
     async def _send_first(self, data: bytes, fd: int) -> int:
         """Send at least one byte, and with it the descriptor; return the number of bytes sent."""
-        with _lost_on_error():
+        try:
             while True:
                 try:
                     return socket.send_fds(self._socket, [data], [fd])
                 except BlockingIOError:
                     pass
                 await trio.lowlevel.wait_writable(self._socket)
+        except _CLOSED as error:
+            raise _lost() from error
 
     async def _receive_some(self, deadline: float) -> bytes:
         """Return received bytes, waiting for the first if need be; always lets other tasks run."""
-        with _lost_on_error():
+        try:
             data = self._receive_nowait()
             if data is None:
                 with trio.CancelScope(deadline=deadline) as self._patience:
@@ -191,10 +197,12 @@ class RunnerConnection:
                 data = self._receive_nowait()
             else:
                 await trio.lowlevel.checkpoint()
+        except _CLOSED as error:
+            raise _lost() from error
         if data is None:  # starved, or frozen: late is not hostile
             raise RunnerLost("the sandbox's init did not answer in time")
         if not data:
-            raise RunnerLost("the sandbox closed the connection")
+            raise _lost()
         if len(data) == self._receive_bytes:
             self._receive_bytes = _BULK_RECEIVE_BYTES
         return data
@@ -206,12 +214,12 @@ class RunnerConnection:
             return None
 
 
-@contextmanager
-def _lost_on_error() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, trio.ClosedResourceError) as error:  # ValueError: the descriptor is closed
-        raise RunnerLost("the sandbox closed the connection") from error
+_CLOSED = (OSError, ValueError, trio.ClosedResourceError)
+"""Errors of a socket that either side has closed. ValueError: the descriptor is closed."""
+
+
+def _lost() -> RunnerLost:
+    return RunnerLost("the sandbox closed the connection")
 
 
 def check_piece(body: bytes, what: str) -> None:
@@ -233,26 +241,26 @@ def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protoco
 
 
 def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
+    """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
+    for name in message.__slots__:
+        value = getattr(message, name)
         if isinstance(value, tuple):
             for each in value:
                 _check_message(each)
-        else:
-            _check_value(value)
+        elif isinstance(value, int):
+            if abs(value) > _MAX_NUMBER:
+                raise RunnerProtocolError("a number out of range")
+        elif isinstance(value, str):
+            _check_text(value)
 
 
-def _check_value(value: object) -> None:
-    """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
-    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-        raise RunnerProtocolError("a number out of range")
-    if isinstance(value, str):
-        try:
-            size = len(value.encode("utf-8", "surrogateescape"))
-        except UnicodeEncodeError:
-            raise RunnerProtocolError("a string that is no text") from None
-        if size > _MAX_TEXT_BYTES:
-            raise RunnerProtocolError("a string that is too long")
+def _check_text(text: str) -> None:
+    try:
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        raise RunnerProtocolError("a string that is no text") from None
+    if size > _MAX_TEXT_BYTES:
+        raise RunnerProtocolError("a string that is too long")
 
 
 class RunnerLink:

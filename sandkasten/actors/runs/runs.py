@@ -371,8 +371,8 @@ class Runs(RunObserver):
         clock, now = run.clock, trio.current_time()
         began, output = clock.began_at, clock.first_output_at
         self._metrics.note_run(
-            run.request.kind.value,
-            end.cause.value,
+            run.request.kind,
+            end.cause,
             waited_s=None if began is None else began - clock.asked_at,
             ran_s=None if began is None else now - began,
             first_output_s=None if began is None or output is None else output - began,

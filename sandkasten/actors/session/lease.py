@@ -122,7 +122,14 @@ class Lease:
             self._unannounced.discard(reason)
 
     def _set_alarm(self) -> None:
-        ends = self._ends
-        self._alarm = min(*ends.values(), *(ends[reason] - WARNING_S for reason in self._unannounced))
-        if self._scope is not None:
+        idle_end, hard_end, unannounced = self._idle_end, self._hard_end, self._unannounced
+        if self.is_held:
+            idle_end = math.inf
+        if EndReason.IDLE in unannounced:
+            idle_end -= WARNING_S
+        if EndReason.MAX_LIFETIME in unannounced:
+            hard_end -= WARNING_S
+        self._alarm = min(idle_end, hard_end)
+        # An alarm that moves away, as with every command, is found out when the earlier one rings.
+        if self._scope is not None and self._alarm < self._scope.deadline:
             self._scope.deadline = self._alarm

@@ -96,7 +96,7 @@ class Pausing:
         Raises:
             SandkastenError: the session could not be thawed and stays paused, or its PID 1 does not answer.
         """
-        if self._own.session.status is Status.PAUSED:
+        if self._own.facts.status is Status.PAUSED:
             await self._let_go_on()
             self._actor.emit(EventType.SESSION_RESUMED)
 
