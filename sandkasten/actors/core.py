@@ -2,7 +2,8 @@
 
 An actor owns its state: only its own tasks touch it. Others hold a `Ref` and send frozen messages. Mailboxes are
 bounded. A handler answers at once, hands the answer to a child task (`defer`), or awaits when no message may overtake
-the one it handles. When an actor ends, every message in its mailbox and every deferred answer fails: no asker waits for
+the one it handles. While an actor waits for a message, some messages are served in the task of their sender
+(`handle_at_once`). When an actor ends, every message in its mailbox and every deferred answer fails: no asker waits for
 ever.
 
 Asks go down the tree only; see docs/architecture.md. Vocabulary after Erlang/OTP's gen_server.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
 import attrs
@@ -54,6 +56,13 @@ class Deferred:
 
 
 DEFERRED: Final = Deferred()
+
+
+class Later:
+    """Type of `LATER`: the message goes through the mailbox."""
+
+
+LATER: Final = Later()
 
 
 class Reply(Generic[R]):
@@ -135,6 +144,7 @@ class Ref:
         self.translate: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is
         """Translates an error that came of work with a resource which the actor lent; see `Actor.translate`."""
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
+        self._step: Callable[[Any, Reply[Any]], bool] | None = None  # the actor's message union and answer types
 
     def __repr__(self) -> str:
         return f"<Ref {self.name}>"
@@ -167,7 +177,7 @@ class Ref:
             SandkastenError: whatever the handler raised.
         """
         reply: Reply[R] = Reply()
-        self._post(_Envelope(message, reply))
+        self.post(message, reply)
         try:
             return await reply.wait()
         except trio.Cancelled:
@@ -189,7 +199,8 @@ class Ref:
 
     def post(self, message: Ask[R], reply: Reply[R]) -> None:
         """Send `message` and have its answer put into `reply`, for which others may wait as well. Raises as `tell`."""
-        self._post(_Envelope(message, reply))
+        if self._step is None or not self._step(message, reply):
+            self._post(_Envelope(message, reply))
 
     def tell(self, message: Tell | Ask[Any]) -> None:
         """Send `message` without waiting. Raises `Overloaded` or `ActorGone`; never blocks."""
@@ -205,9 +216,13 @@ class Ref:
         except trio.BrokenResourceError:
             raise (self.end_error() or ActorGone(f"{self.name} has ended")) from None
 
-    def _bind(self, outbox: trio.MemorySendChannel[_Envelope] | None) -> None:
+    def _bind(
+        self,
+        outbox: trio.MemorySendChannel[_Envelope] | None,
+        step: Callable[[Any, Reply[Any]], bool] | None = None,  # the actor's message union and answer types
+    ) -> None:
         self.incarnation += outbox is not None
-        self._outbox = outbox
+        self._outbox, self._step = outbox, step
 
 
 class Actor:
@@ -221,11 +236,19 @@ class Actor:
         self.ref = ref
         self._nursery: trio.Nursery
         self._current: Reply[Any] | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_stepping = False
 
     async def handle(self, message: Any) -> Any:  # the subclass names its message union and answer types
         """Serve one message and return the answer, or `DEFERRED`."""
         raise NotImplementedError
+
+    def handle_at_once(self, message: Any) -> Any:  # the subclass names its message union and answer types
+        """Serve one message without waiting and return the answer or `DEFERRED`, or do nothing and return `LATER`.
+
+        Called in the task of the sender, and only while `run` waits for a message, so that no message is overtaken. May
+        not stop the actor.
+        """
+        return LATER
 
     async def on_start(self) -> None:
         """Acquire the actor's resources; messages wait meanwhile."""
@@ -253,7 +276,8 @@ class Actor:
     async def run(self, *, task_status: trio.TaskStatus[Ref] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the mailbox until `stop`, cancellation, or a bug in a handler. Raises the bug, for the supervisor."""
         outbox, inbox = trio.open_memory_channel[_Envelope](MAILBOX_MESSAGES)
-        self.ref._bind(outbox)
+        self._context = trio.lowlevel.current_task().context
+        self.ref._bind(outbox, partial(self._step, outbox))
         try:
             async with trio.open_nursery(strict_exception_groups=True) as nursery:
                 self._nursery = nursery
@@ -289,6 +313,39 @@ class Actor:
                 envelope.reply.set(answer)
         finally:
             self._current = None
+
+    def _step(self, outbox: trio.MemorySendChannel[_Envelope], message: Any, reply: Reply[Any]) -> bool:
+        """Serve a message in the task of its sender, if `run` waits for one. Return whether the message was served.
+
+        A switch to the actor's task and back costs more than most messages. The step runs in the actor's context, as
+        do the tasks that it starts.
+        """
+        if self._is_stepping or not outbox.statistics().tasks_waiting_receive:
+            return False
+        self._is_stepping = True
+        try:
+            return self._context.run(self._serve_at_once, message, reply, logcontext.origin.get())
+        finally:
+            self._is_stepping = False
+
+    def _serve_at_once(self, message: Any, reply: Reply[Any], origin: logcontext.Origin) -> bool:
+        self._current = reply
+        logcontext.origin.set(origin)
+        try:
+            answer = self.handle_at_once(message)
+        except SandkastenError as error:
+            self._nursery.start_soon(self._refuse, reply, error, message)
+        except Exception as bug:  # noqa: BLE001  # the actor's, whose supervisor gets it, and not the sender's
+            self._fail(reply, self.gone(), message)
+            self._nursery.start_soon(_raise, bug)
+        else:
+            if answer is LATER:
+                return False
+            if answer is not DEFERRED:
+                reply.set(answer)
+        finally:
+            self._current = None
+        return True
 
     async def _run_deferred(
         self, reply: Reply[Any] | None, work: Callable[..., Awaitable[object]], args: tuple[Any, ...]
@@ -326,6 +383,10 @@ class Actor:
             if envelope.reply is not None:
                 envelope.reply.fail(self.gone())
         inbox.close()
+
+
+async def _raise(bug: BaseException) -> None:
+    raise bug
 
 
 def _name_of(work: Callable[..., object]) -> str:

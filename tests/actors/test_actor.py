@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from sandkasten import logcontext
-from sandkasten.actors.core import MAILBOX_MESSAGES, Actor, Ask, Ref
+from sandkasten.actors.core import LATER, MAILBOX_MESSAGES, Actor, Ask, Ref
 from sandkasten.model.errors import ActorGone, Overloaded, SessionNotFound
 
 
@@ -52,6 +52,14 @@ class Stop(Ask[None]):
     pass
 
 
+@attrs.frozen
+class Quick(Ask[tuple[str, str | None]]):
+    """Served in the sender's task if the actor waits; answered with the way it was served, and the request."""
+
+    refuse: bool = False
+    has_bug: bool = False
+
+
 class Subject(Actor):
     def __init__(self, ref: Ref) -> None:
         super().__init__(ref)
@@ -74,7 +82,18 @@ class Subject(Actor):
                 return self.defer(self._who_asks) if is_slow else await self._who_asks()
             case Stop():
                 self.stop()
+            case Quick():
+                return "mailbox", logcontext.origin.get().request_id
         return None
+
+    def handle_at_once(self, message: object) -> Any:
+        if not isinstance(message, Quick):
+            return LATER
+        if message.refuse:
+            raise SessionNotFound("none")
+        if message.has_bug:
+            raise ZeroDivisionError
+        return "at once", logcontext.origin.get().request_id
 
     async def _who_asks(self) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -229,3 +248,54 @@ async def test_a_mailbox_says_how_much_waits_in_it() -> None:
         await trio.testing.wait_all_tasks_blocked()
         assert ref.waiting == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_a_waiting_actor_is_stepped_by_the_sender() -> None:
+    """In the name of the sender, whose own context stays as it is; a refusal is an answer here, too."""
+    logcontext.origin.set(logcontext.Origin("the one that started it"))
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(Subject(Ref("subject")).run)
+        await trio.testing.wait_all_tasks_blocked()
+        logcontext.origin.set(logcontext.Origin("a"))
+        assert await ref.ask(Quick()) == ("at once", "a")
+        assert logcontext.origin.get().request_id == "a"
+        with pytest.raises(SessionNotFound):
+            await ref.ask(Quick(refuse=True))
+        assert await ref.ask(Echo("alive")) == "alive"
+        nursery.cancel_scope.cancel()
+
+
+async def test_no_message_is_overtaken_by_one_that_is_served_at_once() -> None:
+    """Neither the message being handled, nor one that is on its way to the actor's task or in the mailbox."""
+    subject = Subject(Ref("subject"))
+    answers: list[object] = []
+
+    async def ask(message: Ask[Any]) -> None:
+        answers.append(await subject.ref.ask(message))
+
+    async with trio.open_nursery() as nursery:
+        ref: Ref = await nursery.start(subject.run)
+        await trio.testing.wait_all_tasks_blocked()
+        ref.tell(Echo("on its way"))
+        assert await ref.ask(Quick()) == ("mailbox", logcontext.origin.get().request_id)
+        ref.tell(Stall())
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(ask, Quick())
+        await trio.testing.wait_all_tasks_blocked()
+        assert (answers, ref.waiting) == ([], 1)
+        subject.release.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert answers == [("mailbox", logcontext.origin.get().request_id)]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_bug_met_in_the_senders_task_ends_the_actor_and_not_the_sender() -> None:
+    """The sender is told that the actor is gone; the actor's supervisor gets the bug."""
+    subject = Subject(Ref("subject"))
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            ref: Ref = await nursery.start(subject.run)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(ActorGone):
+                await ref.ask(Quick(has_bug=True))
+    assert subject.cleaned_up

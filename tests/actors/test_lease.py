@@ -32,7 +32,7 @@ async def test_an_idle_lease_ends_after_its_time_to_live(autojump_clock: trio.te
 
 
 async def test_a_renewal_moves_the_end_while_it_is_watched(autojump_clock: trio.testing.MockClock) -> None:
-    """The watcher needs no wake-up to learn of it."""
+    """The watcher wakes up at the earlier end, and reports no end then."""
     lease = Lease()
     lease.renew(ttl_s=60, hard_end=FOREVER_S)
 

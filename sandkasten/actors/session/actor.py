@@ -24,7 +24,7 @@ import trio
 from nsinit.wire.protocol import MakeWorkspace, SetFrozen
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
-from sandkasten.actors.core import DEFERRED, Actor, Ref, Reply, unwrap
+from sandkasten.actors.core import DEFERRED, LATER, Actor, Ref, Reply, unwrap
 from sandkasten.actors.runs.adoption import RunAdoption
 from sandkasten.actors.runs.driver import ask_runner
 from sandkasten.actors.runs.ports import Ports
@@ -433,6 +433,11 @@ class SessionActor(Actor):
             if is_act(message):
                 self._own.renew()
         return self._work(message)
+
+    def handle_at_once(self, message: Life | Work) -> Any:  # each message names its answer
+        if isinstance(message, RunToEnd | OpenRun) and self._own.facts.status in USABLE:
+            return self._work(message)
+        return LATER
 
     def _work(self, message: Work) -> Any:  # each message names its answer
         """Serve a message about the work in the session, which is awake if the message needs that."""
