@@ -1,9 +1,9 @@
 """One daemon at 10, 100, 300 and 1000 sessions: the cost of idle sessions, and of a command beside many of them.
 
 `measure_thousand` starts a daemon with the default configuration, grows it step by step, and returns one `Step` for
-each number of sessions, with all raw samples. Processor time is the kernel's own account of running time, in nanoseconds,
-so that other work on the machine changes it little. Commands are sent over one HTTP connection: to one session again
-and again (`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds.
+each number of sessions, with all raw samples. Processor time is the kernel's own account of running time, so that other
+work on the machine changes it little. Commands are sent over one HTTP connection: to one session again and again
+(`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds.
 """
 
 from __future__ import annotations
