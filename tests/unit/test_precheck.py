@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from nsinit.tools.trials import network
+from nsinit.tools.trials.attempt import Room, attempt
+from runner.server import ports
 from sandkasten.admission.budget import FIXES, SessionRoom
+from sandkasten.cli import doctor
+from sandkasten.host import examine
 from sandkasten.host.checks import (
     CATALOGUE,
     Host,
@@ -20,7 +27,7 @@ from sandkasten.host.checks import (
     find_mount,
     read_host,
 )
-from sandkasten.model.node import Check, Verdict
+from sandkasten.model.node import Check, Machine, Verdict
 
 MOUNTINFO = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -235,3 +242,54 @@ def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:
     check = judge("space", Host(data_dir=tmp_path / "not" / "there"))
     assert "GiB free" in check.seen
     assert check.protection == ""
+
+
+def _refuse_diag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a kernel without sock_diag of this one."""
+    make = socket.socket
+
+    def refuse(family: int = socket.AF_INET, *args: int, **kwargs: int) -> socket.socket:
+        if family == socket.AF_NETLINK:
+            raise OSError(errno.EPROTONOSUPPORT, "Protocol not supported")
+        return make(family, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "socket", refuse)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("no socket", "Protocol not supported"),
+        ("no answer", "no answer"),
+        ("no listener", "does not tell of a listening socket"),
+    ],
+)
+def test_a_kernel_that_does_not_tell_of_listeners_is_told_with_the_fallback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str, seen: str
+) -> None:
+    """`doctor` prints the other way that PID 1 takes, the cost, and the modules to load."""
+
+    def fail(_diag: object) -> list[tuple[int, str]]:
+        if fault == "no answer":
+            raise ports.NoAnswer
+        return []
+
+    if fault == "no socket":
+        _refuse_diag(monkeypatch)
+    else:
+        monkeypatch.setattr(ports, "ask", fail)
+    answers = attempt({"socket_diag": network.socket_diag}, Room(str(tmp_path), is_thorough=False))
+    check = examine._judge("socket_diag", answers["socket_diag"], Host())
+    assert check.verdict is Verdict.FALLS_BACK
+    assert seen in check.seen
+    assert "/proc/net/tcp" in check.seen
+    doctor._print_table(Machine(datetime.now(UTC), [check], {}))
+    printed = capsys.readouterr().out
+    assert printed.startswith("note  socket diagnosis")
+    assert "modprobe -a inet_diag tcp_diag" in printed
+
+
+def test_a_kernel_that_tells_of_listeners_works(tmp_path: Path) -> None:
+    """The trial asks in the words of PID 1, and finds a socket of its own."""
+    answers = attempt({"socket_diag": network.socket_diag}, Room(str(tmp_path), is_thorough=False))
+    assert answers["socket_diag"]["verdict"] == "works"

@@ -1,6 +1,6 @@
 """Trials of networks: the loopback that every session has, and the parts of a network that reaches out.
 
-Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7);
+Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7), sock_diag(7);
 linux/netfilter/nf_tables.h; linux/veth.h.
 """
 
@@ -14,8 +14,9 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox import network
 from nsinit.tools.trials.attempt import FallsBack, Room
+from runner.server import ports
 
-_NETLINK_ROUTE, _NETLINK_NETFILTER = 0, 12
+_NETLINK_ROUTE, _NETLINK_SOCK_DIAG, _NETLINK_NETFILTER = 0, 4, 12
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _NLA_F_NESTED = 0x8000
@@ -39,6 +40,21 @@ def loopback(_room: Room) -> str:
     except OSError:
         return "connected over the loopback of a new network, and to nowhere else"
     raise OSError(0, "a new network reached another one")
+
+
+def socket_diag(_room: Room) -> str:
+    """Ask for listening sockets as PID 1 of a sandbox does, and find one of the trial's own among them."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+            with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as channel:
+                found = [port for port, _address in ports.ask(channel)]
+            wanted = server.getsockname()[1]
+    except (OSError, ports.NoAnswer) as error:
+        raise FallsBack(f"sock_diag: {error or 'no answer'}; /proc/net/tcp is read instead") from error
+    if wanted not in found:
+        raise FallsBack("sock_diag: does not tell of a listening socket; /proc/net/tcp is read instead")
+    return "asked the kernel for the sockets that listen"
 
 
 def veth(_room: Room) -> str:
