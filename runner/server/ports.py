@@ -66,7 +66,7 @@ def read_listeners(diag: socket.socket | None) -> frozenset[Listener]:
         OSError: the kernel has neither sock_diag nor its table.
     """
     try:
-        found = set(ask(diag)) if diag is not None else _read_tables()
+        found = set(_ask(diag)) if diag is not None else _read_tables()
     except (OSError, NoAnswer):
         found = _read_tables()
     return frozenset(sorted(found)[:MAX_LISTENERS])
@@ -118,8 +118,7 @@ def _listener(data: bytes, offset: int) -> list[Listener]:
     return [(int.from_bytes(port, "big"), text)]
 
 
-def ask(diag: socket.socket) -> list[Listener]:
-    """Return the kernel's answer to a request on a socket of sock_diag. Raises `OSError`, `NoAnswer`."""
+def _ask(diag: socket.socket) -> list[Listener]:
     with contextlib.suppress(BlockingIOError):
         for _ in range(_MAX_ANSWERS):  # left of a request that failed: the kernel takes no other before its end
             diag.recv(_ANSWER_BYTES)

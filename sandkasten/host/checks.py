@@ -442,8 +442,8 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "socket_diag": CheckRow(
             "socket diagnosis",
             "",
-            "PID 1 finds a session's ports by a walk through the machine's table of connections, which costs ten times as "
-            "much while processes live in the background",
+            "PID 1 finds a session's ports by a walk through the machine's table of connections, which costs ten times "
+            "as much while processes live in the background",
             "modprobe -a inet_diag tcp_diag (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
         ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),

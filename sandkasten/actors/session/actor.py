@@ -160,7 +160,8 @@ class SessionActor(Actor):
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
         self._output, keep = services.output.session(record.session.id), services.keep(record.session.id)
-        self._output.is_recovering = creation is None  # a write before would drop the runs of the earlier daemon
+        if creation is None:
+            self._output.expect_recovery()  # a write at a stop before would drop the runs of the earlier daemon
         self._runs = Runs(
             self,
             nsinit=services.nsinit,

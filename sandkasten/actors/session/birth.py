@@ -69,14 +69,14 @@ class AdoptionTurns:
     async def turn(self, ref: Ref) -> AsyncIterator[None]:
         """Wait for the turn of the session at `ref`, and have it until the block ends."""
         self._waiting[ref] = turn = trio.Event()
-        ignore, ref.note_message = ref.note_message, lambda: self._call(ref)
+        ref.note_messages(lambda: self._call(ref))
         try:
             self._start_next()
             await turn.wait()
-            ref.note_message = ignore
+            ref.note_messages()
             yield
         finally:
-            ref.note_message = ignore
+            ref.note_messages()
             self._called.pop(ref, None)
             if self._waiting.pop(ref, None) is None:  # it had its turn
                 self._running -= 1
