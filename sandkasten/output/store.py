@@ -149,7 +149,7 @@ class SessionOutput:
         self._retired: deque[OutputLog] = deque()
         self._is_closed = False
         self.is_recovering = False
-        """Between `expect_recovery` and `recovered_all`: not all runs in the files are known here, so nothing is written."""
+        """From `expect_recovery` to `recovered_all`: not all runs in the files are known, so nothing is written."""
         self._changed: dict[str, None] = {}
         self._gone: list[str] = []
         self._refused: list[str] = []
