@@ -61,37 +61,46 @@ class AdoptionTurns:
     a session that somebody asks for before all others."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Ref, trio.Event] = {}
+        self._turns: dict[Ref, trio.Event] = {}
+        self._waiting: dict[Ref, None] = {}
         self._called: dict[Ref, None] = {}
         self._running = 0
 
+    def queue(self, ref: Ref) -> None:
+        """Put the session at `ref` behind those that wait."""
+        self._turns[ref] = trio.Event()
+        self._waiting[ref] = None
+        ref.note_messages(lambda: self._call(ref))
+        self._start_next()
+
     @asynccontextmanager
     async def turn(self, ref: Ref) -> AsyncIterator[None]:
-        """Wait for the turn of the session at `ref`, and have it until the block ends."""
-        self._waiting[ref] = turn = trio.Event()
-        ref.note_messages(lambda: self._call(ref))
+        """Wait for the turn of a queued session, and have it until the block ends."""
+        turn = self._turns[ref]
         try:
-            self._start_next()
             await turn.wait()
-            ref.note_messages()
             yield
         finally:
             ref.note_messages()
+            del self._turns[ref]
             self._called.pop(ref, None)
-            if self._waiting.pop(ref, None) is None:  # it had its turn
+            self._waiting.pop(ref, None)
+            if turn.is_set():
                 self._running -= 1
                 self._start_next()
 
     def _call(self, ref: Ref) -> None:
-        self._called[ref] = None
-        self._start_next()
+        if ref in self._waiting:
+            self._called[ref] = None
+            self._start_next()
 
     def _start_next(self) -> None:
         while self._waiting and self._running < (_MOST_ADOPTIONS if self._called else _ADOPTIONS):
             ref = next(iter(self._called or self._waiting))
             self._called.pop(ref, None)
+            del self._waiting[ref]
             self._running += 1
-            self._waiting.pop(ref).set()
+            self._turns[ref].set()
 
 
 @attrs.frozen(kw_only=True)
