@@ -32,7 +32,7 @@ from types import MappingProxyType
 import attrs
 
 from nsinit.wire.protocol import MAX_TERMINALS
-from sandkasten.admission.budget import Room
+from sandkasten.admission.budget import SessionRoom
 from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
 from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.model.node import Check, Verdict
@@ -626,7 +626,7 @@ def check_pools(host: Host, sessions: int, processes: int) -> list[Check]:
     return [_small_pool(name, value, needed) for name, value, needed in found if value is not None and value < needed]
 
 
-def check_room(room: Room, wanted: int) -> Check:
+def check_room(room: SessionRoom, wanted: int) -> Check:
     """Return the check that tells how many sessions with default limits this machine admits, and what bounds them."""
     seen = f"{room.sessions} with default limits, bounded by {room.bound}"
     if room.sessions >= wanted:

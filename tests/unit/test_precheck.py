@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.admission.budget import FIXES, Room
+from sandkasten.admission.budget import FIXES, SessionRoom
 from sandkasten.host.checks import (
     CATALOGUE,
     Host,
@@ -207,9 +207,9 @@ def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_
 
 def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
     """Fewer than `server.max_sessions` come with the consequence and the fix."""
-    enough = check_room(Room(1000, "server.max_sessions"), 1000)
+    enough = check_room(SessionRoom(1000, "server.max_sessions"), 1000)
     assert (enough.verdict, enough.seen) == (Verdict.WORKS, "1000 with default limits, bounded by server.max_sessions")
-    few = check_room(Room(486, "memory"), 1000)
+    few = check_room(SessionRoom(486, "memory"), 1000)
     assert (few.verdict, few.fix) == (Verdict.FALLS_BACK, FIXES["memory"])
     assert "486" in few.consequence
 
