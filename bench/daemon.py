@@ -11,18 +11,27 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 KEY = "benchmark"
 
 
-@contextmanager
-def running(data_dir: Path, **environ: str) -> Iterator[tuple[int, tuple[str, int]]]:
+def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
     """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address."""
-    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", "--stop-sessions"]
+    return _running(data_dir, "--stop-sessions", environ=environ)
+
+
+def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running`; the daemon leaves its sessions to the next one."""
+    return _running(data_dir, environ=environ)
+
+
+@contextmanager
+def _running(data_dir: Path, *options: str, environ: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, int]]]:
+    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", *options]
     with subprocess.Popen(
         [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
         stdout=subprocess.PIPE,
