@@ -123,7 +123,7 @@ async def test_sessions_that_wait_are_listed_found_and_counted(left: Left) -> No
 
 
 async def test_a_session_that_waits_can_be_ended(left: Left) -> None:
-    """Its end is recorded as any other, and no other session waits for it."""
+    """The end is recorded as any other, and no other session waits for it."""
     async with left.again() as tree:
         wanted = left.ids[-1]
         left.gates[wanted].set()

@@ -145,7 +145,7 @@ async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
 
 
 async def test_writes_that_nobody_awaits_share_a_transaction(tmp_path: Path, nursery: trio.Nursery) -> None:
-    """They come with the next function that is awaited, in order, or else within a bounded time."""
+    """Such writes come with the next function that is awaited, in order, or else within a bounded time."""
     statements: list[str] = []
 
     def open_traced(path: Path) -> sqlite3.Connection:
