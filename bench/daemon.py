@@ -11,18 +11,27 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 KEY = "benchmark"
 
 
-@contextmanager
-def running(data_dir: Path, **environ: str) -> Iterator[tuple[int, tuple[str, int]]]:
+def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
     """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address."""
-    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", "--stop-sessions"]
+    return _running(data_dir, "--stop-sessions", environ=environ)
+
+
+def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running`; the daemon leaves its sessions to the next one."""
+    return _running(data_dir, environ=environ)
+
+
+@contextmanager
+def _running(data_dir: Path, *options: str, environ: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, int]]]:
+    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", *options]
     with subprocess.Popen(
         [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
         stdout=subprocess.PIPE,
@@ -53,13 +62,15 @@ class Client:
 
     def call(self, method: str, path: str, body: object = None) -> Any:  # any JSON
         """Send one request and return its decoded answer."""
+        return json.loads(self.text(method, path, body))
+
+    def text(self, method: str, path: str, body: object = None) -> bytes:
+        """Send one request and return the body of its answer."""
         self._socket.sendall(encode(method, path, body))
         data = b""
-        while True:
+        while (content := body_of(data)) is None:
             data += self._receive()
-            answer = decode(data)
-            if answer is not None:
-                return answer
+        return content
 
     def wait_for(self, method: str, path: str, body: object, marker: bytes) -> None:
         """Send one request and return as soon as `marker` has arrived; the connection is then used up."""
@@ -85,10 +96,16 @@ def encode(method: str, path: str, body: object = None) -> bytes:
 
 def decode(data: bytes) -> Any:  # JSON
     """Return the answer in `data`, or None while it is not whole. Raises `RuntimeError` unless it is a 2xx."""
+    content = body_of(data)
+    return None if content is None else json.loads(content)
+
+
+def body_of(data: bytes) -> bytes | None:
+    """Return the body of the answer in `data`, as `decode`."""
     head, separator, content = data.partition(b"\r\n\r\n")
     length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
     if not separator or length is None or len(content) < int(length[1]):
         return None
     if not head.startswith(b"HTTP/1.1 2"):
         raise RuntimeError(content.decode(errors="replace"))
-    return json.loads(content)
+    return content

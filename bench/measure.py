@@ -101,7 +101,7 @@ def _echo(server: socket.socket) -> None:
 
 def resident_bytes(root: int) -> int:
     """Return the proportional set size of `root` and all its descendants."""
-    return sum(_pss(pid) for pid in _family(root))
+    return sum(_pss(pid) for pid in family(root))
 
 
 def own_resident_bytes(pid: int) -> int:
@@ -118,7 +118,8 @@ def kernel_bytes() -> int:
     return sum(fields[name] for name in ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem"))
 
 
-def _family(root: int) -> set[int]:
+def family(root: int) -> set[int]:
+    """Return the pids of `root` and all its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -128,8 +128,9 @@ FORMATS: dict[str, Callable[[], logging.Formatter]] = {"json": JsonFormatter, "t
 class LogWriter(logging.Handler):
     """Formats in the thread that logs, and writes in a thread of its own: a stalled reader never stops the event loop.
 
-    The queue of lines is bounded; lines beyond the bound are dropped and counted, and the count is logged when there is
-    room again.
+    The queue of lines is bounded. Lines beyond the bound, and lines that the stream does not take, are dropped and
+    counted, and the count is logged when there is room again. A write that a full disk cut short leaves a part of a
+    line; the next write begins a line of its own.
     """
 
     def __init__(self, stream: TextIO, format: str = "json") -> None:
@@ -171,8 +172,12 @@ class LogWriter(logging.Handler):
                 return
             except queue.Full:
                 pass
-        self.dropped += 1
-        self._unreported += 1
+        self._drop(1, 1)
+
+    def _drop(self, unreported: int, dropped: int) -> None:
+        with self._counting:
+            self._unreported += unreported
+            self.dropped += dropped
 
     def _count(self, size: int) -> None:
         with self._counting:
@@ -183,14 +188,16 @@ class LogWriter(logging.Handler):
         while is_open:
             lines, is_open = self._next_lines()
             self._count(-sum(map(len, lines)))
-            if self._unreported:
-                count, self._unreported = self._unreported, 0
-                lost = {"name": __name__, "msg": "log_lines_dropped", "levelname": "WARNING", "count": count}
-                lines.insert(0, self.format(logging.makeLogRecord(lost)) + "\n")
+            unreported = self._unreported
+            report = ""
+            if unreported:
+                lost = {"name": __name__, "msg": "log_lines_dropped", "levelname": "WARNING", "count": unreported}
+                report = self.format(logging.makeLogRecord(lost)) + "\n"
             try:
-                self._put("".join(lines))
-            except (OSError, ValueError):  # the stream is closed
-                return
+                self._put(report + "".join(lines))
+                self._drop(-unreported, 0)
+            except (OSError, ValueError):  # a full disk, which may have room again; a stream that is closed
+                self._drop(len(lines), len(lines))
 
     def _next_lines(self) -> tuple[list[str], bool]:
         """Wait for a line; return it with the queued ones that fit into one write, and whether more may come."""
@@ -216,12 +223,19 @@ def _sink(stream: TextIO) -> Callable[[str], object]:
     except (io.UnsupportedOperation, AttributeError):
         return stream.write
 
+    is_cut = False
+
     def write(text: str) -> None:
-        data = memoryview(text.encode("ascii"))
-        while data:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:  # another process made a shared terminal non-blocking
-                select.select([], [fd], [])
+        nonlocal is_cut
+        data = memoryview((b"\n" if is_cut else b"") + text.encode("ascii"))
+        whole = len(data)
+        try:
+            while data:
+                try:
+                    data = data[os.write(fd, data) :]
+                except BlockingIOError:  # another process made a shared terminal non-blocking
+                    select.select([], [fd], [])
+        finally:
+            is_cut = 0 < len(data) < whole or (is_cut and len(data) == whole)
 
     return write

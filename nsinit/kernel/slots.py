@@ -9,11 +9,13 @@ locks.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
@@ -35,6 +37,9 @@ SQUASHED_ID = 100000
 
 SYSTEM_IDS = 1000
 """The machine's own files belong to ids below this one (adduser.conf(5), login.defs(5)); people come after."""
+
+_LOCKED_AT_ONCE = 64
+"""Ranges locked together, since a look for their ids reads a file of every process of the machine."""
 
 _SLEEP_S = 5
 """Seconds that a process holding a new namespace lives if nsinit dies before it opened the namespace."""
@@ -113,6 +118,8 @@ class SlotTable:
         self._taken = set(taken)
         self._spare: list[Slot] = []
         self._next = FIRST_BASE
+        self._vacant: deque[int] = deque()
+        """Bases that are locked, and of which no process has ids."""
         self._workspace_fds: dict[int, int] = {}
 
     @property
@@ -150,6 +157,8 @@ class SlotTable:
     def reserve(self, base: int) -> None:
         """Mark the base of a session that an earlier nsinit built as taken."""
         self._taken.add(base)
+        if base in self._vacant:
+            self._vacant.remove(base)
         self._lease.lock(base)
 
     def forget(self, base: int) -> None:
@@ -169,19 +178,38 @@ class SlotTable:
         return self._workspace_fds[slot.base]
 
     def _free_base(self) -> int:
-        seen: set[int] = set()
+        if not self._vacant:
+            self._lock_ranges()
+        return self._vacant.popleft()
+
+    def _lock_ranges(self) -> None:
+        """Lock the next ranges that nobody uses. Raises `OSError`: there are none."""
+        locked: list[int] = []
         for _ in range(FIRST_BASE, LAST_BASE + 1, SIZE):
             base = self._next
             self._next = base + SIZE if base + SIZE <= LAST_BASE else FIRST_BASE
-            if base in self._taken | seen or any(start < base + SIZE and base < end for start, end in self._reserved):
+            if base in self._taken or any(start < base + SIZE and base < end for start, end in self._reserved):
                 continue
             if self._lease.lock(base):
-                # After the lock: an nsinit that used the range has ended, so its sessions are all that can be left.
-                seen = bases_in_use()
-                if base not in seen:
-                    return base
+                locked.append(base)
+            if len(locked) == _LOCKED_AT_ONCE:
+                # After the locks: an nsinit that used a range has ended, so its sessions are all that can be left.
+                self._keep_vacant(locked)
+                if self._vacant:
+                    return
+                locked = []
+        self._keep_vacant(locked)
+        if not self._vacant:
+            raise OSError(errno.EAGAIN, "every id slot is taken")
+
+    def _keep_vacant(self, locked: list[int]) -> None:
+        """Unlock those of the ranges that processes have ids of."""
+        used = bases_in_use()
+        for base in locked:
+            if base in used:
                 self._lease.unlock(base)
-        raise OSError(11, "every id slot is taken")
+            else:
+                self._vacant.append(base)
 
 
 def parse_subordinate_ids(text: str) -> tuple[tuple[int, int], ...]:

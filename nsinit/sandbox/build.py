@@ -50,10 +50,11 @@ BLANK_STEPS: tuple[tuple[str, Callable[[SandboxBuild], object]], ...] = (
     *JOIN_STEPS,
     ("hostname", lambda build: syscalls.sethostname(build.hostname)),
     ("private mounts", lambda build: syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)),
-    ("network settings", lambda build: network.write_settings()),
     ("loopback", lambda build: network.loopback_up()),
     ("disk", builder_steps.make_disk),
     ("stage dev", builder_steps.stage_dev),
+    ("await proc", builder_steps.await_proc),
+    ("network settings", lambda build: network.write_settings(builder_steps.staged_proc(build))),
     ("protect proc", builder_steps.protect_proc),
 )
 """By the builder, at the same time as PID 1's steps. No image is needed or touched. A blank sandbox of the pool waits

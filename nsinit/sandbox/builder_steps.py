@@ -137,6 +137,16 @@ def stage_dev(build: SandboxBuild) -> None:
     mounts.attach(pts_fd, os.open(f"{target}/pts", _POINT))
 
 
+def await_proc(build: SandboxBuild) -> None:
+    """Wait until PID 1 has mounted `proc` on the stage."""
+    control.wait_proc(build.control)
+
+
+def staged_proc(build: SandboxBuild) -> str:
+    """Return the path of the sandbox's own `proc`, before it is protected."""
+    return f"{build.machine.layout.stage}/{stage.PROC}"
+
+
 def protect_proc(build: SandboxBuild) -> None:
     """Cover what tells about the host or reaches it in the `proc` that PID 1 mounted on the stage.
 
@@ -145,8 +155,7 @@ def protect_proc(build: SandboxBuild) -> None:
     source: masks are read-only and inert like the stage.
     """
     stage_path = build.machine.layout.stage
-    control.wait_proc(build.control)
-    os.chdir(f"{stage_path}/{stage.PROC}")
+    os.chdir(staged_proc(build))
     for name in READ_ONLY:
         if _bind_if_present(name, name):
             # A bind ignores MS_RDONLY; a remount of it sets the flag on this mount alone (mount(2)).

@@ -131,7 +131,7 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
     return NodeCapacity(
         status=facts.status,
         totals=totals,
-        budget=promisable(config.admission, totals),
+        budget=promisable(config.admission, totals, facts.max_sessions, config.defaults.limits),
         committed=facts.committed,
         used=node.read_used(config.data_dir, dirs, sessions=len(facts.sessions)),
         free=node.read_free(config.data_dir, bounds),

@@ -55,7 +55,7 @@ from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
-from sandkasten.counters.node import most_sessions
+from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
@@ -183,7 +183,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             self._node.id,
             disk=disk,
             io=_io_limits(self._config.disk),
-            terminals=most_sessions(self._config.server.max_sessions)[1],
+            terminals=terminals_of(min(session_bounds(self._config.server.max_sessions).values())),
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,

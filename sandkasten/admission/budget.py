@@ -22,9 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+import attrs
+
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.config import MIB, AdmissionSettings, DiskSettings
+from sandkasten.config import MIB, AdmissionSettings, Config, DiskSettings
 from sandkasten.counters import node
 from sandkasten.model import Limits
 from sandkasten.model.errors import Capacity, DiskReserve, InvalidRequest
@@ -33,7 +35,36 @@ from sandkasten.model.node import Amounts
 FIRST_MB = 16
 """Memory that a session admitted a moment ago is going to take, and that the kernel does not show yet."""
 
+IDLE_MB, IDLE_PIDS = 8, 4
+"""Memory and processes of a session that rests, the daemon's and the kernel's part included (`bench.thousand`: 6 MiB,
+and 2 processes)."""
+
+_MEMORY_RATIO, _PIDS_RATIO = 8.0, 10.0
 _NOTHING = Limits(cpu=0.0, memory_mb=0, pids=0, disk_mb=0, disk_inodes=0)
+_USUAL = Limits()
+
+MAX_SESSIONS = "server.max_sessions"
+FIXES = {
+    MAX_SESSIONS: "raise server.max_sessions",
+    "RLIMIT_NOFILE": "raise the daemon's limit of open files (LimitNOFILE= of its unit, or `ulimit -n`)",
+    "kernel.pty.max": "raise kernel.pty.max",
+    "memory": "add memory, or end sessions and other programs",
+    "kernel.pid_max": "raise kernel.pid_max, kernel.threads-max, or pids.max of the cgroup above",
+    "admission.memory_overcommit": "raise admission.memory_overcommit, or set lower memory limits",
+    "admission.pids_overcommit": "raise admission.pids_overcommit, or set lower limits of processes",
+    "admission.cpu_overcommit": "raise admission.cpu_overcommit, or set lower limits of cores",
+    "admission.disk_overcommit": "raise admission.disk_overcommit, or set lower limits of disks",
+}
+"""The way to lift each limit, by the limit's name."""
+FIXES |= {name: f"raise {name}" for name in node.NAMESPACES}
+_RATIOS = {
+    "cpu": "admission.cpu_overcommit",
+    "memory_bytes": "admission.memory_overcommit",
+    "pids": "admission.pids_overcommit",
+    "disk_bytes": "admission.disk_overcommit",
+}
+_REAL = {"admission.memory_overcommit": "memory", "admission.pids_overcommit": "kernel.pid_max"}
+
 _FIELDS = {"cpu": "cpu", "memory_bytes": "memory_mb", "pids": "pids", "disk_bytes": "disk_mb"}
 _MAX_RETRY_S = 30
 _LOOK_AGAIN_S = 5.0
@@ -44,9 +75,17 @@ class Budget:
     """The limits of live sessions, and their sums. Keys are session ids, or a stand-in before a session has its id."""
 
     def __init__(
-        self, settings: AdmissionSettings, max_sessions: int, resources: Resources, shares: KeyShares | None = None
+        self,
+        settings: AdmissionSettings,
+        max_sessions: int,
+        resources: Resources,
+        shares: KeyShares | None = None,
+        *,
+        usual: Limits = _USUAL,
+        bound: str = MAX_SESSIONS,
     ) -> None:
-        self._settings, self._resources = settings, resources
+        """`usual`: the default limits; `bound`: the name of the limit behind `max_sessions`."""
+        self._settings, self._resources, self._usual, self._bound = settings, resources, usual, bound
         self._shares = shares or KeyShares(KeyRing())
         self._held: dict[Hashable, Limits] = {}
         self._sums = dict.fromkeys(_FIELDS, 0.0)
@@ -79,7 +118,8 @@ class Budget:
         count, most = len(self._held), self.max_sessions
         if count >= most:
             message = "this node has all the sessions it may have"
-            raise self._full("sessions", message, requested=1, committed=count, total=most, max_sessions=most)
+            figures = {"requested": 1, "committed": count, "total": most, "max_sessions": most}
+            raise self._full("sessions", message, **figures, bound=self._bound, fix=FIXES[self._bound])
         totals = self._resources.totals()
         self._check_promises(totals, limits, _NOTHING)
         self._check_free(totals, under_way)
@@ -130,7 +170,7 @@ class Budget:
             self._sums[name] += sign * getattr(amounts, name)
 
     def _check_promises(self, totals: Amounts, wanted: Limits, before: Limits) -> None:
-        most = promisable(self._settings, totals)
+        most = promisable(self._settings, totals, self.max_sessions, self._usual)
         committed, after, had = self.committed, node.committed([wanted]), node.committed([before])
         for name, field in _FIELDS.items():
             bound, now, new, old = (getattr(each, name) for each in (most, committed, after, had))
@@ -141,7 +181,8 @@ class Budget:
                 raise InvalidRequest("this node can't promise so much", limits=f"{field} can be at most {largest}")
             if now - old + new > bound:
                 message = "live sessions take all that this node may promise"
-                raise self._full(name, message, requested=new - old, committed=now, total=bound)
+                figures = {"requested": new - old, "committed": now, "total": bound}
+                raise self._full(name, message, **figures, **_cause(self._settings, name))
 
     def _check_free(self, totals: Amounts, under_way: int) -> None:
         """Refuse while too little is free, counting admitted sessions that have not taken their memory yet."""
@@ -154,13 +195,16 @@ class Budget:
             reserve = min(max(share, settings.reserve_memory_mb * MIB), totals.memory_bytes // 2)
             if free.memory_bytes - (under_way + 1) * FIRST_MB * MIB < reserve:
                 message = "this node has too little free memory"
-                raise self._full("memory_bytes", message, free=free.memory_bytes, reserve=reserve)
+                figures = {"free": free.memory_bytes, "reserve": reserve}
+                raise self._full("memory_bytes", message, **figures, bound="memory", fix=FIXES["memory"])
         if free.pids is not None and totals.pids is not None:
             reserve = int(totals.pids * settings.reserve_percent / 100)
             if free.pids < reserve:
-                raise self._full("pids", "this node has too few free process ids", free=free.pids, reserve=reserve)
+                message = "this node has too few free process ids"
+                figures = {"free": free.pids, "reserve": reserve}
+                raise self._full("pids", message, **figures, bound="kernel.pid_max", fix=FIXES["kernel.pid_max"])
 
-    def _full(self, resource: str, message: str, **details: float) -> Capacity:
+    def _full(self, resource: str, message: str, **details: float | str) -> Capacity:
         return Capacity(message, retry_after_s=self._retry_after_s(), resource=resource, **details)
 
     def _retry_after_s(self) -> int:
@@ -171,15 +215,81 @@ class Budget:
         return max(1, min(math.ceil((end - datetime.now(UTC)).total_seconds()), _MAX_RETRY_S))
 
 
-def promisable(settings: AdmissionSettings, totals: Amounts) -> Amounts:
-    """Return the budget of a node with these totals; None: not counted."""
+def promisable(settings: AdmissionSettings, totals: Amounts, most: int, usual: Limits) -> Amounts:
+    """Return the budget of a node with these totals, at most so many sessions, and these default limits; None: not
+    counted.
+
+    A ratio that is not set is a fixed one, or as much more as the sessions need that the node has room for while they
+    rest. Limits are ceilings: whether that much is there when it is used is not their matter but that of the reserve.
+    """
+    room = _room_at_rest(settings, totals)
+    memory, pids = (min(room.get(name, most), most) for name in ("memory", "kernel.pid_max"))
     return Amounts(
         sessions=totals.sessions,
         cpu=_times(totals.cpu, settings.cpu_overcommit),
-        memory_bytes=_whole(_times(totals.memory_bytes, settings.memory_overcommit)),
-        pids=_whole(_times(totals.pids, settings.pids_overcommit)),
+        memory_bytes=_whole(
+            _promised(totals.memory_bytes, settings.memory_overcommit, _MEMORY_RATIO, memory * usual.memory_mb * MIB)
+        ),
+        pids=_whole(_promised(totals.pids, settings.pids_overcommit, _PIDS_RATIO, pids * usual.pids)),
         disk_bytes=_whole(_times(totals.disk_bytes, settings.disk_overcommit)),
     )
+
+
+def _promised(total: float | None, ratio: float | None, usual_ratio: float, least: int) -> float | None:
+    if ratio is not None:
+        return _times(total, ratio)
+    return None if total is None else max(total * usual_ratio, least)
+
+
+def _room_at_rest(settings: AdmissionSettings, totals: Amounts) -> Mapping[str, int]:
+    """Return the number of resting sessions that the node has memory and process ids for, besides the reserve."""
+    kept = settings.reserve_percent / 100
+    room = {}
+    if totals.memory_bytes is not None:
+        reserve = max(totals.memory_bytes * kept, settings.reserve_memory_mb * MIB)
+        room["memory"] = int(totals.memory_bytes - min(reserve, totals.memory_bytes // 2)) // (IDLE_MB * MIB)
+    if totals.pids is not None:
+        room["kernel.pid_max"] = int(totals.pids * (1 - kept)) // IDLE_PIDS
+    return room
+
+
+# The number of sessions
+
+
+@attrs.frozen
+class SessionRoom:
+    """The number of sessions with default limits that the node admits, the name of the limit that bounds it, and the
+    way to lift that limit."""
+
+    sessions: int
+    bound: str
+
+    @property
+    def fix(self) -> str:
+        return FIXES[self.bound]
+
+
+def find_room(config: Config, totals: Amounts, *, descriptors: int | None = None) -> SessionRoom:
+    """Return the room of a node with these totals. `descriptors`: as in `node.session_bounds`."""
+    bounds = dict(node.session_bounds(config.server.max_sessions, descriptors=descriptors))
+    most = min(bounds.values())
+    limits = config.defaults.limits
+    budget, one = promisable(config.admission, totals, most, limits), node.committed([limits])
+    for name in _RATIOS:
+        promised, each = getattr(budget, name), getattr(one, name)
+        if promised is not None and each:
+            bounds[_cause(config.admission, name)["bound"]] = int(promised / each)
+    for name, count in _room_at_rest(config.admission, totals).items():
+        bounds[name] = min(count, bounds.get(name, count))
+    bound = min(bounds, key=lambda name: bounds[name])
+    return SessionRoom(bounds[bound], bound)
+
+
+def _cause(settings: AdmissionSettings, resource: str) -> dict[str, str]:
+    """Return the limit behind a full budget, and its fix: the ratio, if one is set, else the resource itself."""
+    ratio = _RATIOS[resource]
+    bound = _REAL[ratio] if getattr(settings, ratio.partition(".")[2]) is None else ratio
+    return {"bound": bound, "fix": FIXES[bound]}
 
 
 def _times(total: float | None, ratio: float) -> float | None:

@@ -100,13 +100,19 @@ class KeyRing:
         return MappingProxyType(self._keys)
 
     def find(self, token: bytes) -> ApiKey | None:
-        """Return the key in force with this token. Takes the same time for every wrong token."""
+        """Return the key in force with this token. Takes the same time for every wrong token.
+
+        Raises:
+            Unauthorized: the key has expired; only its holder learns so.
+        """
         key_id = id_of(token)
         key = None if key_id is None else self._keys.get(key_id)
         is_right = is_token_of(key, token)
         now = datetime.now(UTC)
-        if key is None or not is_right or key.is_over(now):
+        if key is None or not is_right:
             return None
+        if key.is_over(now):
+            raise Unauthorized("this API key has expired")
         self.last_used[key.id] = now
         return key
 

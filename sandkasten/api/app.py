@@ -27,6 +27,7 @@ from sandkasten.api.http.measured import NOWHERE, FrontMetrics
 from sandkasten.api.http.routing import Route, RouteKind, RouteMatch, Target, parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
+from sandkasten.api.resources.fields import refuse_unknown
 from sandkasten.api.routes import SESSIONS, TABLE, WORKSPACES
 from sandkasten.api.websocket.handshake import ConnectionOver, WebSocketExchange
 from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
@@ -36,8 +37,7 @@ from sandkasten.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-MAX_PUBLIC_BODY_BYTES = 1024
-"""The largest body of a request that needs no key."""
+_MAX_LOGGED_CHARS = 1024
 
 EXCHANGE_KEY = "sandkasten.exchange"
 """Where a scope carries its exchange and route through Quart."""
@@ -95,6 +95,8 @@ class _Front:
         self._metrics.note_request(exchange.method, exchange.route, exchange.status, elapsed_s)
         level = logging.DEBUG if exchange.key is NOBODY else logging.INFO  # refusals are counted in the log instead
         facts = {"method": exchange.method, "path": scope["path"], "status": exchange.status, **_span(trace)}
+        if exchange.ignored:
+            facts["ignored"] = ", ".join(exchange.ignored)[:_MAX_LOGGED_CHARS]
         log.log(level, "request", extra=facts | {"duration_ms": round(elapsed_s * 1000, 1)})
 
     async def _authenticate(self, exchange: Exchange, target: Target | None) -> None:
@@ -114,10 +116,11 @@ class _Front:
         await self._authenticate(exchange, target)
         route = _find_route(exchange, target)
         await admit(exchange.key, route.needs, exchange.supervisor, session_id=exchange.session_id)
+        if exchange.scope["query_string"] and route.needs.reach is not Reach.PUBLIC:
+            refuse_unknown(exchange.query, route.query)
         if route.kind is RouteKind.JSON:
-            limit_bytes = MAX_PUBLIC_BODY_BYTES if is_public(target) else self._settings.max_request_bytes
             exchange.scope[EXCHANGE_KEY] = (exchange, route)
-            await exchange.hand_over(self._quart, limit_bytes=limit_bytes)
+            await exchange.hand_over(self._quart, limit_bytes=self._settings.max_request_bytes)
             return
         answer = await route.handler(exchange)
         if answer is not None:

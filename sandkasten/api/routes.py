@@ -75,7 +75,7 @@ def _description() -> dict[str, Any]:  # JSON values
 TABLE = RouteTable(
     (
         # The node
-        _json("GET", "/healthz", node.healthz, OPEN, answer=node.HealthBody),
+        _raw("GET", "/healthz", node.healthz, OPEN, answer=node.HealthBody),
         _json("GET", "/readyz", node.readyz, SEE_NODE, answer=node.ReadinessBody, statuses=(200, 503)),
         _json("GET", "/openapi.json", openapi, FIND, answer=dict[str, Any]),
         _raw("GET", "/metrics", node.metrics, SEE_NODE, answer_type="text/plain"),

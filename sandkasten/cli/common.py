@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,32 @@ def load(arguments: argparse.Namespace) -> Config:
         return load_config(find_file(arguments.config, os.environ), environ=os.environ, overrides=overrides)
     except ConfigError as error:
         raise Stop(str(error)) from None
+
+
+def load_installed(arguments: argparse.Namespace) -> Config:
+    """Read the configuration of an installation that `init` or a start has made, and name it on stderr.
+
+    Raises:
+        Stop: the configuration has mistakes, or there is no data directory; the command makes none, since it would be
+            another than the running daemon's.
+    """
+    config = load(arguments)
+    name_installation(arguments, config)
+    if not os.path.isdir(config.data_dir):
+        raise Stop(
+            f"there is no data directory {config.data_dir}: name the daemon's --config, or run `sandkasten init`"
+        )
+    return config
+
+
+def name_installation(arguments: argparse.Namespace, config: Config) -> None:
+    """Print on stderr which configuration and which data directory the command works on."""
+    from sandkasten.config.files import find_file
+
+    path = find_file(arguments.config, os.environ)
+    missing = "" if os.path.isdir(config.data_dir) else ", which does not exist"
+    line = f"configuration {path or 'without a file'}, data directory {config.data_dir}{missing}"
+    print(f"sandkasten: {printable_line(line)}", file=sys.stderr, flush=True)
 
 
 def require_root() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from sandkasten.cli.common import Stop, load, printable
+from sandkasten.cli.common import Stop, load, name_installation, printable
 from sandkasten.cli.image import image_notices
 from sandkasten.cli.leftovers import LeftoverReport, as_json, as_lines, find_leftovers, fix_leftovers
 from sandkasten.config import Config
@@ -40,6 +40,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         for line in str(mistakes).splitlines():
             print(f"sandkasten: {line}", file=sys.stderr)
         return 2
+    name_installation(arguments, config)
     if arguments.fix:
         return fix_leftovers(config, is_json=arguments.json)
     machine = with_needs(config, examine.examine(config.data_dir, config=config, thorough=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from sandkasten.cli.common import Stop, load, make_data_dir, printable_line, require_root
+from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
@@ -15,8 +15,8 @@ from sandkasten.model.errors import SandkastenError
 
 def run(arguments: argparse.Namespace) -> int:
     """Perform one action and return its exit status."""
-    config = load(arguments)
     require_root()
+    config = load_installed(arguments)
     catalog = Catalog(config.data_dir, aliases=config.image_aliases)
     try:
         match arguments.action:
@@ -27,7 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
             case "delete":
                 return _delete(catalog, arguments.name)
             case _:
-                make_data_dir(config.data_dir)
                 return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
         raise Stop(str(error)) from None

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
-from sandkasten.cli.common import Stop, load, make_data_dir
+from sandkasten.cli.common import Stop, load_installed, make_data_dir
 from sandkasten.config import Config
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
@@ -80,7 +80,7 @@ def _with(config: Config, key: str) -> Config:
 
 def run(arguments: argparse.Namespace) -> int:
     """Perform one action and return its exit status."""
-    path = DataPaths(load(arguments).data_dir).keys
+    path = DataPaths(load_installed(arguments).data_dir).keys
     try:
         match arguments.action:
             case "list":
@@ -88,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
             case "revoke":
                 return _revoke(path, arguments.key)
             case _:
-                make_data_dir(path.parent)
                 return _create(path, arguments)
     except KeyFileError as error:
         raise Stop(f"{path}: {error}") from None
@@ -180,8 +179,6 @@ def _moment(moment: datetime | None) -> str | None:
 
 
 def _revoke(path: Path, wanted: str) -> int:
-    if not path.parent.is_dir():
-        raise Stop(f"there is no key {wanted!r}")
     with locked_for_change(path):
         keys = read_keys(path)
         kept = [key for key in keys if wanted not in (key.id, key.name)]

@@ -10,19 +10,23 @@ import time
 import orjson
 import trio
 
-from sandkasten.cli.common import Stop, load, require_root
+from sandkasten.cli.common import Stop, load_installed, require_root
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config
 from sandkasten.config.files import find_file
 from sandkasten.security.attacks.field import USERS
-from sandkasten.security.campaign import Result, attack
+from sandkasten.security.campaign import Result, attack, choose
 from sandkasten.security.posture import Finding, Severity, find_weaknesses
 from sandkasten.security.report import HEADER, finding_json, finding_lines, result_json, result_line, summary
 
 
 def security(arguments: argparse.Namespace) -> int:
     """Print findings and results; 1 if a finding is of severity high or an attempt is BROKEN."""
-    config = load(arguments)
+    config = load_installed(arguments)
+    try:
+        choose(arguments.only or ())
+    except ValueError as error:
+        raise Stop(f"--only: {error}") from None
     findings = find_weaknesses(config, find_file(arguments.config, os.environ))
     if not arguments.json:
         for finding in findings:

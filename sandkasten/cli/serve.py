@@ -106,7 +106,7 @@ def _serve_until_signal(
     writer = log.configure(config.server.log_level, format=config.server.log_format)
     try:
         for notice in [*config.notices(), *image_notices(config)]:
-            print(f"note: {notice}")
+            say(f"note: {notice}")
         trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
     finally:
         writer.close()
@@ -124,7 +124,7 @@ async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_han
                 how = stop_order(config, signal.Signals(number))
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
                 fate = "sessions are ended" if how.ends_sessions else "sessions run on"
-                print(f"{signal.Signals(number).name}: stopping; {fate}", flush=True)
+                say(f"{signal.Signals(number).name}: stopping; {fate}")
                 notifier.stopping(fate)
                 # Last resort: print where the stop hangs, and end; the next start adopts the sessions that run on.
                 faulthandler.dump_traceback_later(_STOP_S + config.server.graceful_timeout_s + how.drain_s, exit=True)
@@ -157,20 +157,31 @@ def stop_signals() -> list[signal.Signals]:
 def _tell(system: System) -> None:
     for each in system.protections:
         if each.state is not ProtectionState.ON:
-            print(f"note: {each.name} is {each.state}: {each.detail}")
+            say(f"note: {each.name} is {each.state}: {each.detail}")
 
 
 def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> None:
     """Print the addresses, the place of the key, and a command line to paste."""
     for address in addresses:
-        print(f"listening on {address}")
+        say(f"listening on {address}")
     if key_is_given:
-        print("API key: the configured one (the line below takes it from SANDKASTEN_API_KEY)")
+        say("API key: the configured one (the line below takes it from SANDKASTEN_API_KEY)")
     else:
-        print(f"API key: in {config.api_key_path}")
-    print("try:")
-    print(f"  {curl_line(config, addresses, key_is_given=key_is_given)}")
-    sys.stdout.flush()
+        say(f"API key: in {config.api_key_path}")
+    say("try:")
+    say(f"  {curl_line(config, addresses, key_is_given=key_is_given)}")
+
+
+def say(line: str) -> None:
+    """Print a line for people. Where nobody can read stdout (a full device, a reader that left) the daemon goes on
+    without it: the line is in the log, and the next ones go nowhere, as does what Python's buffer still has."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("stdout_lost", extra={"error": error.strerror, "line": line})
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def curl_line(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> str:

@@ -11,17 +11,24 @@ import os
 import stat
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 
 from sandkasten.config import Config, ConfigError
 
+T = TypeVar("T")
+
 ENV_PREFIX = "SANDKASTEN_"
 ENV_FILE = "SANDKASTEN_CONFIG"
-SEARCH_PATH = (Path("sandkasten.yaml"), Path("/etc/sandkasten/sandkasten.yaml"))
+SEARCH_PATH = (
+    Path("sandkasten.yaml"),
+    Path(".sandkasten/sandkasten.yaml"),
+    Path("/etc/sandkasten/sandkasten.yaml"),
+)
+"""`make run` writes the second, in the directory of the checkout."""
 OLDER_SPELLINGS = {
     "limits.cpu_quota": "defaults.cpu_limit",
     "limits.mem_limit_mb": "defaults.mem_limit_mb",
@@ -57,12 +64,28 @@ def env_name(key: str) -> str:
 
 
 def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the configuration file to use: the named one, the environment's, or the first of the search path."""
+    """Return the configuration file to use: the named one, the environment's, or the first of the search path.
+
+    Raises:
+        ConfigError: a file that was not named is another user's, or its directory can't be entered. So nobody chooses
+            root's configuration by a file in the directory that root happens to be in.
+    """
     if explicit is not None:
         return explicit
     if environ.get(ENV_FILE):
         return Path(environ[ENV_FILE])
-    return next((path for path in SEARCH_PATH if path.is_file()), None)
+    trusted = {0, os.geteuid(), int(environ.get("SUDO_UID") or 0)}
+    for path in SEARCH_PATH:
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ConfigError(f"can't read {path}: {error.strerror}; run this with sudo, or name a --config") from None
+        if status.st_uid not in trusted:
+            raise ConfigError(f"{path} belongs to user {status.st_uid}; if it is to count, name it with --config")
+        return path
+    return None
 
 
 def load_config(
@@ -83,8 +106,8 @@ def load_config(
             values[key] = _parse(raw, KEYS[key])
         except ValueError as error:
             problems.append(f"{key}: {error}")
-    config = None if problems else _build(values, problems)
-    if config is None:
+    config = _build(values, problems)
+    if config is None or problems:
         raise ConfigError("\n".join(problems))
     return config
 
@@ -97,15 +120,25 @@ def _build(values: Mapping[str, object], problems: list[str]) -> Config | None:
     hints = typing.get_type_hints(Config)
     top = sections.pop("", {})
     for name, fields in sections.items():
-        try:
-            top[name] = hints[name](**fields)
-        except ValueError as error:
-            problems.append(f"{name}.{error}")
+        top[name] = _made(hints[name], fields, f"{name}.", problems)
+    return _made(Config, {name: value for name, value in top.items() if value is not None}, "", problems)
+
+
+def _made(section: Callable[..., T], fields: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
+    """Return a section with these fields. None: `problems` has every field that is wrong by itself, or else how they
+    contradict each other."""
     try:
-        return Config(**top) if not problems else None  # type: ignore[arg-type]  # parsed by the same types
+        return section(**fields)
     except ValueError as error:
-        problems.append(str(error))
-        return None
+        together = str(error)
+    alone = []
+    for name, value in fields.items():
+        try:
+            section(**{name: value})
+        except ValueError as error:
+            alone.append(f"{prefix}{error}")
+    problems += alone or [prefix + together]
+    return None
 
 
 def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, object]:

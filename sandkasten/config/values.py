@@ -242,15 +242,19 @@ class AdmissionSettings:
     """The node's budget. A ratio bounds the sum of the limits of all live sessions, as a multiple of the node's total;
     0: not counted. No session is made while less than the reserve is free, either.
 
+    Memory and processes without a ratio (None): eight and ten times the total, and at least as much as the limits of
+    the default sessions add up to that the machine has room for while they rest, `server.max_sessions` at most
+    (`admission.budget.promisable`).
+
     Processes: one session has at most its limit, and all together leave the machine a tenth (`cgroup.tree.bound_pids`).
-    With the default, 1000 sessions of 256 are admitted where `kernel.pid_max` is 32768. There some 115 of them that use
-    all of their limit at once leave no process to the others; `doctor` names the line that makes the pool large enough,
-    and a ratio of 1 admits only as many as fit.
+    By default 1000 sessions of 256 are admitted where `kernel.pid_max` is 32768. There some 115 of them that use all of
+    their limit at once leave no process to the others; `doctor` names the line that makes the pool large enough, and a
+    ratio of 1 admits only as many as fit.
     """
 
     cpu_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
-    memory_overcommit: float = attrs.field(default=8.0, validator=_between(0, 100_000))
-    pids_overcommit: float = attrs.field(default=10.0, validator=_between(0, 100_000))
+    memory_overcommit: float | None = attrs.field(default=None, validator=_none_or(_between(0, 100_000)))
+    pids_overcommit: float | None = attrs.field(default=None, validator=_none_or(_between(0, 100_000)))
     disk_overcommit: float = attrs.field(default=0.0, validator=_between(0, 100_000))
     reserve_percent: float = attrs.field(default=5.0, validator=_between(0, 90))
     reserve_memory_mb: int = attrs.field(default=128, validator=_between(0, MIB * MIB))

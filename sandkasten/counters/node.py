@@ -32,6 +32,12 @@ _NO_LIMIT = 2**62
 _FDS_PER_SESSION = 16
 _FDS_RESERVED = 200
 _FEW_TERMINALS = 2
+NAMESPACES_RESERVED = 128
+"""Namespaces of each kind that are not for sessions: those of the machine, of helpers and of pool sandboxes."""
+NAMESPACES = {"user.max_user_namespaces": 2} | {
+    f"user.max_{kind}_namespaces": 1 for kind in ("cgroup", "ipc", "mnt", "net", "pid", "uts")
+}
+"""Namespaces of a session, by the sysctl that bounds them (namespaces(7)); a second user namespace maps system ids."""
 _MAX_LEVELS = 32
 _MAX_FILE_BYTES = 64 * 1024
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -113,22 +119,40 @@ def read_used(data_dir: Path, cgroup_dirs: Mapping[str, str], *, sessions: int) 
     )
 
 
-def most_sessions(wanted: int) -> tuple[int, int]:
-    """Return the number of sessions that this process may have at once, at most `wanted`, and the terminals of each.
+def session_bounds(wanted: int, *, descriptors: int | None = None) -> Mapping[str, int]:
+    """Return the number of sessions that each fixed limit allows at once, by the limit's name; `wanted` is
+    `server.max_sessions`. `descriptors`: of the daemon, by default those of this process.
 
-    The kernel counts terminals for the machine, and bounds them for each sandbox. The pool is divided: sessions times
-    terminals never passes it, so no number of sessions, each with all its terminals, takes one from another session. A
-    session with few terminals serves its user better than a refused one. So the share gets smaller first, down to
-    `_FEW_TERMINALS`, and only then the number of sessions. `kernel.pty.reserve` of the pool is the machine's own.
+    The kernel counts terminals for the machine, and bounds them for each sandbox (`terminals_of`).
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sessions = min(wanted, max((soft - _FDS_RESERVED) // _FDS_PER_SESSION, 1))
+    if descriptors is None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bounds = {"server.max_sessions": wanted, "RLIMIT_NOFILE": max((descriptors - _FDS_RESERVED) // _FDS_PER_SESSION, 1)}
+    pool = _terminal_pool()
+    if pool is not None:
+        bounds["kernel.pty.max"] = max(pool // _FEW_TERMINALS, 1)
+    for name, each in NAMESPACES.items():
+        most = _number(f"/proc/sys/{name.replace('.', '/')}")
+        if most is not None:
+            bounds[name] = max((most - NAMESPACES_RESERVED) // each, 1)
+    return bounds
+
+
+def terminals_of(sessions: int) -> int:
+    """Return the terminals that each of so many sessions may have.
+
+    The pool is divided: sessions times terminals never passes it, so no number of sessions, each with all its
+    terminals, takes one from another session. A session with few terminals serves its user better than a refused one.
+    So the share gets smaller first, down to `_FEW_TERMINALS`, and only then the number of sessions.
+    """
+    pool = _terminal_pool()
+    return MAX_TERMINALS if pool is None else min(max(pool // sessions, _FEW_TERMINALS), MAX_TERMINALS)
+
+
+def _terminal_pool() -> int | None:
+    """Return the terminals of the machine without `kernel.pty.reserve`, which is the machine's own."""
     most, kept = (_number(f"/proc/sys/kernel/pty/{name}") for name in ("max", "reserve"))
-    if most is None:
-        return sessions, MAX_TERMINALS
-    pool = most - (kept or 0)
-    each = min(max(pool // sessions, _FEW_TERMINALS), MAX_TERMINALS)
-    return min(sessions, max(pool // each, 1)), each
+    return None if most is None else most - (kept or 0)
 
 
 # The same as metrics

@@ -32,6 +32,8 @@ from types import MappingProxyType
 import attrs
 
 from nsinit.wire.protocol import MAX_TERMINALS
+from sandkasten.admission.budget import SessionRoom
+from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
 from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.model.node import Check, Verdict
 
@@ -607,15 +609,13 @@ class SharedPool:
         return sessions * self.of_a_session * (processes if self.for_each_process else 1) + self.reserved
 
 
-_KIND = "user.max_{}_namespaces"
 POOLS = (
     SharedPool("kernel.pid_max", 1, 4096, for_each_process=True),
     SharedPool("kernel.threads-max", 1, 4096, for_each_process=True),
     SharedPool("kernel.pty.max", MAX_TERMINALS, 1024),
     SharedPool("fs.file-max", _DESCRIPTORS_OF_A_SESSION, 65_536),
-    *(SharedPool(_KIND.format(kind), 1, 128) for kind in ("cgroup", "ipc", "mnt", "net", "pid", "uts")),
     # Those that only map the ids of a mount are the machine's root's: of system files, and of a workspace.
-    SharedPool(_KIND.format("user"), 2, 128),
+    *(SharedPool(name, each, NAMESPACES_RESERVED) for name, each in NAMESPACES.items()),
 )
 """The pools of the machine that are not divided by the kernel; see docs/security.md for the objects that are."""
 
@@ -624,6 +624,15 @@ def check_pools(host: Host, sessions: int, processes: int) -> list[Check]:
     """Return one check for each pool that is too small for so many sessions, with so many processes each."""
     found = ((each.name, host.number(each.name), each.needed(sessions, processes)) for each in POOLS)
     return [_small_pool(name, value, needed) for name, value, needed in found if value is not None and value < needed]
+
+
+def check_room(room: SessionRoom, wanted: int) -> Check:
+    """Return the check that tells how many sessions with default limits this machine admits, and what bounds them."""
+    seen = f"{room.sessions} with default limits, bounded by {room.bound}"
+    if room.sessions >= wanted:
+        return Check("sessions", "sessions", Verdict.WORKS, seen)
+    lacks = f"creates beyond {room.sessions} sessions are refused, although server.max_sessions is {wanted}"
+    return Check("sessions", "sessions", Verdict.FALLS_BACK, seen, consequence=lacks, fix=room.fix)
 
 
 def _small_pool(name: str, value: int, needed: int) -> Check:

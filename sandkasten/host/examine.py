@@ -22,13 +22,16 @@ from typing import Any
 import attrs
 
 from nsinit.wire import protocol as nsinit_protocol
+from sandkasten.admission.budget import find_room
 from sandkasten.config import Config, ConfigError
+from sandkasten.counters.node import Bounds, read_totals
 from sandkasten.host.checks import (
     CATALOGUE,
     REFUSED,
     Host,
     advise,
     check_pools,
+    check_room,
     check_sysctls,
     fails,
     nearest,
@@ -61,8 +64,16 @@ def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = Fa
     by_id |= {check_id: row.read(host) for check_id, row in CATALOGUE.items() if row.read is not None}
     in_order = [by_id[check_id] for check_id in CATALOGUE if check_id in by_id]
     facts = {"container": host.container, "wsl": host.is_wsl, **tried.facts}
-    pools = [] if config is None else check_pools(host, config.server.max_sessions, config.defaults.pids_limit)
+    pools = [] if config is None else _check_sessions(host, config)
     return Machine(datetime.now(UTC), [*in_order, *check_sysctls(host), *pools], facts)
+
+
+def _check_sessions(host: Host, config: Config) -> list[Check]:
+    """Compare the machine, without a cgroup above the sessions, with the sessions that there may be."""
+    most = config.server.max_sessions
+    totals = read_totals(nearest(config.data_dir), Bounds(), max_sessions=0)
+    room = find_room(config, totals, descriptors=host.max_descriptors)
+    return [check_room(room, most), *check_pools(host, most, config.defaults.pids_limit)]
 
 
 def _writable_place(data_dir: Path) -> Path:

@@ -49,7 +49,15 @@ def catalogue() -> tuple[Attempt, ...]:
 
 
 def choose(patterns: Sequence[str]) -> tuple[Attempt, ...]:
-    """Return the attempts whose id begins with one of `patterns`; all attempts for no pattern."""
+    """Return the attempts whose id begins with one of `patterns`; all attempts for no pattern.
+
+    Raises:
+        ValueError: no attempt's id begins with one of them.
+    """
+    for pattern in patterns:
+        if not any(each.id.startswith(pattern) for each in catalogue()):
+            groups = sorted({each.group for each in catalogue()})
+            raise ValueError(f"no attempt's id begins with {pattern!r}; the groups are {', '.join(groups)}")
     return tuple(each for each in catalogue() if not patterns or each.id.startswith(tuple(patterns)))
 
 

@@ -35,7 +35,7 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"content": EMPTY, "params": {"replace": "true"}}
         case "PUT" | "PATCH", _:
             options = {"json": {}}
-        case _, _:
+        case _, _ if pattern.startswith("fs"):
             is_directory = pattern in ("fs", "fs/download") and request.method != "DELETE"
             options = {"params": {"path": "" if is_directory else "f"}}
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)

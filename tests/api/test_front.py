@@ -23,6 +23,7 @@ from tests.api.harness import (
     running_front,
     send_and_read,
 )
+from tests.waiting import patience
 
 ROUTES = [
     ("GET", "/readyz"),
@@ -65,6 +66,43 @@ async def test_every_route_but_healthz_wants_the_key(method: str, path: str) -> 
             assert fields["x-request-id"] == error["request_id"]
             assert fields["www-authenticate"] == "Bearer"
         assert (await running.supervisor.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "nearest"),
+    [
+        ("/v1/sessions?statsu=running", "statsu", "status"),
+        ("/v1/events?types=x&curser=3", "curser", "cursor"),
+        ("/v1/node?verbose=1", "verbose", "takes no query"),
+    ],
+)
+async def test_a_query_with_an_unknown_field_is_refused(path: str, field: str, nearest: str) -> None:
+    """A filter that nobody applies would list too much. The nearest known field is named."""
+    async with running_front() as running, running.client() as client:
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert nearest in answer.json()["details"][field]
+        assert (await client.get("/healthz?probe=1")).status_code == 200
+
+
+async def test_fields_that_mean_nothing_are_named_in_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """In a header and in the request's log line, from both ways of being served; hostile names stay in their place."""
+    async with running_front() as running, running.client() as client:
+        caplog.set_level("INFO")
+        body = {"lables": {}, "limits": {"gpu": 1}, "a\r\nb\ud800".encode("utf-8", "replace").decode(): 1}
+        made = await client.post("/v1/sessions", json=body)
+        assert made.status_code == 201
+        assert made.headers["sandkasten-ignored"] == "lables, limits.gpu, a%0D%0Ab%3F"
+        logged: list[str] = []
+        with trio.fail_after(patience()):
+            while not logged:  # the line is written behind the answer
+                await trio.sleep(0.01)
+                logged = [vars(record)["ignored"] for record in caplog.records if "ignored" in vars(record)]
+        assert logged == ["lables, limits.gpu, a\r\nb?"]
+        url = f"/v1/sessions/{made.json()['id']}"
+        changed = await client.patch(url, json={"ttl": 5})
+        assert (changed.status_code, changed.headers["sandkasten-ignored"]) == (200, "ttl")
+        assert "sandkasten-ignored" not in (await client.patch(url, json={"ttl_seconds": 60})).headers
 
 
 async def test_healthz_is_public_and_says_nothing_else() -> None:

@@ -36,6 +36,29 @@ async def test_administrators_see_the_keys_and_no_secret() -> None:
         assert limited.key.digest.hex() not in answer.text
 
 
+async def test_a_refusal_says_what_is_wrong_with_the_key() -> None:
+    """No key, an unsuitable header, an expired key; a revoked one looks like one that never was."""
+    over = issue(Access.WRITE, expires_at=datetime(2020, 1, 1, tzinfo=UTC))
+    revoked, never = issue(Access.WRITE), issue(Access.WRITE)
+    async with running_front() as running:
+        running.ring.replace([over.key, revoked.key])
+        running.ring.replace([over.key])
+
+        async def told(**headers: str) -> str:
+            async with running.client() as client:
+                del client.headers["authorization"]
+                answer = await client.get(SESSIONS, headers=headers)
+                error = answer.json()
+                assert (answer.status_code, error["error_code"]) == (401, "UNAUTHORIZED")
+                return str(error["message"])
+
+        assert (await told()).startswith("no API key: send it")
+        assert "not sent as one" in await told(authorization="Basic abc")
+        assert "expired" in await told(authorization=f"Bearer {over.token}")
+        unknown = {await told(authorization=f"Bearer {each.token}") for each in (revoked, never)}
+        assert unknown == {"no such API key: it was never made, or it has been revoked"}
+
+
 async def test_a_key_that_asks_too_often_is_429_and_others_are_served() -> None:
     """With what to wait for; a WebSocket is a request as well."""
     limited = issue(Access.WRITE, quota=Quota(requests_per_second=2))

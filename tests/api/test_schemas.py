@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandkasten.api.http.json import decode_object
 from sandkasten.api.http.settings import ApiSettings
-from sandkasten.api.resources import runs
-from sandkasten.api.resources.fields import parse
+from sandkasten.api.resources import fields, runs
 from sandkasten.api.resources.files import WriteRequest
 from sandkasten.api.resources.runs import ExecRequest, TerminalRequest
 from sandkasten.api.resources.sessions import CreateRequest, PatchRequest
@@ -29,6 +29,8 @@ from sandkasten.model import (
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
 
+T = TypeVar("T")
+
 CLASSES: tuple[type[Any], ...] = (
     CreateRequest,
     ExecRequest,
@@ -42,6 +44,10 @@ CLASSES: tuple[type[Any], ...] = (
     runs.ProcessRequest,
     runs.WaitRequest,
 )
+
+
+def parse(body: bytes, cls: type[T]) -> T:
+    return fields.parse(decode_object(body), cls)
 
 
 def refused(cls: type[object], body: object) -> dict[str, object]:
@@ -440,3 +446,27 @@ def test_any_json_is_a_request_or_a_typed_refusal(body: dict[str, object], cls: 
         parse(json.dumps(body).encode(), cls)
     except InvalidRequest as error:
         json.dumps(dict(error.details))
+
+
+def ignored(body: object, cls: type) -> list[str]:
+    assert isinstance(body, dict)
+    return list(fields.ignored_fields(body, cls))
+
+
+def test_unknown_fields_are_found_at_every_depth() -> None:
+    """By path; those in a mapping of the client's own names are none of ours."""
+    body = {"imge": "x", "env": {"A": "1"}, "labels": {"b": "c"}, "limits": {"cpu": 1, "gpu": 2}, "network": {}}
+    assert ignored(body, CreateRequest) == ["imge", "limits.gpu"]
+    assert ignored({"cmd": ":", "shell_": "x", "stdin": {"text": "", "more": 1}}, ExecRequest) == ["shell_"]
+    assert ignored({"limits": 3, "image": {}}, CreateRequest) == []
+
+
+def test_limits_have_the_names_of_configurations_as_well() -> None:
+    """A limit that was asked for is in force under either name; both at once are refused."""
+    older = {"mem_limit_mb": 64, "cpu_quota": 0.5, "pids_limit": 99}
+    assert create({"limits": older}).limits == attrs.evolve(Limits(), memory_mb=64, cpu=0.5, pids=99)
+    assert ignored({"limits": older}, CreateRequest) == []
+    assert refused(CreateRequest, {"limits": {"cpu": 1, "cpu_limit": 1}}) == {
+        "limits": "must not have both cpu_limit and cpu, which mean the same"
+    }
+    assert "limits" in next(iter(refused(CreateRequest, {"limits": {"mem_limit_mb": "much"}})))

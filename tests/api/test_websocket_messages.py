@@ -73,8 +73,11 @@ def test_any_query_of_a_terminal_is_taken_or_refused(query: dict[str, str]) -> N
 
 def test_a_query_of_a_terminal_is_taken_apart() -> None:
     """Numbers and truth values are text in a query."""
-    parsed = terminals.parse_query({"cols": "100", "read_only": "true", "window": "65536", "unknown": "x"})
+    parsed = terminals.parse_query({"cols": "100", "read_only": "true", "window": "65536"})
     assert (parsed.size, parsed.read_only, parsed.window) == (TerminalSize(100, 24), True, 65536)
+    with pytest.raises(InvalidRequest) as caught:
+        terminals.parse_query({"cols": "100", "colls": "1"})
+    assert caught.value.details == {"colls": "is unknown; the nearest known field is cols"}
 
 
 @given(st.integers(1, MAX_CHANNEL), st.binary())

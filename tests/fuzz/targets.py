@@ -27,7 +27,7 @@ from sandkasten.admission.keys import KeyRing
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
 from sandkasten.api.http.exchange import parse_query
-from sandkasten.api.http.json import check_value_count
+from sandkasten.api.http.json import check_value_count, decode_object
 from sandkasten.api.http.routing import parse_target
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.resources import fields, files, runs, sessions
@@ -240,7 +240,7 @@ def api_bodies(data: bytes) -> None:
     text = grammar.spoiled_json(choices, body)
     try:
         _run_at_once(check_value_count(text))
-        _to_model(fields.parse(text, cls))
+        _to_model(fields.parse(decode_object(text), cls))
     except SandkastenError as error:
         _check_refusal(error)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from nsinit.kernel.slots import FIRST_BASE, SIZE, RangeLocks, bases_in_use
+from nsinit.kernel import slots
+from nsinit.kernel.slots import FIRST_BASE, LAST_BASE, SIZE, RangeLocks, SlotTable, bases_in_use
 from tests.kernel.harness import Nsinit, data_directory, host_plan, new_node_id, running
 
 MANY = 6
@@ -58,3 +63,36 @@ def test_a_range_is_one_holders_at_a_time(tmp_path_factory: pytest.TempPathFacto
     two.close()
     assert one.lock(base)
     one.close()
+
+
+def test_one_look_at_the_machine_serves_many_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look reads a file of every process. A range that a process has ids of, or another nsinit, is left out and stays
+    free for others."""
+    looks: list[set[int]] = []
+
+    def look() -> set[int]:
+        looks.append(bases_in_use())
+        return looks[-1]
+
+    monkeypatch.setattr(slots, "bases_in_use", look)
+    monkeypatch.setattr(slots, "FIRST_BASE", LAST_BASE - 90 * SIZE)
+    first = slots.FIRST_BASE
+    other = RangeLocks(str(tmp_path / "ids"))
+    assert other.lock(first + SIZE)
+    with subprocess.Popen(["/bin/sleep", "60"], user=first + 5) as process:
+        try:
+            table = SlotTable(RangeLocks(str(tmp_path / "ids")), reserved=(), taken=frozenset({first + 2 * SIZE}))
+            for _ in range(3):
+                table.make_spare()
+            made = [table.take() for _ in range(3)]
+        finally:
+            process.kill()
+    for slot in made:
+        os.close(slot.userns_fd)
+        os.close(slot.system_userns_fd)
+    assert sorted(slot.base for slot in made) == [first + number * SIZE for number in (3, 4, 5)]
+    assert len(looks) == 1
+    assert other.lock(first)
+    assert not other.lock(first + 6 * SIZE)
+    table.close()
+    other.close()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sandkasten.admission.budget import FIRST_MB, Budget
-from sandkasten.config import MIB, AdmissionSettings
+from sandkasten.admission.budget import FIRST_MB, FIXES, IDLE_MB, IDLE_PIDS, Budget, find_room
+from sandkasten.config import MIB, AdmissionSettings, Config, ServerSettings
+from sandkasten.counters import node as counters
 from sandkasten.model import Limits
 from sandkasten.model.errors import Capacity, InvalidRequest
 from sandkasten.model.node import Amounts
@@ -70,6 +71,8 @@ def test_limits_together_never_exceed_what_there_is_times_the_ratio(
         "requested": requested,
         "committed": committed,
         "total": total,
+        "bound": f"admission.{setting}",
+        "fix": FIXES[f"admission.{setting}"],
     }
     budget.release("a")
     budget.admit("c", limits)
@@ -89,6 +92,7 @@ def test_slots_are_counted() -> None:
     budget.admit("a", Limits())
     error = refusal(budget, Limits())
     assert (error.details["resource"], error.details["total"], error.details["max_sessions"]) == ("sessions", 1, 1)
+    assert (error.details["bound"], error.details["fix"]) == ("server.max_sessions", "raise server.max_sessions")
 
 
 def test_too_little_free_memory_refuses_whatever_was_promised() -> None:
@@ -100,7 +104,13 @@ def test_too_little_free_memory_refuses_whatever_was_promised() -> None:
     node.left = Amounts(memory_bytes=(100 + 2 * FIRST_MB) * MIB)
     budget.admit("a", Limits(), under_way=1)
     error = refusal(budget, Limits(), under_way=2)
-    assert error.details == {"resource": "memory_bytes", "free": node.left.memory_bytes, "reserve": 100 * MIB}
+    assert error.details == {
+        "resource": "memory_bytes",
+        "free": node.left.memory_bytes,
+        "reserve": 100 * MIB,
+        "bound": "memory",
+        "fix": FIXES["memory"],
+    }
 
 
 def test_too_few_free_process_ids_refuse() -> None:
@@ -109,7 +119,13 @@ def test_too_few_free_process_ids_refuse() -> None:
     budget = budget_of(node, reserve_percent=5.0)
     node.left = Amounts(memory_bytes=GIB, pids=49)
     error = refusal(budget, Limits())
-    assert error.details == {"resource": "pids", "free": 49, "reserve": 50}
+    assert error.details == {
+        "resource": "pids",
+        "free": 49,
+        "reserve": 50,
+        "bound": "kernel.pid_max",
+        "fix": FIXES["kernel.pid_max"],
+    }
 
 
 def test_the_reserve_never_takes_more_than_half_of_a_small_node() -> None:
@@ -195,3 +211,58 @@ def test_retry_after_is_when_the_next_lease_ends(ends_in_s: float | None, advice
     budget = budget_of(node, max_sessions=0)
     node.end = None if ends_in_s is None else datetime.now(UTC) + timedelta(seconds=ends_in_s)
     assert refusal(budget, Limits()).retry_after_s == advice
+
+
+def roomy(monkeypatch: pytest.MonkeyPatch, **bounds: int) -> None:
+    """Let every fixed limit allow a thousand sessions, or as many as said."""
+    fixed = {"server.max_sessions": 1000, "RLIMIT_NOFILE": 5000} | bounds
+    monkeypatch.setattr(counters, "session_bounds", lambda wanted, **_: fixed | {"server.max_sessions": wanted})
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "pids", "sessions", "bound"),
+    [
+        (24 * 1024, 29_491, 1000, "server.max_sessions"),
+        (4 * 1024, 29_491, 4096 * 0.95 // IDLE_MB, "memory"),
+        (1024, 29_491, (1024 - 128) // IDLE_MB, "memory"),
+        (24 * 1024, 1600, 1600 * 0.95 // IDLE_PIDS, "kernel.pid_max"),
+    ],
+)
+def test_default_sessions_are_admitted_as_far_as_they_fit_while_they_rest(
+    monkeypatch: pytest.MonkeyPatch, memory_mb: int, pids: int, sessions: float, bound: str
+) -> None:
+    """Without a ratio the sum of the limits never refuses before the memory does; the refusal names the resource."""
+    roomy(monkeypatch)
+    config = Config(admission=AdmissionSettings(reserve_percent=5.0))
+    totals = Amounts(cpu=2.0, memory_bytes=memory_mb * MIB, pids=pids)
+    room = find_room(config, totals)
+    assert (room.sessions, room.bound, room.fix) == (sessions, bound, FIXES[bound])
+
+    class Machine(Node):
+        def totals(self) -> Amounts:
+            return totals
+
+    node = Machine()
+    node.left = Amounts(memory_bytes=totals.memory_bytes, pids=pids)
+    budget = Budget(config.admission, 1000, node)
+    for number in range(room.sessions):
+        budget.admit(number, Limits())
+    error = refusal(budget, Limits())
+    assert (error.details["bound"], error.details["fix"]) == (bound, FIXES[bound])
+
+
+def test_a_ratio_that_is_set_holds_whatever_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose sessions must always have their promised memory admits as many as fit."""
+    roomy(monkeypatch)
+    config = Config(admission=AdmissionSettings(memory_overcommit=1.0), server=ServerSettings(max_sessions=50))
+    room = find_room(config, Amounts(memory_bytes=16 * GIB, pids=29_491))
+    assert (room.sessions, room.bound) == (16 * 1024 // Limits().memory_mb, "admission.memory_overcommit")
+
+
+@pytest.mark.parametrize("bound", ["RLIMIT_NOFILE", "kernel.pty.max", "user.max_user_namespaces"])
+def test_a_fixed_limit_of_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    """A limit that allows fewer sessions than the setting bounds them, and has a fix of its own."""
+    roomy(monkeypatch, **{bound: 7})
+    room = find_room(Config(), Amounts(memory_bytes=16 * GIB, pids=29_491))
+    assert (room.sessions, room.bound) == (7, bound)
+    assert room.fix

@@ -72,7 +72,8 @@ def test_terminals_are_divided_so_that_all_sessions_may_use_all_of_theirs(
     pools = {"/proc/sys/kernel/pty/max": pool + 1024, "/proc/sys/kernel/pty/reserve": 1024}
     monkeypatch.setattr(node, "_number", pools.get)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    assert node.most_sessions(wanted) == expected
+    sessions = min(node.session_bounds(wanted).values())
+    assert (sessions, node.terminals_of(sessions)) == expected
     assert expected[0] == 1 or expected[0] * expected[1] <= pool
 
 
@@ -80,4 +81,14 @@ def test_descriptors_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> 
     """Fewer sessions have more terminals each; a kernel without the figures has enough."""
     monkeypatch.setattr(node, "_number", lambda _: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1800, 1 << 20))
-    assert node.most_sessions(1000) == (100, 16)
+    bounds = node.session_bounds(1000)
+    assert bounds == {"server.max_sessions": 1000, "RLIMIT_NOFILE": 100}
+    assert node.terminals_of(100) == 16
+
+
+def test_namespaces_bound_the_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hardened sysctl that leaves a few namespaces leaves a few sessions; each needs two user namespaces."""
+    found = {"/proc/sys/user/max_user_namespaces": 328, "/proc/sys/user/max_net_namespaces": 428}
+    monkeypatch.setattr(node, "_number", found.get)
+    bounds = node.session_bounds(1000, descriptors=1 << 20)
+    assert (bounds["user.max_user_namespaces"], bounds["user.max_net_namespaces"]) == (100, 300)

@@ -15,6 +15,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from sandkasten.admission.keys import read_keys
 from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
 from sandkasten.cli.image import image_notices
@@ -155,7 +156,7 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
     captured = capsys.readouterr()
     assert "this machine (also base, python)" in captured.out
     assert "python: ok" in captured.out
-    assert captured.err.splitlines() == [
+    assert [line for line in captured.err.splitlines() if "data directory" not in line] == [
         "sandkasten: 'python' is an alias of image 'host'; delete the image",
         "sandkasten: there is no image 'host'",
         f"sandkasten: {tmp_path / 'none.tar'}: No such file or directory",
@@ -166,6 +167,7 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
 def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tar with a shell becomes an image that is listed and sound; what was left out or dropped is said."""
     place = ["--data-dir", str(tmp_path / "data")]
+    (tmp_path / "data").mkdir(mode=0o700)
     with tarfile.open(tmp_path / "small.tar", "w") as archive:
         for name, kind, mode in (("etc", tarfile.DIRTYPE, 0o755), ("bin/sh", tarfile.REGTYPE, 0o4755)):
             member = tarfile.TarInfo(name)
@@ -184,6 +186,84 @@ def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pyte
     assert re.search(r"^small +rootfs .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
     assert main(["image", "validate", "small", *place]) == 0
     assert capsys.readouterr().out == "small: ok\n"
+
+
+COMMANDS = [
+    ["key", "create", "--name", "x"],
+    ["key", "list"],
+    ["key", "revoke", "x"],
+    ["image", "list"],
+    ["image", "import", "--name", "x", "--tar", "none.tar"],
+    ["security"],
+    ["doctor", "--fix"],
+]
+
+
+@root_only
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_makes_no_second_installation(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data directory that isn't there is refused, and named."""
+    assert main([*command, "--data-dir", str(tmp_path / "nowhere")]) == 1
+    named, refused = capsys.readouterr().err.splitlines()
+    assert named == f"sandkasten: configuration without a file, data directory {tmp_path}/nowhere, which does not exist"
+    assert f"there is no data directory {tmp_path}/nowhere" in refused
+    assert list(tmp_path.iterdir()) == []
+
+
+@root_only
+def test_commands_find_the_installation_that_make_run_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the directory of the checkout no option is needed; the first line names what was found, on stderr."""
+    made = tmp_path / ".sandkasten"
+    assert main(["init", "--config", str(made / "sandkasten.yaml"), "--data-dir", str(made)]) == 0
+    capsys.readouterr()
+    for command in (["key", "create", "--name", "ci"], ["key", "list"], ["image", "list"], ["security"]):
+        main(command)
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first == f"sandkasten: configuration .sandkasten/sandkasten.yaml, data directory {made}"
+    assert [each.name for each in read_keys(made / "keys.json")] == ["ci"]
+
+
+@root_only
+def test_a_configuration_that_was_not_named_is_of_somebody_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root in a directory of another user's does not take that user's file, unless that user ran sudo."""
+    path = tmp_path / "sandkasten.yaml"
+    path.write_text(f"data_dir: {tmp_path}")
+    os.chown(path, 4321, 4321)
+    assert main(["image", "list"]) == 1
+    assert "belongs to user 4321; if it is to count, name it with --config" in capsys.readouterr().err
+    assert main(["image", "list", "--config", str(path)]) == 0
+    monkeypatch.setenv("SUDO_UID", "4321")
+    assert main(["image", "list"]) == 0
+
+
+def test_an_attempt_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt id is no campaign of no attempts that succeeds."""
+    assert main(["security", "--only", "nosuch", "--data-dir", str(tmp_path)]) == 1
+    assert "sandkasten: --only: no attempt's id begins with 'nosuch'; the groups are " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["/dev/full", "closed pipe"])
+def test_a_line_that_nobody_can_read_is_logged_and_ends_nothing(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next lines go nowhere, and neither does what the interpreter flushes at its end."""
+    if broken == "/dev/full":
+        stream = open("/dev/full", "w")  # noqa: SIM115
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        stream = open(writer, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
+    serve.say("listening")
+    serve.say("try")
+    assert [(record.message, vars(record)["line"]) for record in caplog.records] == [("stdout_lost", "listening")]
+    stream.close()
 
 
 def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:

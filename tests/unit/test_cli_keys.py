@@ -23,6 +23,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("SANDKASTEN_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+    Path("data").mkdir(mode=0o700)
 
 
 def key(*arguments: str) -> int:
@@ -105,7 +106,6 @@ def test_what_can_not_be_is_refused_in_one_sentence(
 
 def test_a_damaged_file_is_told_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """No command makes a new one over it."""
-    Path("data").mkdir(mode=0o700)
     path = Path("data/keys.json")
     path.write_text("{")
     for arguments in (["create", "--name", "x"], ["list"], ["revoke", "x"]):

@@ -220,6 +220,21 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
         load_config(path, environ={})
 
 
+def test_all_mistakes_are_told_one_line_each(tmp_path: Path) -> None:
+    """Unknown keys, values of the wrong type and values out of bounds, of one section and of several, together."""
+    path = write(tmp_path, "colour: red\nserver: {max_sessions: -1, lisen: x}\ndefaults: {cpu_limit: -1}\n")
+    environ = {"SANDKASTEN_PIDS_LIMIT": "1", "SANDKASTEN_SESSION_TTL_SECONDS": "0", "SANDKASTEN_RUNS_KEEP_MB": "much"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ=environ)
+    lines = str(caught.value).splitlines()
+    for name in (
+        *("'colour'", "'server.lisen'", "runs.keep_mb", "server.max_sessions must", "defaults.cpu_limit"),
+        *("defaults.pids_limit", "session_ttl_seconds"),
+    ):
+        assert len([line for line in lines if name in line]) == 1, (name, lines)
+    assert len(lines) == 7
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that was asked for must be there."""
     with pytest.raises(ConfigError, match="no-such"):
@@ -231,7 +246,10 @@ def test_the_search_order_is_argument_environment_current_directory(
 ) -> None:
     """The first that is given wins."""
     monkeypatch.chdir(tmp_path)
-    assert find_file(None, {}) in (None, SEARCH_PATH[1])
+    assert find_file(None, {}) in (None, SEARCH_PATH[2])
+    (tmp_path / ".sandkasten").mkdir()
+    write(tmp_path / ".sandkasten", "")
+    assert find_file(None, {}) == SEARCH_PATH[1]
     write(tmp_path, "")
     assert find_file(None, {}) == SEARCH_PATH[0]
     assert find_file(None, {"SANDKASTEN_CONFIG": "/x"}) == Path("/x")

@@ -143,13 +143,15 @@ def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_the_ring_finds_a_key_by_its_token_alone() -> None:
-    """An expired key is not found at all."""
+    """The holder of an expired key is told so."""
     old = issue(Access.WRITE, expires_at=datetime.now(UTC) - timedelta(seconds=1))
     ring = KeyRing()
     ring.replace([READ.key, old.key])
     assert ring.find(READ.token.encode()) == READ.key
     assert ring.find(WRITE.token.encode()) is None
-    assert ring.find(old.token.encode()) is None
+    with pytest.raises(Unauthorized, match="expired"):
+        ring.find(old.token.encode())
+    assert ring.find(old.token[:-1].encode()) is None
     assert list(ring.last_used) == [READ.key.id]
 
 

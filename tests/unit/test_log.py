@@ -7,10 +7,14 @@ import json
 import logging
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +91,42 @@ def test_debug_is_silent_unless_asked_for(lines: Lines) -> None:
     """The default level keeps commands, which are logged at debug only, out of the log."""
     logging.getLogger("sandkasten.x").debug("secret command")
     assert lines.getvalue() == ""
+
+
+def test_a_full_disk_is_counted_and_survived(tmp_path: Path) -> None:
+    """Lines that the disk does not take are dropped; with room again the count is logged, on a line of its own."""
+    path = tmp_path / "log"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with path.open("w") as stream:
+            writer = log.LogWriter(stream)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limit[1]))
+            for number in range(3):
+                writer.emit(logging.makeLogRecord({"msg": f"{number}" * 1000, "levelname": "INFO", "name": "test"}))
+                wait_for(lambda: path.stat().st_size > 1000)
+                wait_for(partial(dropped, writer, number))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            writer.emit(logging.makeLogRecord({"msg": "last", "levelname": "INFO", "name": "test"}))
+            writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    first, _cut, lost, last = path.read_text().splitlines()
+    assert json.loads(first)["event"] == "0" * 1000
+    assert (json.loads(lost)["event"], json.loads(lost)["count"]) == ("log_lines_dropped", 2)
+    assert json.loads(last)["event"] == "last"
+
+
+def dropped(writer: log.LogWriter, count: int) -> bool:
+    return writer.dropped == count
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + patience(5)
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_stalled_reader_never_blocks_and_what_is_lost_is_counted() -> None:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from sandkasten.host.checks import CATALOGUE, Host, advise, check_pools, check_sysctls, find_mount, read_host
+from sandkasten.admission.budget import FIXES, SessionRoom
+from sandkasten.host.checks import (
+    CATALOGUE,
+    Host,
+    advise,
+    check_pools,
+    check_room,
+    check_sysctls,
+    find_mount,
+    read_host,
+)
 from sandkasten.model.node import Check, Verdict
 
 MOUNTINFO = """\
@@ -193,6 +203,15 @@ def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_
     }
     assert "sysctl -w kernel.pid_max=260096 " in checks["kernel.pid_max"].fix
     assert "sysctl -w kernel.pty.max=17024 " in checks["kernel.pty.max"].fix
+
+
+def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
+    """Fewer than `server.max_sessions` come with the consequence and the fix."""
+    enough = check_room(SessionRoom(1000, "server.max_sessions"), 1000)
+    assert (enough.verdict, enough.seen) == (Verdict.WORKS, "1000 with default limits, bounded by server.max_sessions")
+    few = check_room(SessionRoom(486, "memory"), 1000)
+    assert (few.verdict, few.fix) == (Verdict.FALLS_BACK, FIXES["memory"])
+    assert "486" in few.consequence
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:

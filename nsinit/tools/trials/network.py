@@ -30,7 +30,7 @@ _ATTRIBUTE = struct.Struct("=HH")
 def loopback(_room: Room) -> str:
     """Try settings and device as a session gets them, and a connection over the loopback."""
     syscalls.unshare(k.CLONE_NEWNET)
-    network.write_settings()
+    network.write_settings("/proc")
     network.loopback_up()
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=2).close()

@@ -153,9 +153,17 @@ class Sessions(Actor):
 
     def _assemble(self, cgroup_dirs: Mapping[str, str]) -> None:
         """Make the parts that need nsinit's cgroup directories."""
-        most, _ = capacity.most_sessions(self._config.server.max_sessions)
+        bounds = capacity.session_bounds(self._config.server.max_sessions)
+        bound = min(bounds, key=lambda name: bounds[name])
         resources = MachineResources(self._config.data_dir, cgroup_dirs, self._directory.next_end)
-        self._budget = Budget(self._config.admission, most, resources, self._shared.shares)
+        self._budget = Budget(
+            self._config.admission,
+            bounds[bound],
+            resources,
+            self._shared.shares,
+            usual=self._config.defaults.limits,
+            bound=bound,
+        )
         self._sandbox_pool = SandboxPool(
             self._nsinit,
             self._directory,

@@ -53,7 +53,7 @@ class Gate:
     def check_key(self, token: bytes) -> ApiKey:
         """Return the key with a token, or raise `Unauthorized`. Every wrong token takes the same time."""
         if (key := self._find(token)) is None:
-            raise Unauthorized("the API key is wrong")
+            raise Unauthorized("no such API key: it was never made, or it has been revoked")
         return key
 
     def _find(self, token: bytes) -> ApiKey | None:
@@ -81,11 +81,12 @@ class Gate:
                 raise PermissionDenied("this web origin may not open a WebSocket; see allowed_origins")
 
     def _check_bearer(self, values: list[bytes]) -> ApiKey:
-        scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        key = self._find(token.strip())
-        if scheme.lower() != b"bearer" or key is None:
-            raise Unauthorized("send the API key as 'Authorization: Bearer <key>'")
-        return key
+        if not values:
+            raise Unauthorized("no API key: send it as 'Authorization: Bearer <key>'")
+        scheme, _, token = values[0].partition(b" ")
+        if len(values) > 1 or scheme.lower() != b"bearer":
+            raise Unauthorized("the API key is not sent as one 'Authorization: Bearer <key>'")
+        return self.check_key(token.strip())
 
 
 def _headers(scope: Scope) -> dict[bytes, list[bytes]]:

@@ -7,9 +7,9 @@ routes, keys or errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 import trio
 
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 JSON = ("content-type", "application/json")
 MAX_QUERY_FIELDS = 32
+_IGNORED = b"sandkasten-ignored"
+_MOST_IGNORED = 32
+_MAX_IGNORED_CHARS = 1024
 
 
 class AsgiExchange:
@@ -93,6 +96,8 @@ class Exchange(AsgiExchange):
         self.params: Mapping[str, str] = {}
         self.is_started = False
         self.status = 0
+        self.ignored: Sequence[str] = ()
+        """Paths of the fields of the body that mean nothing here."""
         self._is_body_done = False
         self._body_bytes = 0
         self._json_body: bytes | None = None
@@ -222,6 +227,8 @@ class Exchange(AsgiExchange):
         if message["type"] == "http.response.start":
             self.is_started = True
             self.status = message["status"]
+            if self.ignored:
+                message["headers"] = [*message["headers"], (_IGNORED, _listed(self.ignored))]
         elif not message.get("more_body", False):
             self.use.leave()  # the connection may be another key's next, so the end of this key ends it no more
         await self._send(message)
@@ -260,6 +267,12 @@ class Exchange(AsgiExchange):
         while (await self._receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
+
+
+def _listed(names: Sequence[str]) -> bytes:
+    """Return names as the value of a header: percent-encoded where they are no plain words, the first of many."""
+    text = ", ".join(quote(name, safe="", errors="replace") for name in names[:_MOST_IGNORED])
+    return text[:_MAX_IGNORED_CHARS].encode("ascii")
 
 
 def one_header(scope: Scope, name: bytes) -> str | None:

@@ -2,20 +2,21 @@
 
 Each kind is a named type with one check, which returns the value or raises `ValueError` with the words the client
 reads. Values in JSON keep their type (no "1" for 1, no true for 1); in a query numbers and flags are text. Unknown
-fields are ignored; a known one never is, since a client that sent a field would otherwise believe it to be in force.
-`openapi.py` describes the kinds as JSON Schema. Knows no request.
+fields of a body are ignored and named in the answer's header `Sandkasten-Ignored`; unknown ones of a query are
+refused, since they narrow a list or name a place. `openapi.py` describes the kinds as JSON Schema. Knows no request.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import enum
 import functools
 import re
 import signal
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
@@ -56,6 +57,8 @@ MAX_PATTERN_CHARS = 1000
 MAX_SIGNAL = 64
 MAX_LIST = 10_000
 MAX_FILES = 1000
+_MAX_NAME_CHARS = 64
+_NONE = "is unknown; this request takes no query"
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
@@ -417,14 +420,22 @@ def _hook(check: Callable[[object], object]) -> Callable[[object, type], object]
 
 
 def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, type], object]:
-    """Return what makes a `cls` of an object; the field `for_` is named `for` there."""
+    """Return what makes a `cls` of an object. The field `for_` is named `for` there, and `cls.aliases` has further
+    names of fields."""
     names = {field.name: override(rename=field.name[:-1]) for field in attrs.fields(cls) if field.name.endswith("_")}
     fields: Callable[[Mapping[str, Any], type], object]  # Any: JSON
     fields = make_dict_structure_fn(cls, converter, **names)  # type: ignore[arg-type]
 
+    aliases = _aliases(cls)
+
     def structure(value: object, _type: type) -> object:
         if not isinstance(value, dict):  # a string would pass: "mode" is in "mode", and no field would be found
             raise ValueError("must be an object")
+        for alias in aliases.keys() & value.keys():
+            name = aliases[alias]
+            if name in value:
+                raise ValueError(f"must not have both {alias} and {name}, which mean the same")
+            value = {**value, name: value[alias]}
         return fields(value, cls)
 
     return structure
@@ -434,13 +445,51 @@ def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, ty
 
 
 async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | None = None) -> T:
-    """Return the request in the exchange's JSON body; raises as `Exchange.read_json_body` and `parse`."""
-    return parse(await exchange.read_json_body(limit_bytes=limit_bytes), cls)
+    """Return the request in the exchange's JSON body, and tell the exchange which of the fields are ignored.
+
+    Raises:
+        InvalidRequest: as `structure`.
+        TooLarge, InvalidRequest, ClientGone: as `Exchange.read_json_body`.
+    """
+    value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
+    request = parse(value, cls)
+    exchange.ignored = ignored_fields(value, cls)
+    return request
 
 
-def parse(body: bytes, cls: type[T]) -> T:
-    """Return the request in a JSON body; raises as `structure`."""
-    return structure(decode_object(body), cls, _converter)
+def parse(value: Mapping[str, Any], cls: type[T]) -> T:  # Any: JSON
+    """Return the request in a JSON object; raises as `structure`."""
+    return structure(value, cls, _converter)
+
+
+def ignored_fields(value: Mapping[str, Any], cls: type, above: str = "") -> Sequence[str]:  # Any: JSON
+    """Return the paths of the fields of an object that `cls` has no name for."""
+    inner = _fields_of(cls)
+    if inner.keys() >= value.keys() and not any(inner[name] for name in value):
+        return ()
+    found = []
+    for name, field in value.items():
+        if name not in inner:
+            found.append(above + name)
+        elif (kind := inner[name]) is not None and isinstance(field, dict):
+            found += ignored_fields(field, kind, f"{above}{name}.")
+    return found
+
+
+@functools.cache
+def _fields_of(cls: type) -> Mapping[str, type | None]:
+    """Return the names of a class's fields in JSON, each with the class of a field that is an object of fields."""
+    kinds = {name: plain_kind(kind) for name, kind in _hints(cls)}
+    inner = {
+        name.removesuffix("_"): kind if check_of(kind) is None and isinstance(kind, type) and attrs.has(kind) else None
+        for name, kind in kinds.items()
+    }
+    return {**inner, **dict.fromkeys(_aliases(cls))}
+
+
+def _aliases(cls: type) -> Mapping[str, str]:
+    """Return the other names that a class's `aliases` gives to its fields."""
+    return getattr(cls, "aliases", {})
 
 
 def structure(
@@ -492,6 +541,21 @@ def query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
         elif check is not _boolean and text.isascii() and text.isdigit() and len(text) < 18:
             values[name] = int(text)
     return values
+
+
+def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
+    """Refuse a query with a field that the route does not know; `cls` reads the route's query.
+
+    Raises:
+        InvalidRequest: `details` name the nearest known field.
+    """
+    known = () if cls is None else [field.name for field in attrs.fields(cls)]
+    for name in query:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0)
+            raise bad_query(
+                name[:_MAX_NAME_CHARS], f"is unknown; the nearest known field is {near[0]}" if near else _NONE
+            )
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 
@@ -84,8 +84,19 @@ _SAME = Fixed(None)
 
 @attrs.frozen
 class LimitsRequest:
-    """Limits of a new session; the others are the configured ones."""
+    """Limits of a new session; the others are the configured ones. `aliases` are the names in configurations."""
 
+    aliases: ClassVar[Mapping[str, str]] = {
+        "cpu_quota": "cpu",
+        "cpu_limit": "cpu",
+        "mem_limit_mb": "memory_mb",
+        "pids_limit": "pids",
+        "disk_limit_mb": "disk_mb",
+        "disk_inodes_limit": "disk_inodes",
+        "open_files_limit": "open_files",
+        "tmp_limit_mb": "tmp_mb",
+        "shm_limit_mb": "shm_mb",
+    }
     cpu: Cores | None = None
     memory_mb: MemoryMegabytes | None = None
     pids: Pids | None = None

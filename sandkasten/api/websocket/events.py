@@ -7,6 +7,7 @@ import trio
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.resources.events import EventsQuery, Follower, event_fields, to_json
+from sandkasten.api.resources.fields import refuse_unknown
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event
 from sandkasten.model.errors import SandkastenError
@@ -36,6 +37,7 @@ async def events_ws(ws: WebSocketExchange) -> None:
 
 
 async def _follow(ws: WebSocketExchange) -> None:
+    refuse_unknown(ws.query, EventsQuery)
     query = EventsQuery(ws.query.get("cursor"), ws.query.get("types"))
     types = query.wanted
     async with ws.supervisor.events(session_id=ws.session_id or None, after=query.cursor) as events:

@@ -16,6 +16,7 @@ import trio
 
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.websocket import CloseCode
+from sandkasten.api.resources.fields import refuse_unknown
 from sandkasten.api.websocket.channel import Channel, Opener, Order
 from sandkasten.api.websocket.exec_messages import (
     LIMITS,
@@ -55,6 +56,7 @@ END_S = 1.0
 async def exec_ws(ws: WebSocketExchange) -> None:
     """Serve one connection."""
     await ws.accept(PROTOCOL)
+    refuse_unknown(ws.query, None)
     await _ExecSocket(ws).run()
 
 

@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 import attrs
 
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Cells, ExecId, Path, ShellName, User, WindowBytes, bad_fields, query_values
+from sandkasten.api.resources.fields import (
+    Cells,
+    ExecId,
+    Path,
+    ShellName,
+    User,
+    WindowBytes,
+    bad_fields,
+    query_values,
+    refuse_unknown,
+)
 from sandkasten.api.websocket.messages import (
     Credit,
     ErrorMessage,
@@ -64,6 +74,7 @@ class TerminalQuery:
 
 def parse_query(query: Mapping[str, str]) -> TerminalQuery:
     """Return the query in a URL. Raises `InvalidRequest`."""
+    refuse_unknown(query, TerminalQuery)
     parsed: TerminalQuery = build(TerminalQuery, query_values(query, TerminalQuery))
     if parsed.shell is not None and parsed.terminal_id is not None:
         raise bad_fields(terminal_id="must be absent with shell")

@@ -1,0 +1,209 @@
+"""One daemon at 10, 100, 300 and 1000 sessions: the cost of idle sessions, and of a command beside many of them.
+
+`measure_thousand` starts a daemon with the default configuration, grows it step by step, and returns one `Step` for
+each number of sessions, with all raw samples. Processor time is the kernel's own account of running time, so that other
+work on the machine changes it little. Commands are sent over one HTTP connection: to one session again and again
+(`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from bench import daemon, measure
+
+SIZES = (10, 100, 300, 1000)
+QUIET_S, SETTLE_S = 20.0, 5.0
+EXECS = 1000
+_BATCH = 50
+"""Commands between two readings of the daemon's processor time."""
+
+_CHANGES = 10
+_READS = 10
+
+
+@attrs.define
+class Step:
+    """The figures of one number of sessions. Times in milliseconds, `idle` in percent of a core by process name,
+    `exec_cpu_ms` and the like are means over batches. Lists are raw samples in the order they were taken."""
+
+    sessions: int
+    grown_s: float = 0
+    idle: dict[str, float] = attrs.field(factory=dict)
+    idle_daemon: float = 0
+    idle_tree: float = 0
+    resident_mib: float = 0
+    exec_ms: dict[str, list[float]] = attrs.field(factory=dict)
+    exec_cpu_ms: dict[str, list[float]] = attrs.field(factory=dict)
+    create_ms: list[float] = attrs.field(factory=list)
+    create_cpu_ms: float = 0
+    destroy_ms: list[float] = attrs.field(factory=list)
+    destroy_cpu_ms: float = 0
+    list_ms: list[float] = attrs.field(factory=list)
+    metrics_ms: list[float] = attrs.field(factory=list)
+
+
+def measure_thousand(
+    data_dir: Path, sizes: Sequence[int] = SIZES, *, quiet_s: float = QUIET_S, execs: int = EXECS, **environ: str
+) -> list[Step]:
+    """Run a daemon, with settings by the names of their variables, and measure it at each number of sessions."""
+    steps, sessions = [], list[str]()
+    with daemon.running(data_dir, **environ) as (pid, address), daemon.Client(address) as client:
+        for size in sizes:
+            began = time.perf_counter()
+            while len(sessions) < size:
+                sessions.append(_create(client))
+            step = Step(size, time.perf_counter() - began)
+            _measure_quiet(step, pid, quiet_s)
+            for name, targets in (("one", sessions[:1]), ("all", sessions)):
+                _measure_execs(step, name, pid, client, targets, execs)
+            _measure_changes(step, pid, client, sessions)
+            step.list_ms = _times(lambda: client.call("GET", "/v1/sessions?limit=1000"))
+            step.metrics_ms = _times(lambda: client.text("GET", "/metrics"))
+            step.resident_mib = measure.own_resident_bytes(pid) / 2**20
+            steps.append(step)
+    return steps
+
+
+def _create(client: daemon.Client) -> str:
+    """Make a session whose shell has run a command."""
+    session = str(client.call("POST", "/v1/sessions", {})["id"])
+    _exec(client, session)
+    return session
+
+
+def _exec(client: daemon.Client, session: str) -> None:
+    answer = client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": ":"})
+    if answer["exit_code"] != 0:
+        raise RuntimeError(f"a command failed: {answer}")
+
+
+def _measure_quiet(step: Step, pid: int, quiet_s: float) -> None:
+    """Read the processor time of the daemon's whole family before and after a time in which nothing is asked."""
+    time.sleep(SETTLE_S)
+    before, began = _family_cpu_ns(pid), time.perf_counter()
+    time.sleep(quiet_s)
+    after, took_ns = _family_cpu_ns(pid), (time.perf_counter() - began) * 1e9
+    used = Counter[str]()
+    for each, (name, cpu_ns) in after.items():
+        used[name] += cpu_ns - before.get(each, (name, 0))[1]
+    step.idle = {name: 100 * ns / took_ns for name, ns in used.most_common()}
+    step.idle_daemon = 100 * (after[pid][1] - before[pid][1]) / took_ns
+    step.idle_tree = sum(step.idle.values())
+
+
+def _measure_execs(step: Step, name: str, pid: int, client: daemon.Client, sessions: Sequence[str], execs: int) -> None:
+    for session in sessions[:_BATCH]:
+        _exec(client, session)
+    times_ms, cpu_ms = [], []
+    for first in range(0, execs, _BATCH):
+        before = cpu_ns(pid)
+        for number in range(first, first + _BATCH):
+            began = time.perf_counter()
+            _exec(client, sessions[number % len(sessions)])
+            times_ms.append((time.perf_counter() - began) * 1e3)
+        cpu_ms.append((cpu_ns(pid) - before) / 1e6 / _BATCH)
+    step.exec_ms[name], step.exec_cpu_ms[name] = times_ms, cpu_ms
+
+
+def _measure_changes(step: Step, pid: int, client: daemon.Client, sessions: list[str]) -> None:
+    """End some of the sessions and make as many again. The processor time is the daemon's own."""
+    before = cpu_ns(pid)
+    step.destroy_ms = _times(lambda: client.call("DELETE", f"/v1/sessions/{sessions.pop()}"), _CHANGES)
+    step.destroy_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
+    before = cpu_ns(pid)
+    step.create_ms = _times(lambda: sessions.append(client.call("POST", "/v1/sessions", {})["id"]), _CHANGES)
+    step.create_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
+
+
+def _times(work: Callable[[], Any], count: int = _READS) -> list[float]:
+    times_ms = []
+    for _ in range(count):
+        began = time.perf_counter()
+        work()
+        times_ms.append((time.perf_counter() - began) * 1e3)
+    return times_ms
+
+
+def cpu_ns(pid: int) -> int:
+    """Return the time that a process has run, its ended threads included. Raises `OSError` if it has ended."""
+    # clock_getcpuclockid(3) makes this number; 2 is CPUCLOCK_SCHED of the kernel's posix-timers_types.h.
+    return time.clock_gettime_ns((~pid << 3) | 2)
+
+
+def _family_cpu_ns(root: int) -> dict[int, tuple[str, int]]:
+    found = {}
+    for pid in measure.family(root):
+        try:
+            found[pid] = (Path(f"/proc/{pid}/comm").read_text().strip(), cpu_ns(pid))
+        except OSError:
+            continue  # the process ended
+    return found
+
+
+def print_thousand(steps: Sequence[Step]) -> None:
+    """Print one line for each figure, and its ratio to the smallest number of sessions."""
+    rows: dict[str, Callable[[Step], float]] = {
+        "idle daemon, % of a core": lambda step: step.idle_daemon,
+        "idle tree, % of a core": lambda step: step.idle_tree,
+        "memory of the daemon, MiB": lambda step: step.resident_mib,
+        **{f"daemon CPU per exec, {name}, ms": _median_of("exec_cpu_ms", name) for name in ("one", "all")},
+        **{f"exec p50, {name}, ms": _median_of("exec_ms", name) for name in ("one", "all")},
+        **{f"exec p99, {name}, ms": _p99_of("exec_ms", name) for name in ("one", "all")},
+        "create p50, ms": lambda step: statistics.median(step.create_ms),
+        "daemon CPU per create, ms": lambda step: step.create_cpu_ms,
+        "destroy p50, ms": lambda step: statistics.median(step.destroy_ms),
+        "daemon CPU per destroy, ms": lambda step: step.destroy_cpu_ms,
+        "list p50, ms": lambda step: statistics.median(step.list_ms),
+        "metrics p50, ms": lambda step: statistics.median(step.metrics_ms),
+    }
+    print(f"{'sessions':32}" + "".join(f"{step.sessions:>10}" for step in steps) + "   last / first")
+    for name, read in rows.items():
+        values = [read(step) for step in steps]
+        ratio = values[-1] / values[0] if values[0] else float("nan")
+        print(f"{name:32}" + "".join(f"{value:>10.3f}" for value in values) + f"   {ratio:.2f}")
+
+
+def _median_of(field: str, name: str) -> Callable[[Step], float]:
+    return lambda step: statistics.median(getattr(step, field)[name])
+
+
+def _p99_of(field: str, name: str) -> Callable[[Step], float]:
+    return lambda step: statistics.quantiles(getattr(step, field)[name], n=100)[-1]
+
+
+def main() -> None:
+    """Measure and print; with --raw FILE also write every sample."""
+    parser = argparse.ArgumentParser(description="Measure one daemon at 10, 100, 300 and 1000 sessions.")
+    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")], default=list(SIZES))
+    parser.add_argument("--quiet-s", type=float, default=QUIET_S)
+    parser.add_argument("--execs", type=int, default=EXECS)
+    parser.add_argument("--raw", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
+        steps = measure_thousand(
+            Path(scratch), arguments.sizes, quiet_s=arguments.quiet_s, execs=arguments.execs, **_settings()
+        )
+    print_thousand(steps)
+    print(f"idle by process at {steps[-1].sessions}: {steps[-1].idle}")
+    if arguments.raw:
+        arguments.raw.write_text(json.dumps([attrs.asdict(step) for step in steps]))
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("SANDKASTEN_")}
+
+
+if __name__ == "__main__":
+    main()
