@@ -37,7 +37,7 @@ class Peer:
     reason: str = ""
 
     def run(self) -> None:
-        """Start it once, and check that the program has run. Raises `RuntimeError`."""
+        """Start the peer once, and check that the program has run. Raises `RuntimeError`."""
         _run(self.command, self.cwd)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: one function for each section, in the order of `SECTIONS`.
+"""Measurements: one function for each section, in the order of `SECTIONS`.
 
 A section measures into `Bench.table`, where every row keeps its raw samples and failures, and puts figures that are no
 samples into `Bench.facts`. Every answer is verified: a command's output or exit status, a create's source. Rows that

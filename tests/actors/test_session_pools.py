@@ -427,9 +427,12 @@ async def test_an_old_member_is_replaced_when_its_successor_is_ready() -> None:
             sizes.append((await pool_in(tree)).ready)
             return old in tree.nsinit.torn_down
 
+        async def is_forgotten() -> bool:
+            return old not in await idle(tree)
+
         await until(is_replaced)
         assert min(sizes) == 1
-        assert old not in await idle(tree)
+        await until(is_forgotten)
 
 
 async def test_members_that_wait_are_frozen_and_a_claim_thaws_them(monkeypatch: pytest.MonkeyPatch) -> None:
