@@ -40,7 +40,7 @@ BASES: Mapping[str, str] = {
 
 @attrs.define
 class Report:
-    """What a run has found so far. `sections` has the seconds that each section took, or its error."""
+    """Results of a run so far. `sections` has the seconds that each section took, or its error."""
 
     bench: Bench
     directory: Path

@@ -425,10 +425,14 @@ async def test_an_old_member_is_replaced_when_its_successor_is_ready() -> None:
 
         async def is_replaced() -> bool:
             sizes.append((await pool_in(tree)).ready)
-            return old in tree.nsinit.torn_down and old not in await idle(tree)  # the record goes after the sandbox
+            return old in tree.nsinit.torn_down
+
+        async def is_forgotten() -> bool:
+            return old not in await idle(tree)
 
         await until(is_replaced)
         assert min(sizes) == 1
+        await until(is_forgotten)
 
 
 async def test_members_that_wait_are_frozen_and_a_claim_thaws_them(monkeypatch: pytest.MonkeyPatch) -> None:

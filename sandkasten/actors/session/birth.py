@@ -133,12 +133,14 @@ class Services(Shared):
 
 @attrs.frozen
 class Creation:
-    """The making of a new sandbox. `is_prepared`: of a pool sandbox. `env` goes to the runner and nowhere else."""
+    """The making of a new sandbox. `is_prepared`: of a pool sandbox. `unused_shell_ms`: see `Setup`. `env` goes to the
+    runner and nowhere else."""
 
     resolved: Resolved
     image: str
     image_kind: ImageKind
     is_prepared: bool
+    unused_shell_ms: int | None
     env: Mapping[str, str] = attrs.field(repr=False)
 
 
@@ -151,6 +153,7 @@ def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup
         shell=creation.resolved.shell,
         graces=graces,
         user=options.user,
+        unused_shell_ms=creation.unused_shell_ms,
         files=None if rules is None else protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
     )
 
