@@ -103,9 +103,28 @@ def decode(data: bytes) -> Any:  # JSON
 def body_of(data: bytes) -> bytes | None:
     """Return the body of the answer in `data`, as `decode`."""
     head, separator, content = data.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-    if not separator or length is None or len(content) < int(length[1]):
+    if not separator:
+        return None
+    if length := re.search(rb"content-length: *(\d+)", head, re.IGNORECASE):
+        if len(content) < int(length[1]):
+            return None
+    elif content.endswith(b"\r\n0\r\n\r\n"):
+        content = _dechunked(content)
+    else:
         return None
     if not head.startswith(b"HTTP/1.1 2"):
         raise RuntimeError(content.decode(errors="replace"))
     return content
+
+
+def _dechunked(content: bytes) -> bytes:
+    """Return a whole body without its division into chunks (RFC 9112 §7.1)."""
+    parts: list[bytes] = []
+    at = 0
+    while True:
+        end = content.index(b"\r\n", at)
+        size = int(content[at:end].partition(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(content[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2

@@ -8,6 +8,7 @@ their own default, without a terminal and without cgroups of their own where the
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -99,7 +100,7 @@ def start_container(runtime: str, scratch: Path) -> RunningContainer:
     command = spec["process"]["args"]
     spec["process"]["args"] = ["sleep", "3600"]
     path.write_text(json.dumps(spec))
-    found = RunningContainer(runtime, f"sandkasten-bench-exec-{runtime}", bundle)
+    found = RunningContainer(runtime, f"sandkasten-bench-{os.getpid()}-exec", bundle)
     try:
         with tempfile.TemporaryFile() as errors:  # not a pipe: the container keeps the descriptor
             done = subprocess.run(
@@ -165,7 +166,7 @@ def _oci(runtime: str, rootfs: Path, scratch: Path) -> Sequence[str]:
         path = bundle / "config.json"
         if path.exists():
             path.write_text(json.dumps(_own(json.loads(path.read_text()), rootfs)))
-    return runtime, "run", "--bundle", str(bundle), f"sandkasten-bench-{runtime}"
+    return runtime, "run", "--bundle", str(bundle), f"sandkasten-bench-{os.getpid()}"
 
 
 def _own(spec: dict[str, Any], rootfs: Path) -> dict[str, Any]:  # JSON

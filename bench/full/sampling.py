@@ -21,6 +21,8 @@ import trio
 
 RESAMPLES = 1000
 _MICRO = 1000
+_PAUSE_S = 0.05
+"""A client that got an error waits so long, as one that fails at once would send nothing but failures."""
 LATE_S = 10.0
 """An answer that comes later than this after its intended time counts as a failure."""
 
@@ -151,5 +153,6 @@ async def _timed(row: Row, request: Request, number: int, intended: float) -> No
             await request(number)
     except Exception as error:  # noqa: BLE001 - as in `Table.timed`
         row.errors.append(f"{type(error).__name__}: {error}"[:200])
-        return
-    row.values.append((trio.current_time() - intended) * 1000)
+        await trio.sleep(_PAUSE_S)
+    else:
+        row.values.append((trio.current_time() - intended) * 1000)

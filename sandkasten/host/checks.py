@@ -439,6 +439,13 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "pivot_root": CheckRow("pivot_root", "filesystem", "the machine's root would stay in reach", _since("5.15")),
         # networks
         "loopback": CheckRow("network", "network", "sessions would share the machine's network", "CONFIG_NET_NS=y"),
+        "socket_diag": CheckRow(
+            "socket diagnosis",
+            "",
+            "PID 1 finds a session's ports by a walk through the machine's table of connections, which costs ten times "
+            "as much while processes live in the background",
+            "modprobe -a inet_diag tcp_diag (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
+        ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
         "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
         # disks
