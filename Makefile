@@ -17,7 +17,7 @@ STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test vm crashwalk bench soak fuzz lint lock tools clean as-root
+.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
+	@echo 'make bench-full         measure everything beside other runtimes, and write a report (25 minutes)'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers, prose'
@@ -53,6 +54,10 @@ vm: tools $(VENV)/.installed-dev
 
 crashwalk: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m tests.e2e.crashwalk $(ARGS)
+
+bench-full: TOOLS += crun:crun systemd-nspawn:systemd-container
+bench-full: as-root tools $(VENV)/.installed-dev
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench.full $(ARGS)
 
 bench: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)

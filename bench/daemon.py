@@ -11,18 +11,27 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 KEY = "benchmark"
 
 
-@contextmanager
-def running(data_dir: Path, **environ: str) -> Iterator[tuple[int, tuple[str, int]]]:
+def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
     """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address."""
-    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", "--stop-sessions"]
+    return _running(data_dir, "--stop-sessions", environ=environ)
+
+
+def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running`; the daemon leaves its sessions to the next one."""
+    return _running(data_dir, environ=environ)
+
+
+@contextmanager
+def _running(data_dir: Path, *options: str, environ: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, int]]]:
+    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", *options]
     with subprocess.Popen(
         [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
         stdout=subprocess.PIPE,
@@ -94,9 +103,28 @@ def decode(data: bytes) -> Any:  # JSON
 def body_of(data: bytes) -> bytes | None:
     """Return the body of the answer in `data`, as `decode`."""
     head, separator, content = data.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-    if not separator or length is None or len(content) < int(length[1]):
+    if not separator:
+        return None
+    if length := re.search(rb"content-length: *(\d+)", head, re.IGNORECASE):
+        if len(content) < int(length[1]):
+            return None
+    elif content.endswith(b"\r\n0\r\n\r\n"):
+        content = _dechunked(content)
+    else:
         return None
     if not head.startswith(b"HTTP/1.1 2"):
         raise RuntimeError(content.decode(errors="replace"))
     return content
+
+
+def _dechunked(content: bytes) -> bytes:
+    """Return a whole body without its division into chunks (RFC 9112 §7.1)."""
+    parts: list[bytes] = []
+    at = 0
+    while True:
+        end = content.index(b"\r\n", at)
+        size = int(content[at:end].partition(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(content[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2

@@ -59,7 +59,7 @@ async def print_neighbours(scratch: Path, rounds: int) -> None:
             await supervisor.exec(measured.id, _SPEC)
         for _ in range(rounds):
             for row, noise in NOISES.items():
-                async with _noise(supervisor, noisy[: noise.sessions], noise.command):
+                async with make_noise(supervisor, noisy[: noise.sessions], noise.command):
                     for _ in range(_COMMANDS):
                         with samples.timed(row):
                             await supervisor.exec(measured.id, _SPEC)
@@ -71,7 +71,8 @@ async def print_neighbours(scratch: Path, rounds: int) -> None:
 
 
 @asynccontextmanager
-async def _noise(supervisor: Supervisor, sessions: Sequence[str], command: str) -> AsyncIterator[None]:
+async def make_noise(supervisor: Supervisor, sessions: Sequence[str], command: str) -> AsyncIterator[None]:
+    """Have each of the sessions run a command for as long as the block runs."""
     begun = [(each, (await supervisor.start_process(each, ProcessSpec(command))).exec_id) for each in sessions]
     await trio.sleep(_BEGIN_S)
     try:

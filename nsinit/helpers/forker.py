@@ -39,6 +39,9 @@ _MAX_BYTES, _MAX_FDS = 32768, 4
 _HEAD = struct.Struct("=I")
 _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
+_REHEARSALS = 16
+"""The interpreter rewrites the code of a function at its 8th call, each instruction with the next calls, and keeps the
+method names that it has looked up. Such writes are made once in the seed, and not in a page of each PID 1."""
 
 
 class SeedGone(SystemExit):
@@ -123,6 +126,9 @@ def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Run
     try:
         syscalls.end_with_parent(parent_pid)
         os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
+        syscalls.close_range(_CHANNEL_FD + 1)
+        for _ in range(_REHEARSALS):
+            runner.rehearse()
         syscalls.close_range(_CHANNEL_FD + 1)
         gc.freeze()
         quiet, cloner = socket.socket(fileno=_CHANNEL_FD), syscalls.Cloner(0)

@@ -35,7 +35,6 @@ def live(init: Init, runner: Runner) -> NoReturn:
     try:
         init.steps.run(build.BIRTH_STEPS, init)
         with init.steps.step("rehearsal"):
-            _touch_power_steps()
             runner.rehearse()
         word = control.wait_begin(init.control_fd)
         if word is not None:
@@ -48,17 +47,6 @@ def live(init: Init, runner: Runner) -> NoReturn:
         _report(init, failure_of("child", error))
     finally:
         os._exit(1)
-
-
-def _touch_power_steps() -> None:
-    """Count a reference to every object to which the steps to come will count references (`runner.server`,
-    rehearsal)."""
-    for _name, step in build.POWER_STEPS:
-        code = getattr(step, "__code__", None)
-        if code is not None:
-            for part in (code.co_consts, code.co_names, code.co_varnames):
-                for _each in part:
-                    pass
 
 
 def _say_ready(init: Init) -> None:

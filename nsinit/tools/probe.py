@@ -31,6 +31,7 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
         "keyring": processes.keyring,
         "record_locks": processes.record_locks,
         "loopback": network.loopback,
+        "socket_diag": network.socket_diag,
     },
     {
         "mounts": mounting.mount_calls,

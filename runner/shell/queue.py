@@ -30,8 +30,17 @@ _REAP_S = 0.001
 class CommandQueue:
     """Owns the shell and every command that waits, runs or ends."""
 
-    def __init__(self, context: Context, leftovers: AbandonedPipes, *, directory: str, birth: Birth) -> None:
-        """Start the shell as soon as the answer to the request for it is out.
+    def __init__(
+        self,
+        context: Context,
+        leftovers: AbandonedPipes,
+        *,
+        directory: str,
+        birth: Birth,
+        unused_s: float | None = None,
+    ) -> None:
+        """Start the shell as soon as the answer to the request for it is out, and end it if no command has come within
+        `unused_s`, None for never. With 0 the first command starts it.
 
         Raises:
             OSError: its files could not be made.
@@ -50,15 +59,21 @@ class CommandQueue:
             on_unstarted=self._on_unstarted,
             on_death=self._on_death,
             on_failed=self._on_failed,
+            on_rested=self._next,
             on_error=self._on_error,
         )
         self.shell = Shell(context, directory=directory, birth=birth, events=events)
-        context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
+        self._is_used = False
+        if unused_s != 0:
+            context.loop.call_later(0.0, self.shell.ensure_starting, self._on_error)
+        if unused_s:
+            context.loop.call_later(unused_s, self._rest, self._on_error)
 
     def submit(self, request: Exec, sink: Sink) -> Execution:
         """Queue a valid request; the shell must not be closing."""
         execution = Execution(self._context, request, sink, self.shell, self._leftovers, on_over=self._on_over)
         self._queue.append(execution)
+        self._is_used = True
         self._next()
         return execution
 
@@ -75,6 +90,10 @@ class CommandQueue:
             now=True,
         )
         self._closing.climb()
+
+    def _rest(self) -> None:
+        if not self._is_used:
+            self.shell.rest()
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
         if self.shell.pid is not None:  # dead, and about to be reaped

@@ -65,7 +65,7 @@ class ShellEvents:
     """Calls that a `Shell` makes to its owner. `on_ready`: a new process waits for a command. `on_begun`: the shell
     begins the command handed over last. `on_status(status)`: that command has ended. `on_unstarted`: it was not begun,
     and never will be. `on_death(wait status)`: a process that had been ready is gone. `on_failed`: no process can be
-    started. `on_error`: a turn was lost."""
+    started. `on_rested`: the process that `rest` ended is gone. `on_error`: a turn was lost."""
 
     on_ready: Callable[[], None]
     on_begun: Callable[[], None]
@@ -73,6 +73,7 @@ class ShellEvents:
     on_unstarted: Callable[[], None]
     on_death: Callable[[int], None]
     on_failed: Callable[[], None]
+    on_rested: Callable[[], None]
     on_error: Callable[[Exception], None]
 
 
@@ -112,6 +113,7 @@ class Shell:
         self._revision = context.settings.revision
         self._revision_before = self._revision
         self._was_ready = False
+        self._is_resting = False
         self._failed_starts = 0
         self._start_attempts = 0
         self._timer: Timer | None = None
@@ -251,6 +253,13 @@ class Shell:
         """Kill the shell; `on_death` and then a new one follow."""
         self.signal(signal.SIGKILL)
 
+    def rest(self) -> None:
+        """End a process that waits and was never handed a command, and so has no state. `on_rested` follows;
+        `ensure_starting` starts another."""
+        if self.is_ready:
+            self.is_ready, self._is_resting = False, True
+            self.replace()
+
     def _on_dead(self, status: int, usage: resource.struct_rusage) -> None:
         was_ready, self.pid, self.is_ready = self._was_ready, None, False
         self.written_bytes = self._meter.close(usage.ru_oublock * _BLOCK_BYTES)
@@ -259,6 +268,10 @@ class Shell:
             return
         self._drop_link()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        was_resting, self._is_resting = self._is_resting, False
+        if was_resting:
+            self._events.on_rested()
+            return
         if was_ready:
             self._events.on_death(status)
         if self._failed_starts < _MAX_FAILED_STARTS:

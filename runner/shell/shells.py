@@ -82,7 +82,8 @@ class Shells:
             raise Refused("BAD_REQUEST", "env holds an impossible name or value")
         if DEFAULT_SHELL not in self._queues:
             self._apply(request)
-            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor())
+            unused_s = None if request.unused_shell_ms is None else max(0, request.unused_shell_ms) / 1000
+            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor(), unused_s)
             self._context.config.passing("runner.create.set_up")
         return self.hello()
 
@@ -115,7 +116,7 @@ class Shells:
         refuse(_check(request))
         return self._info(request.name, self._new_queue(request, descriptor))
 
-    def _new_queue(self, request: OpenShell, descriptor: Descriptor) -> CommandQueue:
+    def _new_queue(self, request: OpenShell, descriptor: Descriptor, unused_s: float | None = None) -> CommandQueue:
         if request.name in self._queues:
             raise Refused("EXISTS", f"there is a shell {request.name!r}")
         if len(self._queues) >= MAX_SHELLS:
@@ -135,7 +136,7 @@ class Shells:
         env = request.env if request.user is None else {**identity.account.variables, **request.env}
         birth = Birth(argv, env, cwd, identity, membership, group)
         try:
-            queue = CommandQueue(self._context, self._leftovers, directory=directory, birth=birth)
+            queue = CommandQueue(self._context, self._leftovers, directory=directory, birth=birth, unused_s=unused_s)
         except OSError as error:
             raise Refused("SHELL_FAILED", f"cannot make a shell: {os.strerror(error.errno or 0)}") from error
         if membership is not None:

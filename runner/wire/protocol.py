@@ -189,7 +189,7 @@ class FileRules:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """First request to a new sandbox: start the default shell. Answered at once; the shell starts meanwhile.
+    """First request to a new sandbox: set up the default shell. Answered at once; the shell starts meanwhile, or later.
 
     `env` is added to the documented base environment of every command; `shell` is the preferred shell's name
     (`bash` or `sh`), the runner falls back to what the image has. `user` is whom shells run as, and programs that name
@@ -202,6 +202,9 @@ class Setup:
     graces: Graces = field(default_factory=Graces)
     user: str | None = None
     files: FileRules | None = None
+    unused_shell_ms: int | None = None
+    """Milliseconds for which the default shell's process is kept before its first command, which starts it again. 0:
+    the first command starts it. None: it is kept."""
     version: int = PROTOCOL_VERSION
 
 

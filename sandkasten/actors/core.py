@@ -124,6 +124,10 @@ class _Envelope:
     origin: logcontext.Origin = attrs.field(factory=logcontext.origin.get)
 
 
+def _not_noted() -> None:
+    """A message of which nobody wants to be told besides the actor."""
+
+
 def _no_error() -> None:
     """An actor that its supervisor restarts: the end of one incarnation is not the end."""
 
@@ -143,6 +147,7 @@ class Ref:
         """Returns the error of a request to an actor that has ended for good, or None while the actor lives."""
         self.translate: Callable[[SandkastenError], Awaitable[SandkastenError]] = _as_it_is
         """Translates an error that came of work with a resource which the actor lent; see `Actor.translate`."""
+        self._note_message: Callable[[], None] = _not_noted
         self._outbox: trio.MemorySendChannel[_Envelope] | None = None
         self._step: Callable[[Any, Reply[Any]], bool] | None = None  # the actor's message union and answer types
 
@@ -157,6 +162,10 @@ class Ref:
     ) -> None:
         """Answer with these errors for an actor that is not restarted when it ends."""
         self.end_error, self.translate = end_error, translate
+
+    def note_messages(self, note: Callable[[], None] = _not_noted) -> None:
+        """Call `note` before each message is put into the mailbox, from now on."""
+        self._note_message = note
 
     @property
     def is_alive(self) -> bool:
@@ -209,6 +218,7 @@ class Ref:
     def _post(self, envelope: _Envelope) -> None:
         if self._outbox is None:
             raise self.end_error() or ActorGone(f"{self.name} is not running")
+        self._note_message()
         try:
             self._outbox.send_nowait(envelope)
         except trio.WouldBlock:

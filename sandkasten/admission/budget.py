@@ -257,7 +257,7 @@ def _room_at_rest(settings: AdmissionSettings, totals: Amounts) -> Mapping[str, 
 
 
 @attrs.frozen
-class Room:
+class SessionRoom:
     """The number of sessions with default limits that the node admits, the name of the limit that bounds it, and the
     way to lift that limit."""
 
@@ -269,7 +269,7 @@ class Room:
         return FIXES[self.bound]
 
 
-def find_room(config: Config, totals: Amounts, *, descriptors: int | None = None) -> Room:
+def find_room(config: Config, totals: Amounts, *, descriptors: int | None = None) -> SessionRoom:
     """Return the room of a node with these totals. `descriptors`: as in `node.session_bounds`."""
     bounds = dict(node.session_bounds(config.server.max_sessions, descriptors=descriptors))
     most = min(bounds.values())
@@ -282,7 +282,7 @@ def find_room(config: Config, totals: Amounts, *, descriptors: int | None = None
     for name, count in _room_at_rest(config.admission, totals).items():
         bounds[name] = min(count, bounds.get(name, count))
     bound = min(bounds, key=lambda name: bounds[name])
-    return Room(bounds[bound], bound)
+    return SessionRoom(bounds[bound], bound)
 
 
 def _cause(settings: AdmissionSettings, resource: str) -> dict[str, str]:

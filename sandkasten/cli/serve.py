@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -107,6 +108,8 @@ def _serve_until_signal(
     try:
         for notice in [*config.notices(), *image_notices(config)]:
             say(f"note: {notice}")
+        gc.collect()
+        gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them
         trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
     finally:
         writer.close()

@@ -32,7 +32,7 @@ from types import MappingProxyType
 import attrs
 
 from nsinit.wire.protocol import MAX_TERMINALS
-from sandkasten.admission.budget import Room
+from sandkasten.admission.budget import SessionRoom
 from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
 from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.model.node import Check, Verdict
@@ -439,6 +439,13 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "pivot_root": CheckRow("pivot_root", "filesystem", "the machine's root would stay in reach", _since("5.15")),
         # networks
         "loopback": CheckRow("network", "network", "sessions would share the machine's network", "CONFIG_NET_NS=y"),
+        "socket_diag": CheckRow(
+            "socket diagnosis",
+            "",
+            "PID 1 finds a session's ports by a walk through the machine's table of connections, which costs ten times "
+            "as much while processes live in the background",
+            "modprobe -a inet_diag tcp_diag (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
+        ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
         "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
         # disks
@@ -626,7 +633,7 @@ def check_pools(host: Host, sessions: int, processes: int) -> list[Check]:
     return [_small_pool(name, value, needed) for name, value, needed in found if value is not None and value < needed]
 
 
-def check_room(room: Room, wanted: int) -> Check:
+def check_room(room: SessionRoom, wanted: int) -> Check:
     """Return the check that tells how many sessions with default limits this machine admits, and what bounds them."""
     seen = f"{room.sessions} with default limits, bounded by {room.bound}"
     if room.sessions >= wanted:

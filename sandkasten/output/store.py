@@ -149,7 +149,7 @@ class SessionOutput:
         self._retired: deque[OutputLog] = deque()
         self._is_closed = False
         self.is_recovering = False
-        """Between `read` and `recovered_all`: not all runs in the files are known here, so nothing is written."""
+        """From `expect_recovery` to `recovered_all`: not all runs in the files are known, so nothing is written."""
         self._changed: dict[str, None] = {}
         self._gone: list[str] = []
         self._refused: list[str] = []
@@ -257,10 +257,14 @@ class SessionOutput:
 
     # Files
 
+    def expect_recovery(self) -> None:
+        """Write nothing until `recovered_all`: a statement would drop the runs that have no log yet."""
+        self.is_recovering = True
+
     async def read(self) -> Written:
         """Return what earlier daemons wrote down, and know the used ids again. Nothing is written until
-        `recovered_all`: a statement would drop the runs that have no log yet."""
-        self.is_recovering = True
+        `recovered_all`."""
+        self.expect_recovery()
         written = await self._store.in_reader(self.files.read)
         self.used = written.used
         return written

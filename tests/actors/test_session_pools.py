@@ -19,7 +19,7 @@ import trio.testing
 
 from nsinit.wire import protocol
 from runner.wire import protocol as runner_protocol
-from sandkasten.actors.node import session_pools
+from sandkasten.actors.node import creating, session_pools
 from sandkasten.actors.node.session_pools import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, Refill
 from sandkasten.config import (
     AdmissionSettings,
@@ -427,9 +427,12 @@ async def test_an_old_member_is_replaced_when_its_successor_is_ready() -> None:
             sizes.append((await pool_in(tree)).ready)
             return old in tree.nsinit.torn_down
 
+        async def is_forgotten() -> bool:
+            return old not in await idle(tree)
+
         await until(is_replaced)
         assert min(sizes) == 1
-        assert old not in await idle(tree)
+        await until(is_forgotten)
 
 
 async def test_members_that_wait_are_frozen_and_a_claim_thaws_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,3 +639,21 @@ def _replace_image(tree: ScriptedTree) -> None:
 def test_the_pauses_have_an_end() -> None:
     """Doubling stops at the longest pause."""
     assert FIRST_PAUSE_S * 2 ** (MAX_FAILURES - 2) < MAX_PAUSE_S < math.inf
+
+
+async def test_a_shell_is_kept_for_those_who_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone create has a shell that ends unless it is used, creates in a crowd have none before their first command,
+    and a member keeps the one that it has."""
+    monkeypatch.setattr(creating, "_PROCESSORS", 2)
+    async with open_pool(1) as tree:
+        (member,) = tree.runners
+        assert tree.runners[member].setup.unused_shell_ms is None
+        mismatch = SessionSpec(limits=attrs.evolve(Defaults().limits, memory_mb=100))
+        lone = await tree.supervisor.create(mismatch)
+        assert tree.runners[lone.id].setup.unused_shell_ms == 10_000
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(tree.supervisor.create, mismatch)
+        kept = [tree.runners[each].setup.unused_shell_ms for each in tree.runners if each not in (member, lone.id)]
+        assert 0 in kept
+        assert set(kept) <= {0, 10_000}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from sandkasten.actors.core import MAILBOX_MESSAGES, Ref
 from sandkasten.actors.node.recovery import BATCH, forget_old
-from sandkasten.actors.services.store import Store, do
+from sandkasten.actors.services.store import UNASKED_S, Store, do
 from sandkasten.host.paths import read_boot_id
 from sandkasten.model import EndReason, Status
 from sandkasten.model.errors import StoreFailed
@@ -31,6 +33,7 @@ from sandkasten.store.sessions import (
     put_session,
 )
 from tests.strategies import make_record
+from tests.waiting import patience
 
 
 @pytest.fixture
@@ -139,6 +142,30 @@ async def test_what_was_answered_survives_a_reopening(tmp_path: Path) -> None:
             await ref.ask(do(put_session, make_record(f"{number:024x}")))
             nursery.cancel_scope.cancel()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_writes_that_nobody_awaits_share_a_transaction(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """Such writes come with the next function that is awaited, in order, or else within a bounded time."""
+    statements: list[str] = []
+
+    def open_traced(path: Path) -> sqlite3.Connection:
+        database = open_database(path)
+        database.set_trace_callback(statements.append)
+        return database
+
+    ref: Ref = await nursery.start(Store(Ref("store"), tmp_path / "test.db", open_connection=open_traced).run)
+    ids = [f"{number:024x}" for number in range(20)]
+    for each in ids:
+        ref.tell(do(put_session, make_record(each)))
+        await trio.testing.wait_all_tasks_blocked()
+    assert "COMMIT" not in statements
+    found = await ref.ask(do(live_sessions))
+    assert {record.session.id for record in found} == set(ids)
+    assert statements.count("COMMIT") == 1
+    ref.tell(do(put_session, make_record("f" * 24)))
+    with trio.fail_after(patience(20 * UNASKED_S)):
+        while statements.count("COMMIT") < 2:  # noqa: ASYNC110 - a thread commits
+            await trio.sleep(UNASKED_S / 10)
 
 
 async def test_what_was_told_before_the_end_is_written(tmp_path: Path) -> None:

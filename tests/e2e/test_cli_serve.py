@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.waiting import patience
 
 EXIT_S = 30
@@ -73,3 +77,39 @@ def test_logs_are_json_lines(data_dir: Path) -> None:
         assert daemon.stop() == 0
     assert {json.loads(line)["level"] for line in daemon.log} == {"info"}
     assert not any(KEY in line for line in daemon.log)
+
+
+@pytest.mark.parametrize("broken", ["/dev/full", "a reader that left"])
+def test_a_daemon_that_can_tell_nobody_its_address_serves_and_stops(data_dir: Path, broken: str) -> None:
+    """Standard output on a full device, or into `head -1`: the log has the lines, and SIGTERM ends the daemon."""
+    path = data_dir / "api.sock"
+    if broken == "/dev/full":
+        out = os.open(broken, os.O_WRONLY)
+    else:
+        reader, out = os.pipe()
+        os.close(reader)
+    command = [str(SCRIPT), "serve", "--listen", f"unix:{path}", "--data-dir", str(data_dir)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE, text=True)
+    os.close(out)
+    try:
+        end = time.monotonic() + patience(EXIT_S)
+        while not (answer := ask_health(path)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert answer.startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=patience(EXIT_S))
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert [json.loads(line)["event"] for line in told.splitlines()].count("stdout_lost") == 1
+
+
+def ask_health(path: Path) -> bytes:
+    """Return the answer of `/healthz`, or nothing while nobody listens."""
+    with socket.socket(socket.AF_UNIX) as client, suppress(FileNotFoundError, ConnectionRefusedError):
+        client.connect(str(path))
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return client.recv(65536)
+    return b""

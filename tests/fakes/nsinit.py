@@ -56,6 +56,8 @@ class FakeNsinit:
         self.refusals: dict[type, protocol.Failed] = {}
         """Answers, by type of request: the next request of that type is refused with the answer instead of being done.
         """
+        self.adoption_gates: dict[str, trio.Event] = {}
+        """By session, events to wait for before its sandbox is handed over to another daemon."""
         self.disk_refused: dict[str, str] = {}
         """Why sessions have no disk limits here, by mechanism."""
         self.frozen: set[str] = set()
@@ -127,6 +129,8 @@ class FakeNsinit:
                 fds.append(self._life(plan.session_id))
                 return protocol.Built(seq, plan.session_id, identity, "none", {"clone": 100})
             case protocol.Adopt(seq, session_id):
+                if (gate := self.adoption_gates.get(session_id)) is not None:
+                    await gate.wait()
                 fds.append(self._life(session_id))
                 return protocol.Adopted(seq, session_id, self._alive[session_id], "none")
             case protocol.Teardown(seq, session_id):

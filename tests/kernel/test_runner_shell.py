@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
 
 import pytest
 
-from runner.wire.protocol import PROTOCOL_VERSION, Error, ExecReply, HelloReply, Setup
+from runner.wire.protocol import PROTOCOL_VERSION, Done, Error, ExecReply, HelloReply, RunProgram, SetEnv, Setup
 from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -306,6 +308,62 @@ def test_setup_tells_the_shell(sandbox: Sandbox) -> None:
     assert client.ask(Setup(shell="zsh-not-here")) == HelloReply(
         "/bin/bash", "/mnt/workspace", version=PROTOCOL_VERSION
     )
+
+
+def _is_empty(sandbox: Sandbox) -> bool:
+    """Return whether PID 1 has no child."""
+    pid = sandbox.init_pid()
+    return not Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def test_the_first_command_starts_a_shell_that_nobody_waits_for(sandbox: Sandbox) -> None:
+    """With 0 ms the set-up starts no process, a program needs none, and the first command has a new shell with the
+    session's variables, which replaces no other."""
+    client = sandbox.connect()
+    assert isinstance(client.ask(Setup(env={"A": "1"}, unused_shell_ms=0)), HelloReply)
+    assert isinstance(client.ask(SetEnv({"B": "2"})), Done)
+    client.request(RunProgram("p", ("/bin/echo", "x")))
+    assert client.outcome().stdout == b"x\n"
+    wait_until(lambda: _is_empty(sandbox))
+    outcome = client.run("echo $A$B")
+    assert isinstance(outcome.reply, ExecReply)
+    assert (outcome.stdout, outcome.reply.shell_restarted) == (b"12\n", False)
+
+
+def test_a_shell_without_a_command_ends_and_comes_back(sandbox: Sandbox) -> None:
+    """The process of an unused shell ends after its time. The next command starts another, is not told of a restart,
+    and that one is kept."""
+    client = sandbox.connect()
+    client.ask(Setup(env={"A": "1"}, unused_shell_ms=150))
+    wait_until(lambda: not _is_empty(sandbox))
+    wait_until(lambda: _is_empty(sandbox))
+    first = client.run("echo $A; b=2; cd /tmp")
+    assert isinstance(first.reply, ExecReply)
+    assert (first.stdout, first.reply.shell_restarted, first.reply.cwd) == (b"1\n", False, "/tmp")
+    assert client.stdout("echo $b") == b"2\n"
+
+
+def test_a_shell_with_a_command_is_kept(sandbox: Sandbox) -> None:
+    """A command that has come in time keeps the shell beyond that time, with its variables."""
+    client = sandbox.connect()
+    client.ask(Setup(unused_shell_ms=150))
+    client.run("a=$BASHPID")
+    client.run("sleep 0.4")
+    outcome = client.run("echo $((a == BASHPID))")
+    assert isinstance(outcome.reply, ExecReply)
+    assert (outcome.stdout, outcome.reply.shell_restarted) == (b"1\n", False)
+
+
+@pytest.mark.parametrize("unused_ms", range(1, 20))
+def test_a_command_may_come_while_its_shell_ends(sandbox: Sandbox, unused_ms: int) -> None:
+    """A command that meets a shell which starts, waits or ends for want of use runs once, in a shell that stays."""
+    client = sandbox.connect()
+    client.ask(Setup(unused_shell_ms=unused_ms))
+    time.sleep(unused_ms / 1000)
+    outcome = client.run("echo x; a=1")
+    assert isinstance(outcome.reply, ExecReply)
+    assert (outcome.stdout, outcome.reply.exit_code, outcome.reply.shell_restarted) == (b"x\n", 0, False)
+    assert client.stdout("echo $a") == b"1\n"
 
 
 def test_a_command_before_setup_is_refused(sandbox: Sandbox) -> None:

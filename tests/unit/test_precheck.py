@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import struct
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from sandkasten.admission.budget import FIXES, Room
+from nsinit.tools.trials import network
+from nsinit.tools.trials.attempt import Room, attempt
+from sandkasten.admission.budget import FIXES, SessionRoom
+from sandkasten.cli import doctor
+from sandkasten.host import examine
 from sandkasten.host.checks import (
     CATALOGUE,
     Host,
@@ -20,7 +27,7 @@ from sandkasten.host.checks import (
     find_mount,
     read_host,
 )
-from sandkasten.model.node import Check, Verdict
+from sandkasten.model.node import Check, Machine, Verdict
 
 MOUNTINFO = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -207,9 +214,9 @@ def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_
 
 def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
     """Fewer than `server.max_sessions` come with the consequence and the fix."""
-    enough = check_room(Room(1000, "server.max_sessions"), 1000)
+    enough = check_room(SessionRoom(1000, "server.max_sessions"), 1000)
     assert (enough.verdict, enough.seen) == (Verdict.WORKS, "1000 with default limits, bounded by server.max_sessions")
-    few = check_room(Room(486, "memory"), 1000)
+    few = check_room(SessionRoom(486, "memory"), 1000)
     assert (few.verdict, few.fix) == (Verdict.FALLS_BACK, FIXES["memory"])
     assert "486" in few.consequence
 
@@ -235,3 +242,42 @@ def test_space_is_measured_before_the_directory_exists(tmp_path: Path) -> None:
     check = judge("space", Host(data_dir=tmp_path / "not" / "there"))
     assert "GiB free" in check.seen
     assert check.protection == ""
+
+
+class _SilentDiag(socket.socket):
+    """A socket of sock_diag that answers, and tells of no listener."""
+
+    def recv(self, *_: int) -> bytes:
+        return struct.pack("=IHHII4x", 20, 3, 0, 1, 0)  # NLMSG_DONE
+
+
+@pytest.mark.parametrize("fault", ["Protocol not supported", "does not tell of a listening socket"])
+def test_a_kernel_that_does_not_tell_of_listeners_is_told_with_the_fallback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
+) -> None:
+    """`doctor` prints the other way that PID 1 takes, the cost, and the modules to load."""
+    make = socket.socket
+
+    def lesser(family: int = -1, *args: int, **kwargs: int) -> socket.socket:
+        if family != socket.AF_NETLINK:
+            return make(family, *args, **kwargs)
+        if fault == "Protocol not supported":
+            raise OSError(errno.EPROTONOSUPPORT, fault)
+        return _SilentDiag(family, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "socket", lesser)
+    answers = attempt({"socket_diag": network.socket_diag}, Room(str(tmp_path), is_thorough=False))
+    check = examine._judge("socket_diag", answers["socket_diag"], Host())
+    assert check.verdict is Verdict.FALLS_BACK
+    assert fault in check.seen
+    assert "/proc/net/tcp" in check.seen
+    doctor._print_table(Machine(datetime.now(UTC), [check], {}))
+    printed = capsys.readouterr().out
+    assert printed.startswith("note  socket diagnosis")
+    assert "modprobe -a inet_diag tcp_diag" in printed
+
+
+def test_a_kernel_that_tells_of_listeners_works(tmp_path: Path) -> None:
+    """The trial asks in the words of PID 1, and finds a socket of its own."""
+    answers = attempt({"socket_diag": network.socket_diag}, Room(str(tmp_path), is_thorough=False))
+    assert answers["socket_diag"]["verdict"] == "works"

@@ -1,7 +1,8 @@
 """Trials of networks: the loopback that every session has, and the parts of a network that reaches out.
 
-Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7);
-linux/netfilter/nf_tables.h; linux/veth.h.
+Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7), sock_diag(7);
+linux/netfilter/nf_tables.h; linux/veth.h;
+linux/inet_diag.h.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox import network
 from nsinit.tools.trials.attempt import FallsBack, Room
 
-_NETLINK_ROUTE, _NETLINK_NETFILTER = 0, 12
+_NETLINK_ROUTE, _NETLINK_SOCK_DIAG, _NETLINK_NETFILTER = 0, 4, 12
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _NLA_F_NESTED = 0x8000
@@ -23,6 +25,12 @@ _RTM_NEWLINK = 16
 _IFLA_LINKINFO, _IFLA_INFO_KIND = 18, 1
 _NFNL_MSG_BATCH_BEGIN, _NFNL_MSG_BATCH_END, _NFNL_SUBSYS_NFTABLES = 16, 17, 10
 _NFT_MSG_NEWTABLE, _NFTA_TABLE_NAME, _NFPROTO_INET = 0, 1, 1
+_NLM_F_DUMP = 0x300
+_TCPDIAG_GETSOCK, _TCP_LISTEN = 18, 10
+_LISTENERS = struct.Struct("=Bxxx48xI4x")
+"""Of inet_diag_req: family, states."""
+_LISTENER = struct.Struct("=BBxx2s")
+_OTHER_WAY = "/proc/net/tcp is read instead"
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
 
@@ -39,6 +47,36 @@ def loopback(_room: Room) -> str:
     except OSError:
         return "connected over the loopback of a new network, and to nowhere else"
     raise OSError(0, "a new network reached another one")
+
+
+def socket_diag(_room: Room) -> str:
+    """Ask for listening sockets as PID 1 of a sandbox does, and find one of the trial's own among them."""
+    message = _HEADER.pack(_HEADER.size + _LISTENERS.size, _TCPDIAG_GETSOCK, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0)
+    message += _LISTENERS.pack(socket.AF_INET, 1 << _TCP_LISTEN)
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as channel,
+        ):
+            channel.settimeout(2)
+            channel.send(message)
+            answer, port = channel.recv(65536), server.getsockname()[1]
+    except OSError as error:
+        raise FallsBack(f"sock_diag: {error}; {_OTHER_WAY}") from error
+    # inet_diag_msg begins with the family, the state, two counters and the source port.
+    found = (_LISTENER.unpack_from(answer, start + _HEADER.size) for start in _starts(answer))
+    if (socket.AF_INET, _TCP_LISTEN, port.to_bytes(2, "big")) not in found:
+        raise FallsBack(f"sock_diag: does not tell of a listening socket; {_OTHER_WAY}")
+    return "asked the kernel for the sockets that listen"
+
+
+def _starts(answer: bytes) -> Iterator[int]:
+    """Yield the offset of each answer of sock_diag in a datagram of netlink."""
+    start = 0
+    while start + _HEADER.size + _LISTENER.size <= len(answer):
+        if _HEADER.unpack_from(answer, start)[1] == _TCPDIAG_GETSOCK:
+            yield start
+        start += max(_HEADER.unpack_from(answer, start)[0] + 3 & ~3, _HEADER.size)
 
 
 def veth(_room: Room) -> str:

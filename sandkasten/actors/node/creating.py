@@ -8,6 +8,7 @@ runs the session actor, and `went_quiet` is called when no session is being buil
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,6 +39,10 @@ from sandkasten.store.sessions import SessionRecord
 WORKSPACE_DIR = "/workspace"
 
 _CONCURRENT_BUILDS = 32
+_PROCESSORS = os.cpu_count() or 1
+_UNUSED_SHELL_MS = 10_000
+"""Milliseconds for which a session has a shell that no command needed. A client that is going to use the shell does so
+by then; the process would take 0.7 MiB for as long as the session lives."""
 FROM_SANDBOX_POOL = "pool sandbox"
 """`acquire_detail` of a session that is made of a pool sandbox and missed no session pool."""
 
@@ -142,7 +147,9 @@ class Creating:
                 prepared = self._sandbox_pool.take(MountedImage.of(resolved, image))
                 record = self._new_record(prepared, spec, resolved, digest, missed)
                 self._budget.release(place)  # counted under its id from here
-                creation = Creation(resolved, image.name, image.kind, prepared is not None, spec.env)
+                # A shell that starts in a crowd of creates takes the processor that they wait for.
+                shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
+                creation = Creation(resolved, image.name, image.kind, prepared is not None, shell_ms, spec.env)
                 session = await self._built(record, creation)
         finally:
             self._budget.release(place)
@@ -224,7 +231,7 @@ class Creating:
             options=resolved.options,
         )
         record = SessionRecord(session=session, incarnation=self._node.incarnation, spec_digest=digest)
-        return self._start(record, Creation(resolved, image.name, image.kind, False, {}))
+        return self._start(record, Creation(resolved, image.name, image.kind, False, None, {}))
 
     def _new_record(
         self, prepared: str | None, spec: SessionSpec, resolved: Resolved, digest: str, missed: str | None

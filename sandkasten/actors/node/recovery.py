@@ -62,6 +62,9 @@ log = logging.getLogger(__name__)
 
 _CONCURRENT_ENDS = 16
 
+_AT_ONCE = 16
+"""Actors that are started before other tasks get a turn."""
+
 BATCH = 500
 """Records that one transaction deletes; some milliseconds, in which nothing else is written."""
 
@@ -199,27 +202,38 @@ class Recovery:
         self.ends = trio.CapacityLimiter(_CONCURRENT_ENDS)
 
     async def reconcile(self) -> None:
-        """Recover at a start. Returns when adopted sessions answer; ends go on behind it."""
+        """Recover at a start. Returns when each session that goes on has its actor; adoptions and ends go on behind it.
+
+        A session is adopted when its turn comes or when somebody asks for it (`AdoptionTurns`); until then it is listed
+        and counted as it is recorded. The sessions whose leases end first are first.
+        """
         plan = await self._leftovers.look(is_start=True)
         whole = [each.record for each in plan.of(SessionAction.ADOPT) if each.record]
         members = [each for each in whole if each.session.status is Status.POOL_IDLE]
         wanted = await self._owner.wanted_members(members)
-        adopted = [self._owner.adopt(each) for each in whole if each not in members or each in wanted]
-        for record in members:
-            if record not in wanted:
-                self._directory.reserved.add(record.session.id)  # before the sweep looks
-                self._owner.start_task(self._end_member, record)
+        left = [each for each in members if each not in wanted]
+        adopted = []
+        for number, record in enumerate(sorted((each for each in whole if each not in left), key=_lease_end), start=1):
+            adopted.append(self._owner.adopt(record))
+            if number % _AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        for record in left:
+            self._directory.reserved.add(record.session.id)  # before the sweep looks
+            self._owner.start_task(self._end_member, record)
         for each in plan.of(SessionAction.FINISH, SessionAction.CLEAN):
             self._directory.reserved.add(each.session_id)
             self._owner.start_task(self._end, each)
         await self._leftovers.remove(plan.remove)
-        for actor in adopted:
+        self._owner.start_task(self._await_adopted, adopted, plan)
+
+    async def _await_adopted(self, actors: Sequence[SessionActor], plan: Reconciliation) -> None:
+        for actor in actors:
             try:
                 await actor.ready.wait()
             except SandkastenError as error:
                 log.warning("adoption_failed", extra={"session_id": actor.session.id, "error": str(error)})
         ending = len(plan.of(SessionAction.FINISH, SessionAction.CLEAN))
-        log.info("reconciled", extra={"adopted": len(adopted), "ending": ending, "leftovers": len(plan.news)})
+        log.info("reconciled", extra={"adopted": len(actors), "ending": ending, "leftovers": len(plan.news)})
 
     async def settle(self, decision: Decision) -> None:
         """Carry out a decision about a session, unless the session has changed or got an owner since."""
@@ -338,6 +352,10 @@ class Recovery:
         if record.session.status is Status.DESTROYING:
             return await self._finish(record, record.ending or Trigger.DESTROY)
         return await self._finish(record, Trigger.NOT_FOUND, reason="nothing answered for it any more")
+
+
+def _lease_end(record: SessionRecord) -> datetime:
+    return record.session.expires_at or datetime.max.replace(tzinfo=UTC)
 
 
 def _begin_end(

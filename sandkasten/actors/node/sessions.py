@@ -27,7 +27,7 @@ from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe, ask_patiently, scan
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
-from sandkasten.actors.session.birth import Creation, Services
+from sandkasten.actors.session.birth import AdoptionTurns, Creation, Services
 from sandkasten.actors.session.messages import Destroy
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.admission.budget import Budget, MachineResources
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 
 CONCURRENT_EXPIRIES = 8
-_CONCURRENT_ADOPTIONS = 64
 _DRAIN_PAUSE_S = 0.02
 
 _UNDOING_S = 10.0
@@ -218,7 +217,7 @@ class Sessions(Actor):
             disk=self._config.disk,
             budget=self._budget,
             expiries=trio.CapacityLimiter(CONCURRENT_EXPIRIES),
-            adoptions=trio.CapacityLimiter(_CONCURRENT_ADOPTIONS),
+            adoptions=AdoptionTurns(),
         )
 
     async def handle(self, message: Message) -> Any:

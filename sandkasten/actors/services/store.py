@@ -1,7 +1,8 @@
 """The store: owner of the SQLite connection. `Do` carries a function to the connection and brings back its answer.
 
 Writes are committed in groups: functions queue up while a transaction runs and share the next one. SQL runs in one
-worker thread at a time, so the event loop never waits for the disk. An answer means that the transaction is committed,
+worker thread at a time, so the event loop never waits for the disk. A function whose answer nobody awaits is carried
+out within `UNASKED_S`, with the next one that is awaited or before. An answer means that the transaction is committed,
 and a function sees every write that was answered before it was sent.
 
 A full disk refuses writes (`StoreFull`) until there is room. A database that is damaged, gone or read-only ends the
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 _BATCH_JOBS = 256
 """Functions that share one transaction at most."""
+
+
+UNASKED_S = 0.25
+"""Time that a function of which nobody awaits the answer waits for others."""
 
 
 class StoreBroken(GiveUp):
@@ -79,6 +84,7 @@ class Store(Actor):
         self._limiter = trio.CapacityLimiter(1)
         self._jobs: list[_Job] = []
         self._wake = trio.Event()
+        self._wakes_soon = False
 
     async def on_start(self) -> None:
         self._database = await trio.to_thread.run_sync(self._open, self._path, limiter=self._limiter)
@@ -99,8 +105,17 @@ class Store(Actor):
 
     async def handle(self, message: Do[Any]) -> Any:
         self._jobs.append(_Job(message, self._current or Reply()))
-        self._wake.set()
+        if self._current is not None:
+            self._wake.set()
+        elif not self._wakes_soon:  # nobody waits: sessions that are used in turn share a transaction
+            self._wakes_soon = True
+            self._nursery.start_soon(self._wake_soon)
         return DEFERRED
+
+    async def _wake_soon(self) -> None:
+        await trio.sleep(UNASKED_S)
+        self._wakes_soon = False
+        self._wake.set()
 
     async def _write(self) -> None:
         while True:

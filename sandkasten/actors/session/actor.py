@@ -160,6 +160,9 @@ class SessionActor(Actor):
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
         self._output, keep = services.output.session(record.session.id), services.keep(record.session.id)
+        if creation is None:
+            services.adoptions.queue(ref)
+            self._output.expect_recovery()  # a write at a stop before would drop the runs of the earlier daemon
         self._runs = Runs(
             self,
             nsinit=services.nsinit,
@@ -194,11 +197,14 @@ class SessionActor(Actor):
             if self._creation is not None:
                 await self._create(self._creation)
             else:
-                async with self._services.adoptions:
+                async with self._services.adoptions.turn(self.ref):
                     await self._adopt()
         except SandkastenError as error:
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
+            return
+        if self._creation is None and self._lease.has_ended:  # before a request that waited could renew the lease
+            await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
             return
         logcontext.origin.set(logcontext.NOBODY)  # from here on nothing that happens is the creator's doing
         self._nursery.start_soon(self._watch.watch_init, self._report_death)

@@ -8,7 +8,8 @@ its place is greeted as any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import trio
 from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol
 from runner.wire.protocol import Hello, HelloReply, Setup
+from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.persistence import Keep
 from sandkasten.actors.services.directory import Shared
 from sandkasten.admission.budget import Budget
@@ -46,11 +48,66 @@ HELLO_S = 10.0
 """Deadline for PID 1's answer once PID 1 serves."""
 
 
+_ADOPTIONS = 4
+"""Adoptions at a time that nobody waits for. More would not be faster, since each is work for this process, and would
+make requests to other sessions wait."""
+
+_MOST_ADOPTIONS = 64
+"""Adoptions at a time, those that a request waits for included: nsinit's mailbox is bounded."""
+
+
+class AdoptionTurns:
+    """The turns of sessions that are taken over from an earlier daemon: in the order in which they began to wait, and
+    a session that somebody asks for before all others."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Ref, trio.Event] = {}
+        self._waiting: dict[Ref, None] = {}
+        self._called: dict[Ref, None] = {}
+        self._running = 0
+
+    def queue(self, ref: Ref) -> None:
+        """Put the session at `ref` behind those that wait."""
+        self._turns[ref] = trio.Event()
+        self._waiting[ref] = None
+        ref.note_messages(lambda: self._call(ref))
+        self._start_next()
+
+    @asynccontextmanager
+    async def turn(self, ref: Ref) -> AsyncIterator[None]:
+        """Wait for the turn of a queued session, and have it until the block ends."""
+        turn = self._turns[ref]
+        try:
+            await turn.wait()
+            yield
+        finally:
+            ref.note_messages()
+            del self._turns[ref]
+            self._called.pop(ref, None)
+            self._waiting.pop(ref, None)
+            if turn.is_set():
+                self._running -= 1
+                self._start_next()
+
+    def _call(self, ref: Ref) -> None:
+        if ref in self._waiting:
+            self._called[ref] = None
+            self._start_next()
+
+    def _start_next(self) -> None:
+        while self._waiting and self._running < (_MOST_ADOPTIONS if self._called else _ADOPTIONS):
+            ref = next(iter(self._called or self._waiting))
+            self._called.pop(ref, None)
+            del self._waiting[ref]
+            self._running += 1
+            self._turns[ref].set()
+
+
 @attrs.frozen(kw_only=True)
 class Services(Shared):
     """The rest of the tree, as a session needs it. `cgroup_dirs` is `nsinit.wire.protocol.Ready.cgroup_dirs`.
     `expiries` bounds the sessions that are ended at once because their lease ran out: a thousand of them would hold up
-    all else. `adoptions` bounds the sessions taken over at once, since nsinit's mailbox is bounded."""
+    all else. `adoptions` bounds the sessions taken over at once."""
 
     paths: DataPaths
     boot_id: str
@@ -63,7 +120,7 @@ class Services(Shared):
     disk: DiskSettings
     budget: Budget
     expiries: trio.CapacityLimiter
-    adoptions: trio.CapacityLimiter
+    adoptions: AdoptionTurns
 
     def keep(self, session_id: str) -> Keep:
         """Return what the runs of one session need to outlive the daemon."""
@@ -76,12 +133,14 @@ class Services(Shared):
 
 @attrs.frozen
 class Creation:
-    """The making of a new sandbox. `is_prepared`: of a pool sandbox. `env` goes to the runner and nowhere else."""
+    """The making of a new sandbox. `is_prepared`: of a pool sandbox. `unused_shell_ms`: see `Setup`. `env` goes to the
+    runner and nowhere else."""
 
     resolved: Resolved
     image: str
     image_kind: ImageKind
     is_prepared: bool
+    unused_shell_ms: int | None
     env: Mapping[str, str] = attrs.field(repr=False)
 
 
@@ -94,6 +153,7 @@ def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup
         shell=creation.resolved.shell,
         graces=graces,
         user=options.user,
+        unused_shell_ms=creation.unused_shell_ms,
         files=None if rules is None else protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
     )
 

@@ -7,10 +7,12 @@ code tells the client no internals; the log has them under the request's id.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import attrs
+import trio
 
 from sandkasten import logcontext
 from sandkasten.api.http.json import Body, encode_json
@@ -18,6 +20,8 @@ from sandkasten.model import errors
 from sandkasten.model.errors import SandkastenError
 
 log = logging.getLogger(__name__)
+
+_VALUES_PER_CHECKPOINT = 64
 
 STATUS: dict[type[SandkastenError], int] = {
     errors.InvalidRequest: 400,
@@ -99,6 +103,16 @@ class ErrorBody(Body):
 def json_answer(value: object, *, status: int = 200, headers: Headers = ()) -> Answer:
     """Return `value` as a JSON answer."""
     return Answer(status, encode_json(value), headers)
+
+
+async def json_list_answer(values: Iterable[object], *, headers: Headers = ()) -> Answer:
+    """Return `values` as the JSON answer of a list, which may have thousands; other tasks have turns meanwhile."""
+    parts = []
+    taken = iter(values)
+    while batch := list(islice(taken, _VALUES_PER_CHECKPOINT)):
+        parts.append(encode_json(batch)[1:-1])
+        await trio.lowlevel.checkpoint()
+    return Answer(200, b"[" + b",".join(parts) + b"]", headers)
 
 
 def error_body(error: Exception) -> ErrorBody:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from sandkasten.api.http.errors import Answer, json_answer
+from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
@@ -404,7 +404,7 @@ async def list_sessions(exchange: Exchange) -> Answer:
     page = await exchange.supervisor.find(owned_query(exchange.key, query))
     headers = () if page.next is None else ((NEXT_CURSOR, page.next.cursor),)
     sessions = within_reach(exchange.key, page.sessions)
-    return json_answer([SessionBody.of(session) for session in sessions], headers=headers)
+    return await json_list_answer((SessionBody.of(session) for session in sessions), headers=headers)
 
 
 async def update(exchange: Exchange) -> Answer:

@@ -1,0 +1,70 @@
+"""`make bench-full`: measures all sections, writes the report. Options: --only NAMES, --smoke, --seed N, --into DIR."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import trio
+
+from bench.full.report import Report, summary
+from bench.full.sections import SECTIONS, Bench, look_for_peers
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET_S = 24 * 60
+"""No section begins after this."""
+SMOKE_SHARE = 0.02
+
+
+def main() -> int:
+    """Measure and print; 1 if a section failed, or a sample of a row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--smoke", action="store_true", help="very few samples: only whether everything works")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbelow(10**6), help="of the order of blocks and arrivals"
+    )
+    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "benchmarks", metavar="DIR")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.only if name not in SECTIONS]:
+        parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    command = f"make bench-full ARGS='--seed {arguments.seed}'"
+    with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
+        bench = Bench(Path(scratch), random.Random(arguments.seed), SMOKE_SHARE if arguments.smoke else 1.0)
+        report = Report(bench, arguments.into, arguments.seed, command)
+        report.describe(ROOT)
+        trio.run(_run, report, arguments.only)
+    content = json.loads((arguments.into / f"{report.name}.json").read_text())
+    print("\n".join(summary(content)))
+    print(f"report: {arguments.into / report.name}.md")
+    failed = [name for name, row in content["rows"].items() if row["errors"]]
+    return 1 if failed or any(not told[0].isdigit() for told in report.sections.values()) else 0
+
+
+async def _run(report: Report, names: list[str]) -> None:
+    began = time.monotonic()
+    await look_for_peers(report.bench)
+    for name in names:
+        section_began = time.monotonic()
+        if section_began - began > BUDGET_S:
+            report.sections[name] = "not begun: out of time"
+            continue
+        try:
+            await SECTIONS[name](report.bench)
+        except Exception as error:  # noqa: BLE001 - the others go on; the report tells
+            traceback.print_exc()
+            report.sections[name] = f"failed: {type(error).__name__}: {error}"[:300]
+        else:
+            report.sections[name] = f"{time.monotonic() - section_began:.0f}"
+        print(f"{name}: {report.sections[name]}", flush=True)
+        report.write()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

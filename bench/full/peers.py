@@ -1,0 +1,177 @@
+"""Other ways to run a program in a sandbox on this machine, with their exact commands and what each isolates.
+
+All of them run the same program on the same root file system, the machine's own: the tree that the image `host` binds.
+A peer that is not installed or does not run here is reported with its error. runc and crun get a specification of
+their own default, without a terminal and without cgroups of their own where the machine's are not theirs to make.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+FLOOR = "fork + exec"
+_WORD = "ok"
+PROGRAM = ("bash", "-c", f"echo {_WORD}")
+
+
+@attrs.frozen
+class Peer:
+    """A program to compare with. `isolates` are the columns of the table of isolation; `reason` tells why it can't be
+    measured, or is empty."""
+
+    name: str
+    command: Sequence[str]
+    isolates: Mapping[str, str]
+    cwd: Path
+    version: str = ""
+    reason: str = ""
+
+    def run(self) -> None:
+        """Start the peer once, and check that the program has run. Raises `RuntimeError`."""
+        _run(self.command, self.cwd)
+
+
+@attrs.frozen
+class RunningContainer:
+    """A container of an OCI runtime that is there for `exec`."""
+
+    runtime: str
+    name: str
+    bundle: Path
+
+    def exec(self) -> None:
+        """Run the program inside. Raises `RuntimeError`."""
+        _run((self.runtime, "exec", self.name, *PROGRAM), self.bundle)
+
+    def remove(self) -> None:
+        """End the container."""
+        command = (self.runtime, "delete", "--force", self.name)
+        subprocess.run(command, cwd=self.bundle, capture_output=True, timeout=30, check=False, env={"PATH": PATH})
+
+
+ASPECTS = (
+    "processes",
+    "files",
+    "network",
+    "users",
+    "system calls",
+    "memory and CPU",
+    "disk",
+    "further commands",
+)
+OURS = dict.fromkeys(ASPECTS, "yes") | {"system calls": "strict filter, Landlock", "network": "none but loopback"}
+
+
+def find_peers(rootfs: Path, scratch: Path) -> Sequence[Peer]:
+    """Return all peers, those included that can't be measured here."""
+    no = dict.fromkeys(ASPECTS, "no")
+    spaces = no | {"processes": "yes", "files": "yes", "network": "none"}
+    oci = spaces | {
+        "system calls": "capabilities only",
+        "network": "none but loopback",
+        "further commands": "yes",
+    }
+    nspawn = spaces | {"users": "yes", "system calls": "list of its own", "further commands": "yes"}
+    return [
+        _peer(FLOOR, PROGRAM, no, scratch),
+        _peer("bubblewrap", _bubblewrap(rootfs), spaces | {"users": "yes"}, scratch),
+        _peer("runc", _oci("runc", rootfs, scratch), oci, scratch),
+        _peer("crun", _oci("crun", rootfs, scratch), oci, scratch),
+        _peer("systemd-nspawn", _nspawn(rootfs), nspawn, scratch),
+        _peer("runsc", _oci("runsc", rootfs, scratch), oci | {"system calls": "a kernel of its own"}, scratch),
+    ]
+
+
+def start_container(runtime: str, scratch: Path) -> RunningContainer:
+    """Start a container that sleeps. Raises `RuntimeError`."""
+    bundle = scratch / runtime
+    path = bundle / "config.json"
+    spec = json.loads(path.read_text())
+    command = spec["process"]["args"]
+    spec["process"]["args"] = ["sleep", "3600"]
+    path.write_text(json.dumps(spec))
+    found = RunningContainer(runtime, f"sandkasten-bench-{os.getpid()}-exec", bundle)
+    try:
+        with tempfile.TemporaryFile() as errors:  # not a pipe: the container keeps the descriptor
+            done = subprocess.run(
+                (runtime, "run", "--detach", "--bundle", str(bundle), found.name),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                timeout=30,
+                check=False,
+                env={"PATH": PATH},
+            )
+            errors.seek(0)
+            told = errors.read().decode(errors="replace").strip()
+    finally:
+        spec["process"]["args"] = command
+        path.write_text(json.dumps(spec))
+    if done.returncode:
+        raise RuntimeError(told)
+    return found
+
+
+def _peer(name: str, command: Sequence[str], isolates: Mapping[str, str], cwd: Path) -> Peer:
+    program = command[0]
+    if shutil.which(program, path=PATH) is None:
+        return Peer(name, command, isolates, cwd, reason=f"{program} is not installed")
+    told = subprocess.run((program, "--version"), capture_output=True, text=True, check=False, env={"PATH": PATH})
+    peer = Peer(name, command, isolates, cwd, version=(told.stdout.splitlines() or [""])[0])
+    try:
+        peer.run()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return attrs.evolve(peer, reason=str(error)[:300])
+    return peer
+
+
+def _run(command: Sequence[str], cwd: Path) -> None:
+    done = subprocess.run(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False, env={"PATH": PATH}
+    )
+    if done.returncode or done.stdout.strip() != _WORD.encode():
+        raise RuntimeError(f"{command[0]} answered {done.returncode}: {done.stdout!r} {done.stderr!r}"[:400])
+
+
+def _bubblewrap(rootfs: Path) -> Sequence[str]:
+    return (
+        *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", str(rootfs), "/", "--ro-bind", "/usr", "/usr"),
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *PROGRAM),
+    )
+
+
+def _nspawn(rootfs: Path) -> Sequence[str]:
+    return (
+        *("systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--private-network", "--private-users=pick"),
+        *("--volatile=overlay", f"--directory={rootfs}", "--bind-ro=/usr", "--pipe", *PROGRAM),
+    )
+
+
+def _oci(runtime: str, rootfs: Path, scratch: Path) -> Sequence[str]:
+    """Write a bundle with the runtime's own default specification; return the command that runs it."""
+    bundle = scratch / runtime
+    bundle.mkdir(exist_ok=True)
+    if shutil.which(runtime, path=PATH):
+        subprocess.run((runtime, "spec"), cwd=bundle, check=False, capture_output=True, env={"PATH": PATH})
+        path = bundle / "config.json"
+        if path.exists():
+            path.write_text(json.dumps(_own(json.loads(path.read_text()), rootfs)))
+    return runtime, "run", "--bundle", str(bundle), f"sandkasten-bench-{os.getpid()}"
+
+
+def _own(spec: dict[str, Any], rootfs: Path) -> dict[str, Any]:  # JSON
+    spec["process"] |= {"terminal": False, "args": list(PROGRAM)}
+    spec["root"] = {"path": str(rootfs), "readonly": True}
+    usr = {"destination": "/usr", "type": "none", "source": "/usr", "options": ["rbind", "ro"]}
+    spec["mounts"].insert(0, usr)
+    return spec

@@ -1,0 +1,688 @@
+"""Measurements: one function for each section, in the order of `SECTIONS`.
+
+A section measures into `Bench.table`, where every row keeps its raw samples and failures, and puts figures that are no
+samples into `Bench.facts`. Every answer is verified: a command's output or exit status, a create's source. Rows that
+are compared are measured in random blocks, in which each of them comes once.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+import trio.lowlevel
+
+from bench import daemon, echo, measure
+from bench.full.peers import Peer, RunningContainer, find_peers, start_container
+from bench.full.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
+from bench.neighbours import IDLE, NOISES, make_noise
+from bench.thousand import measure_thousand
+from bench.websocket import ExecSocket, WebSocket
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.host import ensure_host_image
+from sandkasten.model import ExecSpec, SessionSpec
+
+MIB = 1024 * 1024
+COLD, VESSEL, POOL = "no pool", "sandbox pool", "session pool"
+POOL_SIZE = 100
+KINDS: Mapping[str, Mapping[str, str]] = {
+    COLD: {"SANDKASTEN_SERVER_POOL_SANDBOXES": "0"},
+    VESSEL: {},
+    POOL: {
+        "SANDKASTEN_SERVER_POOL_SANDBOXES": "0",
+        "SANDKASTEN_POOL_ENABLED": "true",
+        "SANDKASTEN_POOL_IMAGES": f"python={POOL_SIZE}",
+    },
+}
+"""Settings of the daemon of each kind of create."""
+
+HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
+_SETTLE_S = 0.03
+_WORD = "echo ok"
+_COMMANDS: Mapping[str, tuple[str, bytes]] = {
+    "builtin": (":", b""),
+    "/bin/true": ("/bin/true", b""),
+    "ls": ("ls -d /usr", b"/usr\n"),
+    "python3 -c pass": ("python3 -c pass", b""),
+}
+"""Classes of commands, each with the output that it must give."""
+
+_AT_ONCE = 8
+_LINKS_CLOSED = (1, 2, 4, 8, 16, 32)
+_SHARES = (0.25, 0.5, 0.75, 0.9)
+_BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
+_MIB_PER_SESSION = 8
+
+
+def create_row(kind: str) -> str:
+    return f"create, {kind}"
+
+
+def first_row(kind: str) -> str:
+    """The row that is compared with peers: from nothing to the output of a command."""
+    return f"create and first command, {kind}"
+
+
+def exec_row(name: str, way: str) -> str:
+    return f"exec {name}, {way}"
+
+
+@attrs.define
+class Bench:
+    """One run. `share` scales all counts and durations: 1 for the report, less to try that everything works."""
+
+    scratch: Path
+    chance: random.Random
+    share: float
+    table: Table = attrs.field(factory=Table)
+    facts: dict[str, Any] = attrs.field(factory=dict)
+    peers: Sequence[Peer] = ()
+
+    def count(self, full: int, least: int = 2) -> int:
+        return max(least, round(full * self.share))
+
+    def seconds(self, full: float) -> float:
+        return max(0.3, full * self.share)
+
+
+Section = Callable[[Bench], Awaitable[None]]
+
+
+# Clients ------------------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """One keep-alive connection under trio, for load."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+
+    async def call(self, method: str, path: str, body: object = None) -> Any:  # JSON
+        await self._stream.send_all(daemon.encode(method, path, body))
+        data = b""
+        while (answer := daemon.decode(data)) is None:
+            more = await self._stream.receive_some()
+            if not more:
+                raise ConnectionError("the daemon closed the connection")
+            data += more
+        return answer
+
+
+@asynccontextmanager
+async def links(address: tuple[str, int], count: int) -> AsyncIterator[Sequence[Link]]:
+    streams = [await trio.open_tcp_stream(*address) for _ in range(count)]
+    try:
+        yield [Link(stream) for stream in streams]
+    finally:
+        for stream in streams:
+            await trio.aclose_forcefully(stream)
+
+
+def _verify(answer: Mapping[str, Any], output: bytes) -> None:
+    if answer["exit_code"] != 0 or answer["stdout"].encode() != output:
+        raise RuntimeError(f"a wrong answer: {answer}")
+
+
+def _exec(client: daemon.Client, session: str, command: str = _WORD, output: bytes = b"ok\n") -> None:
+    _verify(client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": command}), output)
+
+
+def _talk(stream: ExecSocket, command: str, output: bytes) -> None:
+    stream.start(command)
+    got = b""
+    while True:
+        event = stream.next()
+        if isinstance(event, bytes):
+            got += event
+        elif event["type"] == "exit":
+            if event["exit_code"] != 0 or got != output:
+                raise RuntimeError(f"a wrong answer: {event}, {got!r}")
+            return
+
+
+def _new(client: daemon.Client, kind: str = VESSEL) -> str:
+    made = client.call("POST", "/v1/sessions", {})
+    if kind == POOL and made["acquire_source"] != "pool":
+        raise RuntimeError(f"a create missed the pool: {made.get('acquire_detail')}")
+    return str(made["id"])
+
+
+def _wait_full(client: daemon.Client) -> None:
+    for pool in client.call("GET", "/v1/pools"):
+        while pool["ready"] < pool["wanted"]:
+            time.sleep(0.05)
+            (pool,) = client.call("GET", "/v1/pools")
+
+
+async def _each(
+    address: tuple[str, int], count: int, at_once: int, work: Callable[[Link, int], Awaitable[None]]
+) -> None:
+    """Have `work` done for each number, over a few connections."""
+    numbers = iter(range(count))
+
+    async def worker(link: Link) -> None:
+        for number in numbers:
+            await work(link, number)
+
+    async with links(address, min(at_once, count)) as opened, trio.open_nursery() as nursery:
+        for link in opened:
+            nursery.start_soon(worker, link)
+
+
+async def _make_many(address: tuple[str, int], count: int) -> list[str]:
+    made: list[str] = []
+
+    async def make(link: Link, _number: int) -> None:
+        made.append((await link.call("POST", "/v1/sessions", {}))["id"])
+
+    await _each(address, count, _AT_ONCE, make)
+    return made
+
+
+async def _end_all(address: tuple[str, int], sessions: Sequence[str]) -> None:
+    async def end(link: Link, number: int) -> None:
+        await link.call("DELETE", f"/v1/sessions/{sessions[number]}")
+
+    if sessions:
+        await _each(address, len(sessions), _AT_ONCE, end)
+
+
+@contextmanager
+def _daemons(bench: Bench, name: str) -> Iterator[Mapping[str, tuple[int, tuple[str, int], daemon.Client]]]:
+    """Run a daemon of each kind of create; yield pid, address and client of each."""
+    with ExitStack() as stack:
+        found = {}
+        for kind, settings in KINDS.items():
+            pid, address = stack.enter_context(
+                daemon.running(bench.scratch / f"{name}-{kind.replace(' ', '-')}", **_sized(bench, settings))
+            )
+            found[kind] = pid, address, stack.enter_context(daemon.Client(address))
+        yield found
+
+
+def _sized(bench: Bench, settings: Mapping[str, str]) -> Mapping[str, str]:
+    size = bench.count(POOL_SIZE, 10)
+    return {name: value.replace(f"={POOL_SIZE}", f"={size}") for name, value in settings.items()}
+
+
+def _busy_s() -> float:
+    """Return the processor time that the machine used so far."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    busy = sum(int(field) for position, field in enumerate(fields) if position not in (3, 4))  # idle, iowait
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
+# Sections -----------------------------------------------------------------------------------------------------------
+
+
+async def calibrate(bench: Bench) -> None:
+    """The machine itself: fork, a program's start, a system call, a copy of memory, a round trip, a request that asks
+    nothing."""
+    table, count = bench.table, bench.count(100)
+    block = bytes(64 * MIB)
+    with (
+        daemon.running(bench.scratch / "calibrate") as (_pid, address),
+        daemon.Client(address) as client,
+        measure.loopback() as round_trip,
+    ):
+        for _ in range(count):
+            for name, work in (
+                ("fork and wait", measure.fork_and_wait),
+                ("/bin/true", measure.run_true),
+                ("loopback round trip", round_trip),
+                (HEALTHZ, partial(client.call, "GET", "/healthz")),
+            ):
+                with table.timed(name):
+                    work()
+    began = time.perf_counter()
+    for _ in range(100_000):
+        os.getppid()
+    bench.facts["system call, ns"] = round((time.perf_counter() - began) * 1e4)
+    began = time.perf_counter()
+    copied = bytearray(block)
+    bench.facts["copy of memory, GB/s"] = round(len(copied) / (time.perf_counter() - began) / 1e9, 1)
+
+
+async def creates(bench: Bench) -> None:
+    """One create after another, peers between them; the processor time of a create and its destroy."""
+    with _daemons(bench, "create") as kinds:
+        able = {peer.name: peer for peer in bench.peers if not peer.reason}
+        for kind in KINDS:
+            _wait_full(kinds[kind][2])
+        for name in blocks([*able, *kinds], bench.count(40), bench.chance):
+            await trio.sleep(_SETTLE_S)
+            if name in able:
+                with bench.table.timed(f"peer: {name}"):
+                    able[name].run()
+            else:
+                await _create_once(bench, name, kinds[name][2])
+        for kind, (_, _, client) in kinds.items():
+            _wait_full(client)
+            await trio.sleep(1)
+            count, before = bench.count(50, 5), _busy_s()
+            for _ in range(count):
+                client.call("DELETE", f"/v1/sessions/{_new(client, kind)}")
+            _wait_full(client)
+            bench.facts[f"machine CPU per create and destroy, {kind}, ms"] = round(
+                (_busy_s() - before) / count * 1000, 1
+            )
+
+
+async def _create_once(bench: Bench, kind: str, client: daemon.Client) -> None:
+    session = ""
+    with bench.table.timed(first_row(kind)):
+        with bench.table.timed(create_row(kind)):
+            session = _new(client, kind)
+        _exec(client, session)
+    with bench.table.timed(DESTROY):
+        client.call("DELETE", f"/v1/sessions/{session}")
+
+
+async def staggered(bench: Bench) -> None:
+    """Creates at an even rate, whether earlier ones were answered or not."""
+    with _daemons(bench, "staggered") as kinds:
+        for kind, (_, address, client) in kinds.items():
+            _wait_full(client)
+            row, made = bench.table.row(f"{create_row(kind)}, one each 100 ms"), list[str]()
+            count = bench.count(40, 4)
+
+            async def create(link: Link, at: float, row: Row = row, made: list[str] = made) -> None:
+                await trio.sleep_until(at)
+                try:
+                    made.append((await link.call("POST", "/v1/sessions", {}))["id"])
+                except Exception as error:  # noqa: BLE001 - a failure of the row
+                    row.errors.append(str(error)[:200])
+                else:
+                    row.values.append((trio.current_time() - at) * 1000)
+
+            async with links(address, count) as opened, trio.open_nursery() as nursery:
+                began = trio.current_time() + 0.2
+                for number, link in enumerate(opened):
+                    nursery.start_soon(create, link, began + number * 0.1)
+            await _end_all(address, made)
+
+
+async def bursts(bench: Bench) -> None:
+    """Creates at once: when each of them is answered, and the last."""
+    with _daemons(bench, "burst") as kinds:
+        for size, rounds in ((10, 5), (100, 3), (300, 1)):
+            size = bench.count(size, 3)
+            for kind in blocks(list(kinds), bench.count(rounds, 1), bench.chance):
+                _, address, client = kinds[kind]
+                _wait_full(client)
+                row, made = bench.table.row(f"{create_row(kind)}, {size} at once: each"), list[str]()
+
+                async def create(link: Link, began: float, row: Row = row, made: list[str] = made) -> None:
+                    try:
+                        made.append((await link.call("POST", "/v1/sessions", {}))["id"])
+                    except Exception as error:  # noqa: BLE001 - a failure of the row
+                        row.errors.append(str(error)[:200])
+                    else:
+                        row.values.append((trio.current_time() - began) * 1000)
+
+                async with links(address, size) as opened:
+                    began = trio.current_time()
+                    async with trio.open_nursery() as nursery:
+                        for link in opened:
+                            nursery.start_soon(create, link, began)
+                    last = bench.table.row(f"{create_row(kind)}, {size} at once: all")
+                    last.values.append((trio.current_time() - began) * 1000)
+                await _end_all(address, made)
+
+
+async def execs(bench: Bench) -> None:
+    """Commands by class and way in, one after another, and the `exec` of the peers that have one."""
+    with ExitStack() as stack:
+        _, address = stack.enter_context(daemon.running(bench.scratch / "exec"))
+        client = stack.enter_context(daemon.Client(address))
+        session = _new(client)
+        stream = stack.enter_context(ExecSocket(address, session))
+        back = stack.enter_context(WebSocket(stack.enter_context(echo.running()), "/echo"))
+        containers = _containers(bench, stack)
+        async with open_supervisor(Config(data_dir=bench.scratch / "library")) as library:
+            ours = (await library.create(SessionSpec())).id
+            for name in blocks([*_COMMANDS, "peers"], bench.count(60), bench.chance):
+                if name == "peers":
+                    for container in containers:
+                        with bench.table.timed(f"peer: {container.runtime} exec"):
+                            container.exec()
+                    for row, work in (
+                        (HEALTHZ, partial(client.call, "GET", "/healthz")),
+                        ("/bin/true", measure.run_true),
+                        (ECHO, partial(_echo, back)),
+                    ):
+                        with bench.table.timed(row):
+                            work()
+                    continue
+                command, output = _COMMANDS[name]
+                with bench.table.timed(exec_row(name, "HTTP")):
+                    _exec(client, session, command, output)
+                with bench.table.timed(exec_row(name, "WebSocket")):
+                    _talk(stream, command, output)
+                await trio.lowlevel.checkpoint()
+                with bench.table.timed(exec_row(name, "library")):
+                    result = await library.exec(ours, ExecSpec(command))
+                    if result.end.exit_code != 0 or result.stdout != output:
+                        raise RuntimeError(f"a wrong answer: {result}")
+        bench.facts["daemon CPU per exec, builtin, HTTP, ms"] = _cpu_per_exec(bench, address)
+
+
+def _echo(back: WebSocket) -> None:
+    back.send("x" * 600)
+    if back.receive() != "x" * 600:
+        raise RuntimeError("a wrong echo")
+
+
+def _containers(bench: Bench, stack: ExitStack) -> Sequence[RunningContainer]:
+    found = []
+    for peer in bench.peers:
+        if peer.name in ("runc", "crun", "runsc") and not peer.reason:
+            try:
+                container = start_container(peer.name, bench.scratch / "peers")
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                bench.table.row(f"peer: {peer.name} exec").errors.append(str(error)[:200])
+            else:
+                stack.callback(container.remove)
+                found.append(container)
+    return found
+
+
+def _cpu_per_exec(bench: Bench, _address: tuple[str, int]) -> float:
+    from bench.thousand import cpu_ns
+
+    with daemon.running(bench.scratch / "cpu") as (pid, address), daemon.Client(address) as client:
+        session, count = _new(client), bench.count(300, 10)
+        _exec(client, session)
+        before = cpu_ns(pid)
+        for _ in range(count):
+            _exec(client, session, ":", b"")
+        return round((cpu_ns(pid) - before) / count / 1e6, 3)
+
+
+async def streams(bench: Bench) -> None:
+    """Output over a WebSocket beside a plain sender; the first byte; an interrupt."""
+    with ExitStack() as stack:
+        _, address = stack.enter_context(daemon.running(bench.scratch / "streams"))
+        client = stack.enter_context(daemon.Client(address))
+        plain = stack.enter_context(echo.running())
+        session, size = _new(client), bench.count(_BULK_BYTES // MIB) * MIB
+        rates: dict[str, list[float]] = {"plain": [], "ours": []}
+        for name in blocks(["plain", "ours"], bench.count(5, 1), bench.chance):
+            began = time.perf_counter()
+            got = _send_plain(plain, size) if name == "plain" else _send_ours(address, session, size)
+            if got != size:
+                raise RuntimeError(f"{got} bytes of {size} came")
+            rates[name].append(got / (time.perf_counter() - began) / 1e6)
+        bench.facts["output over a WebSocket, MB/s"] = round(statistics.median(rates["ours"]))
+        bench.facts["output of a plain sender, MB/s"] = round(statistics.median(rates["plain"]))
+        with ExecSocket(address, session) as stream:
+            _talk(stream, ":", b"")
+            for _ in range(bench.count(60)):
+                with bench.table.timed("interrupt, WebSocket"):
+                    _interrupt(stream)
+                _first_byte(bench, stream)
+
+
+def _send_plain(plain: tuple[str, int], size: int) -> int:
+    got = 0
+    with WebSocket(plain, "/send") as sender:
+        sender.send(str(size))
+        while got < size:
+            got += len(sender.receive())
+    return got
+
+
+def _send_ours(address: tuple[str, int], session: str, size: int) -> int:
+    with ExecSocket(address, session) as stream:
+        stream.start(f"head -c {size} /dev/zero", credit=_CREDIT_BYTES, max_frame=65536)
+        return stream.until_exit(credit_every=4 * MIB)
+
+
+def _interrupt(stream: ExecSocket) -> None:
+    channel = stream.start("printf x; sleep 60")
+    while not isinstance(stream.next(), bytes):
+        pass
+    stream.say(type="signal", id=channel, signal="INT")
+    stream.until_exit()
+
+
+def _first_byte(bench: Bench, stream: ExecSocket) -> None:
+    """The command writes the time at which it writes."""
+    stream.start("sleep 0.02; printf $EPOCHREALTIME")
+    while not isinstance(event := stream.next(), bytes):
+        pass
+    bench.table.row("first byte after it was written, WebSocket").values.append((time.time() - float(event)) * 1000)
+    stream.until_exit()
+
+
+async def files(bench: Bench) -> None:
+    """Files written and read over HTTP."""
+    with daemon.running(bench.scratch / "files") as (_pid, address), daemon.Client(address) as client:
+        place = f"/v1/sessions/{_new(client)}/fs"
+        sizes = {"1 KiB": 1024, "1 MiB": MIB}
+        for name in blocks(list(sizes), bench.count(40), bench.chance):
+            content = base64.b64encode(os.urandom(sizes[name])).decode()
+            with bench.table.timed(f"file of {name}, write"):
+                client.call("POST", f"{place}/write", {"path": "f", "content_base64": content})
+            with bench.table.timed(f"file of {name}, read"):
+                if client.call("GET", f"{place}/read?path=f")["content_base64"] != content:
+                    raise RuntimeError("another content came back")
+
+
+async def pauses(bench: Bench) -> None:
+    """A pause, and the first command after it."""
+    with daemon.running(bench.scratch / "pause") as (_pid, address), daemon.Client(address) as client:
+        session = _new(client)
+        for _ in range(bench.count(30)):
+            with bench.table.timed("pause, HTTP"):
+                client.call("POST", f"/v1/sessions/{session}/pause", {})
+            with bench.table.timed("resume by a command, HTTP"):
+                _exec(client, session)
+
+
+async def load(bench: Bench) -> None:
+    """Commands of many clients, each with a session: as fast as answers come, then at rates below the knee."""
+    with daemon.running(bench.scratch / "load") as (_pid, address):
+        most = bench.count(_LINKS_CLOSED[-1], 4)
+        sessions = await _make_many(address, most)
+        async with links(address, most) as opened:
+
+            async def request(number: int) -> None:
+                answer = await opened[number].call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": ":"})
+                _verify(answer, b"")
+
+            curve = []
+            for clients in (each for each in _LINKS_CLOSED if each <= most):
+                row, rate = await closed_loop(request, clients, bench.seconds(4))
+                bench.table.rows[f"load, closed, {clients} clients"] = row
+                curve.append((clients, round(rate, 1)))
+            knee = max(rate for _, rate in curve)
+            bench.facts["load, closed: clients and commands per second"] = curve
+            bench.facts["load, knee, commands per second"] = knee
+            for share in _SHARES:
+                row = await open_loop(request, most, knee * share, bench.seconds(6), bench.chance)
+                bench.table.rows[f"load, open, {share:.0%} of the knee"] = row
+        await _end_all(address, sessions)
+
+
+async def density(bench: Bench) -> None:
+    """One daemon at 10, 100, 300 and 1000 sessions."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    sizes = [size for size in (10, 100, 300, 1000) if size * _MIB_PER_SESSION < available]
+    sizes = sizes if bench.share == 1 else [12, 14]
+    steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=bench.seconds(10), execs=bench.count(500, 50))
+    lines = []
+    for step in steps:
+        for way, values in step.exec_ms.items():
+            bench.table.row(f"exec builtin, HTTP, {step.sessions} sessions, {way}").values += values
+        lines.append(
+            {
+                "sessions": step.sessions,
+                "idle daemon, % of a core": round(step.idle_daemon, 2),
+                "daemon, MiB": round(step.resident_mib, 1),
+                "daemon CPU per exec, one, ms": round(statistics.median(step.exec_cpu_ms["one"]), 3),
+                "daemon CPU per exec, all, ms": round(statistics.median(step.exec_cpu_ms["all"]), 3),
+                "exec p50, one, ms": round(percentile(step.exec_ms["one"], 50), 2),
+                "exec p99, one, ms": round(percentile(step.exec_ms["one"], 99), 2),
+                "exec p50, all, ms": round(percentile(step.exec_ms["all"], 50), 2),
+                "exec p99, all, ms": round(percentile(step.exec_ms["all"], 99), 2),
+                "create p50, ms": round(statistics.median(step.create_ms), 1),
+                "destroy p50, ms": round(statistics.median(step.destroy_ms), 1),
+                "list p50, ms": round(statistics.median(step.list_ms), 1),
+            }
+        )
+    bench.facts["density"] = lines
+    bench.facts["density, not tried for want of memory"] = [
+        size for size in (10, 100, 300, 1000) if size * _MIB_PER_SESSION >= available
+    ]
+
+
+async def memory(bench: Bench) -> None:
+    """The slope of memory over idle sessions that have each run a command."""
+    with daemon.running(bench.scratch / "memory") as (pid, address), daemon.Client(address) as client:
+        processes: list[tuple[float, float]] = []
+        kernel: list[tuple[float, float]] = []
+        first, last = bench.count(50, 3), bench.count(200, 9)
+        for count in range(1, last + 1):
+            _exec(client, _new(client))
+            if count >= first and (count % 10 == 0 or bench.share < 1):
+                processes.append((count, measure.resident_bytes(pid)))
+                kernel.append((count, measure.kernel_bytes()))
+        ours, inside = measure.slope(processes) / MIB, measure.slope(kernel) / MIB
+        bench.facts["memory per idle session, MiB"] = round(ours + inside, 2)
+        bench.facts["memory per idle session, processes, MiB"] = round(ours, 2)
+        bench.facts["memory per idle session, kernel and tmpfs, MiB"] = round(inside, 2)
+        await _end_all(address, [each["id"] for each in client.call("GET", "/v1/sessions")])
+
+
+async def neighbours(bench: Bench) -> None:
+    """`/bin/true` in one session while others are noisy."""
+    async with open_supervisor(Config(data_dir=bench.scratch / "neighbours")) as supervisor:
+        measured = (await supervisor.create(SessionSpec())).id
+        most = max(noise.sessions for noise in NOISES.values())
+        noisy = [(await supervisor.create(SessionSpec())).id for _ in range(most)]
+        names = list(NOISES) if bench.share == 1 else [IDLE, "four compute"]
+        for name in blocks(names, bench.count(3, 1), bench.chance):
+            noise = NOISES[name]
+            async with make_noise(supervisor, noisy[: noise.sessions], noise.command):
+                for _ in range(bench.count(30, 3)):
+                    with bench.table.timed(f"exec /bin/true, library, {name}"):
+                        result = await supervisor.exec(measured, ExecSpec("/bin/true"))
+                        if result.end.exit_code != 0:
+                            raise RuntimeError(f"a wrong answer: {result}")
+
+
+async def restarts(bench: Bench) -> None:
+    """A daemon that ends and starts again beside its live sessions."""
+    for size in (300, 1000):
+        count, data_dir = bench.count(size, 4), bench.scratch / f"restart-{size}"
+        with daemon.running_and_leaving(data_dir) as (_pid, address):
+            sessions = await _make_many(address, count)
+        began = time.perf_counter()
+        with daemon.running(data_dir) as (_pid, address), daemon.Client(address) as client:
+            client.call("GET", "/healthz")
+            facts = {"sessions": count, "first answer, s": round(time.perf_counter() - began, 2)}
+            _exec(client, bench.chance.choice(sessions))
+            facts["first command, s"] = round(time.perf_counter() - began, 2)
+
+            async def ask(link: Link, number: int, sessions: Sequence[str] = sessions) -> None:
+                answer = await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": _WORD})
+                _verify(answer, b"ok\n")
+
+            await _each(address, count, _AT_ONCE, ask)
+            facts["a command in every session, s"] = round(time.perf_counter() - began, 2)
+            bench.facts[f"restart with {size} live sessions"] = facts
+            await _end_all(address, sessions)
+
+
+_STEPS = 150
+_ROLLOUTS = 16
+_WORKERS = 4
+
+
+async def trace(bench: Bench) -> None:
+    """Rollouts of an agent: a session, 150 steps of commands and files, and the session's end."""
+    steps, rollouts = bench.count(_STEPS, 5), bench.count(_ROLLOUTS, 2)
+    with daemon.running(bench.scratch / "trace") as (_pid, address):
+        row = bench.table.row("rollout of an agent")
+        before, began = _busy_s(), trio.current_time()
+
+        async def roll(link: Link, number: int) -> None:
+            chance, start = random.Random(number), trio.current_time()
+            session = (await link.call("POST", "/v1/sessions", {}))["id"]
+            place = f"/v1/sessions/{session}"
+            try:
+                for step in range(steps):
+                    await _step(link, place, chance, step)
+            except Exception as error:  # noqa: BLE001 - a failure of the row
+                row.errors.append(str(error)[:200])
+            else:
+                row.values.append((trio.current_time() - start) * 1000)
+            await link.call("DELETE", place)
+
+        await _each(address, rollouts, _WORKERS, roll)
+        took = trio.current_time() - began
+        bench.facts["rollouts"] = {
+            "steps": steps,
+            "rollouts": rollouts,
+            "at once": _WORKERS,
+            "core seconds per rollout": round((_busy_s() - before) / rollouts, 3),
+            "core hours per million rollouts": round((_busy_s() - before) / rollouts / 3600 * 1e6),
+            "worker hours per million rollouts": round(took / rollouts / 3600 * 1e6),
+        }
+
+
+async def _step(link: Link, place: str, chance: random.Random, step: int) -> None:
+    async def run(command: str, output: bytes) -> None:
+        _verify(await link.call("POST", f"{place}/exec", {"cmd": command}), output)
+
+    match chance.choices(("shell", "tool", "file", "python"), (40, 30, 20, 10))[0]:
+        case "shell":
+            await run(f"cd /workspace && x={step}; echo $x", f"{step}\n".encode())
+        case "tool":
+            await run("ls -d /usr /etc | grep usr", b"/usr\n")
+        case "file":
+            content = base64.b64encode(f"step {step}\n".encode()).decode()
+            await link.call("POST", f"{place}/fs/write", {"path": "notes", "content_base64": content})
+            await run("cat /workspace/notes", f"step {step}\n".encode())
+        case _:
+            await run(f"python3 -c 'print({step} * 2)'", f"{step * 2}\n".encode())
+
+
+SECTIONS: Mapping[str, Section] = {
+    "calibrate": calibrate,
+    "create": creates,
+    "staggered": staggered,
+    "burst": bursts,
+    "exec": execs,
+    "stream": streams,
+    "file": files,
+    "pause": pauses,
+    "load": load,
+    "memory": memory,
+    "density": density,
+    "neighbour": neighbours,
+    "restart": restarts,
+    "trace": trace,
+}
+
+
+async def look_for_peers(bench: Bench) -> None:
+    """Find the peers, on the root file system of the image `host`."""
+    (bench.scratch / "peers").mkdir()
+    catalog = Catalog(bench.scratch / "peers" / "data")
+    ensure_host_image(catalog)
+    bench.peers = find_peers(catalog.rootfs_path("host"), bench.scratch / "peers")
