@@ -75,11 +75,19 @@ class RunnerConnection:
         caller's."""
         self.is_idle = False
         frame = encode_frame(Kind.REQUEST, REQUESTS.encode(request))
-        if fd is None and not self._sending and not self._unsent:
-            # Nobody else sends on a connection that was idle, so the lock and its switch of tasks are not needed.
+        if fd is None and not self.is_sending:
             await trio.lowlevel.checkpoint_if_cancelled()
-            await self._send_all(memoryview(frame))
-            return
+            try:
+                # Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is needed.
+                sent_bytes = self._socket.send(frame)
+            except BlockingIOError:
+                sent_bytes = 0
+            except _CLOSED as error:
+                raise _lost() from error
+            if sent_bytes == len(frame):
+                return
+            if sent_bytes:
+                self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
         async with self._send_lock:
             frame = self._unsent + frame
             sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
@@ -157,7 +165,7 @@ class RunnerConnection:
             self._socket.close()
 
     async def _send_all(self, data: memoryview) -> None:
-        whole = len(data)
+        whole, before = len(data), self._unsent
         self._unsent = b""
         try:
             while data:
@@ -171,7 +179,7 @@ class RunnerConnection:
         except _CLOSED as error:
             raise _lost() from error
         except trio.Cancelled:
-            self._unsent = bytes(data) if len(data) < whole else b""
+            self._unsent = bytes(data) if len(data) < whole else before
             raise
 
     async def _send_first(self, data: bytes, fd: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, FrameDecoder, Kind, encode_frame
+from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, Exec, FrameDecoder, Kind, encode_frame
 from sandkasten.links.runner import RunnerConnection
 from sandkasten.model.errors import RunnerLost
 
@@ -58,6 +58,9 @@ async def test_a_frame_that_was_cut_is_finished_by_the_next(peer: tuple[RunnerCo
     with trio.move_on_after(0.05):
         await connection.send(Kind.DATA, big)
     assert connection.is_sending
+    with trio.move_on_after(0.05):  # nothing of this one is sent, and nothing of the first forgotten
+        await connection.send(Kind.DATA, b"late")
+    assert connection.is_sending
     decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
     frames: list[tuple[Kind, int]] = []
     async with trio.open_nursery() as nursery:
@@ -67,4 +70,23 @@ async def test_a_frame_that_was_cut_is_finished_by_the_next(peer: tuple[RunnerCo
             decoder.feed(theirs.recv(1024 * 1024))
             frames += [(kind, len(body)) for kind, body in decoder]
     assert frames == [(Kind.DATA, len(big)), (Kind.END, 0)]
+    assert not connection.is_sending
+
+
+async def test_nothing_overtakes_a_request_that_does_not_fit(peer: tuple[RunnerConnection, socket.socket]) -> None:
+    """The socket takes a part at once; what another task sends then comes behind the rest."""
+    connection, theirs = peer
+    request = Exec("a", "x" * 4 * 1024 * 1024)
+    decoder = FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
+    frames: list[Kind] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.send_request, request)
+        await trio.testing.wait_all_tasks_blocked()
+        assert connection.is_sending
+        nursery.start_soon(connection.send, Kind.END)
+        while len(frames) < 2:
+            await trio.lowlevel.wait_readable(theirs)
+            decoder.feed(theirs.recv(1024 * 1024))
+            frames += [kind for kind, _ in decoder]
+    assert frames == [Kind.REQUEST, Kind.END]
     assert not connection.is_sending
