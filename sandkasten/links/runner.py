@@ -88,10 +88,14 @@ class RunnerConnection:
                 return
             if sent_bytes:
                 self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
-        async with self._send_lock:
-            frame = self._unsent + frame
-            sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
-            await self._send_all(memoryview(frame)[sent_bytes:])
+        self._sending += 1
+        try:
+            async with self._send_lock:
+                frame = self._unsent + frame
+                sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
+                await self._send_all(memoryview(frame)[sent_bytes:])
+        finally:
+            self._sending -= 1
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
