@@ -522,7 +522,7 @@ async def density(bench: Bench) -> None:
     """One daemon at 10, 100, 300 and 1000 sessions."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
     sizes = [size for size in (10, 100, 300, 1000) if size * _MIB_PER_SESSION < available]
-    sizes = sizes if bench.share == 1 else [12, 14]
+    sizes = sizes if bench.share == 1 else [12]
     steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=bench.seconds(10), execs=bench.count(500, 50))
     lines = []
     for step in steps:

@@ -21,9 +21,10 @@ def security(data_dir: Path, *arguments: str, **environment: str) -> subprocess.
 
 
 def test_what_holds_is_status_0_and_a_table(data_dir: Path) -> None:
-    """Every line has its verdict, nothing is left in the data directory, and nothing is on stderr."""
+    """Every line has its verdict, nothing is left in the data directory, and stderr names the installation alone."""
     done = security(data_dir, "--attack", "--user", "sandbox", "--only", "signals.", "--only", "kernel.filter")
-    assert (done.returncode, done.stderr) == (0, "")
+    (named,) = done.stderr.splitlines()
+    assert (done.returncode, f"data directory {data_dir}" in named) == (0, True)
     lines = done.stdout.splitlines()
     held = [line.split()[1] for line in lines if line.startswith("held ")]
     assert held == ["signals.kill-pid1", "signals.other-ways", "signals.owner", "kernel.filter"]

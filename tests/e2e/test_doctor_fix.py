@@ -164,7 +164,7 @@ def test_a_daemon_at_work_is_left_alone_and_its_things_are_no_leftovers(data_dir
         assert (shown["daemon_runs"], named(shown["left"])) == (True, {("run_directory", "foreign")})
         refused = doctor(data_dir, "--fix")
         assert (refused.returncode, refused.stdout) == (1, "")
-        (sentence,) = refused.stderr.splitlines()
+        _named, sentence = refused.stderr.splitlines()
         assert sentence.startswith(f"sandkasten: another daemon uses {data_dir}: ")
         assert run(client, session, "echo $kept") == "yes\n"
         daemon.stop(signal.SIGINT)
