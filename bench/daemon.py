@@ -19,12 +19,14 @@ from typing import Any
 KEY = "benchmark"
 
 
-def running(
-    data_dir: Path, *, log: Path | None = None, **environ: str
-) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
-    """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address. With
-    `log`, its log goes there and tells of everything."""
-    return _running(data_dir, "--stop-sessions", log=log, environ=environ)
+def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """Run a daemon on a free port, with settings by the names of their variables; yield its pid and address."""
+    return _running(data_dir, "--stop-sessions", environ=environ)
+
+
+def running_with_log(data_dir: Path, log: Path) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running`; the daemon's log goes to a file, and tells of ordinary events as well."""
+    return _running(data_dir, "--stop-sessions", log=log, environ={})
 
 
 def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Step:
 
 def measure_thousand(
     data_dir: Path, sizes: Sequence[int] = SIZES, *, quiet_s: float = QUIET_S, execs: int = EXECS, **environ: str
-) -> Iterator[Step]:
+) -> Generator[Step]:
     """Run a daemon, with settings by the names of their variables, and yield its figures at each number of sessions.
     Close the iterator (`contextlib.closing`) to end the daemon early."""
     sessions = list[str]()
@@ -91,7 +91,7 @@ def _exec(client: daemon.Client, session: str) -> None:
 
 def _measure_quiet(step: Step, pid: int, quiet_s: float) -> None:
     """Read the processor time of the daemon's whole family before and after a time in which nothing is asked."""
-    time.sleep(SETTLE_S)
+    time.sleep(min(SETTLE_S, quiet_s))
     before, began = _family_cpu_ns(pid), time.perf_counter()
     time.sleep(quiet_s)
     after, took_ns = _family_cpu_ns(pid), (time.perf_counter() - began) * 1e9
