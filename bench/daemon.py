@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,31 @@ def running(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int,
     return _running(data_dir, "--stop-sessions", environ=environ)
 
 
+def running_with_log(data_dir: Path, log: Path) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
+    """As `running`; the daemon's log goes to a file, and tells of ordinary events as well."""
+    return _running(data_dir, "--stop-sessions", log=log, environ={})
+
+
 def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManager[tuple[int, tuple[str, int]]]:
     """As `running`; the daemon leaves its sessions to the next one."""
     return _running(data_dir, environ=environ)
 
 
 @contextmanager
-def _running(data_dir: Path, *options: str, environ: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, int]]]:
+def _running(
+    data_dir: Path, *options: str, log: Path | None = None, environ: Mapping[str, str]
+) -> Iterator[tuple[int, tuple[str, int]]]:
     command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", *options]
-    with subprocess.Popen(
-        [*command, "--data-dir", str(data_dir), "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY, **environ},
-    ) as process:
+    with ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [*command, "--data-dir", str(data_dir), "--log-level", "info" if log else "warning"],
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log.open("wb")) if log else None,
+                text=True,
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY, **environ},
+            )
+        )
         assert process.stdout is not None
         try:
             found = next(filter(None, (re.search(r"http://([\d.]+):(\d+)", line) for line in process.stdout)))

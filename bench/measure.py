@@ -111,11 +111,21 @@ def own_resident_bytes(pid: int) -> int:
 
 def kernel_bytes() -> int:
     """Return what the kernel uses for its own structures and for tmpfs, on the whole machine."""
+    fields = _memory()
+    return sum(fields[name] for name in ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem"))
+
+
+def available_bytes() -> int:
+    """Return the memory that programs can still get without swapping, on the whole machine."""
+    return _memory()["MemAvailable"]
+
+
+def _memory() -> dict[str, int]:
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value = line.split(":")
         fields[name] = int(value.split()[0]) * 1024
-    return sum(fields[name] for name in ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem"))
+    return fields
 
 
 def family(root: int) -> set[int]:

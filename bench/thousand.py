@@ -1,6 +1,6 @@
 """One daemon at 10, 100, 300 and 1000 sessions: the cost of idle sessions, and of a command beside many of them.
 
-`measure_thousand` starts a daemon with the default configuration, grows it step by step, and returns one `Step` for
+`measure_thousand` starts a daemon with the default configuration, grows it step by step, and yields one `Step` for
 each number of sessions, with all raw samples. Processor time is the kernel's own account of running time, so that other
 work on the machine changes it little. Commands are sent over one HTTP connection: to one session again and again
 (`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds.
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ class Step:
 
 def measure_thousand(
     data_dir: Path, sizes: Sequence[int] = SIZES, *, quiet_s: float = QUIET_S, execs: int = EXECS, **environ: str
-) -> list[Step]:
-    """Run a daemon, with settings by the names of their variables, and measure it at each number of sessions."""
-    steps, sessions = [], list[str]()
+) -> Generator[Step]:
+    """Run a daemon, with settings by the names of their variables, and yield its figures at each number of sessions.
+    Close the iterator (`contextlib.closing`) to end the daemon early."""
+    sessions = list[str]()
     with daemon.running(data_dir, **environ) as (pid, address), daemon.Client(address) as client:
         for size in sizes:
             began = time.perf_counter()
@@ -72,8 +73,7 @@ def measure_thousand(
             step.list_ms = _times(lambda: client.call("GET", "/v1/sessions?limit=1000"))
             step.metrics_ms = _times(lambda: client.text("GET", "/metrics"))
             step.resident_mib = measure.own_resident_bytes(pid) / 2**20
-            steps.append(step)
-    return steps
+            yield step
 
 
 def _create(client: daemon.Client) -> str:
@@ -91,7 +91,7 @@ def _exec(client: daemon.Client, session: str) -> None:
 
 def _measure_quiet(step: Step, pid: int, quiet_s: float) -> None:
     """Read the processor time of the daemon's whole family before and after a time in which nothing is asked."""
-    time.sleep(SETTLE_S)
+    time.sleep(min(SETTLE_S, quiet_s))
     before, began = _family_cpu_ns(pid), time.perf_counter()
     time.sleep(quiet_s)
     after, took_ns = _family_cpu_ns(pid), (time.perf_counter() - began) * 1e9
@@ -192,8 +192,10 @@ def main() -> None:
     parser.add_argument("--raw", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
-        steps = measure_thousand(
-            Path(scratch), arguments.sizes, quiet_s=arguments.quiet_s, execs=arguments.execs, **_settings()
+        steps = list(
+            measure_thousand(
+                Path(scratch), arguments.sizes, quiet_s=arguments.quiet_s, execs=arguments.execs, **_settings()
+            )
         )
     print_thousand(steps)
     print(f"idle by process at {steps[-1].sessions}: {steps[-1].idle}")

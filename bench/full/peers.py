@@ -1,8 +1,9 @@
 """Other ways to run a program in a sandbox on this machine, with their exact commands and what each isolates.
 
 All of them run the same program on the same root file system, the machine's own: the tree that the image `host` binds.
-A peer that is not installed or does not run here is reported with its error. runc and crun get a specification of
-their own default, without a terminal and without cgroups of their own where the machine's are not theirs to make.
+A peer that is not installed or does not run here is reported with its error. The OCI runtimes get a specification of
+their own default without a terminal, and keep their state in the benchmark's directory. runc makes its cgroups beneath
+the benchmark's own; crun, podman and runsc, which would make theirs at the top of each hierarchy, run without.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import attrs
 
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = "fork + exec"
-_WORD = "ok"
-PROGRAM = ("bash", "-c", f"echo {_WORD}")
+PROGRAM, _ANSWER = ("bash", "-c", "echo ok"), b"ok\n"
+COMMAND, _LISTED = ("ls", "-d", "/etc"), b"/etc\n"
+"""What is run in a container that is there already."""
 
 
 @attrs.frozen
@@ -38,7 +40,7 @@ class Peer:
 
     def run(self) -> None:
         """Start the peer once, and check that the program has run. Raises `RuntimeError`."""
-        _run(self.command, self.cwd)
+        _run(self.command, self.cwd, _ANSWER)
 
 
 @attrs.frozen
@@ -46,16 +48,17 @@ class RunningContainer:
     """A container of an OCI runtime that is there for `exec`."""
 
     runtime: str
+    options: Sequence[str]
     name: str
     bundle: Path
 
     def exec(self) -> None:
-        """Run the program inside. Raises `RuntimeError`."""
-        _run((self.runtime, "exec", self.name, *PROGRAM), self.bundle)
+        """Run a program inside. Raises `RuntimeError`."""
+        _run((*self.options, "exec", self.name, *COMMAND), self.bundle, _LISTED)
 
     def remove(self) -> None:
         """End the container."""
-        command = (self.runtime, "delete", "--force", self.name)
+        command = (*self.options, "delete", "--force", self.name)
         subprocess.run(command, cwd=self.bundle, capture_output=True, timeout=30, check=False, env={"PATH": PATH})
 
 
@@ -76,19 +79,18 @@ def find_peers(rootfs: Path, scratch: Path) -> Sequence[Peer]:
     """Return all peers, those included that can't be measured here."""
     no = dict.fromkeys(ASPECTS, "no")
     spaces = no | {"processes": "yes", "files": "yes", "network": "none"}
-    oci = spaces | {
-        "system calls": "capabilities only",
-        "network": "none but loopback",
-        "further commands": "yes",
-    }
+    oci = spaces | {"system calls": "capabilities only", "further commands": "yes"}
+    gvisor = oci | {"system calls": "a kernel of its own"}
+    podman = oci | {"system calls": "list of its own"}
     nspawn = spaces | {"users": "yes", "system calls": "list of its own", "further commands": "yes"}
     return [
         _peer(FLOOR, PROGRAM, no, scratch),
         _peer("bubblewrap", _bubblewrap(rootfs), spaces | {"users": "yes"}, scratch),
         _peer("runc", _oci("runc", rootfs, scratch), oci, scratch),
         _peer("crun", _oci("crun", rootfs, scratch), oci, scratch),
+        _peer("podman", _podman(rootfs, scratch), podman, scratch),
         _peer("systemd-nspawn", _nspawn(rootfs), nspawn, scratch),
-        _peer("runsc", _oci("runsc", rootfs, scratch), oci | {"system calls": "a kernel of its own"}, scratch),
+        _peer("runsc", _oci("runsc", rootfs, scratch), gvisor, scratch),
     ]
 
 
@@ -100,11 +102,12 @@ def start_container(runtime: str, scratch: Path) -> RunningContainer:
     command = spec["process"]["args"]
     spec["process"]["args"] = ["sleep", "3600"]
     path.write_text(json.dumps(spec))
-    found = RunningContainer(runtime, f"sandkasten-bench-{os.getpid()}-exec", bundle)
+    options = _options(runtime, scratch)
+    found = RunningContainer(runtime, options, f"sandkasten-bench-{os.getpid()}-exec", bundle)
     try:
         with tempfile.TemporaryFile() as errors:  # not a pipe: the container keeps the descriptor
             done = subprocess.run(
-                (runtime, "run", "--detach", "--bundle", str(bundle), found.name),
+                (*options, "run", "--detach", "--bundle", str(bundle), found.name),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -135,11 +138,11 @@ def _peer(name: str, command: Sequence[str], isolates: Mapping[str, str], cwd: P
     return peer
 
 
-def _run(command: Sequence[str], cwd: Path) -> None:
+def _run(command: Sequence[str], cwd: Path, answer: bytes) -> None:
     done = subprocess.run(
         command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False, env={"PATH": PATH}
     )
-    if done.returncode or done.stdout.strip() != _WORD.encode():
+    if done.returncode or done.stdout != answer:
         raise RuntimeError(f"{command[0]} answered {done.returncode}: {done.stdout!r} {done.stderr!r}"[:400])
 
 
@@ -166,7 +169,25 @@ def _oci(runtime: str, rootfs: Path, scratch: Path) -> Sequence[str]:
         path = bundle / "config.json"
         if path.exists():
             path.write_text(json.dumps(_own(json.loads(path.read_text()), rootfs)))
-    return runtime, "run", "--bundle", str(bundle), f"sandkasten-bench-{os.getpid()}"
+    return *_options(runtime, scratch), "run", "--bundle", str(bundle), f"sandkasten-bench-{os.getpid()}"
+
+
+def _options(runtime: str, scratch: Path) -> Sequence[str]:
+    own = {
+        "crun": ["--cgroup-manager=disabled"],
+        "runsc": ["--network=none", "--ignore-cgroups"],  # its own default is the host's network
+    }
+    return runtime, "--root", str(scratch / f"{runtime}-state"), *own.get(runtime, ())
+
+
+def _podman(rootfs: Path, scratch: Path) -> Sequence[str]:
+    state = scratch / "podman"
+    return (
+        *("podman", f"--root={state / 'root'}", f"--runroot={state / 'run'}", "--storage-driver=vfs"),
+        *("--events-backend=none", "--cgroup-manager=cgroupfs", "--runtime=crun", "run", "--rm", "--cgroups=disabled"),
+        *("--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024", "--read-only"),
+        *("--volume=/usr:/usr:ro", "--rootfs", str(rootfs), *PROGRAM),
+    )
 
 
 def _own(spec: dict[str, Any], rootfs: Path) -> dict[str, Any]:  # JSON
