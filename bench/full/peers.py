@@ -23,7 +23,7 @@ PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = "fork + exec"
 PROGRAM, _ANSWER = ("bash", "-c", "echo ok"), b"ok\n"
 COMMAND, _LISTED = ("ls", "-d", "/etc"), b"/etc\n"
-"""What is run in a container that is there already."""
+"""The command for a container that is there already."""
 
 
 @attrs.frozen

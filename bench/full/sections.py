@@ -267,7 +267,7 @@ async def calibrate(bench: Bench) -> None:
         daemon.Client(address) as client,
         measure.loopback() as round_trip,
     ):
-        works = {
+        works: dict[str, Callable[[], object]] = {
             "fork and wait": measure.fork_and_wait,
             "/bin/true": measure.run_true,
             "loopback round trip": round_trip,
