@@ -40,10 +40,11 @@ def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
         if name.startswith("loop") and number.isdigit():
             try:
                 fd = os.open(f"{name}/loop/backing_file", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd)
+                with open(fd, "rb") as file:
+                    path = os.fsdecode(file.read().rstrip(b"\n"))
             except OSError:
-                continue  # it has no file
-            with open(fd, "rb") as file:
-                yield int(number), os.fsdecode(file.read().rstrip(b"\n")).removesuffix(" (deleted)")
+                continue  # the device has no file, or lost it after the open (ENODEV)
+            yield int(number), path.removesuffix(" (deleted)")
 
 
 def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int | None:

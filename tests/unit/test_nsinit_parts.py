@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from nsinit.log import MAX_LINE_BYTES, log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.requests import LIST_BATCH
 from nsinit.steps import StepFailed, Steps, failure_of
+from nsinit.storage import loop_device
 from nsinit.wire import validate
 from nsinit.wire.protocol import (
     ANSWERS,
@@ -255,3 +257,16 @@ def test_a_failure_on_the_wire_keeps_stage_path_and_errno() -> None:
     """The child's failure reaches the daemon as it is."""
     failed = Failed(7, "overlay root", "/x", 2, "no such file")
     assert ANSWERS.decode(ANSWERS.encode(failed)) == failed
+
+
+def test_a_loop_device_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    """The kernel takes the attribute away with the file, and a read of an open one fails then."""
+    for name in ("loop1", "loop2", "loop3", "sda"):
+        (tmp_path / name / "loop").mkdir(parents=True)
+    (tmp_path / "loop1/loop/backing_file").symlink_to("/proc/self/mem")  # can be opened, and not be read from 0 on
+    (tmp_path / "loop3/loop/backing_file").write_text("/images/x (deleted)\n")
+    blocks_fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert list(loop_device.backed(blocks_fd)) == [(3, "/images/x")]
+    finally:
+        os.close(blocks_fd)
