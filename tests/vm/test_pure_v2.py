@@ -23,6 +23,7 @@ PATIENCE = 30
 
 ATTACK = """
 user=sandbox; classes='{as_sandbox}'; [ "$WORKER" = 1 ] || {{ user=root; classes='{as_root}'; }}
+mkdir -m 700 "/data/attack-$WORKER"
 sandkasten security --attack --user $user --data-dir "/data/attack-$WORKER" --patience {patience} $classes
 echo "attack: exit status $?"
 """
