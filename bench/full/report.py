@@ -141,12 +141,10 @@ class Report:
         plain = {name: value for name, value in self.bench.facts.items() if not isinstance(value, list | dict)}
         lines += _table(("figure", "value"), [(name, str(value)) for name, value in plain.items()])
         for name, value in self.bench.facts.items():
-            if isinstance(value, dict):
-                lines += ["", f"{name}:", ""]
-                lines += _table(tuple(value), [tuple(str(each) for each in value.values())])
-        if density := self.bench.facts.get("density"):
-            lines += ["", "## Density", ""]
-            lines += _table(tuple(density[0]), [tuple(str(each) for each in line.values()) for line in density])
+            rows = [value] if isinstance(value, dict) else value
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+                lines += ["", f"## {name.capitalize()}", ""]
+                lines += _table(tuple(rows[0]), [tuple(str(each) for each in row.values()) for row in rows])
         lines += ["", "## Peers", ""]
         lines += ["All run the same program on the same root file system. What each isolates:", ""]
         isolation = [(peer.name, *(peer.isolates[each] for each in ASPECTS)) for peer in self.bench.peers]

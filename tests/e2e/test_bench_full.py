@@ -33,7 +33,7 @@ def test_every_section_works_and_is_in_the_report(tmp_path: Path) -> None:
     assert done.returncode == bool(failed)
     assert all(row["us"] for name, row in content["rows"].items() if name not in failed)
     page = made.with_suffix(".md").read_text()
-    for name in (*content["rows"], "system calls", "seed", "restart with"):
+    for name in (*content["rows"], "system calls", "seed", "## Density", "## Restarts", "## Rollouts"):
         assert name in page
     assert len(list(tmp_path.glob("*.svg"))) == 5
     for peer in content["peers"]:
