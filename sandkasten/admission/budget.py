@@ -191,8 +191,7 @@ class Budget:
             return
         free = self._resources.free()
         if free.memory_bytes is not None and totals.memory_bytes is not None:
-            share = int(totals.memory_bytes * settings.reserve_percent / 100)
-            reserve = min(max(share, settings.reserve_memory_mb * MIB), totals.memory_bytes // 2)
+            reserve = _memory_reserve(settings, totals.memory_bytes)
             if free.memory_bytes - (under_way + 1) * FIRST_MB * MIB < reserve:
                 message = "this node has too little free memory"
                 figures = {"free": free.memory_bytes, "reserve": reserve}
@@ -246,11 +245,16 @@ def _room_at_rest(settings: AdmissionSettings, totals: Amounts) -> Mapping[str, 
     kept = settings.reserve_percent / 100
     room = {}
     if totals.memory_bytes is not None:
-        reserve = max(totals.memory_bytes * kept, settings.reserve_memory_mb * MIB)
-        room["memory"] = int(totals.memory_bytes - min(reserve, totals.memory_bytes // 2)) // (IDLE_MB * MIB)
+        room["memory"] = (totals.memory_bytes - _memory_reserve(settings, totals.memory_bytes)) // (IDLE_MB * MIB)
     if totals.pids is not None:
         room["kernel.pid_max"] = int(totals.pids * (1 - kept)) // IDLE_PIDS
     return room
+
+
+def _memory_reserve(settings: AdmissionSettings, total_bytes: int) -> int:
+    """Return the bytes that must be free for a create."""
+    share = int(total_bytes * settings.reserve_percent / 100)
+    return min(max(share, settings.reserve_memory_mb * MIB), total_bytes // 2)
 
 
 # The number of sessions

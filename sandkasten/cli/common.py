@@ -31,7 +31,7 @@ class Stop(Exception):
 
 
 def load(arguments: argparse.Namespace) -> Config:
-    """Read the configuration and apply the command line to it."""
+    """Read the configuration and apply the command line to it. `arguments.config` is the file that was found."""
     from sandkasten.config import ConfigError
     from sandkasten.config.files import find_file, load_config
 
@@ -39,7 +39,8 @@ def load(arguments: argparse.Namespace) -> Config:
     overrides = {key: given.get(key) for key in ("data_dir", "listen")}
     overrides["server.log_level"] = given.get("log_level")
     try:
-        return load_config(find_file(arguments.config, os.environ), environ=os.environ, overrides=overrides)
+        arguments.config = find_file(arguments.config, os.environ)
+        return load_config(arguments.config, environ=os.environ, overrides=overrides)
     except ConfigError as error:
         raise Stop(str(error)) from None
 
@@ -61,12 +62,9 @@ def load_installed(arguments: argparse.Namespace) -> Config:
 
 
 def name_installation(arguments: argparse.Namespace, config: Config) -> None:
-    """Print on stderr which configuration and which data directory the command works on."""
-    from sandkasten.config.files import find_file
-
-    path = find_file(arguments.config, os.environ)
+    """Print on stderr which configuration, as `load` found it, and which data directory the command works on."""
     missing = "" if os.path.isdir(config.data_dir) else ", which does not exist"
-    line = f"configuration {path or 'without a file'}, data directory {config.data_dir}{missing}"
+    line = f"configuration {arguments.config or 'without a file'}, data directory {config.data_dir}{missing}"
     print(f"sandkasten: {printable_line(line)}", file=sys.stderr, flush=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 
 import orjson
@@ -13,7 +12,6 @@ import trio
 from sandkasten.cli.common import Stop, load_installed, require_root
 from sandkasten.cli.serve import explain
 from sandkasten.config import Config
-from sandkasten.config.files import find_file
 from sandkasten.security.attacks.field import USERS
 from sandkasten.security.campaign import Result, attack, choose
 from sandkasten.security.posture import Finding, Severity, find_weaknesses
@@ -27,7 +25,7 @@ def security(arguments: argparse.Namespace) -> int:
         choose(arguments.only or ())
     except ValueError as error:
         raise Stop(f"--only: {error}") from None
-    findings = find_weaknesses(config, find_file(arguments.config, os.environ))
+    findings = find_weaknesses(config, arguments.config)
     if not arguments.json:
         for finding in findings:
             print("\n".join(finding_lines(finding)))

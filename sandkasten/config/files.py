@@ -74,7 +74,8 @@ def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
         return explicit
     if environ.get(ENV_FILE):
         return Path(environ[ENV_FILE])
-    trusted = {0, os.geteuid(), int(environ.get("SUDO_UID") or 0)}
+    caller = environ.get("SUDO_UID", "")
+    trusted = {0, os.geteuid(), int(caller) if caller.isdecimal() else 0}
     for path in SEARCH_PATH:
         try:
             status = path.stat()
@@ -82,6 +83,8 @@ def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
             continue
         except OSError as error:
             raise ConfigError(f"can't read {path}: {error.strerror}; run this with sudo, or name a --config") from None
+        if not stat.S_ISREG(status.st_mode):
+            continue
         if status.st_uid not in trusted:
             raise ConfigError(f"{path} belongs to user {status.st_uid}; if it is to count, name it with --config")
         return path
@@ -119,9 +122,9 @@ def _build(values: Mapping[str, object], problems: list[str]) -> Config | None:
         sections.setdefault(section, {})[leaf] = value
     hints = typing.get_type_hints(Config)
     top = sections.pop("", {})
-    for name, fields in sections.items():
-        top[name] = _made(hints[name], fields, f"{name}.", problems)
-    return _made(Config, {name: value for name, value in top.items() if value is not None}, "", problems)
+    made = {name: _made(hints[name], fields, f"{name}.", problems) for name, fields in sections.items()}
+    # Beside a section that is left out as wrong, others could seem to contradict it.
+    return _made(Config, top if problems else top | made, "", problems)
 
 
 def _made(section: Callable[..., T], fields: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:

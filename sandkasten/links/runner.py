@@ -88,26 +88,14 @@ class RunnerConnection:
                 return
             if sent_bytes:
                 self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
-        self._sending += 1
-        try:
-            async with self._send_lock:
-                frame = self._unsent + frame
-                sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
-                await self._send_all(memoryview(frame)[sent_bytes:])
-        finally:
-            self._sending -= 1
+        await self._send_in_turn(frame, fd)
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
 
         A call that is cancelled in the middle of a frame keeps the rest, which goes out before the next frame.
         """
-        self._sending += 1
-        try:
-            async with self._send_lock:
-                await self._send_all(memoryview(self._unsent + encode_frame(kind, body)))
-        finally:
-            self._sending -= 1
+        await self._send_in_turn(encode_frame(kind, body))
 
     @property
     def is_sending(self) -> bool:
@@ -167,6 +155,17 @@ class RunnerConnection:
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
+
+    async def _send_in_turn(self, frame: bytes, fd: int | None = None) -> None:
+        """Send what is left of a cut frame, and then this one."""
+        self._sending += 1
+        try:
+            async with self._send_lock:
+                frame = self._unsent + frame
+                sent_bytes = 0 if fd is None else await self._send_first(frame, fd)
+                await self._send_all(memoryview(frame)[sent_bytes:])
+        finally:
+            self._sending -= 1
 
     async def _send_all(self, data: memoryview) -> None:
         whole, before = len(data), self._unsent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -187,3 +188,18 @@ async def send_and_read(running: Running, data: bytes) -> bytes:
         except trio.BrokenResourceError:
             pass
         return await read_to_end(stream)
+
+
+class Steps(trio.abc.Instrument):
+    """CPU time that the steps of tasks took, together and the longest of them."""
+
+    def __init__(self) -> None:
+        self.longest_s = self.whole_s = 0.0
+        self._began_s = time.thread_time()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._began_s = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        took_s = time.thread_time() - self._began_s
+        self.longest_s, self.whole_s = max(self.longest_s, took_s), self.whole_s + took_s

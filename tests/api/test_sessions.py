@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 
 import attrs
 import pytest
@@ -14,7 +13,7 @@ from sandkasten.actors import tree
 from sandkasten.api.http.errors import json_answer, json_list_answer
 from sandkasten.api.resources.sessions import SessionBody, server_timing
 from sandkasten.model import Limits, SessionSpec, SessionStats
-from tests.api.harness import running_front
+from tests.api.harness import Steps, running_front
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 
@@ -292,27 +291,12 @@ async def test_a_session_is_paused_and_resumed() -> None:
             assert (await client.post(f"/v1/sessions/{'0' * 24}/{act}")).status_code == 404
 
 
-class LongestStep(trio.abc.Instrument):
-    """Seconds that the steps of all tasks took, and the longest of them."""
-
-    def __init__(self) -> None:
-        self.longest_s = self.whole_s = 0.0
-        self._began = time.thread_time()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self._began = time.thread_time()
-
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        took_s = time.thread_time() - self._began
-        self.longest_s, self.whole_s = max(self.longest_s, took_s), self.whole_s + took_s
-
-
 async def test_a_list_of_a_thousand_sessions_is_made_in_slices() -> None:
     """No slice takes more than a small part of the whole; the answer is the same as in one piece."""
     async with running_front() as running:
         session = await running.supervisor.create(SessionSpec(labels={"a": "b"}))
     sessions = [attrs.evolve(session, id=f"{number:012x}") for number in range(1000)]
-    steps = LongestStep()
+    steps = Steps()
     gc.disable()  # a full collection belongs to no step
     try:
         await trio.lowlevel.checkpoint()

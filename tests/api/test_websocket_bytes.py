@@ -6,13 +6,12 @@ import contextlib
 import gc
 import json
 import struct
-import time
 
 import pytest
 import trio
 
 from sandkasten.api.http.websocket import MAX_CONTROL_FRAMES, MAX_PARTS
-from tests.api.harness import KEY, read_until, running_front
+from tests.api.harness import KEY, Steps, read_until, running_front
 from tests.api.ws_client import client_frame, close_code, exec_talk, handshake, make_session, opened
 from tests.waiting import slowness
 
@@ -95,20 +94,6 @@ async def test_pings_and_pongs_are_bounded(opcode: int) -> None:
         await stream.send_all(client_frame(opcode, b"x") * 20_000)
         assert await close_code(stream) == 4429
         assert await running.is_alive()
-
-
-class Steps(trio.abc.Instrument):
-    """Longest CPU time of one step of a task."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._began_s = time.thread_time()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self._began_s = time.thread_time()
-
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        self.longest_s = max(self.longest_s, time.thread_time() - self._began_s)
 
 
 async def test_thousands_of_tiny_frames_hold_up_nobody() -> None:

@@ -235,6 +235,24 @@ def test_all_mistakes_are_told_one_line_each(tmp_path: Path) -> None:
     assert len(lines) == 7
 
 
+def test_what_is_left_out_as_wrong_contradicts_nothing(tmp_path: Path) -> None:
+    """The pool fits the number of sessions that was meant, though its section has a mistake elsewhere."""
+    text = "server: {max_sessions: 5000, pool_sandboxes: -1}\npool: {enabled: true, images: {host: 2000}}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), environ={})
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("server.pool_sandboxes must")
+
+
+def test_only_files_are_found_and_a_strange_caller_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of that name is passed by; an environment that sudo did not write is no error."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sandkasten.yaml").mkdir()
+    (tmp_path / ".sandkasten").mkdir()
+    write(tmp_path / ".sandkasten", "")
+    assert find_file(None, {"SUDO_UID": "x"}) == SEARCH_PATH[1]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that was asked for must be there."""
     with pytest.raises(ConfigError, match="no-such"):

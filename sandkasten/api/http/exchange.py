@@ -31,7 +31,6 @@ T = TypeVar("T")
 JSON = ("content-type", "application/json")
 MAX_QUERY_FIELDS = 32
 _IGNORED = b"sandkasten-ignored"
-_MOST_IGNORED = 32
 _MAX_IGNORED_CHARS = 1024
 
 
@@ -97,7 +96,7 @@ class Exchange(AsgiExchange):
         self.is_started = False
         self.status = 0
         self.ignored: Sequence[str] = ()
-        """Paths of the fields of the body that mean nothing here."""
+        """Paths of the first fields of the body that mean nothing here, cut."""
         self._is_body_done = False
         self._body_bytes = 0
         self._json_body: bytes | None = None
@@ -270,8 +269,8 @@ class Exchange(AsgiExchange):
 
 
 def _listed(names: Sequence[str]) -> bytes:
-    """Return names as the value of a header: percent-encoded where they are no plain words, the first of many."""
-    text = ", ".join(quote(name, safe="", errors="replace") for name in names[:_MOST_IGNORED])
+    """Return a few names as the value of a header: percent-encoded where they are no plain words."""
+    text = ", ".join(quote(name, safe="", errors="replace") for name in names)
     return text[:_MAX_IGNORED_CHARS].encode("ascii")
 
 

@@ -58,6 +58,7 @@ MAX_SIGNAL = 64
 MAX_LIST = 10_000
 MAX_FILES = 1000
 _MAX_NAME_CHARS = 64
+_MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
@@ -453,7 +454,7 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
     request = parse(value, cls)
-    exchange.ignored = ignored_fields(value, cls)
+    exchange.ignored = [name[:_MAX_NAME_CHARS] for name in ignored_fields(value, cls)[:_MOST_IGNORED]]
     return request
 
 
@@ -552,10 +553,9 @@ def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
     known = () if cls is None else [field.name for field in attrs.fields(cls)]
     for name in query:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0)
-            raise bad_query(
-                name[:_MAX_NAME_CHARS], f"is unknown; the nearest known field is {near[0]}" if near else _NONE
-            )
+            shown = name[:_MAX_NAME_CHARS]
+            near = difflib.get_close_matches(shown, known, 1, 0)
+            raise bad_query(shown, f"is unknown; the nearest known field is {near[0]}" if near else _NONE)
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:
