@@ -71,7 +71,14 @@ async def open_supervisor(config: Config) -> AsyncIterator[LocalSupervisor]:
 
     Raises:
         ConfigError: another daemon uses the data directory, or it can't be used.
+        RuntimeError: the event loop is not trio's. Nothing was changed.
     """
+    if not trio.lowlevel.in_trio_run():
+        raise RuntimeError(
+            "open_supervisor needs trio's event loop, and this is another: call the program's main function by "
+            '`trio.run(main)` or `anyio.run(main, backend="trio")`; an asyncio program starts `sandkasten serve` and '
+            "talks to its HTTP API"
+        )
     make_data_dir(config.data_dir)
     with locked(config.data_dir):
         if os.geteuid() == 0:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import attrs
 
 from sandkasten.cli.common import Stop, load, name_installation, printable
-from sandkasten.cli.image import image_notices
 from sandkasten.cli.leftovers import LeftoverReport, as_json, as_lines, find_leftovers, fix_leftovers
+from sandkasten.cli.notices import notices
 from sandkasten.config import Config
 from sandkasten.host import examine
 from sandkasten.host.leftovers import CantLook
@@ -77,7 +77,7 @@ def _print_all(config: Config, machine: Machine, found: Sequence[Protection], la
     print()
     for protection in found:
         print(f"{protection.state:<9} {protection.name:<17} {_need(protection)}{printable(protection.detail)}")
-    for notice in [*config.notices(), *image_notices(config)]:
+    for notice in notices(config):
         print(f"note      {notice}")
     print()
     for line in _leftovers(_look(config)):

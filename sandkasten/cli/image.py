@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
-from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
@@ -32,19 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise Stop(str(error)) from None
     except OSError as error:
         raise Stop(f"{error.filename or catalog.rootfs_path('').parent}: {error.strerror}") from None
-
-
-def image_notices(config: Config) -> list[str]:
-    """Return a sentence for each configured image name without an image; none if the store can't be read."""
-    if config.data_dir.exists() and not os.access(config.data_dir, os.R_OK | os.X_OK):
-        return []
-    catalog = Catalog(config.data_dir, aliases=config.image_aliases)
-    notices = []
-    if catalog.unknown([config.default_image]):
-        notices.append(f"default_image: there is no image {config.default_image!r} yet; sessions must name another")
-    if missing := catalog.unknown(config.allowed_images):
-        notices.append(f"allowed_images: there is no image {', '.join(map(repr, missing))} yet")
-    return notices
 
 
 def _list(catalog: Catalog) -> int:

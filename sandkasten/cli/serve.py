@@ -29,8 +29,8 @@ from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
-from sandkasten.cli.image import image_notices
 from sandkasten.cli.keys import with_key
+from sandkasten.cli.notices import notices
 from sandkasten.cli.privilege import Means, means
 from sandkasten.config import Config, ConfigError
 from sandkasten.config.seccomp import load_filters
@@ -106,7 +106,7 @@ def _serve_until_signal(
     )
     writer = log.configure(config.server.log_level, format=config.server.log_format)
     try:
-        for notice in [*config.notices(), *image_notices(config)]:
+        for notice in notices(config):
             say(f"note: {notice}")
         gc.collect()
         gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them

@@ -518,4 +518,10 @@ class Config:
             notices.append("testing.crash_points: this daemon may be made to crash; for tests only")
         if self.pool.images and not self.pool.enabled:
             notices.append("pool.images: has no effect, because pool.enabled is false")
+        for address in self.listen:
+            if not _is_local(address):
+                notices.append(
+                    f"listen: {address} is plain HTTP that other machines can reach; whoever is on the way reads keys, "
+                    "commands and output; put a proxy with TLS before it, or listen on 127.0.0.1"
+                )
         return notices

@@ -322,6 +322,25 @@ def _space(host: Host) -> Check:
     return _judged("space", is_enough, seen)
 
 
+def disk_notices(data_dir: Path, disk_mb: int) -> list[str]:
+    """Return a sentence for a data directory that a reboot empties, and for one without room for a session's disk of
+    `disk_mb` MiB."""
+    place, notices = nearest(data_dir), []
+    mount = find_mount(data_dir, Path("/proc/self/mountinfo").read_text())
+    if mount is not None and mount.fstype in ("tmpfs", "ramfs"):
+        notices.append(
+            f"data_dir: {data_dir} is on {mount.fstype}: images, workspaces and keys are gone after a reboot"
+        )
+    space = os.statvfs(place)
+    free_mb = space.f_bavail * space.f_frsize // 1024**2
+    if free_mb < disk_mb:
+        notices.append(
+            f"data_dir: {free_mb} MiB are free at {place}, less than the {disk_mb} MiB that one session may write "
+            "(defaults.disk_limit_mb)"
+        )
+    return notices
+
+
 def _descriptors(host: Host) -> Check:
     """A session takes about a dozen of the daemon's descriptors."""
     hard = math.inf if host.max_descriptors == resource.RLIM_INFINITY else host.max_descriptors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,9 +19,10 @@ import pytest
 from sandkasten.admission.keys import read_keys
 from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
-from sandkasten.cli.image import image_notices
 from sandkasten.cli.main import main
+from sandkasten.cli.notices import notices
 from sandkasten.config import Config, ConfigError
+from sandkasten.host.checks import disk_notices
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -57,21 +59,53 @@ def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[st
 def test_an_image_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     """`host` and its aliases are made by every start; other names must be an image or lead to one."""
     config = Config(data_dir=tmp_path / "data")
-    assert image_notices(config) == []
+    assert notices(config) == []
     config = attrs.evolve(
         config,
         default_image="pythn",
         allowed_images=("python", "host", "alpine", "node"),
         image_aliases={"python": "host", "node": "node20"},
     )
-    default, allowed = image_notices(config)
+    default, allowed = notices(config)
     assert "'pythn'" in default
     assert allowed.endswith("'alpine', 'node' yet")
     for name in ("pythn", "alpine", "node20"):
         image = tmp_path / "data/images" / name
         image.mkdir(parents=True)
         (image / "meta.json").write_text('{"kind": "rootfs", "created_at": "", "source": ""}')
-    assert image_notices(config) == []
+    assert notices(config) == []
+
+
+_REACHED = ("0.0.0.0:80", "[::]:80", "192.0.2.7:80", "node.example:80")
+
+
+@pytest.mark.parametrize("address", [*_REACHED, "127.9.9.9:80", "[::1]:80", "localhost:80", "unix:/run/x.sock"])
+def test_plain_http_beyond_this_machine_is_told(address: str, tmp_path: Path) -> None:
+    """Every address that others can reach is named, and only those."""
+    found = notices(Config(data_dir=tmp_path, listen=("127.0.0.1:8080", address)))
+    assert [each.split()[1] for each in found] == [address] * (address in _REACHED)
+
+
+def test_a_data_directory_in_memory_or_on_a_small_disk_is_told(tmp_path: Path) -> None:
+    """The directory need not exist yet. The free space is the kernel's figure for the place where it would be made."""
+    assert disk_notices(tmp_path / "new", 1) == []
+    (memory,) = disk_notices(Path("/dev/shm/sandkasten-new/data"), 0)
+    assert "on tmpfs" in memory
+    free_mb = shutil.disk_usage(tmp_path).free // 2**20
+    (small,) = disk_notices(tmp_path / "new", 2 * free_mb)
+    assert f"less than the {2 * free_mb} MiB" in small
+    assert int(small.split()[1]) == pytest.approx(free_mb, rel=0.1)
+
+
+def test_the_published_client_in_the_same_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both distributions own files of one package."""
+    about = tmp_path / "sandkasten-0.3.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sandkasten\nVersion: 0.3.0\n")
+    assert notices(Config(data_dir=tmp_path)) == []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (told,) = notices(Config(data_dir=tmp_path))
+    assert "sandkasten 0.3.0" in told
 
 
 @pytest.mark.parametrize(("ignored", "count"), [((), 4), ((signal.SIGHUP,), 3), ((signal.SIGHUP, signal.SIGQUIT), 2)])

@@ -1,0 +1,46 @@
+"""Warnings of `sandkasten serve` and `doctor`: what works, and is probably not what the operator wants."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from sandkasten.config import Config
+from sandkasten.host.checks import disk_notices
+from sandkasten.images.catalog import Catalog
+
+
+def notices(config: Config) -> list[str]:
+    """Return a sentence for each."""
+    return [
+        *config.notices(),
+        *disk_notices(config.data_dir, config.defaults.disk_limit_mb),
+        *_image_notices(config),
+        *_client_notices(),
+    ]
+
+
+def _image_notices(config: Config) -> list[str]:
+    """Tell of configured image names without an image; of none if the store can't be read."""
+    if config.data_dir.exists() and not os.access(config.data_dir, os.R_OK | os.X_OK):
+        return []
+    catalog = Catalog(config.data_dir, aliases=config.image_aliases)
+    found = []
+    if catalog.unknown([config.default_image]):
+        found.append(f"default_image: there is no image {config.default_image!r} yet; sessions must name another")
+    if missing := catalog.unknown(config.allowed_images):
+        found.append(f"allowed_images: there is no image {', '.join(map(repr, missing))} yet")
+    return found
+
+
+def _client_notices() -> list[str]:
+    """Tell of the published client in this environment: both distributions install files of the package `sandkasten`,
+    and pip removes those of the one that goes, whoever wrote them last."""
+    try:
+        client = version("sandkasten")
+    except PackageNotFoundError:
+        return []
+    return [
+        f"the client sandkasten {client} is in the daemon's environment, and both own the package `sandkasten`: "
+        "uninstall the client, install sandkasten-runtime again, and keep the client in an environment of its own"
+    ]
