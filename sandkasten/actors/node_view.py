@@ -29,6 +29,7 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
+from sandkasten.admission.plan import bounds_in_force
 from sandkasten.config import Config
 from sandkasten.counters import node
 from sandkasten.counters.metrics import Metrics, gauge
@@ -37,7 +38,7 @@ from sandkasten.host.notify import Notifier
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
-from sandkasten.model import LIMIT_BOUNDS, Session, Status
+from sandkasten.model import Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.output.store import OutputStore
@@ -88,9 +89,11 @@ def defaults_in_force(config: Config) -> dict[str, Any]:  # JSON values
 
 
 def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
-    """Return the bounds of requests."""
-    bounds: dict[str, Any] = {name: {"min": low, "max": high} for name, (low, high) in LIMIT_BOUNDS.items()}
-    names = ("max_sessions", "max_command_bytes", "max_upload_bytes", "max_read_bytes", "output_cap_bytes")
+    """Return the bounds of requests, as this server enforces them."""
+    in_force = bounds_in_force(config.maximum, config.disk)
+    bounds: dict[str, Any] = {name: {"min": low, "max": high} for name, (low, high) in in_force.items()}
+    names = ["max_sessions", "max_connections", "max_command_bytes", "max_json_bytes"]
+    names += ["max_upload_bytes", "max_read_bytes", "output_cap_bytes"]
     return (
         bounds
         | {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 import attrs
 
@@ -191,6 +192,14 @@ def check_maximum(limits: Limits, maximum: Maximum) -> None:
     }
     if problems:
         raise InvalidRequest("limits above this server's maximum", **problems)
+
+
+def bounds_in_force(maximum: Maximum, disk: DiskSettings) -> Mapping[str, tuple[float, float]]:
+    """Return the lowest and highest value of each limit that a request may name on this server."""
+    most = {name: getattr(maximum, setting) for name, setting in _MAXIMUM_OF.items()}
+    most |= {"disk_mb": disk.max_mb, "disk_inodes": disk.max_inodes}
+    bounds = {**LIMIT_BOUNDS, **FIXED_BOUNDS}
+    return {name: (low, min(high, most.get(name, high))) for name, (low, high) in bounds.items()}
 
 
 def fill_fixed(limits: Limits, defaults: Defaults) -> Limits:

@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 
-from sandkasten.admission.plan import check_maximum, keep_fixed, plan_sandbox, resolve
-from sandkasten.config import Config, Defaults, Maximum
-from sandkasten.model import FIXED_BOUNDS, Limits, SessionSpec
+from sandkasten.admission.plan import bounds_in_force, check_maximum, keep_fixed, plan_sandbox, resolve
+from sandkasten.config import Config, Defaults, DiskSettings, Maximum
+from sandkasten.model import FIXED_BOUNDS, LIMIT_BOUNDS, Limits, SessionSpec
 from sandkasten.model.errors import InvalidRequest
 
 
@@ -82,3 +82,32 @@ def test_a_change_leaves_the_fixed_ones() -> None:
     with pytest.raises(InvalidRequest) as refused:
         keep_fixed(Limits(open_files=2048, tmp_mb=1), current)
     assert set(refused.value.details) == {"limits.open_files", "limits.tmp_mb"}
+
+
+@pytest.mark.parametrize("name", [*LIMIT_BOUNDS, *FIXED_BOUNDS])
+def test_the_bounds_that_are_told_are_those_that_are_enforced(name: str) -> None:
+    """Both ends of each limit are taken, and the next value beyond is refused by name."""
+    config = Config(
+        maximum=Maximum(
+            cpu_limit=4,
+            mem_limit_mb=8192,
+            pids_limit=999,
+            open_files_limit=70_000,
+            tmp_limit_mb=2000,
+            shm_limit_mb=1000,
+        ),
+        disk=DiskSettings(max_mb=5000, max_inodes=300_000),
+    )
+    bounds = bounds_in_force(config.maximum, config.disk)
+    least, most = bounds[name]
+    roomy = attrs.evolve(Limits(), memory_mb=int(bounds["memory_mb"][1]))
+
+    def asked(value: float) -> Limits:
+        wish: dict[str, Any] = {name: value}
+        return attrs.evolve(roomy, **wish)
+
+    for value in (least, most):
+        assert getattr(_resolved(asked(value), config), name) == value
+    step = 0.001 if name == "cpu" else 1
+    for value in (least - step, most + step):
+        assert list(_refused(asked(value), config)) == [f"limits.{name}"]
