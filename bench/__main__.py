@@ -18,7 +18,7 @@ import trio
 from bench.report import Report
 from bench.sections import SECTIONS, Bench, look_for_peers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 24 * 60
 """No section begins after this."""
 GRACE_S = 60
