@@ -27,7 +27,7 @@ help:
 	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
-	@echo 'make bench [ARGS=...]   measure create, exec, HTTP and memory'
+	@echo 'make bench [ARGS=...]   measure a tenth of what bench-full does, and print (3 minutes)'
 	@echo 'make bench-full         measure everything beside other runtimes, and write a report (25 minutes)'
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
@@ -57,10 +57,10 @@ crashwalk: as-root $(VENV)/.installed-dev
 
 bench-full: TOOLS += crun:crun systemd-nspawn:systemd-container
 bench-full: as-root tools $(VENV)/.installed-dev
-	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench.full $(ARGS)
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench --into docs/benchmarks $(ARGS)
 
 bench: as-root $(VENV)/.installed-dev
-	@$(LIMITS); exec $(PYTHON) -m bench.main $(ARGS)
+	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench --share 0.1 $(ARGS)
 
 soak: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench.soak --report docs/soak-$$(date -u +%F).md $(ARGS)

@@ -1,57 +1,14 @@
-"""Numbers: samples with their statistics, and what the machine itself costs. Prints nothing."""
+"""Costs of the machine itself, and readings of its memory and processes."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import statistics
 import subprocess
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-
-class Samples:
-    """Milliseconds by row name, in the order rows were first measured."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, list[float]] = defaultdict(list)
-
-    @contextmanager
-    def timed(self, row: str) -> Iterator[None]:
-        """Add the duration of the block to `row`."""
-        began = time.perf_counter_ns()
-        yield
-        self.add(row, (time.perf_counter_ns() - began) / 1e6)
-
-    def add(self, row: str, milliseconds: float) -> None:
-        """Add one measurement."""
-        self._rows[row].append(milliseconds)
-
-    def rows(self) -> list[str]:
-        """Return the names that have measurements."""
-        return list(self._rows)
-
-    def count(self, row: str) -> int:
-        """Return how often `row` was measured."""
-        return len(self._rows.get(row, ()))
-
-    def median(self, row: str) -> float:
-        """Return the median; NaN without measurements."""
-        values = self._rows.get(row)
-        return statistics.median(values) if values else math.nan
-
-    def p95(self, row: str) -> float:
-        """Return the 95th percentile."""
-        return self.percentile(row, 95)
-
-    def percentile(self, row: str, percent: int) -> float:
-        """Return a percentile (nearest rank); NaN without measurements."""
-        values = sorted(self._rows.get(row, ()))
-        return values[math.ceil(percent / 100 * len(values)) - 1] if values else math.nan
 
 
 def slope(points: list[tuple[float, float]]) -> float:

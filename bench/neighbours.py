@@ -1,4 +1,4 @@
-"""Noisy neighbours: a session's commands while others keep the disk busy; `make bench ARGS=--neighbours`.
+"""Noisy neighbours: sessions that keep the processors or the disk busy.
 
 Every noise is bounded: writers begin again after 256 MiB, and all end with the row. The row of computing neighbours
 has the same processes without a disk: a ratio like its own is the processors' doing and not the disk's.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import attrs
 import trio
 
-from bench import measure
-from sandkasten.app import open_supervisor
-from sandkasten.config import Config
-from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
+from sandkasten.model import ProcessSpec, WaitFor
 from sandkasten.supervisor import Supervisor
 
 
@@ -42,32 +38,7 @@ NOISES = {
     ),
     "one in a loop of sync": Noise(1, "python3 -c 'import os\nwhile True: os.sync()'"),
 }
-_SPEC = ExecSpec("/bin/true")
-_COMMANDS = 20
 _BEGIN_S = 1.0
-
-
-async def print_neighbours(scratch: Path, rounds: int) -> None:
-    """Measure all rows, interleaved, and print them."""
-    samples = measure.Samples()
-    async with open_supervisor(Config(data_dir=scratch)) as supervisor:
-        measured = await supervisor.create(SessionSpec())
-        noisy = [
-            (await supervisor.create(SessionSpec())).id for _ in range(max(each.sessions for each in NOISES.values()))
-        ]
-        for _ in range(_COMMANDS):
-            await supervisor.exec(measured.id, _SPEC)
-        for _ in range(rounds):
-            for row, noise in NOISES.items():
-                async with make_noise(supervisor, noisy[: noise.sessions], noise.command):
-                    for _ in range(_COMMANDS):
-                        with samples.timed(row):
-                            await supervisor.exec(measured.id, _SPEC)
-    print(f"\n{'exec /bin/true, in-process':<40} {'n':>4} {'p50 ms':>9} {'ratio':>6} {'p99 ms':>9} {'ratio':>6}")
-    p50, p99 = samples.median(IDLE), samples.percentile(IDLE, 99)
-    for row in samples.rows():
-        middle, high = samples.median(row), samples.percentile(row, 99)
-        print(f"{row:<40} {samples.count(row):>4} {middle:>9.3f} {middle / p50:>6.2f} {high:>9.3f} {high / p99:>6.2f}")
 
 
 @asynccontextmanager

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from bench import measure
+from bench.sampling import Table
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import SECCOMP_PROFILES, ExecSpec, SessionSpec
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import Supervisor
 
+CREATE, EXEC = "create, library: ", "exec /bin/true, library: "
+"""Beginnings of rows, before the variant's name."""
 DEFAULT = "as configured by default"
 EXECS_IN_A_ROW = 5
 _PROGRAM = ExecSpec("/bin/true")
@@ -61,66 +63,51 @@ def _choices(config: Config, section: str, key: str) -> list[str]:
     return [value for value in values if value != getattr(settings, key)]
 
 
-async def print_protections(scratch: Path, rounds: int) -> None:
-    """Measure all variants, interleaved, and print both tables."""
-    samples, steps, missing = measure.Samples(), measure.Samples(), {}
+async def measure_protections(
+    scratch: Path, table: Table, facts: dict[str, Any], rounds: Callable[[Sequence[str]], Iterator[str]]
+) -> None:
+    """Measure all variants in the order of `rounds`. Facts: variants that can't be had, and the steps of a create."""
+    steps, missing = Table(), list[Mapping[str, str]]()
     async with AsyncExitStack() as stack:
-        opened: list[tuple[Variant, Supervisor]] = []
+        opened: dict[str, tuple[Variant, Supervisor]] = {}
         for number, variant in enumerate(variants()):
             config = attrs.evolve(variant.config, data_dir=scratch / str(number), db_path=scratch / f"{number}.db")
             try:
                 supervisor = await stack.enter_async_context(open_supervisor(config))
-                await _measure(measure.Samples(), None, variant, supervisor)  # warms up, and shows whether it works
-                opened.append((variant, supervisor))
+                await _measure(Table(), Table(), variant, supervisor)  # warms up, and shows whether it works
+                opened[variant.name] = variant, supervisor
             except (ConfigError, SandkastenError, ExceptionGroup) as error:
-                missing[variant.name] = _reason(error)
-        for _ in range(rounds):
-            for variant, node in opened:
-                await _measure(samples, steps if variant.name == DEFAULT else None, variant, node)
-    _print_variants(samples, missing)
-    _print_steps(steps)
+                missing.append({"variant": variant.name, "reason": _reason(error)})
+        for name in rounds(list(opened)):
+            await _measure(table, steps if name == DEFAULT else Table(), *opened[name])
+    facts["protections that can't be had here"] = missing
+    total = math.fsum(row.median for name, row in steps.rows.items() if "." not in name)
+    facts["steps of a create (build.*: some side by side)"] = [
+        {"step": name, "median, us": round(row.median * 1000), "share, %": round(100 * row.median / total, 1)}
+        for name, row in steps.rows.items()
+    ]
 
 
-async def _measure(
-    samples: measure.Samples, steps: measure.Samples | None, variant: Variant, supervisor: Supervisor
-) -> None:
-    with samples.timed(variant.name):
+async def _measure(table: Table, steps: Table, variant: Variant, supervisor: Supervisor) -> None:
+    with table.timed(create_row(variant.name)):
         session = await supervisor.create(variant.spec)
     for _ in range(EXECS_IN_A_ROW):
-        with samples.timed(_exec_row(variant.name)):
+        with table.timed(exec_row(variant.name)):
             await supervisor.exec(session.id, _PROGRAM)
     await supervisor.destroy(session.id)
-    if steps is not None:
-        for step, milliseconds in session.timings_ms.items():
-            steps.add(step, milliseconds)
+    for step, milliseconds in session.timings_ms.items():
+        steps.row(step).values.append(milliseconds)
+
+
+def create_row(variant: str) -> str:
+    return f"{CREATE}{variant}"
+
+
+def exec_row(variant: str) -> str:
+    return f"{EXEC}{variant}"
 
 
 def _reason(error: Exception) -> str:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return str(error).splitlines()[0]
-
-
-def _exec_row(name: str) -> str:
-    return f"exec {name}"
-
-
-def _print_variants(samples: measure.Samples, missing: dict[str, str]) -> None:
-    title = "protections, no pool sandbox ready"
-    print(f"\n{title:<40} {'n':>4} {'create ms':>10} {'p95':>8} {'ratio':>6} {'exec ms':>9} {'ratio':>6}")
-    for name in [row for row in samples.rows() if not row.startswith("exec ")]:
-        create, run = samples.median(name), samples.median(_exec_row(name))
-        create_ratio, run_ratio = create / samples.median(DEFAULT), run / samples.median(_exec_row(DEFAULT))
-        print(
-            f"{name:<40} {samples.count(name):>4} {create:>10.3f} {samples.p95(name):>8.3f} {create_ratio:>6.2f} "
-            f"{run:>9.3f} {run_ratio:>6.2f}"
-        )
-    for name, reason in missing.items():
-        print(f"{name:<40} not here: {reason}")
-
-
-def _print_steps(steps: measure.Samples) -> None:
-    total = math.fsum(steps.median(name) for name in steps.rows() if "." not in name)
-    print(f"\n{'steps of a create (build.*: some side by side)':<52} {'median us':>10} {'share':>7}")
-    for name in steps.rows():
-        print(f"{name:<52} {steps.median(name) * 1000:>10.0f} {steps.median(name) / total:>7.1%}")

@@ -8,11 +8,6 @@ work on the machine changes it little. Commands are sent over one HTTP connectio
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -150,62 +145,3 @@ def _family_cpu_ns(root: int) -> dict[int, tuple[str, int]]:
         except OSError:
             continue  # the process ended
     return found
-
-
-def print_thousand(steps: Sequence[Step]) -> None:
-    """Print one line for each figure, and its ratio to the smallest number of sessions."""
-    rows: dict[str, Callable[[Step], float]] = {
-        "idle daemon, % of a core": lambda step: step.idle_daemon,
-        "idle tree, % of a core": lambda step: step.idle_tree,
-        "memory of the daemon, MiB": lambda step: step.resident_mib,
-        **{f"daemon CPU per exec, {name}, ms": _median_of("exec_cpu_ms", name) for name in ("one", "all")},
-        **{f"exec p50, {name}, ms": _median_of("exec_ms", name) for name in ("one", "all")},
-        **{f"exec p99, {name}, ms": _p99_of("exec_ms", name) for name in ("one", "all")},
-        "create p50, ms": lambda step: statistics.median(step.create_ms),
-        "daemon CPU per create, ms": lambda step: step.create_cpu_ms,
-        "destroy p50, ms": lambda step: statistics.median(step.destroy_ms),
-        "daemon CPU per destroy, ms": lambda step: step.destroy_cpu_ms,
-        "list p50, ms": lambda step: statistics.median(step.list_ms),
-        "metrics p50, ms": lambda step: statistics.median(step.metrics_ms),
-    }
-    print(f"{'sessions':32}" + "".join(f"{step.sessions:>10}" for step in steps) + "   last / first")
-    for name, read in rows.items():
-        values = [read(step) for step in steps]
-        ratio = values[-1] / values[0] if values[0] else float("nan")
-        print(f"{name:32}" + "".join(f"{value:>10.3f}" for value in values) + f"   {ratio:.2f}")
-
-
-def _median_of(field: str, name: str) -> Callable[[Step], float]:
-    return lambda step: statistics.median(getattr(step, field)[name])
-
-
-def _p99_of(field: str, name: str) -> Callable[[Step], float]:
-    return lambda step: statistics.quantiles(getattr(step, field)[name], n=100)[-1]
-
-
-def main() -> None:
-    """Measure and print; with --raw FILE also write every sample."""
-    parser = argparse.ArgumentParser(description="Measure one daemon at 10, 100, 300 and 1000 sessions.")
-    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")], default=list(SIZES))
-    parser.add_argument("--quiet-s", type=float, default=QUIET_S)
-    parser.add_argument("--execs", type=int, default=EXECS)
-    parser.add_argument("--raw", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
-        steps = list(
-            measure_thousand(
-                Path(scratch), arguments.sizes, quiet_s=arguments.quiet_s, execs=arguments.execs, **_settings()
-            )
-        )
-    print_thousand(steps)
-    print(f"idle by process at {steps[-1].sessions}: {steps[-1].idle}")
-    if arguments.raw:
-        arguments.raw.write_text(json.dumps([attrs.asdict(step) for step in steps]))
-
-
-def _settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("SANDKASTEN_")}
-
-
-if __name__ == "__main__":
-    main()

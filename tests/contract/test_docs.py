@@ -116,6 +116,15 @@ def test_the_readme_names_make_targets_that_exist() -> None:
     assert {"run", "test", "bench"} <= named
 
 
+def test_the_readme_quotes_the_goals_of_the_last_report() -> None:
+    """Word for word, and names the report."""
+    report = max((ROOT / "docs/benchmarks").glob("20*.md"))
+    goals = report.read_text().partition("## Goals")[2].partition("\n## ")[0].strip()
+    quoted = README.partition("<!-- goals: begin -->")[2].partition("<!-- goals: end -->")[0].strip()
+    assert f"docs/benchmarks/{report.name}" in README
+    assert quoted == goals
+
+
 def test_what_counts_as_proof_leaves_no_test_out() -> None:
     """`make test` ignores the tests of the emulated machine and no others; `make vm` runs these, and `.ci/run` both."""
     makefile = (ROOT / "Makefile").read_text()

@@ -10,8 +10,8 @@ import trio
 import trio.testing
 
 from bench.daemon import body_of
-from bench.full.plots import cdf, plot
-from bench.full.sampling import (
+from bench.plots import cdf, plot
+from bench.sampling import (
     Table,
     blocks,
     closed_loop,

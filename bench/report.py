@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from bench.full.peers import ASPECTS, OURS
-from bench.full.plots import cdf, plot
-from bench.full.sampling import difference_interval, interval, percentile, ratio_interval
-from bench.full.sections import COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
+from bench import goals, protections
+from bench.peers import ASPECTS, OURS
+from bench.plots import cdf, plot
+from bench.sampling import difference_interval, interval, percentile, ratio_interval
+from bench.sections import COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
 from sandkasten.host import examine
 
 _BUBBLEWRAP = "peer: bubblewrap"
@@ -36,6 +36,16 @@ BASES: Mapping[str, str] = {
     **{f"peer: {name} exec": exec_row("/bin/true", "HTTP") for name in ("runc", "crun", "runsc")},
 }
 """Row to the row that it is divided by."""
+
+GOALS_HEAD = ("figure", "measured", "goal", "")
+
+
+def base_of(name: str) -> str:
+    """Return the row that a row is divided by, or nothing."""
+    for beginning in (protections.CREATE, protections.EXEC):
+        if name.startswith(beginning) and name != beginning + protections.DEFAULT:
+            return beginning + protections.DEFAULT
+    return BASES.get(name, "")
 
 
 @attrs.define
@@ -90,7 +100,7 @@ class Report:
         (self.directory / f"{self.name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
         for name, document in self._plots().items():
             (self.directory / f"{self.name}-{name}.svg").write_text(document)
-        (self.directory / f"{self.name}.md").write_text("\n".join(self._page()) + "\n")
+        (self.directory / f"{self.name}.md").write_text("\n".join(self.page()) + "\n")
 
     def _plots(self) -> Mapping[str, str]:
         rows, facts = self.bench.table.rows, self.bench.facts
@@ -125,7 +135,8 @@ class Report:
         has = {"starts": starts, "commands": commands, "open-loop": opened, "scaling": curve, "density": density}
         return {name: document for name, document in found.items() if has[name]}
 
-    def _page(self) -> list[str]:
+    def page(self) -> list[str]:
+        """Return the lines of the report's page."""
         lines = [
             f"# Benchmark of {self.name}",
             "",
@@ -133,6 +144,8 @@ class Report:
             "",
         ]
         lines += _table(("", ""), [*self.header.items()])
+        lines += ["", "## Goals", ""]
+        lines += _table(GOALS_HEAD, goals.lines(self.bench.table.rows, self.bench.facts))
         lines += ["", "## Rows", ""]
         lines += ["Times in milliseconds; intervals are 95 % bootstrap intervals, of the median or of the ratio.", ""]
         head = ("row", "n", "failed", "median", "interval", "p95", "p99", "ratio of medians")
@@ -144,7 +157,8 @@ class Report:
             rows = [value] if isinstance(value, dict) else value
             if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                 lines += ["", f"## {name.capitalize()}", ""]
-                lines += _table(tuple(rows[0]), [tuple(str(each) for each in row.values()) for row in rows])
+                head = list(dict.fromkeys(key for row in rows for key in row))  # a line may lack a figure
+                lines += _table(head, [[str(row.get(key, "")) for key in head] for row in rows])
         lines += ["", "## Peers", ""]
         lines += ["All run the same program on the same root file system. What each isolates:", ""]
         isolation = [(peer.name, *(peer.isolates[each] for each in ASPECTS)) for peer in self.bench.peers]
@@ -170,13 +184,13 @@ class Report:
         failed = str(len(row.errors)) + (f" ({row.errors[0][:60]})" if row.errors else "")
         shown = [name, str(len(row.values)), failed, f"{row.median:.3g}", f"{low:.3g} to {high:.3g}"]
         shown += [f"{percentile(row.values, percent):.3g}" for percent in (95, 99)]
-        base = self.bench.table.rows.get(BASES.get(name, ""))
+        base = self.bench.table.rows.get(base_of(name))
         if base is None or not (base.values and row.values):
             return (*shown, "")
         low, high = ratio_interval(row.values, base.values)
         less, more = difference_interval(row.values, base.values)
         ratio = (
-            f"{row.median / base.median:.2f} ({low:.2f} to {high:.2f}) x {BASES[name]}; {less:+.2f} to {more:+.2f} ms"
+            f"{row.median / base.median:.2f} ({low:.2f} to {high:.2f}) x {base_of(name)}; {less:+.2f} to {more:+.2f} ms"
         )
         return (*shown, ratio)
 
@@ -192,15 +206,3 @@ def _cells(row: Sequence[str]) -> list[str]:
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown" * bool(done.returncode)
-
-
-def summary(content: Mapping[str, Any]) -> list[str]:
-    """Return a line for each row of a report's JSON, for the terminal."""
-    lines = []
-    for name, row in content["rows"].items():
-        values = [value / 1000 for value in row["us"]]
-        failed = f"  {len(row['errors'])} failed: {row['errors'][0]}" if row["errors"] else ""
-        lines.append(
-            f"{name:<58} {len(values):>5} {percentile(values, 50):>9.3f} {percentile(values, 95):>9.3f}{failed}"
-        )
-    return [*lines, *(f"{name}: {value}" for name, value in content["facts"].items())]

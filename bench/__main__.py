@@ -1,9 +1,11 @@
-"""`make bench-full`: measures all sections, writes the report. Options: --only NAMES, --smoke, --seed N, --into DIR."""
+"""`make bench` and `make bench-full`: measure all sections, print them, write the report.
+
+Options: --only NAMES, --share SHARE, --seed N, --into DIR.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import secrets
 import tempfile
@@ -13,40 +15,45 @@ from pathlib import Path
 
 import trio
 
-from bench.full.report import Report, summary
-from bench.full.sections import SECTIONS, Bench, look_for_peers
+from bench.report import Report
+from bench.sections import SECTIONS, Bench, look_for_peers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 24 * 60
 """No section begins after this."""
 GRACE_S = 60
 """A section that waits for something so long after its time fails."""
-SMOKE_SHARE = 0.02
 
 
 def main() -> int:
     """Measure and print; 1 if a section failed, or a sample of a row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--smoke", action="store_true", help="very few samples: only whether everything works")
+    parser.add_argument(
+        "--share", type=_share, default=1.0, help="of all counts and durations; 0.02: does all of it work"
+    )
     parser.add_argument(
         "--seed", type=int, default=secrets.randbelow(10**6), help="of the order of blocks and arrivals"
     )
-    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "benchmarks", metavar="DIR")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="write the report there; without it, only print")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.only if name not in SECTIONS]:
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    command = f"make bench-full ARGS='--seed {arguments.seed}'"
+    command = f"{'make bench-full' if arguments.into else 'make bench'} ARGS='--seed {arguments.seed}'"
     with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch:
-        bench = Bench(Path(scratch), random.Random(arguments.seed), SMOKE_SHARE if arguments.smoke else 1.0)
-        report = Report(bench, arguments.into, arguments.seed, command)
+        bench = Bench(Path(scratch), random.Random(arguments.seed), arguments.share)
+        report = Report(bench, arguments.into or Path(scratch) / "report", arguments.seed, command)
         report.describe(ROOT)
         trio.run(_run, report, arguments.only)
-    content = json.loads((arguments.into / f"{report.name}.json").read_text())
-    print("\n".join(summary(content)))
-    print(f"report: {arguments.into / report.name}.md")
-    failed = [name for name, row in content["rows"].items() if row["errors"]]
+    print("\n".join(report.page()))
+    failed = [name for name, row in bench.table.rows.items() if row.errors]
     return 1 if failed or any(not told[0].isdigit() for told in report.sections.values()) else 0
+
+
+def _share(text: str) -> float:
+    if not 0 < (share := float(text)) <= 1:
+        raise ValueError("not between 0 and 1")
+    return share
 
 
 async def _run(report: Report, names: list[str]) -> None:

@@ -26,9 +26,10 @@ import attrs
 import trio
 
 from bench import daemon, echo, measure
-from bench.full.peers import Peer, RunningContainer, find_peers, start_container
-from bench.full.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
 from bench.neighbours import IDLE, NOISES, make_noise
+from bench.peers import Peer, RunningContainer, find_peers, start_container
+from bench.protections import measure_protections
+from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
@@ -66,6 +67,7 @@ _AT_ONCE = 8
 _LINKS_CLOSED = (1, 2, 4, 8, 16, 32)
 _SHARES = (0.25, 0.5, 0.75, 0.9)
 _BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
+_STREAMS, _STREAM_BYTES = 50, 8 * MIB
 _MIB_PER_SESSION = 8
 _ADOPTED_S = 60.0
 
@@ -77,6 +79,10 @@ def create_row(kind: str) -> str:
 def first_row(kind: str) -> str:
     """The row that is compared with peers: from nothing to the output of a command."""
     return f"create and first command, {kind}"
+
+
+def burst_row(kind: str, size: int, which: str) -> str:
+    return f"{create_row(kind)}, {size} at once: {which}"
 
 
 def exec_row(name: str, way: str) -> str:
@@ -340,8 +346,8 @@ async def bursts(bench: Bench) -> None:
                 address = kinds[kind][1]
                 _wait_full(kinds[POOL][2])
                 await trio.sleep(_SETTLE_S)
-                each = bench.table.row(f"{create_row(kind)}, {full} at once: each")
-                last = bench.table.row(f"{create_row(kind)}, {full} at once: all")
+                each = bench.table.row(burst_row(kind, size, "each"))
+                last = bench.table.row(burst_row(kind, size, "all"))
                 began, before = trio.current_time(), len(each.errors)
                 expected = kind if full <= POOL_SIZE else ""
                 made = await _create_at(each, expected, address, [began] * size)
@@ -508,6 +514,35 @@ def _first_byte(bench: Bench, stream: ExecSocket) -> None:
     stream.until_exit()
 
 
+async def many_streams(bench: Bench) -> None:
+    """Sessions that stream at once to clients that read: how long, and how much larger the daemon grows."""
+    with daemon.running(bench.scratch / "many") as (pid, address):
+        sessions = await _make_many(address, bench.count(_STREAMS, 3))
+        peak = before = measure.own_resident_bytes(pid)
+        row, began = (
+            bench.table.row(f"{_STREAMS} streams of {_STREAM_BYTES // MIB} MiB at once: each"),
+            trio.current_time(),
+        )
+
+        async def stream(session: str) -> None:
+            got = await trio.to_thread.run_sync(_send_ours, address, session, _STREAM_BYTES)
+            if got == _STREAM_BYTES:
+                row.values.append((trio.current_time() - began) * 1000)
+            else:
+                row.errors.append(f"{got} bytes came")
+
+        async with trio.open_nursery() as nursery:
+            for session in sessions:
+                nursery.start_soon(stream, session)
+            while len(row.values) + len(row.errors) < len(sessions):
+                peak = max(peak, measure.own_resident_bytes(pid))
+                await trio.sleep(0.05)
+        bench.facts["streams at once: growth of the daemon for each, MiB"] = round(
+            (peak - before) / MIB / len(sessions), 2
+        )
+        await _end_all(address, sessions)
+
+
 async def files(bench: Bench) -> None:
     """Files written and read over HTTP."""
     with daemon.running(bench.scratch / "files") as (_pid, address), daemon.Client(address) as client:
@@ -644,6 +679,11 @@ async def neighbours(bench: Bench) -> None:
                             raise RuntimeError(f"a wrong answer: {result}")
 
 
+async def protections(bench: Bench) -> None:
+    """Sessions with each protection and without it, and the steps that a create consists of."""
+    await measure_protections(bench.scratch / "protections", bench.table, bench.facts, partial(bench.rounds, full=30))
+
+
 async def restarts(bench: Bench) -> None:
     """A daemon that ends and starts again beside its live sessions; times from the start of the process."""
     facts: list[Mapping[str, float]] = []
@@ -746,12 +786,14 @@ SECTIONS: Mapping[str, Section] = {
     "burst": Section(bursts, 180),
     "exec": Section(execs, 120),
     "stream": Section(streams, 40),
+    "streams": Section(many_streams, 30),
     "file": Section(files, 20),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 50),
     "density": Section(density, 210),
     "neighbour": Section(neighbours, 150),
+    "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
 }

@@ -1,0 +1,134 @@
+"""Goals: each is a figure of a run, read from its rows and facts, and the bound that it should keep."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from bench.sampling import Row, percentile
+from bench.sections import COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
+
+Rows = Mapping[str, Row]
+Facts = Mapping[str, Any]
+_BUBBLEWRAP = "peer: bubblewrap"
+
+
+@attrs.frozen
+class Goal:
+    """A figure and its bound, an upper one unless `at_least`. `read` returns NaN where the run has no such figure."""
+
+    name: str
+    read: Callable[[Rows, Facts], float]
+    bound: float
+    unit: str
+    at_least: bool = False
+
+    def line(self, rows: Rows, facts: Facts) -> Sequence[str]:
+        """Return name, figure, goal and whether it is met, for a table; nothing if the run has no such figure."""
+        value = self.read(rows, facts)
+        if math.isnan(value):
+            return ()
+        is_met = value >= self.bound if self.at_least else value <= self.bound
+        relation = "≥" if self.at_least else "≤"
+        return (
+            self.name,
+            f"{value:.3g} {self.unit}",
+            f"{relation} {self.bound:g} {self.unit}",
+            ["missed", "met"][is_met],
+        )
+
+
+def _ratio(row: str, base: str) -> Callable[[Rows, Facts], float]:
+    def read(rows: Rows, _facts: Facts) -> float:
+        return rows[row].median / rows[base].median if row in rows and base in rows else math.nan
+
+    return read
+
+
+def _median(row: str, scale: float = 1) -> Callable[[Rows, Facts], float]:
+    return lambda rows, _facts: rows[row].median * scale if row in rows else math.nan
+
+
+def _fact(name: str, scale: float = 1, base: str = "") -> Callable[[Rows, Facts], float]:
+    return lambda _rows, facts: facts[name] / (facts[base] if base else 1) * scale if name in facts else math.nan
+
+
+def _mean(row: str) -> Callable[[Rows, Facts], float]:
+    return lambda rows, _facts: statistics.fmean(rows[row].values) if row in rows else math.nan
+
+
+def _tail(row: str) -> Callable[[Rows, Facts], float]:
+    return lambda rows, _facts: percentile(rows[row].values, 99) / rows[row].median if row in rows else math.nan
+
+
+def _at_thousand(fact: str, column: str, *, ratio: bool = False) -> Callable[[Rows, Facts], float]:
+    """Read a column of a table at 1000 sessions, or its ratio to the first line."""
+
+    def read(_rows: Rows, facts: Facts) -> float:
+        lines = [line for line in facts.get(fact, ()) if column in line]
+        if not lines or lines[-1]["sessions"] != 1000:
+            return math.nan
+        return float(lines[-1][column] / (lines[0][column] if ratio else 1))
+
+    return read
+
+
+_LIBRARY = exec_row("builtin", "library")
+GOALS: Sequence[Goal] = (
+    Goal("a builtin in-process, mean", _mean(_LIBRARY), 0.6, "ms"),
+    Goal("a builtin in-process, p99 by p50", _tail(_LIBRARY), 3, "x"),
+    Goal("a builtin over HTTP, by GET /healthz", _ratio(exec_row("builtin", "HTTP"), HEALTHZ), 2, "x"),
+    Goal("a builtin over an open WebSocket, by an echo", _ratio(exec_row("builtin", "WebSocket"), ECHO), 3, "x"),
+    Goal("daemon CPU per exec", _fact("daemon CPU per exec, builtin, HTTP, ms"), 0.6, "ms"),
+    Goal("create from the session pool, by GET /healthz", _ratio(create_row(POOL), HEALTHZ), 2.5, "x"),
+    Goal("create from the sandbox pool, by bubblewrap", _ratio(create_row(VESSEL), _BUBBLEWRAP), 1.2, "x"),
+    Goal("create without a pool, by bubblewrap", _ratio(create_row(COLD), _BUBBLEWRAP), 2, "x"),
+    Goal("100 creates at once, without a pool", _median(burst_row(COLD, 100, "all"), 1e-3), 0.8, "s"),
+    Goal("100 creates at once, session pool", _median(burst_row(POOL, 100, "all"), 1e-3), 0.25, "s"),
+    Goal("machine CPU per create and destroy", _fact(f"machine CPU per create and destroy, {COLD}, ms"), 20, "ms"),
+    Goal("memory per idle session that ran a command", _fact("memory per idle session, MiB"), 4, "MiB"),
+    Goal(
+        "output over a WebSocket, of a plain sender's rate",
+        _fact("output over a WebSocket, MB/s", 100, "output of a plain sender, MB/s"),
+        50,
+        "%",
+        at_least=True,
+    ),
+    Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
+    Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),
+    Goal("idle daemon at 1000 sessions", _at_thousand("density", "idle daemon, % of a core"), 1, "% of a core"),
+    Goal(
+        "exec p50 at 1000 sessions, by that at 10, one session",
+        _at_thousand("density", "exec p50, one, ms", ratio=True),
+        1.15,
+        "x",
+    ),
+    Goal(
+        "exec p50 at 1000 sessions, by that at 10, in turn",
+        _at_thousand("density", "exec p50, all, ms", ratio=True),
+        1.15,
+        "x",
+    ),
+    Goal(
+        "daemon CPU per exec at 1000 sessions, by that at 10, one session",
+        _at_thousand("density", "daemon CPU per exec, one, ms", ratio=True),
+        1.15,
+        "x",
+    ),
+    Goal(
+        "daemon CPU per exec at 1000 sessions, by that at 10, in turn",
+        _at_thousand("density", "daemon CPU per exec, all, ms", ratio=True),
+        1.15,
+        "x",
+    ),
+    Goal("first command after a restart at 1000 sessions", _at_thousand("restarts", "first command, s"), 2, "s"),
+)
+
+
+def lines(rows: Rows, facts: Facts) -> Sequence[Sequence[str]]:
+    """Return the lines of the goals' table."""
+    return [line for goal in GOALS if (line := goal.line(rows, facts))]
