@@ -171,7 +171,7 @@ class FileWriteJob:
         else:
             self._on_answer(answer)
 
-    def _place_durably(self, fd: int, temporary: bytes, target: FileTarget) -> Done:
+    def _place_durably(self, fd: int, temporary: bytes, target: FileTarget, _start: object) -> Done:
         """Work of a file worker: put the file in place when it is on the disk."""
         os.fsync(fd)
         self._context.config.passing("runner.files.synced")

@@ -34,30 +34,25 @@ from runner.wire.protocol import (
     CloseShell,
     Done,
     Exec,
+    FileRequest,
     ForgetRuns,
     Hello,
     Kind,
-    ListFiles,
     ListRuns,
-    Measure,
     OpenShell,
-    Pack,
     ReadFile,
-    RemoveFile,
     Resize,
     RunProgram,
     SetEnv,
     Setup,
     Signal,
-    StatFile,
     Thawed,
-    Unpack,
     Watch,
     WriteFile,
     encode_frame,
 )
 
-_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
+_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, FileRequest)
 
 _NO_VERSION = -1
 
@@ -132,10 +127,8 @@ class Service:
                 writer = FileWriteJob(self._context, self._writers)
                 writer.begin(request, sink)
                 return writer
-            case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
-                if self._context.config.files_only:
-                    return self._files.begin(request, sink)
-                raise Refused("BAD_REQUEST", "this is for a sandbox of files alone")
+            case FileRequest():
+                return self._files.begin(request, sink)
         return None
 
     def _wake_ports(self) -> None:
