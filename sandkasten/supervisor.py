@@ -216,13 +216,13 @@ class FileStream(Protocol):
 
     async def __anext__(self) -> bytes: ...
 
-    async def answer(self, expected: type[T]) -> T:
+    async def answer(self, expected: type[T] | tuple[type[T], ...]) -> T:
         """Return the message after the content. Raises the refusal."""
         ...
 
     async def send(self, data: bytes) -> None: ...
 
-    async def end(self, expected: type[T]) -> T:
+    async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
         """Tell that all content was sent, and return the answer. Raises the refusal."""
         ...
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive
+from runner.files import archive, contents
 from runner.files.paths import Resolver, is_of_kernel, refusal
 from runner.files.tree import Names, Walk, describe, open_directory
 from runner.loop.context import Refused
@@ -30,12 +30,14 @@ from runner.wire.protocol import (
     FileEntry,
     FileRequest,
     FileStats,
+    GetFile,
     ListFiles,
     Listing,
     Measure,
     Measured,
     Pack,
     Packed,
+    PutFile,
     RemoveFile,
     StatFile,
     StatFiles,
@@ -331,6 +333,8 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 
 
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
+    GetFile: lambda request, work: contents.get(request, work.resolver, work.output_fd, work.start),
+    PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
     ListFiles: _list,
     StatFile: _stat,
     StatFiles: _stat_many,

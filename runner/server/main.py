@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from runner.files.transfer import FileReadJob, FileWriteJob
+from runner.files.transfer import FileReadJob, FileWriteJob, begin_get
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
@@ -36,6 +36,7 @@ from runner.wire.protocol import (
     Exec,
     FileRequest,
     ForgetRuns,
+    GetFile,
     Hello,
     Kind,
     ListRuns,
@@ -127,6 +128,8 @@ class Service:
                 writer = FileWriteJob(self._context, self._writers)
                 writer.begin(request, sink)
                 return writer
+            case GetFile():
+                return begin_get(self._context, self._files, request, sink)
             case FileRequest():
                 return self._files.begin(request, sink)
         return None

@@ -507,6 +507,41 @@ class ListFiles(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class GetFile(FileRequest):
+    """Read a regular file, or its bytes from `start` to `end` (both included; without `start` the last `end` bytes).
+
+    `if_none_match`: versions, or `*`, of which the client has the content; `if_range`: version that the part must be
+    of, else the whole file comes. `head_only`: no DATA is wanted. Answer: STARTED with `FilePart`, DATA*, `Done`.
+    """
+
+    has_head: ClassVar[bool] = True
+    gives_output: ClassVar[bool] = True
+    path: str
+    start: int | None = None
+    end: int | None = None
+    if_none_match: tuple[str, ...] = ()
+    if_range: str = ""
+    head_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PutFile(FileRequest):
+    """Replace a file atomically with the DATA frames up to END, making its parents; closing before END leaves the old
+    file. Without `mode` an existing file keeps its mode, and a new one gets 0644.
+
+    `if_match`: versions, or `*`, one of which the old file must have; `create_only`: there must be none. With `sync`
+    the answer comes once file and name are on the disk. Answer: `FilePut`, or `Unmatched`.
+    """
+
+    takes_input: ClassVar[bool] = True
+    path: str
+    mode: int | None = None
+    if_match: tuple[str, ...] = ()
+    create_only: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StatFiles(FileRequest):
     """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
     from the first on, as fit into it."""
@@ -594,6 +629,37 @@ class FileEntry:
     user_name: str = ""
     group_name: str = ""
     etag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A file that is about to be sent: `count` bytes from `offset` on. `result`: all of it, a part, no content
+    since the client has it, or none since the part begins behind the end."""
+
+    path: str
+    size_bytes: int
+    mtime_us: int
+    etag: str
+    result: Literal["whole", "part", "unchanged", "unsatisfiable"]
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePut:
+    """A file has its new content. `created`: there was none."""
+
+    path: str
+    etag: str
+    size_bytes: int
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Nothing was changed: the file is of another version. `etag` is empty if there is no file."""
+
+    etag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,12 +774,11 @@ __all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
 REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
-    *(ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
+    *(GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FileEntry, FileStats, Listing, Measured, Packed),
+    *(FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
 )
-"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`), EVENT (`PortOpened`, `PortClosed`), REPLY (`HelloReply`,
-`ExecReply`, `ShellInfo`, `RunList`, `FileEntry`, `FileStats`, `Listing`, `Measured`, `Packed`,
-`Done`) and ERROR (`Error`)."""
+"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`), EVENT (`PortOpened`, `PortClosed`), ERROR
+(`Error`) and REPLY (all others)."""

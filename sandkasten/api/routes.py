@@ -22,6 +22,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.routing import Route, RouteKind, RouteTable
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws
@@ -70,6 +71,14 @@ _PLACES = ((_SESSION, LOOK, ACT), (_WORKSPACE, FIND, MAKE))
 def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
     """Return the routes that are the same for files of a session and of a workspace."""
     return (
+        _raw("GET", f"{top}/fs/file", contents.get, look, query=contents.GetQuery, answer_type=contents.BYTES),
+        _raw(
+            *("PUT", f"{top}/fs/file", contents.put, act),
+            query=contents.PutQuery,
+            body_type=contents.BYTES,
+            answer=contents.PutBody,
+            statuses=(200, 201),
+        ),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
         _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),

@@ -35,6 +35,8 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"paths": ["f"]}}
         case "POST", "import":
             options = {"content": EMPTY, "params": {"replace": "true"}}
+        case "PUT", "fs/file":
+            options = {"content": b"x", "params": {"path": "f"}}
         case "PUT" | "PATCH", _:
             options = {"json": {}}
         case _, _ if pattern.startswith("fs"):

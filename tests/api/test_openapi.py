@@ -262,6 +262,7 @@ async def test_answers_are_as_described() -> None:
 def _file_requests(of: str, top: str) -> Sequence[tuple[str, str, str, Any]]:
     """Return a request for each of the routes that sessions and workspaces share, with a file `f` there."""
     return (
+        (f"put_v_{of}_id_fs_file", "PUT", f"{top}/fs/file?path=f", None),
         (f"get_v_{of}_id_fs_list", "GET", f"{top}/fs/list", None),
         (f"get_v_{of}_id_fs_stat", "GET", f"{top}/fs/stat?path=f", None),
         (f"post_v_{of}_id_fs_stat", "POST", f"{top}/fs/stat", {"paths": ["f", "x"]}),

@@ -169,7 +169,7 @@ class LocalFileStream:
         self._answer = decode_answer(kind, body)
         raise StopAsyncIteration
 
-    async def answer(self, expected: type[T]) -> T:
+    async def answer(self, expected: type[T] | tuple[type[T], ...]) -> T:
         if self._answer is None:
             async for _ in self:
                 pass
@@ -179,7 +179,7 @@ class LocalFileStream:
         for start in range(0, len(data), CHUNK_BYTES):
             await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
-    async def end(self, expected: type[T]) -> T:
+    async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
         await self._connection.send(Kind.END)
         return await self.answer(expected)
 
@@ -342,7 +342,7 @@ def check_path(path: str) -> None:
         raise InvalidRequest("malformed path", path="lone surrogate") from None
 
 
-def require(answer: object, expected: type[T]) -> T:
+def require(answer: object, expected: type[T] | tuple[type[T], ...]) -> T:
     """Return the answer if it is of the expected class, or raise the refusal it is."""
     if isinstance(answer, expected):
         return answer

@@ -109,9 +109,13 @@ class Exchange(AsgiExchange):
     @property
     def files(self) -> Files:
         """The files of the session or workspace in the request's path."""
-        if self.workspace_id:
-            return self.workspaces.workspace_files(self.workspace_id)
-        return self.supervisor.files(self.session_id)
+        return self.made_files(make=False)
+
+    def made_files(self, *, make: bool = True) -> Files:
+        """Return the same, and make a workspace that is not there when a request needs it."""
+        if not self.workspace_id:
+            return self.supervisor.files(self.session_id)
+        return self.workspaces.workspace_files(self.workspace_id, make=make)
 
     @property
     def method(self) -> str:

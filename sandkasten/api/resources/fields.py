@@ -120,6 +120,7 @@ OutputBytes = NewType("OutputBytes", int)
 PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
+FileMode = NewType("FileMode", int)
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
@@ -294,6 +295,7 @@ def _path_in_workspace(value: object) -> str:
     return TOP if value in ("", "/") else check_path(value)
 
 
+_MODE = re.compile(r"[0-7]{3,4}\Z")
 _ESCAPE = re.compile("\0([89a-f][0-9a-f])")
 
 
@@ -318,6 +320,12 @@ def _paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_PATHS:
         raise ValueError(f"must be a list of 1 to {MAX_PATHS} paths")
     return tuple(_file_path(each) for each in value)
+
+
+def _file_mode(value: object) -> int:
+    if not _MODE.match(_string(value)):
+        raise ValueError("must be 3 or 4 octal digits")
+    return int(str(value), 8)
 
 
 def _glob(value: object) -> str:
@@ -449,6 +457,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
     FilePath: _file_path,
+    FileMode: _file_mode,
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,
