@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
+from runner.wire.protocol import FileRequest
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -57,6 +58,8 @@ from sandkasten.model.workspace import (
     WorkspacePatch,
     WorkspaceSpec,
 )
+
+T = TypeVar("T")
 
 # Handles: a run, a terminal, the journal, a file, an archive
 
@@ -201,6 +204,44 @@ class FileWriter(Protocol):
         ...
 
 
+class FileStream(Protocol):
+    """A request for files with content: `send` pieces if it takes any, then `end`; or iterate for the pieces of the
+    answer. Leaving the context early ends the work in the sandbox."""
+
+    async def head(self, expected: type[T]) -> T:
+        """Return the message before the content, of a request that has one. Raises the refusal."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    async def answer(self, expected: type[T] | tuple[type[T], ...]) -> T:
+        """Return the message after the content. Raises the refusal."""
+        ...
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
+        """Tell that all content was sent, and return the answer. Raises the refusal."""
+        ...
+
+
+class Files(Protocol):
+    """Files of a session, or of a workspace without one. Requests and answers are those of the sandbox's PID 1.
+
+    Both methods raise SessionNotFound, SessionExpired or WorkspaceNotFound, Capacity, and the request's refusal.
+    """
+
+    async def ask(self, request: FileRequest, expected: type[T], *, patience_s: float = 60.0) -> T:
+        """Perform a request without content and return its answer."""
+        ...
+
+    def stream(self, request: FileRequest, *, patience_s: float = 60.0) -> AbstractAsyncContextManager[FileStream]:
+        """Begin a request with content. `patience_s`: until the next piece or the answer."""
+        ...
+
+
 class ArchiveReader(Protocol):
     """A tar archive being made; iterate for its bytes, in pieces of at most 64 KiB."""
 
@@ -269,6 +310,10 @@ class WorkspaceSupervisor(Protocol):
 
         The content is on the disk when `commit` returns.
         """
+        ...
+
+    def workspace_files(self, workspace_id: str, *, make: bool = False) -> Files:
+        """Return the files of a workspace; with `make` a request makes the workspace if there is none."""
         ...
 
     async def list_files(
@@ -504,6 +549,10 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         ...
 
     # Files
+
+    def files(self, session_id: str) -> Files:
+        """Return the files of a session."""
+        ...
 
     def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
         """Open a regular file for reading, as the sandbox user; relative paths are under `/workspace`.

@@ -8,67 +8,88 @@ goes by descriptors.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import heapq
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-from runner.files import archive
-from runner.files.paths import Resolver, refusal
-from runner.files.tree import Walk, describe, open_directory
+from runner.files import archive, contents
+from runner.files.paths import Resolver, is_of_kernel, refusal
+from runner.files.tree import Names, Walk, describe, open_directory
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
+from runner.process.users import MAX_FILE_BYTES, names_of
 from runner.wire.protocol import (
     CHUNK_BYTES,
     Done,
     FileEntry,
+    FileRequest,
+    FileStats,
+    GetFile,
     ListFiles,
     Listing,
     Measure,
     Measured,
     Pack,
+    Packed,
+    PutFile,
     RemoveFile,
     StatFile,
+    StatFiles,
     Unpack,
 )
 
-Request = ListFiles | StatFile | RemoveFile | Measure | Pack | Unpack
-
 MAX_LISTED = 1000
+MAX_LISTED_DEPTH = 32
+_NAMES_AT_ONCE = 8192
 _LISTING_BYTES = 160 * 1024
 """Well below `MAX_FRAME_BYTES`, as JSON."""
 _ENTRY_BYTES = 200
 _JSON_BYTES = 6
 """Most that a byte of a name takes as JSON."""
 _CLOCK_EVERY = 256
+_NOT_ENTERED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+"""Errors of a name that is no directory, not any more, or one that the user may not read."""
 
 
-def perform(request: Request, resolver: Resolver, kernel: Kernel, *, input_fd: int, output_fd: int) -> object:
+@dataclass(frozen=True, slots=True)
+class FileWork:
+    """Means of a worker: paths, system calls, a head for the client (to be given before any output), and the pipes of
+    the client's content and of its answer, -1 if the request has none."""
+
+    resolver: Resolver
+    kernel: Kernel
+    start: Callable[[object], None]
+    input_fd: int = -1
+    output_fd: int = -1
+
+    @property
+    def names(self) -> Names:
+        """Names of the sandbox's users and groups, as far as the user of the request may read them."""
+        return Names(names_of(_account_file("/etc/passwd")), names_of(_account_file("/etc/group"), is_group=True))
+
+
+def perform(request: FileRequest, work: FileWork) -> object:
     """Perform a request and return the answer.
 
     Raises:
         Refused, OSError
     """
-    match request:
-        case ListFiles():
-            return _list(request, resolver)
-        case StatFile(path):
-            with _parent_of(path, resolver) as (parent_fd, name, real):
-                status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
-                return describe(parent_fd, name, status, path=os.path.normpath(os.path.join(real, name)))
-        case RemoveFile(path, recursive):
-            return _remove(path, resolver, recursive=recursive)
-        case Measure():
-            return _measure(request, resolver)
-        case Pack(path):
-            with _directory(path, resolver) as (fd, _), open(output_fd, "wb", CHUNK_BYTES, closefd=False) as out:
-                archive.check_readable(fd)
-                return archive.pack(fd, out)
-        case Unpack(max_entries, max_bytes):
-            with _directory(".", resolver) as (fd, _), open(input_fd, "rb", CHUNK_BYTES, closefd=False) as source:
-                return archive.unpack(fd, source, kernel, max_entries=max_entries, max_bytes=max_bytes)
+    return _HANDLERS[type(request)](request, work)
+
+
+def _account_file(path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    with open(fd, "rb") as file:
+        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
 @contextmanager
@@ -96,7 +117,7 @@ def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
 def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
     """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
     link, which is not followed, and is `.` for a root."""
-    encoded = resolver.encode(path).rstrip(b"/")
+    encoded = resolver.encode(path).rstrip(b"/") or b"/"
     directory, name = os.path.split(encoded)
     if resolver.is_root(encoded) or name in (b".", b".."):
         directory, name = encoded, b"."
@@ -112,36 +133,156 @@ def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, byte
         os.close(fd)
 
 
-def _list(request: ListFiles, resolver: Resolver) -> Listing:
-    # Names are read as they come and the first ones behind `after` are kept: a huge directory costs time, not memory.
-    after, limit = os.fsencode(request.after), min(max(request.limit, 1), MAX_LISTED)
-    with _directory(request.path, resolver) as (fd, real):
-        with os.scandir(fd) as found:
-            names = (name for each in found if (name := os.fsencode(each.name)) > after)
-            first = heapq.nsmallest(limit + 1, names)
-        entries: list[FileEntry] = []
-        room = _LISTING_BYTES
-        for name in first[:limit]:
+def _pack(request: Pack, work: FileWork) -> Packed:
+    with (
+        _directory(request.path, work.resolver) as (fd, _),
+        open(work.output_fd, "wb", CHUNK_BYTES, closefd=False) as out,
+    ):
+        archive.check_readable(fd)
+        return archive.pack(fd, out)
+
+
+def _unpack(request: Unpack, work: FileWork) -> Packed:
+    limits = {"max_entries": request.max_entries, "max_bytes": request.max_bytes}
+    with (
+        _directory(".", work.resolver) as (fd, _),
+        open(work.input_fd, "rb", CHUNK_BYTES, closefd=False) as source,
+    ):
+        return archive.unpack(fd, source, work.kernel, **limits)
+
+
+def _stat(request: StatFile, work: FileWork) -> FileEntry:
+    return _entry_at(request.path, work.resolver, work.names)
+
+
+def _entry_at(path: str, resolver: Resolver, names: Names) -> FileEntry:
+    with _parent_of(path, resolver) as (parent_fd, name, real):
+        status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+        return describe(parent_fd, name, status, path=os.path.normpath(os.path.join(real, name)), names=names)
+
+
+def _stat_many(request: StatFiles, work: FileWork) -> FileStats:
+    entries: list[FileEntry | None] = []
+    names, room = work.names, _LISTING_BYTES
+    for path in request.paths:
+        try:
+            entry = _entry_at(path, work.resolver, names)
+            if request.follow and entry.kind == "symlink":
+                entry = _followed(path, work.resolver, names)
+        except Refused as refused:
+            if refused.error.code != "FILE_NOT_FOUND":
+                raise
+            entries.append(None)
+            continue
+        room -= _size_of(entry)
+        if room < 0 and entries:
+            break
+        entries.append(entry)
+    return FileStats(tuple(entries))
+
+
+def _followed(path: str, resolver: Resolver, names: Names) -> FileEntry:
+    """Describe what a link leads to, under the name of the path asked for."""
+    try:
+        fd, real = resolver.open_existing(resolver.encode(path))
+    except OSError as error:
+        raise refusal(error, path) from None
+    try:
+        return describe(fd, os.path.basename(real) or b"/", os.fstat(fd), path=real, names=names)
+    finally:
+        os.close(fd)
+
+
+def _size_of(entry: FileEntry) -> int:
+    """Return an upper bound of an entry's size as JSON."""
+    texts = entry.name, entry.target, entry.path, entry.user_name, entry.group_name
+    return _ENTRY_BYTES + _JSON_BYTES * sum(len(os.fsencode(text)) for text in texts)
+
+
+def _list(request: ListFiles, work: FileWork) -> Listing:
+    limit, depth = min(max(request.limit, 1), MAX_LISTED), min(max(request.depth, 1), MAX_LISTED_DEPTH)
+    entries: list[FileEntry] = []
+    room, names = _LISTING_BYTES, work.names
+    with _directory(request.path, work.resolver) as (fd, real):
+        top = _Below(b"", real, depth)
+        for path, parent_fd, name in _below(fd, top, _parts(os.fsencode(request.after))):
+            if request.glob and not fnmatch.fnmatchcase(
+                os.fsdecode(path if "/" in request.glob else name), request.glob
+            ):
+                continue
             try:
-                entry = describe(fd, name, os.stat(name, dir_fd=fd, follow_symlinks=False))
+                entry = describe(parent_fd, name, os.stat(name, dir_fd=parent_fd, follow_symlinks=False), names=names)
             except FileNotFoundError:
                 continue
-            room -= _ENTRY_BYTES + _JSON_BYTES * (len(name) + len(os.fsencode(entry.target)))
-            if room < 0 and entries:
+            entry = replace(entry, name=os.fsdecode(path))
+            room -= _size_of(entry)
+            if len(entries) == limit or (room < 0 and entries):
                 return Listing(os.fsdecode(real), tuple(entries), more=True)
             entries.append(entry)
-        return Listing(os.fsdecode(real), tuple(entries), more=len(first) > limit)
+    return Listing(os.fsdecode(real), tuple(entries), more=False)
 
 
-def _remove(path: str, resolver: Resolver, *, recursive: bool) -> Done:
-    with _parent_of(path, resolver) as (parent_fd, name, real):
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """A directory of a listing: its path below the top, its real path, and the levels that are left."""
+
+    path: bytes
+    real: bytes
+    depth: int
+
+    def child(self, name: bytes) -> _Below:
+        return _Below(os.path.join(self.path, name), os.path.join(self.real, name), self.depth - 1)
+
+
+def _parts(path: bytes) -> list[bytes]:
+    return path.split(b"/") if path else []
+
+
+def _below(fd: int, top: _Below, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
+    """Yield path, directory and name of each file below a directory and behind a place, in order."""
+    # Names are read as they come and the first ones are kept: a huge directory costs time, not memory.
+    last = b""
+    if after:
+        last = after[0]
+        yield from _inside(fd, last, top, after[1:])
+    while True:
+        with os.scandir(fd) as found:
+            behind = (name for each in found if (name := os.fsencode(each.name)) > last)
+            names = heapq.nsmallest(_NAMES_AT_ONCE, behind)
+        for name in names:
+            yield os.path.join(top.path, name), fd, name
+            yield from _inside(fd, name, top, [])
+        if len(names) < _NAMES_AT_ONCE:
+            return
+        last = names[-1]
+
+
+def _inside(fd: int, name: bytes, top: _Below, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
+    """Yield what is in one entry of a directory, nothing if that is no directory or may not be entered."""
+    below = top.child(name)
+    if below.depth == 0 or is_of_kernel(below.real):
+        return
+    try:
+        child = open_directory(fd, name)
+    except OSError as error:
+        if error.errno in _NOT_ENTERED:
+            return
+        raise
+    try:
+        yield from _below(child, below, after)
+    finally:
+        os.close(child)
+
+
+def _remove(request: RemoveFile, work: FileWork) -> Done:
+    with _parent_of(request.path, work.resolver) as (parent_fd, name, real):
         if name == b".":
             raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
         status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
             os.unlink(name, dir_fd=parent_fd)
         else:
-            if recursive:
+            if request.recursive:
                 _empty(open_directory(parent_fd, name))
             _remove_directory(name, parent_fd)
         return Done(os.fsdecode(os.path.join(real, name)))
@@ -168,11 +309,11 @@ def _empty(top_fd: int) -> None:
         os.close(top_fd)
 
 
-def _measure(request: Measure, resolver: Resolver) -> Measured:
+def _measure(request: Measure, work: FileWork) -> Measured:
     entries = files = size = disk = 0
     linked: set[tuple[int, int]] = set()
     give_up_at = time.monotonic() + request.max_ms / 1000
-    with _directory(request.path, resolver) as (fd, _):
+    with _directory(request.path, work.resolver) as (fd, _):
         walk = Walk(fd, passes_denied=True)
         for found in walk:
             if found.is_left:
@@ -189,3 +330,16 @@ def _measure(request: Measure, resolver: Resolver) -> Measured:
             if stat.S_ISREG(status.st_mode):
                 files, size = files + 1, size + status.st_size
     return Measured(entries, files, size, disk, complete=walk.denied == 0)
+
+
+_HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
+    GetFile: lambda request, work: contents.get(request, work.resolver, work.output_fd, work.start),
+    PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
+    ListFiles: _list,
+    StatFile: _stat,
+    StatFiles: _stat_many,
+    RemoveFile: _remove,
+    Measure: _measure,
+    Pack: _pack,
+    Unpack: _unpack,
+}

@@ -60,11 +60,16 @@ class FileTarget:
 
 
 class Resolver:
-    """Resolves request paths. Every method must be called as the sandbox user (`identity.UserIdentity`)."""
+    """Resolves request paths. Every method must be called as the user of the request (`identity.UserIdentity`).
 
-    def __init__(self, config: RunnerConfig, kernel: Kernel) -> None:
+    With `anywhere` a path may leave the allowed roots, but never lead to the kernel's own files: some of them hang the
+    reader, or change the sandbox.
+    """
+
+    def __init__(self, config: RunnerConfig, kernel: Kernel, *, anywhere: bool = False) -> None:
         self._workspace = os.fsencode(config.workspace)
-        self._roots = tuple(os.fsencode(root) for root in config.file_roots)
+        self._roots = (b"/",) if anywhere else tuple(os.fsencode(root) for root in config.file_roots)
+        self._anywhere = anywhere
         self._kernel = kernel
 
     def encode(self, path: str) -> bytes:
@@ -106,7 +111,10 @@ class Resolver:
             Refused: PATH_OUTSIDE, not below an allowed root; FILE_NOT_FOUND, deleted.
         """
         path = os.readlink(b"/proc/self/fd/%d" % fd)
-        if not any(path == root or path.startswith(root + b"/") for root in self._roots):
+        if self._anywhere:
+            if is_of_kernel(path):
+                raise Refused("NOT_A_FILE", "the path leads to the kernel's own files")
+        elif not any(path == root or path.startswith(root + b"/") for root in self._roots):
             roots = ", ".join(os.fsdecode(root) for root in self._roots)
             raise Refused("PATH_OUTSIDE", f"the path leads outside of {roots}")
         if os.fstat(fd).st_nlink == 0:
@@ -183,6 +191,11 @@ class Resolver:
             return self._kernel.openat2(directory_fd, path, _O_PATH | flags, 0, RESOLVE_NO_MAGICLINKS)
         finally:
             os.close(directory_fd)
+
+
+def is_of_kernel(path: bytes) -> bool:
+    """Return whether a real path is of a file system whose files are made by the kernel."""
+    return path.startswith((b"/proc/", b"/sys/")) or path in (b"/proc", b"/sys")
 
 
 def _read_link(name: bytes, directory_fd: int) -> bytes | None:

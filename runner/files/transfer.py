@@ -8,20 +8,46 @@ descriptor).
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 
+from runner.files.contents import check_writable, open_new, open_part, put_in_place
 from runner.files.paths import FileTarget, Resolver, check_regular, refusal
-from runner.files.worker import FileWorker
-from runner.loop.context import Context, Refused, Sink, refuse
-from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, ReadFile, WriteFile
+from runner.files.worker import FileJobs, FileWorker, account_of
+from runner.loop.context import Context, Job, Refused, Sink, refuse
+from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, FilePart, GetFile, Kind, ReadFile, WriteFile
 
-_NEW_FILE_MODE = 0o644
+_INLINE_BYTES = 1024 * 1024
+"""Most that PID 1 reads of a file by itself for a `GetFile`: a process would cost more."""
+
+
+def begin_get(context: Context, jobs: FileJobs, request: GetFile, sink: Sink) -> Job:
+    """Begin to send a file: by PID 1 itself if that is a small matter, else by a worker.
+
+    Raises:
+        Refused
+    """
+    config = context.config
+    account = account_of(context, request.user)
+    if context.settings.rules_fd < 0:  # PID 1 is under no rules
+        resolver = Resolver(config, context.kernel, anywhere=not config.files_only)
+        try:
+            with context.as_user.of(account):
+                fd, head = open_part(request, resolver)
+        except Refused as refused:
+            if refused.error.code != "PERMISSION_DENIED":  # or a worker's groups give the right
+                raise
+        else:
+            if head.count <= _INLINE_BYTES:
+                reader = FileReadJob(context)
+                reader.send(fd, head, 0 if request.head_only else head.count, sink)
+                return reader
+            os.close(fd)
+    return jobs.begin(request, sink)
 
 
 class FileReadJob:
-    """Job of a `ReadFile`: sends a file. Ends after `max_bytes`, whatever size the file has."""
+    """Job of a `ReadFile`, or of a `GetFile`: sends a file. Ends after `max_bytes`, whatever size the file has."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -43,6 +69,13 @@ class FileReadJob:
         size = os.fstat(self._fd).st_size
         self._left = request.max_bytes
         sink.start(FileInfo(self._path, size, size > request.max_bytes))
+        self._pump()
+
+    def send(self, fd: int, head: FilePart, count: int, sink: Sink) -> None:
+        """Send a part of an open file, which is the job's from now on."""
+        self._fd, self._path, self._sink, self._left = fd, head.path, sink, count
+        os.lseek(fd, head.offset, os.SEEK_SET)
+        sink.start(head)
         self._pump()
 
     def _open(self, path: str) -> None:
@@ -143,8 +176,8 @@ class FileWriteJob:
         try:
             with self._context.as_user:
                 self._target = target = resolver.target_for_writing(resolver.encode(path))
-                _check_writable(target)
-                self._fd = _open_new(target.directory_fd, self._temporary)
+                check_writable(target)
+                self._fd = open_new(target.directory_fd, self._temporary)
         except OSError as error:
             raise refusal(error, path) from None
         self._context.config.passing("runner.files.opened")
@@ -165,17 +198,17 @@ class FileWriteJob:
                 self._worker = FileWorker(self._context, work, self._on_answer, kept=(fd, target.directory_fd))
                 return
             with self._context.as_user:
-                answer = _put_in_place(fd, temporary, target, syncs=False)
+                answer = put_in_place(fd, temporary, target, syncs=False)
         except OSError as error:
             self._fail(refusal(error, os.fsdecode(target.path)))
         else:
             self._on_answer(answer)
 
-    def _place_durably(self, fd: int, temporary: bytes, target: FileTarget) -> Done:
+    def _place_durably(self, fd: int, temporary: bytes, target: FileTarget, _start: object) -> Done:
         """Work of a file worker: put the file in place when it is on the disk."""
         os.fsync(fd)
         self._context.config.passing("runner.files.synced")
-        return _put_in_place(fd, temporary, target, syncs=True)
+        return put_in_place(fd, temporary, target, syncs=True)
 
     def _on_answer(self, answer: object) -> None:
         self._context.config.passing("runner.files.placed")
@@ -222,61 +255,3 @@ class FileWriteJob:
             if fd >= 0:
                 os.close(fd)
         self._fd, self._target = -1, None
-
-
-def _open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file without a name, of which nothing is left if PID 1 is killed before the file is whole. Where the
-    file system can't do that, the file has the temporary name."""
-    try:
-        return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
-
-
-def _put_in_place(fd: int, temporary: bytes, target: FileTarget, *, syncs: bool) -> Done:
-    """Give the new file its mode and its name; with `syncs` wait until both are on the disk."""
-    os.fchmod(fd, _NEW_FILE_MODE if target.mode is None else target.mode)
-    if syncs:
-        os.fsync(fd)
-    _name(fd, temporary, target)
-    if syncs:
-        try:
-            directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
-        except PermissionError:  # a directory that can be written and not read
-            # sync(2) has no effect here. The rename changed the inode, so its change of name is written with the inode.
-            os.fsync(fd)
-        else:
-            os.fsync(directory_fd)
-            os.close(directory_fd)
-    return Done(os.fsdecode(target.path))
-
-
-def _name(fd: int, temporary: bytes, target: FileTarget) -> None:
-    """Let the file take its place in one step. Only rename(2) replaces, and it starts from a name."""
-    directory_fd = target.directory_fd
-    if os.fstat(fd).st_nlink == 0:
-        path = b"/proc/self/fd/%d" % fd
-        if target.mode is None:
-            try:
-                os.link(path, target.name, dst_dir_fd=directory_fd)
-            except FileExistsError:  # another file took the name just now
-                pass
-            else:
-                return
-        os.link(path, temporary, dst_dir_fd=directory_fd)
-    os.rename(temporary, target.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-
-
-def _check_writable(target: FileTarget) -> None:
-    """Refuse to replace a file that its own mode protects; rename(2) would replace it."""
-    if target.mode is None:
-        return
-    try:
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-        os.close(os.open(target.name, flags, dir_fd=target.directory_fd))
-    except OSError as error:
-        if error.errno != errno.ETXTBSY:  # a running program may be replaced
-            raise

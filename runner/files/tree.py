@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from runner.loop.context import Refused
 from runner.wire.protocol import FileEntry, FileKind
 
 MAX_DEPTH = 4096
+_UNSETTLED_NS = 20_000_000
+_WORD = 2**64 - 1
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -96,7 +99,32 @@ def _look(fd: int, name: bytes, above: bytes) -> TreeFile | None:
     return TreeFile(fd, name, os.path.join(above, name), status)
 
 
-def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"") -> FileEntry:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of users and groups by their ids."""
+
+    users: Mapping[int, str] = field(default_factory=dict)
+    groups: Mapping[int, str] = field(default_factory=dict)
+
+
+NO_NAMES = Names()
+
+
+def etag_of(status: os.stat_result) -> str:
+    """Return the version of a file. A strong one (no `W/`) stands for the same bytes whenever it is found again.
+
+    A write within the clock's granularity may leave the times as they were, so a file that was written just now has a
+    weak one.
+    """
+    numbers = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    tag = "-".join(f"{number & _WORD:x}" for number in numbers)
+    # Every write sets ctime, and nobody can set it otherwise.
+    return f'W/"{tag}"' if time.time_ns() - status.st_ctime_ns < _UNSETTLED_NS else f'"{tag}"'
+
+
+def describe(
+    parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes = b"", names: Names = NO_NAMES
+) -> FileEntry:
     """Return the description of one file for a client."""
     mode, target = status.st_mode, b""
     if stat.S_ISLNK(mode):
@@ -113,6 +141,10 @@ def describe(parent_fd: int, name: bytes, status: os.stat_result, *, path: bytes
         mtime_us=status.st_mtime_ns // 1000,
         target=os.fsdecode(target),
         path=os.fsdecode(path),
+        group=status.st_gid,
+        user_name=names.users.get(status.st_uid, ""),
+        group_name=names.groups.get(status.st_gid, ""),
+        etag=etag_of(status),
     )
 
 

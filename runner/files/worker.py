@@ -16,43 +16,56 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from runner.files.operations import Request, perform
+from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, refusal
 from runner.loop.context import Context, Refused, Sink
+from runner.loop.identity import UserAccount
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.loop import READ
 from runner.loop.reaper import unblock_signals
 from runner.process.spawn import change_user, fork
+from runner.process.users import look_up
 from runner.streams.flow import Inflow, Outflow
 from runner.streams.streams import NO_STREAMS, ClientSide, Streams
-from runner.wire.protocol import ANSWERS, CHUNK_BYTES, MAX_FRAME_BYTES, Error, Kind, Pack, ProtocolError, Unpack
+from runner.wire.protocol import ANSWERS, CHUNK_BYTES, MAX_FRAME_BYTES, Error, FileRequest, Kind, ProtocolError
 
-Work = Callable[[], object]
-"""Runs in the worker and returns the answer. Raises `Refused` or `OSError`."""
+Work = Callable[[Callable[[object], None]], object]
+"""Runs in the worker and returns the answer. May give a head, once, to the function. Raises `Refused` or `OSError`."""
+
+_END_OF_HEAD = b"\n"
+"""Not part of any message, which is JSON without line breaks."""
 
 _CUT_SHORT = Error("IO_ERROR", "the work was cut short")
 
 
 class FileWorker:
-    """One worker. `on_answer` is called once, unless the worker is killed before."""
+    """One worker. `on_answer` is called once, unless the worker is killed before; `on_head` earlier, with a head."""
 
     def __init__(
-        self, context: Context, work: Work, on_answer: Callable[[object], None], *, kept: Iterable[int] = ()
+        self,
+        context: Context,
+        work: Work,
+        on_answer: Callable[[object], None],
+        *,
+        kept: Iterable[int] = (),
+        account: UserAccount | None = None,
+        on_head: Callable[[object], None] = lambda _head: None,
     ) -> None:
-        """Fork. `kept` are the descriptors that the worker keeps; they stay the caller's.
+        """Fork. `kept` are the descriptors that the worker keeps; they stay the caller's. `account`: whom the worker
+        becomes, by default the session's user.
 
         Raises:
             OSError: no process could be made.
         """
         self._context = context
-        self._on_answer = on_answer
+        self._on_answer, self._on_head = on_answer, on_head
         self._answer = bytearray()
         self._fd, answer_fd = os.pipe2(os.O_CLOEXEC)
         self._pid = 0
         try:
             pid = fork(context.kernel)
             if pid == 0:
-                _live(context, work, answer_fd, (*kept, answer_fd))
+                _live(context, account or context.as_user.account, work, answer_fd, (*kept, answer_fd))
         except OSError:
             os.close(self._fd)
             raise
@@ -78,6 +91,10 @@ class FileWorker:
         except BlockingIOError:
             return
         self._answer += chunk
+        head, mark, rest = self._answer.partition(_END_OF_HEAD)
+        if mark:
+            self._answer = rest
+            self._on_head(_decode(bytes(head)))
         if not chunk or len(self._answer) > MAX_FRAME_BYTES:
             self._finish(_decode(bytes(self._answer)))
 
@@ -101,12 +118,12 @@ def _decode(data: bytes) -> object:
         return _CUT_SHORT
 
 
-def _live(context: Context, work: Work, answer_fd: int, kept: tuple[int, ...]) -> NoReturn:
+def _live(context: Context, account: UserAccount, work: Work, answer_fd: int, kept: tuple[int, ...]) -> NoReturn:
     """Do the work and exit, in the fork. Nothing may unwind into PID 1's stack."""
     try:
         try:
-            _become_user(context, kept)
-            answer = work()
+            _become(account, context, kept)
+            answer = work(lambda head: _write(answer_fd, ANSWERS.encode(head) + _END_OF_HEAD))
         except Refused as refused:
             answer = refused.error
         except OSError as error:
@@ -114,18 +131,26 @@ def _live(context: Context, work: Work, answer_fd: int, kept: tuple[int, ...]) -
             answer = failure.error
         except Exception as error:  # noqa: BLE001 - the last frame of the process
             answer = Error("IO_ERROR", f"the work failed ({type(error).__name__})")
-        data = memoryview(ANSWERS.encode(answer))
-        while data:
-            data = data[os.write(answer_fd, data) :]
+        _write(answer_fd, ANSWERS.encode(answer))
     finally:
         os._exit(0)
 
 
-def _become_user(context: Context, kept: tuple[int, ...]) -> None:
-    _close_others(context.kernel, kept)
+def _write(fd: int, message: bytes) -> None:
+    data = memoryview(message)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _become(account: UserAccount, context: Context, kept: tuple[int, ...]) -> None:
+    rules_fd = context.settings.rules_fd
+    _close_others(context.kernel, kept if rules_fd < 0 else (*kept, rules_fd))
     signal.set_wakeup_fd(-1)
     unblock_signals()
-    change_user(context.kernel, context.as_user.account)
+    change_user(context.kernel, account)
+    if rules_fd >= 0:
+        context.kernel.enter_file_rules(rules_fd)
+        os.close(rules_fd)
     context.kernel.restrict_command()
     os.umask(0)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -153,17 +178,18 @@ class FileJobs:
         self._context = context
         self._running: set[FileJob] = set()
 
-    def begin(self, request: Request, sink: Sink) -> FileJob:
+    def begin(self, request: FileRequest, sink: Sink) -> FileJob:
         """Begin a request.
 
         Raises:
-            Refused: TOO_MANY.
+            Refused: TOO_MANY, NO_SUCH_USER.
         """
+        account = account_of(self._context, request.user)
         if len(self._running) >= MAX_JOBS:
             raise Refused("TOO_MANY", f"{MAX_JOBS} requests for files are under way")
         job = FileJob(self._context, sink, self._running.discard)
         try:
-            job.begin(request)
+            job.begin(request, account)
         except OSError as error:
             job.on_close()
             reason = os.strerror(error.errno or 0).lower()
@@ -172,18 +198,27 @@ class FileJobs:
         return job
 
 
+def account_of(context: Context, user: str | None) -> UserAccount:
+    """Return whom a request is performed as. Raises `Refused`: NO_SUCH_USER."""
+    if user is None:
+        return context.as_user.account
+    if context.config.files_only:
+        raise Refused("NO_SUCH_USER", "the files here have one user")
+    return look_up(context, user)
+
+
 class WorkerStreams(Streams):
-    """The pipe that a worker reads an archive from, or the one it writes an archive to. `input_fd` and `output_fd` are
+    """The pipe that a worker reads content from, or the one it writes content to. `input_fd` and `output_fd` are
     the worker's ends, open until `close_worker_side`."""
 
-    def __init__(self, job: FileJob, context: Context, request: Request) -> None:
+    def __init__(self, job: FileJob, context: Context, request: FileRequest) -> None:
         super().__init__()
         self.input_fd = self.output_fd = -1
-        if isinstance(request, Unpack):
+        if request.takes_input:
             self.input_fd, write_fd = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(write_fd, False)
             self._inflow = Inflow(context.loop, job, write_fd)
-        if isinstance(request, Pack):
+        if request.gives_output:
             read_fd, self.output_fd = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(read_fd, False)
             self._outflows.append(Outflow(context.loop, read_fd, Kind.DATA, job))
@@ -208,25 +243,34 @@ class FileJob(ClientSide):
         self._worker: FileWorker | None = None
         self._answer: object = None
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: FileRequest, account: UserAccount) -> None:
         """Start the work.
 
         Raises:
             OSError: there is no process or descriptor left.
         """
-        resolver, kernel = Resolver(self._context.config, self._context.kernel), self._context.kernel
+        config, kernel = self._context.config, self._context.kernel
+        resolver = Resolver(config, kernel, anywhere=not config.files_only)
         self._streams = streams = WorkerStreams(self, self._context, request)
         input_fd, output_fd = streams.input_fd, streams.output_fd
         try:
             self._worker = FileWorker(
                 self._context,
-                lambda: perform(request, resolver, kernel, input_fd=input_fd, output_fd=output_fd),
+                lambda start: perform(request, FileWork(resolver, kernel, start, input_fd, output_fd)),
                 self._on_answer,
                 kept=streams.worker_side,
+                account=account,
+                on_head=self._on_head,
             )
         finally:
             streams.close_worker_side()
-        streams.resume()
+        if not request.has_head:
+            streams.resume()
+
+    def _on_head(self, head: object) -> None:
+        if self._sink is not None and not isinstance(head, Error):
+            self._sink.start(head)
+            self._streams.resume()
 
     def _on_answer(self, answer: object) -> None:
         self._answer = answer

@@ -66,6 +66,15 @@ def resolve(user: str, passwd: bytes, group: bytes) -> UserAccount | None:
     return UserAccount(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
 
 
+def names_of(content: bytes, *, is_group: bool = False) -> dict[int, str]:
+    """Return the names in an account file by their ids; the first of an id."""
+    names: dict[int, str] = {}
+    for fields in _lines(content, _GROUP_FIELDS if is_group else _PASSWD_FIELDS):
+        if fields[0] and _NUMBER.fullmatch(fields[2]):
+            names.setdefault(int(fields[2]), os.fsdecode(fields[0]))
+    return names
+
+
 def _unlisted(uid: int) -> UserAccount:
     return UserAccount(uid, uid, (), "root", "/root") if uid == ROOT_ID else UserAccount(uid, uid, (), str(uid), "/")
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from runner.files.transfer import FileReadJob, FileWriteJob
+from runner.files.transfer import FileReadJob, FileWriteJob, begin_get
 from runner.files.worker import FileJobs
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
@@ -34,30 +34,26 @@ from runner.wire.protocol import (
     CloseShell,
     Done,
     Exec,
+    FileRequest,
     ForgetRuns,
+    GetFile,
     Hello,
     Kind,
-    ListFiles,
     ListRuns,
-    Measure,
     OpenShell,
-    Pack,
     ReadFile,
-    RemoveFile,
     Resize,
     RunProgram,
     SetEnv,
     Setup,
     Signal,
-    StatFile,
     Thawed,
-    Unpack,
     Watch,
     WriteFile,
     encode_frame,
 )
 
-_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, ListFiles, StatFile, RemoveFile, Measure, Pack, Unpack)
+_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, FileRequest)
 
 _NO_VERSION = -1
 
@@ -132,10 +128,10 @@ class Service:
                 writer = FileWriteJob(self._context, self._writers)
                 writer.begin(request, sink)
                 return writer
-            case ListFiles() | StatFile() | RemoveFile() | Measure() | Pack() | Unpack():
-                if self._context.config.files_only:
-                    return self._files.begin(request, sink)
-                raise Refused("BAD_REQUEST", "this is for a sandbox of files alone")
+            case GetFile():
+                return begin_get(self._context, self._files, request, sink)
+            case FileRequest():
+                return self._files.begin(request, sink)
         return None
 
     def _wake_ports(self) -> None:

@@ -48,7 +48,13 @@ from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import InFlight, WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
-from sandkasten.actors.workspaces.files import LocalFileReader, LocalFileWriter, open_reader, open_writer
+from sandkasten.actors.workspaces.files import (
+    LocalFileReader,
+    LocalFiles,
+    LocalFileWriter,
+    open_reader,
+    open_writer,
+)
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.admission.keys import KeyRing
@@ -328,6 +334,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         return await entry.ref.ask(Stats())
 
     # Files ------------------------------------------------------------------------------------------------------
+
+    def files(self, session_id: str) -> LocalFiles:
+        return LocalFiles(lambda: self._loan(session_id))
 
     def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
         return self._open_read(session_id, path, max_bytes)

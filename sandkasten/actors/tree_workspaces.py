@@ -19,6 +19,7 @@ from sandkasten.actors.workspaces import files
 from sandkasten.actors.workspaces.files import (
     LocalArchiveReader,
     LocalFileReader,
+    LocalFiles,
     LocalFileWriter,
     open_reader,
     open_writer,
@@ -154,11 +155,19 @@ class WorkOfWorkspaces:
 
     @asynccontextmanager
     async def _open_workspace_write(self, workspace_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
+        async with self._made_files(workspace_id) as link, open_writer(link, path, sync=True) as writer:
+            yield writer
+
+    def workspace_files(self, workspace_id: str, *, make: bool = False) -> LocalFiles:
+        return LocalFiles(lambda: self._made_files(workspace_id) if make else self._files(workspace_id))
+
+    @asynccontextmanager
+    async def _made_files(self, workspace_id: str) -> AsyncIterator[RunnerLink]:
         self._check_new(workspace_id)
         make = messages.Make(workspace_id, WorkspaceSpec(), may_exist=True, within=self._within)
         await self._workspaces.ask(make)
-        async with self._files(workspace_id) as link, open_writer(link, path, sync=True) as writer:
-            yield writer
+        async with self._files(workspace_id) as link:
+            yield link
 
     async def list_files(
         self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000

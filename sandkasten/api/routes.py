@@ -22,6 +22,8 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.routing import Route, RouteKind, RouteTable
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources import file_contents as contents
+from sandkasten.api.resources import file_entries as entries
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws
 from sandkasten.api.websocket.exec import exec_ws
@@ -60,6 +62,27 @@ def _websocket(
     path: str, handler: Callable[[WebSocketExchange], Awaitable[None]], needs: Needs, **columns: Any
 ) -> Route:  # columns: of Route
     return Route(kind=RouteKind.WEBSOCKET, method="GET", path=path, handler=handler, needs=needs, **columns)
+
+
+_PLACES = ((_SESSION, LOOK, ACT), (_WORKSPACE, FIND, MAKE))
+"""Where files are, and what reading and changing them needs of the key."""
+
+
+def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
+    """Return the routes that are the same for files of a session and of a workspace."""
+    return (
+        _raw("GET", f"{top}/fs/file", contents.get, look, query=contents.GetQuery, answer_type=contents.BYTES),
+        _raw(
+            *("PUT", f"{top}/fs/file", contents.put, act),
+            query=contents.PutQuery,
+            body_type=contents.BYTES,
+            answer=contents.PutBody,
+            statuses=(200, 201),
+        ),
+        _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
+        _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
+        _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),
+    )
 
 
 async def openapi(_exchange: Exchange) -> Answer:
@@ -163,6 +186,7 @@ TABLE = RouteTable(
         _raw("GET", f"{_SESSION}/fs/read", files.read, LOOK, query=files.ReadQuery, answer=files.FileBody),
         _raw("POST", f"{_SESSION}/fs/write", files.write, ACT, body=files.WriteRequest, answer=files.WrittenBody),
         _raw("POST", f"{_SESSION}/fs/upload", files.upload, ACT, body_type=files.FORM, answer=files.UploadedBody),
+        *(route for top, look, act in _PLACES for route in _file_routes(top, look, act)),
         # Workspaces
         _json(
             *("GET", WORKSPACES, workspaces.list_workspaces, FIND),
@@ -202,11 +226,6 @@ TABLE = RouteTable(
             *("DELETE", f"{_WORKSPACE}/fs", workspaces.remove, MAKE),
             query=workspaces.RemoveQuery,
             answer=files.WrittenBody,
-        ),
-        _raw(
-            *("GET", f"{_WORKSPACE}/fs/stat", workspaces.stat, FIND),
-            query=workspaces.FileQuery,
-            answer=workspaces.FileInfoBody,
         ),
         _raw("GET", f"{_WORKSPACE}/fs/read", files.read, FIND, query=files.ReadQuery, answer=files.FileBody),
         _raw("POST", f"{_WORKSPACE}/fs/write", files.write, MAKE, body=files.WriteRequest, answer=files.WrittenBody),

@@ -11,6 +11,7 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -27,6 +28,7 @@ from runner.wire.protocol import (
     FROM_RUNNER,
     HEADER_BYTES,
     MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
     REQUESTS,
     Error,
     Frame,
@@ -255,14 +257,18 @@ def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     for name in message.__slots__:
         value = getattr(message, name)
-        if isinstance(value, tuple):
-            for each in value:
-                _check_message(each)
-        elif isinstance(value, int):
-            if abs(value) > _MAX_NUMBER:
-                raise RunnerProtocolError("a number out of range")
-        elif isinstance(value, str):
-            _check_text(value)
+        for each in value if isinstance(value, tuple) else (value,):
+            _check_value(each)
+
+
+def _check_value(value: Any) -> None:  # of a field, or of a list in one
+    if isinstance(value, int):
+        if abs(value) > _MAX_NUMBER:
+            raise RunnerProtocolError("a number out of range")
+    elif isinstance(value, str):
+        _check_text(value)
+    elif dataclasses.is_dataclass(value):
+        _check_message(value)
 
 
 def _check_text(text: str) -> None:
@@ -275,13 +281,18 @@ def _check_text(text: str) -> None:
 
 
 class RunnerLink:
-    """All connections to one sandbox. `close` ends them."""
+    """All connections to one sandbox. `close` ends them. `version`: of the protocol that PID 1 speaks."""
 
     def __init__(self, run_dir: Path) -> None:
+        self.version = PROTOCOL_VERSION
         self._dir_fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._idle: list[RunnerConnection] = []
         self._busy: set[RunnerConnection] = set()
         self._closed = False
+
+    def note_version(self, version: int) -> None:
+        """Know which protocol PID 1 said that it speaks."""
+        self.version = version
 
     @property
     def connections(self) -> dict[str, int]:

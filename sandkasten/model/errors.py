@@ -190,6 +190,18 @@ class Conflict(ClientError):
     code = "CONFLICT"
 
 
+class PreconditionFailed(ClientError):
+    """A file is of another version than the request is for; `details.etag` is the present one, empty for no file."""
+
+    code = "PRECONDITION_FAILED"
+
+
+class RangeNotSatisfiable(ClientError):
+    """The part of a file begins behind its end; `details.size` is the file's."""
+
+    code = "RANGE_NOT_SATISFIABLE"
+
+
 class ExecIdsExhausted(ClientError):
     """The session takes no new id from a client: it has no room to remember one, or lost the used ones."""
 

@@ -14,7 +14,7 @@ from tests.api.harness import RunningTree, read_until, request_bytes, running_fr
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
 from tests.api.ws_client import client_frame, close_code, handshake
 
-LOOKING_POSTS = {"processes/{exec_id}/wait"}
+LOOKING_POSTS = {"processes/{exec_id}/wait", "fs/stat", f"{WORKSPACES}/{{id}}/fs/stat"}
 """Routes that only look, though their parameters come in the body of a POST."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}

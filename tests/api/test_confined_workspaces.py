@@ -31,12 +31,16 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"path": "f", "text": "x"}}
         case "POST", "fs/upload":
             options = {"files": {"file": ("f", b"x")}}
+        case "POST", "fs/stat":
+            options = {"json": {"paths": ["f"]}}
         case "POST", "import":
             options = {"content": EMPTY, "params": {"replace": "true"}}
+        case "PUT", "fs/file":
+            options = {"content": b"x", "params": {"path": "f"}}
         case "PUT" | "PATCH", _:
             options = {"json": {}}
         case _, _ if pattern.startswith("fs"):
-            is_directory = pattern in ("fs", "fs/download") and request.method != "DELETE"
+            is_directory = pattern in ("fs", "fs/list", "fs/download") and request.method != "DELETE"
             options = {"params": {"path": "" if is_directory else "f"}}
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)
 

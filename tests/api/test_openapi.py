@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,7 @@ async def test_answers_are_as_described() -> None:
             ("get_v_sessions_id_ports", "GET", f"{path}/ports", None),
             ("post_v_sessions_id_fs_write", "POST", f"{path}/fs/write", {"path": "f", "text": "t"}),
             ("get_v_sessions_id_fs_read", "GET", f"{path}/fs/read?path=f", None),
+            *_file_requests("sessions", path),
             ("post_v_sessions_id_pause", "POST", f"{path}/pause", None),
             ("post_v_sessions_id_resume", "POST", f"{path}/resume", None),
             ("delete_v_sessions_id", "DELETE", path, None),
@@ -232,7 +233,7 @@ async def test_answers_are_as_described() -> None:
             ("patch_v_workspaces_id", "PATCH", space, {"labels": {}}),
             ("post_v_workspaces_id_fs_write", "POST", f"{space}/fs/write", {"path": "f", "text": "t"}),
             ("get_v_workspaces_id_fs", "GET", f"{space}/fs", None),
-            ("get_v_workspaces_id_fs_stat", "GET", f"{space}/fs/stat?path=f", None),
+            *_file_requests("workspaces", space),
             ("get_v_workspaces_id_fs_read", "GET", f"{space}/fs/read?path=f", None),
             ("delete_v_workspaces_id_fs", "DELETE", f"{space}/fs?path=f", None),
             ("delete_v_workspaces_id", "DELETE", space, None),
@@ -256,6 +257,16 @@ async def test_answers_are_as_described() -> None:
         if any("application/json" in answer.get("content", ()) for answer in operation["responses"].values())
     }
     assert answering == seen
+
+
+def _file_requests(of: str, top: str) -> Sequence[tuple[str, str, str, Any]]:
+    """Return a request for each of the routes that sessions and workspaces share, with a file `f` there."""
+    return (
+        (f"put_v_{of}_id_fs_file", "PUT", f"{top}/fs/file?path=f", None),
+        (f"get_v_{of}_id_fs_list", "GET", f"{top}/fs/list", None),
+        (f"get_v_{of}_id_fs_stat", "GET", f"{top}/fs/stat?path=f", None),
+        (f"post_v_{of}_id_fs_stat", "POST", f"{top}/fs/stat", {"paths": ["f", "x"]}),
+    )
 
 
 PROBES: tuple[object, ...] = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import IO, Any
 import trio
 
 from nsinit.sandbox.child import RunnerKernel
-from runner.files.operations import Request, perform
+from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, check_regular, refusal
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
@@ -26,7 +27,7 @@ from runner.wire.protocol import CHUNK_BYTES, Kind
 WORKSPACE = "/workspace"
 ROOTS = (WORKSPACE, "/tmp", "/home/sandbox")
 
-FileRequest = protocol.ReadFile | protocol.WriteFile | Request
+FileRequest = protocol.ReadFile | protocol.WriteFile | protocol.FileRequest
 Receive = Callable[[], Awaitable[protocol.Frame | None]]
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -79,26 +80,61 @@ class ScriptedFiles:
         """Perform a request, whose DATA frames come by `receive`; send STARTED and the DATA frames of the answer.
         Return the last answer, None if the daemon has left.
         """
-        path = ""
-        if not isinstance(request, protocol.Unpack):
-            path, request = request.path, replace(request, path=str(self.path(request.path)))
+        path = getattr(request, "path", "")
+        request = self._placed(request)
         with tempfile.TemporaryFile() as spool:
             try:
-                if isinstance(request, protocol.WriteFile | protocol.Unpack) and not await self._take(spool, receive):
+                takes = isinstance(request, protocol.WriteFile) or getattr(request, "takes_input", False)
+                if takes and not await self._take(spool, receive):
                     return None
                 if isinstance(request, protocol.ReadFile):
                     return await self._read(request, send)
                 if isinstance(request, protocol.WriteFile):
                     return self._write(request, spool)
-                fd = spool.fileno()
-                answer: Any = perform(request, self._resolver, self._kernel, input_fd=fd, output_fd=fd)
+                assert isinstance(request, protocol.FileRequest)
+                heads: list[object] = []
+                answer: Any = self._perform(request, spool, heads.append)
             except Refused as refused:
                 return refused.error
             except OSError as error:
                 return refusal(error, path).error
-            if isinstance(request, protocol.Pack):
-                await _send_all(spool, os.fstat(fd).st_size, send)
-        return replace(answer, path=self._inside(answer.path)) if getattr(answer, "path", "") else answer
+            for head in heads:
+                await send(protocol.encode_frame(Kind.STARTED, protocol.ANSWERS.encode(self._named(head))))
+            if request.gives_output:
+                await _send_all(spool, os.fstat(spool.fileno()).st_size, send)
+        return self._named(answer)
+
+    def _perform(self, request: protocol.FileRequest, spool: IO[bytes], start: Callable[[object], None]) -> object:
+        """Perform a request whose input is in `spool`, which holds the output afterwards."""
+        with tempfile.TemporaryFile() as out:
+            work = FileWork(self._resolver, self._kernel, start, spool.fileno(), out.fileno())
+            answer = perform(request, work)
+            if request.gives_output:
+                spool.seek(0)
+                spool.truncate()
+                out.seek(0)
+                shutil.copyfileobj(out, spool)
+                spool.flush()
+        return answer
+
+    def _placed(self, request: FileRequest) -> FileRequest:
+        """Return a request with the places of its paths on this machine."""
+        places: dict[str, Any] = {}
+        for name in ("path", "source", "target"):
+            if hasattr(request, name):
+                places[name] = str(self.path(getattr(request, name)))
+        if isinstance(request, protocol.StatFiles):
+            places["paths"] = tuple(str(self.path(path)) for path in request.paths)
+        return replace(request, **places)
+
+    def _named(self, answer: Any) -> object:
+        """Return an answer with paths inside."""
+        changes: dict[str, Any] = {}
+        if getattr(answer, "path", ""):
+            changes["path"] = self._inside(answer.path)
+        if isinstance(answer, protocol.FileStats):
+            changes["entries"] = tuple(each and self._named(each) for each in answer.entries)
+        return replace(answer, **changes)
 
     async def _take(self, spool: IO[bytes], receive: Receive) -> bool:
         while True:

@@ -345,6 +345,7 @@ class SessionActor(Actor):
 
     def _meet(self, link: RunnerLink, hello: runner_protocol.HelloReply) -> None:
         self._link = link
+        link.note_version(hello.version)
         if hello.has_changes and self._own.facts.status is Status.POOL_IDLE:
             raise SandboxError("a member of a pool that was being claimed when the daemon ended")
         self._own.change(cwd=hello.cwd)

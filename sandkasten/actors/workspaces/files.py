@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, d
 from sandkasten.model.errors import (
     BuildFailed,
     Capacity,
+    Conflict,
     DiskFull,
     FileNotFound,
     InvalidRequest,
@@ -81,6 +82,8 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
     "INVALID_PATH": InvalidRequest,
     "DISK_FULL": DiskFull,
     "TOO_LARGE": TooLarge,
+    "EXISTS": Conflict,
+    "NO_SUCH_USER": InvalidRequest,
 }
 
 
@@ -143,6 +146,72 @@ async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> Asy
     async with link.connection() as connection:
         await connection.send_request(protocol.WriteFile(path=path, sync=sync))
         yield LocalFileWriter(connection, patience_s=_SYNCED_S if sync else _ANSWER_S)
+
+
+class LocalFileStream:
+    """Implements `supervisor.FileStream`."""
+
+    def __init__(self, connection: RunnerConnection, patience_s: float) -> None:
+        self._connection, self._patience_s = connection, patience_s
+        self._answer: object = None
+
+    async def head(self, expected: type[T]) -> T:
+        return require(await self._connection.receive_answer(deadline=self._deadline), expected)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        kind, body = await self._connection.receive(deadline=self._deadline)
+        if kind is Kind.DATA:
+            check_piece(body, "a file")
+            return body
+        self._answer = decode_answer(kind, body)
+        raise StopAsyncIteration
+
+    async def answer(self, expected: type[T] | tuple[type[T], ...]) -> T:
+        if self._answer is None:
+            async for _ in self:
+                pass
+        return require(self._answer, expected)
+
+    async def send(self, data: bytes) -> None:
+        for start in range(0, len(data), CHUNK_BYTES):
+            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+
+    async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
+        await self._connection.send(Kind.END)
+        return await self.answer(expected)
+
+    @property
+    def _deadline(self) -> float:
+        return trio.current_time() + self._patience_s
+
+
+class LocalFiles:
+    """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files."""
+
+    def __init__(self, lend: Callable[[], AbstractAsyncContextManager[RunnerLink]]) -> None:
+        self._lend = lend
+
+    async def ask(self, request: protocol.FileRequest, expected: type[T], *, patience_s: float = _ANSWER_S) -> T:
+        async with self._lend() as link:
+            _check_version(link)
+            return await _ask(link, request, expected, patience_s=patience_s)
+
+    @asynccontextmanager
+    async def stream(
+        self, request: protocol.FileRequest, *, patience_s: float = _ANSWER_S
+    ) -> AsyncIterator[LocalFileStream]:
+        async with self._lend() as link, link.connection() as connection:
+            _check_version(link)
+            await connection.send_request(request)
+            yield LocalFileStream(connection, patience_s)
+
+
+def _check_version(link: RunnerLink) -> None:
+    if link.version < protocol.FILES_VERSION:
+        raise Conflict("this session began before an update of the daemon: it only reads and writes whole files")
 
 
 # Lists and archives ---------------------------------------------------------------------------------------------------
@@ -273,7 +342,7 @@ def check_path(path: str) -> None:
         raise InvalidRequest("malformed path", path="lone surrogate") from None
 
 
-def require(answer: object, expected: type[T]) -> T:
+def require(answer: object, expected: type[T] | tuple[type[T], ...]) -> T:
     """Return the answer if it is of the expected class, or raise the refusal it is."""
     if isinstance(answer, expected):
         return answer

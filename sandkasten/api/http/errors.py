@@ -53,7 +53,9 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.SessionExpired: 410,
     errors.ExecGone: 410,
     errors.CursorGone: 410,
+    errors.PreconditionFailed: 412,
     errors.TooLarge: 413,
+    errors.RangeNotSatisfiable: 416,
     errors.QuotaExceeded: 429,
     errors.BuildFailed: 500,
     errors.RunnerLost: 500,
@@ -143,6 +145,8 @@ def error_answer(error: Exception) -> Answer:
         headers = (*headers, ("retry-after", str(error.retry_after_s)))
     if isinstance(error, errors.MethodNotAllowed):
         headers = (*headers, ("allow", str(error.details.get("allow", ""))))
+    if isinstance(error, errors.RangeNotSatisfiable):
+        headers = (*headers, ("content-range", f"bytes */{error.details.get('size', 0)}"))
     if isinstance(error, errors.Unauthorized):
         headers = (*headers, ("www-authenticate", "Bearer"))
     return json_answer(error_body(error), status=status, headers=headers)

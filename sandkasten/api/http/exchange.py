@@ -24,7 +24,7 @@ from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
 from sandkasten.model.keys import NOBODY
-from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
+from sandkasten.supervisor import Files, Supervisor, WorkspaceSupervisor
 
 T = TypeVar("T")
 
@@ -105,6 +105,17 @@ class Exchange(AsgiExchange):
     def workspaces(self) -> WorkspaceSupervisor:
         """The workspaces within the reach of the caller's key. Handlers use no other way to workspaces."""
         return own_workspaces(self.key, self.supervisor)
+
+    @property
+    def files(self) -> Files:
+        """The files of the session or workspace in the request's path."""
+        return self.made_files(make=False)
+
+    def made_files(self, *, make: bool = True) -> Files:
+        """Return the same, and make a workspace that is not there when a request needs it."""
+        if not self.workspace_id:
+            return self.supervisor.files(self.session_id)
+        return self.workspaces.workspace_files(self.workspace_id, make=make)
 
     @property
     def method(self) -> str:

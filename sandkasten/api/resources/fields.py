@@ -13,6 +13,7 @@ import binascii
 import difflib
 import enum
 import functools
+import os
 import re
 import signal
 import types
@@ -57,6 +58,9 @@ MAX_PATTERN_CHARS = 1000
 MAX_SIGNAL = 64
 MAX_LIST = 10_000
 MAX_FILES = 1000
+MAX_PATHS = 1000
+"""Paths in one request about many files."""
+MAX_DEPTH = 32
 _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
@@ -115,6 +119,11 @@ Offset = NewType("Offset", int)
 OutputBytes = NewType("OutputBytes", int)
 PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
+FilePath = NewType("FilePath", str)
+FileMode = NewType("FileMode", int)
+Paths = NewType("Paths", tuple[str, ...])
+Depth = NewType("Depth", int)
+Glob = NewType("Glob", str)
 ArchiveFormat = NewType("ArchiveFormat", str)
 WindowBytes = NewType("WindowBytes", int)
 
@@ -286,6 +295,59 @@ def _path_in_workspace(value: object) -> str:
     return TOP if value in ("", "/") else check_path(value)
 
 
+_MODE = re.compile(r"[0-7]{3,4}\Z")
+_ESCAPE = re.compile("\0([89a-f][0-9a-f])")
+
+
+def _file_path(value: object) -> str:
+    """Return a path, surrogate-escaped. NUL and two hexadecimal digits stand for a byte that is not UTF-8."""
+    text = _string(value)
+    if len(text.encode()) > MAX_PATH_BYTES:
+        raise ValueError(f"must have at most {MAX_PATH_BYTES} bytes")
+    path = _ESCAPE.sub(lambda found: chr(0xDC00 + int(found[1], 16)), text)
+    if "\0" in path:
+        raise ValueError("has a NUL character that is not followed by two digits from 80 to ff, in lower case")
+    return path or "."
+
+
+def spell_path(path: str) -> str:
+    """Return a surrogate-escaped path as a text that `FilePath` reads as the same path. No name holds NUL, so no other
+    path has that spelling."""
+    return "".join(f"\0{ord(sign) - 0xDC00:02x}" if "\udc80" <= sign <= "\udcff" else sign for sign in path)
+
+
+def _paths(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_PATHS:
+        raise ValueError(f"must be a list of 1 to {MAX_PATHS} paths")
+    return tuple(_file_path(each) for each in value)
+
+
+def _file_mode(value: object) -> int:
+    if not _MODE.match(_string(value)):
+        raise ValueError("must be 3 or 4 octal digits")
+    return int(str(value), 8)
+
+
+def _glob(value: object) -> str:
+    text = _text(value)
+    if len(text.encode()) > MAX_PATH_BYTES or "\0" in text:
+        raise ValueError(f"must have at most {MAX_PATH_BYTES} bytes, and no NUL")
+    return text
+
+
+def decode_cursor(cursor: str | None) -> str:
+    """Return the name behind which a page begins. Raises `InvalidRequest`."""
+    try:
+        return os.fsdecode(base64.b64decode(cursor or "", altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError):
+        raise bad_query("cursor", "is none of this server's") from None
+
+
+def encode_cursor(name: str) -> str:
+    """Return a cursor for the page behind a name."""
+    return base64.urlsafe_b64encode(os.fsencode(name)).decode("ascii")
+
+
 def _base64(value: object) -> bytes:
     try:
         return base64.b64decode(_string(value), validate=True)
@@ -394,6 +456,11 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
     PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
+    FilePath: _file_path,
+    FileMode: _file_mode,
+    Paths: _paths,
+    Depth: Between(1, MAX_DEPTH),
+    Glob: _glob,
     ArchiveFormat: Choice(("tar", "tar.zst")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),

@@ -7,18 +7,15 @@ label (`Exchange.workspaces`).
 
 from __future__ import annotations
 
-import base64
-import binascii
-import os
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, Literal, Self
+from datetime import datetime
+from typing import Literal
 
 import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.json import Body, scrub
+from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import own_labels
 from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.fields import (
@@ -35,14 +32,16 @@ from sandkasten.api.resources.fields import (
     QuotaFiles,
     WorkspaceId,
     bad_query,
+    decode_cursor,
+    encode_cursor,
     read_query,
     read_request,
 )
+from sandkasten.api.resources.file_entries import EntryBody
 from sandkasten.api.resources.files import WrittenBody
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, InvalidRequest
 from sandkasten.model.workspace import (
-    FileInfo,
     Packed,
     Workspace,
     WorkspacePatch,
@@ -124,13 +123,6 @@ class FilesQuery:
 
 
 @attrs.frozen
-class FileQuery:
-    """The query of one file; an empty path and `/` are the workspace itself."""
-
-    path: PathInWorkspace = _ITSELF
-
-
-@attrs.frozen
 class RemoveQuery:
     """The query of a removal, which the workspace itself can't be the object of."""
 
@@ -197,46 +189,6 @@ class WorkspacesBody(Body):
     next_cursor: str | None = None
 
 
-@attrs.frozen(kw_only=True)
-class EntryBody(Body):
-    """A directory entry. `name_base64` is there for a name that is not UTF-8; `modified_at` is null for a time that no
-    calendar has."""
-
-    name: str
-    is_dir: bool
-    type: str
-    size: int
-    mode: str
-    owner: int
-    modified_at: datetime | None
-    target: str | None = None
-    name_base64: str | None = None
-
-    @classmethod
-    def of(cls, file: FileInfo, **others: Any) -> Self:  # others: fields of the subclass
-        """Return an entry as clients see it."""
-        is_text = scrub(file.name) == file.name
-        return cls(
-            name=file.name,
-            is_dir=file.kind == "directory",
-            type=file.kind,
-            size=file.size_bytes,
-            mode=f"{file.mode:04o}",
-            owner=file.owner,
-            modified_at=_moment(file.modified_us),
-            target=file.target if file.kind == "symlink" else None,
-            name_base64=None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
-            **others,
-        )
-
-
-@attrs.frozen(kw_only=True)
-class FileInfoBody(EntryBody):
-    """An entry with its resolved path."""
-
-    path: str
-
-
 @attrs.frozen
 class FilesBody(Body):
     """A page of a directory's entries; without `next_cursor` the last one."""
@@ -264,7 +216,7 @@ async def list_workspaces(exchange: Exchange) -> Answer:
     query = read_query(exchange, WorkspacesQuery)
     limit, wanted = query.limit, _label(query.label)
     found: list[Workspace] = []
-    after, is_more = _after(query.cursor), True
+    after, is_more = decode_cursor(query.cursor), True
     while is_more and len(found) <= limit:
         page = await exchange.workspaces.workspaces(after=after, limit=limit + 1)
         is_more = len(page) > limit
@@ -279,7 +231,7 @@ async def list_workspaces(exchange: Exchange) -> Answer:
             )
         }
         shown = [measured.get(each.id, each) for each in shown]
-    cursor = _encode(os.fsencode(shown[-1].id)) if len(found) > limit else None
+    cursor = encode_cursor(shown[-1].id) if len(found) > limit else None
     return json_answer(WorkspacesBody([WorkspaceBody.of(each) for each in shown], cursor))
 
 
@@ -335,16 +287,10 @@ async def list_files(exchange: Exchange) -> Answer:
     """List a directory, in the order of the names' bytes."""
     query = read_query(exchange, FilesQuery)
     listing = await exchange.workspaces.list_files(
-        exchange.workspace_id, query.path, after=_after(query.cursor), limit=query.limit
+        exchange.workspace_id, query.path, after=decode_cursor(query.cursor), limit=query.limit
     )
-    cursor = _encode(os.fsencode(listing.entries[-1].name)) if listing.more and listing.entries else None
+    cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
     return json_answer(FilesBody(listing.path, [EntryBody.of(each) for each in listing.entries], cursor))
-
-
-async def stat(exchange: Exchange) -> Answer:
-    """Read the type, size, mode, owner and time of a file."""
-    found = await exchange.workspaces.stat_file(exchange.workspace_id, read_query(exchange, FileQuery).path)
-    return json_answer(FileInfoBody.of(found, path=found.path))
 
 
 async def remove(exchange: Exchange) -> Answer:
@@ -431,14 +377,6 @@ def _quota(request: WorkspaceRequest | WorkspacePutRequest) -> WorkspaceQuota | 
     return WorkspaceQuota.of(request.quota_bytes, request.quota_files)
 
 
-def _moment(microseconds: int) -> datetime | None:
-    """Return a file's time, which its writer chose freely; None if no calendar has it."""
-    try:
-        return datetime.fromtimestamp(microseconds / 10**6, UTC)
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
 def _label(text: str | None) -> tuple[str, str] | None:
     if text is None:
         return None
@@ -450,18 +388,6 @@ def _label(text: str | None) -> tuple[str, str] | None:
 
 def _has(workspace: Workspace, label: tuple[str, str] | None) -> bool:
     return label is None or workspace.labels.get(label[0]) == label[1]
-
-
-def _after(cursor: str | None) -> str:
-    """Return the name behind which a page begins. Raises `InvalidRequest`."""
-    try:
-        return os.fsdecode(base64.b64decode(cursor or "", altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError):
-        raise bad_query("cursor", "is none of this server's") from None
-
-
-def _encode(name: bytes) -> str:
-    return base64.urlsafe_b64encode(name).decode("ascii")
 
 
 def _before(workspace_id: str) -> str:

@@ -1,0 +1,157 @@
+"""Content of one file as the body itself: streamed both ways at any size, in parts, and by version.
+
+Neither end holds more than a few pieces. Versions are those that `file_entries.py` lists. A write takes place in one
+step, at its end; a client that leaves before leaves the old file.
+
+Sources: RFC 9110 §8.8.3 (ETag), §13.1 (conditions), §14 (ranges).
+"""
+
+from __future__ import annotations
+
+import re
+from email.utils import formatdate
+
+import attrs
+
+from runner.wire.protocol import Done, FilePart, FilePut, GetFile, PutFile, Unmatched
+from sandkasten.api.http.errors import Answer, Headers, json_answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.json import Body
+from sandkasten.api.resources.fields import FileMode, FilePath, read_query, spell_path
+from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.model.errors import (
+    InvalidRequest,
+    PreconditionFailed,
+    RangeNotSatisfiable,
+    RunnerProtocolError,
+    SandboxError,
+)
+
+BYTES = "application/octet-stream"
+_ANY_SIZE = 1 << 60
+"""The session's disk is the bound."""
+_WRITE_S = 1800.0
+"""Until a file is in its place, and in a workspace on the disk."""
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
+_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
+_MAX_ETAGS = 64
+
+
+@attrs.frozen(kw_only=True)
+class GetQuery(Placed):
+    """The query of a file's content."""
+
+    path: FilePath
+
+
+@attrs.frozen(kw_only=True)
+class PutQuery(Placed):
+    """The query of a file to write. `mode` is octal; without it the file keeps its mode, and a new one gets 0644."""
+
+    path: FilePath
+    mode: FileMode | None = None
+
+
+@attrs.frozen
+class PutBody(Body):
+    """A file was written; `path` is resolved."""
+
+    path: str
+    etag: str
+    size: int
+
+
+async def get(exchange: Exchange) -> None:
+    """Read a file, or with `Range` a part."""
+    query = read_query(exchange, GetQuery)
+    start, end = _range_of(exchange.header(b"range"))
+    request = GetFile(
+        inside(exchange, query, query.path),
+        start=start,
+        end=end,
+        if_none_match=_etags(exchange, b"if-none-match"),
+        if_range=exchange.header(b"if-range") or "",
+        head_only=exchange.method == "HEAD",
+        user=query.user,
+    )
+    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.until_disconnect(lambda: _send(exchange, request))
+
+
+async def _send(exchange: Exchange, request: GetFile) -> None:
+    async with exchange.files.stream(request) as stream:
+        head = await stream.head(FilePart)
+        if head.result == "unsatisfiable":
+            raise RangeNotSatisfiable("the part begins behind the end of the file", size=head.size_bytes)
+        status, headers = _head_of(head)
+        await exchange.start(status, headers)
+        left = 0 if request.head_only else head.count
+        async for piece in stream:
+            left -= len(piece)
+            if left < 0:
+                raise RunnerProtocolError("more of a file than was announced")
+            await exchange.write(piece)
+        await stream.answer(Done)
+        if left:
+            raise SandboxError("the file became shorter while it was read")
+        await exchange.finish()
+
+
+def _head_of(head: FilePart) -> tuple[int, Headers]:
+    headers: Headers = (("etag", head.etag), ("accept-ranges", "bytes"))
+    if head.result == "unchanged":
+        return 304, headers
+    headers = (("content-type", BYTES), ("content-length", str(head.count)), *headers)
+    if 0 <= head.mtime_us < 1 << 52:  # years that a date can have
+        headers = (*headers, ("last-modified", formatdate(head.mtime_us // 10**6, usegmt=True)))
+    if head.result == "whole":
+        return 200, headers
+    last = head.offset + head.count - 1
+    return 206, (*headers, ("content-range", f"bytes {head.offset}-{last}/{head.size_bytes}"))
+
+
+def _range_of(header: str | None) -> tuple[int | None, int | None]:
+    """Return the first and the last byte of the one range that is asked for; nothing for several, or for other units:
+    then the whole file is the answer."""
+    found = _RANGE.match(header or "")
+    start, end = (int(each) if each else None for each in found.groups()) if found else (None, None)
+    if start is not None and end is not None and end < start:
+        return None, None
+    return start, end
+
+
+def _etags(exchange: Exchange, name: bytes) -> tuple[str, ...]:
+    """Return the versions in a header.
+
+    Raises:
+        InvalidRequest: there is something else in it.
+    """
+    text = exchange.header(name) or ""
+    found = tuple(_ETAG.findall(text))
+    if _ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
+        raise InvalidRequest("a condition can't be read", **{name.decode().replace("-", "_"): "must be ETags, or *"})
+    return found
+
+
+async def put(exchange: Exchange) -> Answer:
+    """Write a file from the body, replacing one that is there; missing directories are made."""
+    query = read_query(exchange, PutQuery)
+    absent = _etags(exchange, b"if-none-match")
+    if absent not in ((), ("*",)):
+        raise InvalidRequest("a condition can't be met", if_none_match="must be * for a write")
+    request = PutFile(
+        inside(exchange, query, query.path),
+        query.mode,
+        if_match=_etags(exchange, b"if-match"),
+        create_only=bool(absent),
+        sync=bool(exchange.workspace_id),
+        user=query.user,
+    )
+    async with exchange.made_files().stream(request, patience_s=_WRITE_S) as stream:
+        while chunk := await exchange.read_chunk(limit_bytes=_ANY_SIZE):
+            await stream.send(chunk)
+        done: FilePut | Unmatched = await stream.end((FilePut, Unmatched))
+    if isinstance(done, Unmatched):
+        raise PreconditionFailed("the file is of another version", etag=done.etag)
+    body = PutBody(spell_path(done.path), done.etag, done.size_bytes)
+    return json_answer(body, status=201 if done.created else 200, headers=(("etag", done.etag),))

@@ -1,0 +1,67 @@
+"""Lists and properties of files over HTTP: the same routes for sessions and workspaces."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.api.harness import RunningTree, running_front
+from tests.api.test_exec import make_session
+
+WORKSPACE = "/v1/workspaces/files"
+
+
+async def place(running: RunningTree, client: httpx.AsyncClient, kind: str) -> str:
+    """Return the URL of a session or of a workspace with the files `a` and `d/b`."""
+    url = await make_session(running, client) if kind == "session" else WORKSPACE
+    for path in ("a", "d/b"):
+        answer = await client.post(f"{url}/fs/write", json={"path": path, "text": path})
+        assert answer.status_code == 200, answer.text
+    return url
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_a_list_is_deep_and_in_pages(kind: str) -> None:
+    """Every entry has the path that other requests take, and a cursor leads to the next page."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, kind)
+        found: list[str] = []
+        query: dict[str, str | int] = {"depth": 2, "limit": 1, "path": "/" if kind == "workspace" else ""}
+        while True:
+            page = (await client.get(f"{url}/fs/list", params=query)).json()
+            assert page["path"] == "/workspace"
+            found += [each["path"] for each in page["entries"]]
+            if "next_cursor" not in page:
+                break
+            query["cursor"] = page["next_cursor"]
+        assert found == ["/workspace/a", "/workspace/d", "/workspace/d/b"]
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_properties_of_one_and_of_many(kind: str) -> None:
+    """A missing file is 404 alone, and null among many."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, kind)
+        entry = (await client.get(f"{url}/fs/stat", params={"path": "b", "cwd": "d"})).json()
+        assert (entry["path"], entry["type"], entry["size"]) == ("/workspace/d/b", "file", 3)
+        assert {"uid", "gid", "user", "group", "etag", "mode"} <= entry.keys()
+        assert (await client.get(f"{url}/fs/stat", params={"path": "x"})).status_code == 404
+        answer = await client.post(f"{url}/fs/stat", json={"paths": ["a", "x", "d"]})
+        assert [each and each["type"] for each in answer.json()["entries"]] == ["file", None, "directory"]
+
+
+async def test_the_slash_of_a_workspace_is_the_workspace() -> None:
+    """A path that begins with a slash begins there, and so does one that spells the workspace's place."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, "workspace")
+        for path in ("/a", "a", "/workspace/a"):
+            assert (await client.get(f"{url}/fs/stat", params={"path": path})).json()["path"] == "/workspace/a"
+
+
+@pytest.mark.parametrize("query", ["depth=0", "depth=33", "limit=1001", "path=%00zz", "path=%00ff%00", "cursor=!"])
+async def test_a_bad_query_is_400(query: str) -> None:
+    """Before the sandbox is asked."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        answer = await client.get(f"{url}/fs/list?{query}")
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")

@@ -1,0 +1,159 @@
+"""File requests in a sandbox with programs: any path, another user, the session's rules, and kinds that would hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from runner.wire.protocol import (
+    CHUNK_BYTES,
+    Error,
+    FileEntry,
+    FilePart,
+    FilePut,
+    FileStats,
+    GetFile,
+    Kind,
+    ListFiles,
+    Listing,
+    PutFile,
+    RemoveFile,
+    StatFile,
+    StatFiles,
+    Unmatched,
+)
+from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture
+def client(sandbox: Sandbox) -> Client:
+    return sandbox.shell()
+
+
+def code(answer: object) -> str:
+    assert isinstance(answer, Error), answer
+    return answer.code
+
+
+def test_any_path_of_the_user_is_found(client: Client) -> None:
+    """Outside of the three roots, too; what the user may not enter stays closed."""
+    entry = client.ask(StatFile("/etc/passwd"))
+    assert isinstance(entry, FileEntry)
+    assert (entry.path, entry.kind, entry.owner, entry.user_name) == ("/etc/passwd", "file", 0, "root")
+    listing = client.ask(ListFiles("/etc"))
+    assert isinstance(listing, Listing)
+    assert "passwd" in [each.name for each in listing.entries]
+    client.run("mkdir closed; chmod 0 closed")
+    assert code(client.ask(ListFiles("closed"))) == "PERMISSION_DENIED"
+    assert code(client.ask(RemoveFile("/etc/passwd"))) == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/self/environ", "/sys/kernel", "link"])
+def test_the_kernels_files_are_refused_at_once(client: Client, path: str) -> None:
+    """By whatever way they are reached."""
+    client.run("ln -s /proc link")
+    assert code(client.ask(ListFiles(path))) == "NOT_A_FILE"
+
+
+def test_kinds_that_would_hang_are_described(client: Client) -> None:
+    """A FIFO without a writer and a device: entries like others, at once."""
+    client.run("mkfifo fifo")
+    began = time.monotonic()
+    answer: Any = client.ask(StatFiles(("fifo", "/dev/null", "missing")))
+    assert isinstance(answer, FileStats)
+    assert [each and each.kind for each in answer.entries] == ["other", "other", None]
+    assert time.monotonic() - began < 5
+
+
+def test_names_of_any_bytes_are_listed_and_removed(client: Client) -> None:
+    """Surrogate-escaped on the wire, both ways."""
+    client.run("touch $'\\xff\\x80' $'new\\nline'")
+    listing = client.ask(ListFiles("."))
+    assert isinstance(listing, Listing)
+    assert [each.name for each in listing.entries] == ["new\nline", "\udcff\udc80"]
+    for each in listing.entries:
+        client.ask(RemoveFile(each.name))
+    assert client.stdout("ls -A") == b""
+
+
+def test_a_request_is_made_as_its_user(client: Client) -> None:
+    """Another user of the image sees what that user may see; a session that was built without root has none."""
+    client.run("mkdir mine; chmod 700 mine; touch mine/f")
+    assert code(client.ask(ListFiles("mine", user=str(UID + 1)))) == "PERMISSION_DENIED"
+    assert isinstance(client.ask(ListFiles("mine", user=str(UID))), Listing)
+    assert code(client.ask(ListFiles("mine", user="root"))) == "NO_SUCH_USER"
+    assert code(client.ask(ListFiles("mine", user="nobody-here"))) == "NO_SUCH_USER"
+
+
+def put(client: Client, path: str, content: bytes, **options: Any) -> Any:
+    client.request(PutFile(path, **options))
+    for start in range(0, len(content), CHUNK_BYTES):
+        client.send(Kind.DATA, content[start : start + CHUNK_BYTES])
+    client.send(Kind.END)
+    return client.next_message()
+
+
+def get(client: Client, path: str, **options: Any) -> tuple[Any, bytes]:
+    """Return the head, or the refusal, and the content."""
+    client.request(GetFile(path, **options))
+    head, content = client.next_message(), bytearray()
+    while isinstance(head, FilePart):
+        kind, body = client.next_frame()
+        if kind is not Kind.DATA:
+            break
+        content += body
+    return head, bytes(content)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024 * 1024, 1024 * 1024 + 1, 9_000_000])
+def test_content_is_exact_by_either_way(client: Client, size: int) -> None:
+    """Small files are sent by PID 1, larger ones by a worker; parts are parts."""
+    content = (bytes(range(251)) * (size // 251 + 1))[:size]
+    answer = put(client, "d/f", content, mode=0o640)
+    assert isinstance(answer, FilePut)
+    assert (answer.size_bytes, answer.created) == (size, True)
+    head, got = get(client, "d/f")
+    assert (head.result, head.count, got == content) == ("whole", size, True)
+    assert get(client, "d/f", start=size // 2)[1] == content[size // 2 :]
+    assert client.stdout("stat -c '%a %u' d/f; ls -A d") == b"640 %d\nf\n" % UID
+
+
+def test_a_sparse_file_of_any_size_is_read_in_parts(client: Client) -> None:
+    """The end of 10 GiB comes at once, and the beginning needs nobody to have the rest."""
+    client.run("truncate -s 10G big && echo end >>big")
+    size = 10 * 2**30 + 4
+    head, got = get(client, "big", end=4)
+    assert (head.size_bytes, head.offset, got) == (size, size - 4, b"end\n")
+    client.request(GetFile("big"))
+    assert client.next_message().count == size
+    client.sock.close()  # in the middle: the worker ends
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("fifo", "NOT_A_FILE"), ("/dev/zero", "NOT_A_FILE"), (".", "IS_DIRECTORY")]
+)
+def test_only_regular_files_have_content(client: Client, path: str, expected: str) -> None:
+    """Reading and replacing anything else is refused at once."""
+    client.run("mkfifo fifo")
+    assert code(get(client, path)[0]) == expected
+    assert code(put(client, path, b"x")) == expected
+    assert code(get(client, "/proc/self/status")[0]) == "NOT_A_FILE"
+    assert code(put(client, "/proc/self/comm", b"x")) == "NOT_A_FILE"
+
+
+def test_a_conditional_write_keeps_what_another_wrote(sandbox: Sandbox) -> None:
+    """The old version is compared when the content is there, too: a change meanwhile is not overwritten."""
+    client, second = sandbox.shell(), sandbox.connect()
+    client.run("echo one >f; sleep 0.1")
+    stat = client.ask(StatFile("f"))
+    assert isinstance(stat, FileEntry)
+    client.request(PutFile("f", if_match=(stat.etag,)))
+    client.send(Kind.DATA, b"mine")
+    second.run("echo two >f")
+    client.send(Kind.END)
+    assert isinstance(client.next_message(), Unmatched)
+    assert second.stdout("cat f; ls -A") == b"two\nf\n"

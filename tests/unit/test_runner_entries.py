@@ -1,0 +1,135 @@
+"""Lists and properties of files in a real directory: order, cursors, patterns, names of any bytes, versions."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nsinit.sandbox.child import RunnerKernel
+from runner.files.operations import FileWork, perform
+from runner.files.paths import Resolver
+from runner.files.tree import etag_of
+from runner.loop.config import RunnerConfig
+from runner.loop.context import Refused
+from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles, Listing, StatFiles
+from sandkasten.api.resources.fields import FilePath, make_converter, spell_path
+
+
+def work_in(top: Path, *, anywhere: bool = False) -> FileWork:
+    kernel = RunnerKernel(filters_commands=False)
+    config = RunnerConfig(workspace=str(top), file_roots=(str(top),))
+    return FileWork(Resolver(config, kernel, anywhere=anywhere), kernel, lambda _head: None)
+
+
+def pages(top: Path, request: ListFiles) -> list[str]:
+    """Return the names of all pages of a list."""
+    found: list[str] = []
+    while True:
+        listing = perform(
+            ListFiles(request.path, found[-1] if found else "", request.limit, request.depth), work_in(top)
+        )
+        assert isinstance(listing, Listing)
+        found += [each.name for each in listing.entries]
+        if not listing.more:
+            return found
+
+
+def make_tree(top: Path) -> None:
+    for name in ("b/c/d", "b.x", "a", "b/a"):
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(name)
+    (top / "out").symlink_to("/etc")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 1000])
+def test_a_deep_list_is_in_order_whatever_the_pages(tmp_path: Path, limit: int) -> None:
+    """A directory comes before its content, links are not entered, and a cursor goes on behind any entry."""
+    make_tree(tmp_path)
+    every = ["a", "b", "b/a", "b/c", "b/c/d", "b.x", "out"]
+    assert pages(tmp_path, ListFiles(".", limit=limit, depth=3)) == every
+    assert pages(tmp_path, ListFiles(".", limit=limit, depth=2)) == [each for each in every if each != "b/c/d"]
+    assert pages(tmp_path, ListFiles(".", limit=limit)) == ["a", "b", "b.x", "out"]
+
+
+def test_a_cursor_of_an_entry_that_is_gone_goes_on_behind_it(tmp_path: Path) -> None:
+    """Nothing comes twice, and nothing that stayed is left out."""
+    make_tree(tmp_path)
+    (tmp_path / "b/a").unlink()
+    listing = perform(ListFiles(".", "b/a", depth=3), work_in(tmp_path))
+    assert isinstance(listing, Listing)
+    assert [each.name for each in listing.entries] == ["b/c", "b/c/d", "b.x", "out"]
+
+
+def test_a_pattern_is_of_names_or_of_paths(tmp_path: Path) -> None:
+    """One with a slash is of paths below the directory; directories are entered all the same."""
+    make_tree(tmp_path)
+    for glob, found in (("a", ["a", "b/a"]), ("b/*", ["b/a", "b/c", "b/c/d"]), ("*.x", ["b.x"])):
+        listing = perform(ListFiles(".", depth=9, glob=glob), work_in(tmp_path))
+        assert isinstance(listing, Listing)
+        assert [each.name for each in listing.entries] == found
+
+
+def test_names_of_any_bytes_are_found_again(tmp_path: Path) -> None:
+    """The spelling of a name in JSON is read as the same name, and as no other."""
+    names = [b"\xff\x80", b"\xc3\x28", "ü".encode(), b"%ff", b"\\udcff", b"new\nline"]
+    for name in names:
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+    listing = perform(ListFiles("."), work_in(tmp_path))
+    assert isinstance(listing, Listing)
+    spelled = [spell_path(each.name) for each in listing.entries]
+    assert len(set(spelled)) == len(names)
+    assert all(each.encode() for each in spelled)
+    read = make_converter()
+    assert sorted(os.fsencode(read.structure(each, FilePath)) for each in spelled) == sorted(names)
+
+
+def test_many_properties_fit_into_one_answer(tmp_path: Path) -> None:
+    """As many of the first as fit, null for a missing one, the target with `follow`."""
+    long = "n" * 250
+    for number in range(400):
+        (tmp_path / f"{number:03d}{long}").touch()
+    (tmp_path / "link").symlink_to("000" + long)
+    paths = tuple(f"{number:03d}{long}" for number in range(400))
+    answer = perform(StatFiles(paths), work_in(tmp_path))
+    assert isinstance(answer, FileStats)
+    assert 0 < len(answer.entries) < 400
+    assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
+    answer = perform(StatFiles(("missing", "link")), work_in(tmp_path))
+    assert isinstance(answer, FileStats)
+    assert [each and each.kind for each in answer.entries] == [None, "symlink"]
+    followed = perform(StatFiles(("link",), follow=True), work_in(tmp_path))
+    assert isinstance(followed, FileStats)
+    assert [each and (each.kind, each.name) for each in followed.entries] == [("file", "000" + long)]
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", "/proc", "/sys/kernel", "/proc/1/root/etc"])
+def test_the_kernels_own_files_are_no_place(tmp_path: Path, path: str) -> None:
+    """Wherever a path may lead: they are not listed, and nothing in them is looked at."""
+    with pytest.raises(Refused) as refused:
+        perform(ListFiles(path), work_in(tmp_path, anywhere=True))
+    assert refused.value.error.code == ("PERMISSION_DENIED" if "root" in path else "NOT_A_FILE")
+
+
+def test_a_list_of_everything_stays_out_of_the_kernels_files(tmp_path: Path) -> None:
+    """`/proc` is an entry of `/`, and its content is not."""
+    listing = perform(ListFiles("/", "proc", depth=2, limit=1), work_in(tmp_path, anywhere=True))
+    assert isinstance(listing, Listing)
+    assert not any(each.name.startswith("proc/") for each in listing.entries)
+
+
+def test_a_file_that_was_written_just_now_has_a_weak_version(tmp_path: Path) -> None:
+    """Strong 20 ms later, and another one after each write, even if size and mtime are put back."""
+    file = tmp_path / "f"
+    file.write_text("one")
+    assert etag_of(file.stat()).startswith('W/"')
+    time.sleep(0.05)
+    before = file.stat()
+    assert etag_of(before).startswith('"')
+    assert etag_of(before) == etag_of(file.stat())
+    file.write_text("two")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    time.sleep(0.05)
+    assert etag_of(file.stat()) != etag_of(before)
