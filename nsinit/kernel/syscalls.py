@@ -470,10 +470,12 @@ def quotactl_fd(fd: int, command: int, identity: int, buffer: bytearray) -> None
     _call("quotactl_fd", k.SYS_quotactl_fd, fd, command, identity, byref(address))
 
 
-def renameat2(old: str, new: str, flags: int) -> None:
-    """renameat2(2) on absolute paths; `flags` are RENAME_*."""
-    paths = k.AT_FDCWD, os.fsencode(old), k.AT_FDCWD, os.fsencode(new)
-    _call("renameat2", k.SYS_renameat2, *paths, flags, detail=new)
+def renameat2(
+    old: str | bytes, new: str | bytes, flags: int, *, old_dir: int = k.AT_FDCWD, new_dir: int = k.AT_FDCWD
+) -> None:
+    """renameat2(2) on absolute paths, or on names in open directories; `flags` are RENAME_*."""
+    paths = old_dir, os.fsencode(old), new_dir, os.fsencode(new)
+    _call("renameat2", k.SYS_renameat2, *paths, flags, detail=os.fsdecode(new))
 
 
 def syncfs(fd: int) -> None:

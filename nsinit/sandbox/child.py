@@ -129,6 +129,9 @@ class RunnerKernel:
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         return syscalls.openat2(dirfd, path, flags, mode=mode, resolve=resolve)
 
+    def rename_new(self, old_dir: int, old: bytes, new_dir: int, new: bytes) -> None:
+        syscalls.renameat2(old, new, k.RENAME_NOREPLACE, old_dir=old_dir, new_dir=new_dir)
+
     def syncfs(self, fd: int) -> None:
         syscalls.syncfs(fd)
 

@@ -14,27 +14,30 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, contents
-from runner.files.paths import Resolver, is_of_kernel, refusal
+from runner.files import archive, changes, contents
+from runner.files.paths import Resolver, directory_of, is_of_kernel, parent_of, refusal
 from runner.files.tree import Names, Walk, describe, open_directory
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
 from runner.wire.protocol import (
     CHUNK_BYTES,
-    Done,
+    ChangeMode,
+    ChangeOwner,
+    CopyFile,
     FileEntry,
     FileRequest,
     FileStats,
     GetFile,
     ListFiles,
     Listing,
+    MakeDirectory,
     Measure,
     Measured,
+    MoveFile,
     Pack,
     Packed,
     PutFile,
@@ -92,50 +95,9 @@ def _account_file(path: str) -> bytes:
         return file.read(MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
-@contextmanager
-def _directory(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
-    """Open the directory that a path leads to; yield descriptor and real path."""
-    try:
-        path_fd, real = resolver.open_existing(resolver.encode(path))
-    except OSError as error:
-        raise refusal(error, path) from None
-    try:
-        if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
-            raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
-        fd = open_directory(path_fd, b".")
-    except OSError as error:
-        raise refusal(error, path) from None
-    finally:
-        os.close(path_fd)
-    try:
-        yield fd, real
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
-    """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
-    link, which is not followed, and is `.` for a root."""
-    encoded = resolver.encode(path).rstrip(b"/") or b"/"
-    directory, name = os.path.split(encoded)
-    if resolver.is_root(encoded) or name in (b".", b".."):
-        directory, name = encoded, b"."
-    try:
-        fd, real = resolver.open_existing(directory)
-    except OSError as error:
-        raise refusal(error, path) from None
-    try:
-        yield fd, name, real
-    except OSError as error:
-        raise refusal(error, path) from None
-    finally:
-        os.close(fd)
-
-
 def _pack(request: Pack, work: FileWork) -> Packed:
     with (
-        _directory(request.path, work.resolver) as (fd, _),
+        directory_of(request.path, work.resolver) as (fd, _),
         open(work.output_fd, "wb", CHUNK_BYTES, closefd=False) as out,
     ):
         archive.check_readable(fd)
@@ -145,7 +107,7 @@ def _pack(request: Pack, work: FileWork) -> Packed:
 def _unpack(request: Unpack, work: FileWork) -> Packed:
     limits = {"max_entries": request.max_entries, "max_bytes": request.max_bytes}
     with (
-        _directory(".", work.resolver) as (fd, _),
+        directory_of(".", work.resolver) as (fd, _),
         open(work.input_fd, "rb", CHUNK_BYTES, closefd=False) as source,
     ):
         return archive.unpack(fd, source, work.kernel, **limits)
@@ -156,7 +118,7 @@ def _stat(request: StatFile, work: FileWork) -> FileEntry:
 
 
 def _entry_at(path: str, resolver: Resolver, names: Names) -> FileEntry:
-    with _parent_of(path, resolver) as (parent_fd, name, real):
+    with parent_of(path, resolver) as (parent_fd, name, real):
         status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
         return describe(parent_fd, name, status, path=os.path.normpath(os.path.join(real, name)), names=names)
 
@@ -203,7 +165,7 @@ def _list(request: ListFiles, work: FileWork) -> Listing:
     limit, depth = min(max(request.limit, 1), MAX_LISTED), min(max(request.depth, 1), MAX_LISTED_DEPTH)
     entries: list[FileEntry] = []
     room, names = _LISTING_BYTES, work.names
-    with _directory(request.path, work.resolver) as (fd, real):
+    with directory_of(request.path, work.resolver) as (fd, real):
         top = _Below(b"", real, depth)
         for path, parent_fd, name in _below(fd, top, _parts(os.fsencode(request.after))):
             if request.glob and not fnmatch.fnmatchcase(
@@ -274,46 +236,11 @@ def _inside(fd: int, name: bytes, top: _Below, after: list[bytes]) -> Iterator[t
         os.close(child)
 
 
-def _remove(request: RemoveFile, work: FileWork) -> Done:
-    with _parent_of(request.path, work.resolver) as (parent_fd, name, real):
-        if name == b".":
-            raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
-        status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            os.unlink(name, dir_fd=parent_fd)
-        else:
-            if request.recursive:
-                _empty(open_directory(parent_fd, name))
-            _remove_directory(name, parent_fd)
-        return Done(os.fsdecode(os.path.join(real, name)))
-
-
-def _remove_directory(name: bytes, parent_fd: int) -> None:
-    try:
-        os.rmdir(name, dir_fd=parent_fd)
-    except OSError as error:
-        if error.errno == errno.ENOTEMPTY:
-            raise Refused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
-        raise
-
-
-def _empty(top_fd: int) -> None:
-    """Remove everything below a directory, whose descriptor is closed."""
-    try:
-        for found in Walk(top_fd):
-            if not stat.S_ISDIR(found.status.st_mode):
-                os.unlink(found.name, dir_fd=found.parent_fd)
-            elif found.is_left:
-                _remove_directory(found.name, found.parent_fd)
-    finally:
-        os.close(top_fd)
-
-
 def _measure(request: Measure, work: FileWork) -> Measured:
     entries = files = size = disk = 0
     linked: set[tuple[int, int]] = set()
     give_up_at = time.monotonic() + request.max_ms / 1000
-    with _directory(request.path, work.resolver) as (fd, _):
+    with directory_of(request.path, work.resolver) as (fd, _):
         walk = Walk(fd, passes_denied=True)
         for found in walk:
             if found.is_left:
@@ -334,11 +261,16 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
     GetFile: lambda request, work: contents.get(request, work.resolver, work.output_fd, work.start),
+    MakeDirectory: lambda request, work: changes.make_directory(request, work.resolver),
+    MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel),
+    CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel),
+    ChangeMode: lambda request, work: changes.change_mode(request, work.resolver),
+    ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver),
     PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
     ListFiles: _list,
     StatFile: _stat,
     StatFiles: _stat_many,
-    RemoveFile: _remove,
+    RemoveFile: lambda request, work: changes.remove(request, work.resolver),
     Measure: _measure,
     Pack: _pack,
     Unpack: _unpack,

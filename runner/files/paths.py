@@ -12,8 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from runner.files.tree import open_directory
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
@@ -35,6 +38,8 @@ _CODES: dict[int, ErrorCode] = {
     errno.EFBIG: "TOO_LARGE",
     errno.ENAMETOOLONG: "INVALID_PATH",
     errno.ELOOP: "PATH_OUTSIDE",
+    errno.EEXIST: "EXISTS",
+    errno.ENOTEMPTY: "NOT_EMPTY",
 }
 
 
@@ -132,7 +137,7 @@ class Resolver:
             directory, name = os.path.split(path)
             if name in (b"", b".", b".."):
                 raise Refused("IS_DIRECTORY", "the path names a directory")
-            directory_fd = self._make_directories(directory)
+            directory_fd = self.make_directories(directory)
             try:
                 real = self.check_inside(directory_fd)
                 link = _read_link(name, directory_fd)
@@ -160,7 +165,7 @@ class Resolver:
         finally:
             os.close(fd)
 
-    def _make_directories(self, path: bytes) -> int:
+    def make_directories(self, path: bytes) -> int:
         """Return an O_PATH descriptor of the directory, made step by step where it is missing."""
         fd = os.open("/", _O_PATH | os.O_DIRECTORY)
         for name in path.split(b"/"):
@@ -226,3 +231,44 @@ def check_regular(status: os.stat_result) -> None:
         raise Refused("IS_DIRECTORY", "the path names a directory")
     if not stat.S_ISREG(status.st_mode):
         raise Refused("NOT_A_FILE", "the path names something that is not a regular file")
+
+
+@contextmanager
+def directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
+    """Open the directory that a path leads to; yield descriptor and real path."""
+    try:
+        path_fd, real = resolver.open_existing(resolver.encode(path))
+    except OSError as error:
+        raise refusal(error, path) from None
+    try:
+        if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
+            raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}")
+        fd = open_directory(path_fd, b".")
+    except OSError as error:
+        raise refusal(error, path) from None
+    finally:
+        os.close(path_fd)
+    try:
+        yield fd, real
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
+    """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
+    link, which is not followed, and is `.` for a root."""
+    encoded = resolver.encode(path).rstrip(b"/") or b"/"
+    directory, name = os.path.split(encoded)
+    if resolver.is_root(encoded) or name in (b".", b".."):
+        directory, name = encoded, b"."
+    try:
+        fd, real = resolver.open_existing(directory)
+    except OSError as error:
+        raise refusal(error, path) from None
+    try:
+        yield fd, name, real
+    except OSError as error:
+        raise refusal(error, path) from None
+    finally:
+        os.close(fd)

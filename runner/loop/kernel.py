@@ -67,6 +67,9 @@ class Kernel(Protocol):
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         """openat2(2); the returned descriptor is the caller's."""
 
+    def rename_new(self, old_dir: int, old: bytes, new_dir: int, new: bytes) -> None:
+        """renameat2(2), RENAME_NOREPLACE: rename a file in one open directory to a name in another, if that is free."""
+
     def syncfs(self, fd: int) -> None:
         """syncfs(2): wait until all that was written to the file system of `fd` is on the disk."""
 

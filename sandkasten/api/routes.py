@@ -22,6 +22,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.routing import Route, RouteKind, RouteTable
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
@@ -79,6 +80,13 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
             answer=contents.PutBody,
             statuses=(200, 201),
         ),
+        _raw(
+            "POST", f"{top}/fs/mkdir", changes.make_directory, act, body=changes.MakeRequest, answer=files.WrittenBody
+        ),
+        _raw("POST", f"{top}/fs/move", changes.move, act, body=changes.MoveRequest, answer=files.WrittenBody),
+        _raw("POST", f"{top}/fs/copy", changes.copy, act, body=changes.MoveRequest, answer=files.WrittenBody),
+        _raw("POST", f"{top}/fs/chmod", changes.change_mode, act, body=changes.ModeRequest, answer=files.WrittenBody),
+        _raw("POST", f"{top}/fs/chown", changes.change_owner, act, body=changes.OwnerRequest, answer=files.WrittenBody),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
         _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),
@@ -186,6 +194,7 @@ TABLE = RouteTable(
         _raw("GET", f"{_SESSION}/fs/read", files.read, LOOK, query=files.ReadQuery, answer=files.FileBody),
         _raw("POST", f"{_SESSION}/fs/write", files.write, ACT, body=files.WriteRequest, answer=files.WrittenBody),
         _raw("POST", f"{_SESSION}/fs/upload", files.upload, ACT, body_type=files.FORM, answer=files.UploadedBody),
+        _raw("DELETE", f"{_SESSION}/fs", changes.remove, ACT, query=changes.RemovalQuery, answer=files.WrittenBody),
         *(route for top, look, act in _PLACES for route in _file_routes(top, look, act)),
         # Workspaces
         _json(

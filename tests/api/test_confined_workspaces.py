@@ -31,6 +31,14 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"path": "f", "text": "x"}}
         case "POST", "fs/upload":
             options = {"files": {"file": ("f", b"x")}}
+        case "POST", "fs/mkdir":
+            options = {"json": {"path": "new"}}
+        case "POST", "fs/move" | "fs/copy":
+            options = {"json": {"from": "f", "to": "g", "overwrite": True}}
+        case "POST", "fs/chmod":
+            options = {"json": {"path": "f", "mode": "0600"}}
+        case "POST", "fs/chown":
+            options = {"json": {"path": "f"}}
         case "POST", "fs/stat":
             options = {"json": {"paths": ["f"]}}
         case "POST", "import":

@@ -65,3 +65,25 @@ async def test_a_bad_query_is_400(query: str) -> None:
         url = await make_session(running, client)
         answer = await client.get(f"{url}/fs/list?{query}")
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_a_tree_is_changed(kind: str) -> None:
+    """Made, moved, copied, given a mode, removed; a name that is taken is 409."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, kind)
+
+        async def post(action: str, **body: object) -> httpx.Response:
+            return await client.post(f"{url}/fs/{action}", json=body)
+
+        assert (await post("mkdir", path="x/y", parents=True)).json() == {"ok": True, "path": "/workspace/x/y"}
+        assert (await post("mkdir", path="x")).json()["error_code"] == "CONFLICT"
+        assert (await post("move", **{"from": "a", "to": "x/a"})).json()["path"] == "/workspace/x/a"
+        assert (await post("copy", **{"from": "x", "to": "z"})).status_code == 200
+        assert (await post("copy", **{"from": "x", "to": "z"})).status_code == 409
+        assert (await post("chmod", path="z/a", mode="0700")).status_code == 200
+        assert (await client.get(f"{url}/fs/stat?path=z/a")).json()["mode"] == "0700"
+        assert (await client.delete(f"{url}/fs?path=x")).json()["error_code"] == "NOT_EMPTY"
+        assert (await client.delete(f"{url}/fs?path=x&recursive=true")).status_code == 200
+        listed = (await client.get(f"{url}/fs/list?depth=9")).json()["entries"]
+        assert [each["path"].removeprefix("/workspace/") for each in listed] == ["d", "d/b", "z", "z/a", "z/y"]

@@ -221,6 +221,7 @@ async def test_answers_are_as_described() -> None:
             ("post_v_sessions_id_fs_write", "POST", f"{path}/fs/write", {"path": "f", "text": "t"}),
             ("get_v_sessions_id_fs_read", "GET", f"{path}/fs/read?path=f", None),
             *_file_requests("sessions", path),
+            ("delete_v_sessions_id_fs", "DELETE", f"{path}/fs?path=d&recursive=true", None),
             ("post_v_sessions_id_pause", "POST", f"{path}/pause", None),
             ("post_v_sessions_id_resume", "POST", f"{path}/resume", None),
             ("delete_v_sessions_id", "DELETE", path, None),
@@ -263,6 +264,11 @@ def _file_requests(of: str, top: str) -> Sequence[tuple[str, str, str, Any]]:
     """Return a request for each of the routes that sessions and workspaces share, with a file `f` there."""
     return (
         (f"put_v_{of}_id_fs_file", "PUT", f"{top}/fs/file?path=f", None),
+        (f"post_v_{of}_id_fs_mkdir", "POST", f"{top}/fs/mkdir", {"path": "d", "parents": True}),
+        (f"post_v_{of}_id_fs_copy", "POST", f"{top}/fs/copy", {"from": "f", "to": "d/c"}),
+        (f"post_v_{of}_id_fs_move", "POST", f"{top}/fs/move", {"from": "d/c", "to": "c"}),
+        (f"post_v_{of}_id_fs_chmod", "POST", f"{top}/fs/chmod", {"path": "c", "mode": "600"}),
+        (f"post_v_{of}_id_fs_chown", "POST", f"{top}/fs/chown", {"path": "c"}),
         (f"get_v_{of}_id_fs_list", "GET", f"{top}/fs/list", None),
         (f"get_v_{of}_id_fs_stat", "GET", f"{top}/fs/stat?path=f", None),
         (f"post_v_{of}_id_fs_stat", "POST", f"{top}/fs/stat", {"paths": ["f", "x"]}),

@@ -9,6 +9,9 @@ import pytest
 
 from runner.wire.protocol import (
     CHUNK_BYTES,
+    ChangeMode,
+    ChangeOwner,
+    Done,
     Error,
     FileEntry,
     FilePart,
@@ -18,6 +21,7 @@ from runner.wire.protocol import (
     Kind,
     ListFiles,
     Listing,
+    MoveFile,
     PutFile,
     RemoveFile,
     StatFile,
@@ -157,3 +161,24 @@ def test_a_conditional_write_keeps_what_another_wrote(sandbox: Sandbox) -> None:
     client.send(Kind.END)
     assert isinstance(client.next_message(), Unmatched)
     assert second.stdout("cat f; ls -A") == b"two\nf\n"
+
+
+def test_a_move_between_file_systems_copies_and_removes(client: Client) -> None:
+    """A tree goes from one tmpfs to another, and only from there; the user's own rights decide."""
+    client.run("mkdir -p d/e; echo x >d/e/f; ln -s f d/e/l; chmod 750 d/e")
+    answer = client.ask(MoveFile("d", "/tmp/moved"))
+    assert answer == Done("/tmp/moved")
+    assert client.stdout("ls -A; stat -c '%n %a' /tmp/moved/e; cat /tmp/moved/e/l; ls -A /tmp") == (
+        b"/tmp/moved/e 750\nx\nmoved\n"
+    )
+    assert code(client.ask(MoveFile("/tmp/moved", "/etc/moved"))) == "PERMISSION_DENIED"
+    assert client.stdout("cat /tmp/moved/e/f") == b"x\n"
+
+
+def test_only_root_gives_files_away(client: Client) -> None:
+    """The sandbox user may set a mode of its own files, and no owner but itself."""
+    client.run("touch f")
+    assert client.ask(ChangeMode("f", 0o600)) == Done("/mnt/workspace/f")
+    assert code(client.ask(ChangeOwner("f", owner=0))) == "PERMISSION_DENIED"
+    assert code(client.ask(ChangeMode("/etc/passwd", 0o666))) == "PERMISSION_DENIED"
+    assert client.stdout("stat -c '%a %u' f") == b"600 %d\n" % UID

@@ -61,6 +61,7 @@ MAX_FILES = 1000
 MAX_PATHS = 1000
 """Paths in one request about many files."""
 MAX_DEPTH = 32
+MAX_FILE_ID = 65535
 _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
@@ -121,6 +122,7 @@ PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
+FileId = NewType("FileId", int)
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
@@ -458,6 +460,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     PathInWorkspace: _path_in_workspace,
     FilePath: _file_path,
     FileMode: _file_mode,
+    FileId: Between(-1, MAX_FILE_ID),
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,

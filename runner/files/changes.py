@@ -1,0 +1,299 @@
+"""Changes of a directory tree: made, moved, copied, removed, with another mode or owner. In a file worker; may block.
+
+A copy is made beside its target and takes its place in one step, so a copy that fails or is killed never stands under
+the target's name. Links are copied as links, and never followed. A FIFO, socket or device is not copied: the request is
+refused instead of leaving a part out.
+
+Sources: renameat2(2) (RENAME_NOREPLACE, EXDEV), ioctl_ficlone(2), lseek(2) (SEEK_DATA), proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+
+from runner.files.paths import Resolver, parent_of, refusal
+from runner.files.tree import Walk, open_directory
+from runner.loop.context import Refused
+from runner.loop.kernel import Kernel
+from runner.wire.protocol import ChangeMode, ChangeOwner, CopyFile, Done, MakeDirectory, MoveFile, RemoveFile
+
+_FICLONE = 0x40049409
+_COPY_BYTES = 8 * 1024 * 1024
+_MODE_BITS = 0o7777
+_COPIED_BITS = 0o1777
+_MAX_ID = 65535
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def make_directory(request: MakeDirectory, resolver: Resolver) -> Done:
+    """Make a directory; with `parents` also those above it, and one that is there is no error."""
+    mode = 0o755 if request.mode is None else request.mode
+    if not 0 <= mode <= _COPIED_BITS:
+        raise Refused("BAD_REQUEST", "no mode of a directory")
+    path = resolver.encode(request.path).rstrip(b"/") or b"/"
+    try:
+        if request.parents:
+            os.close(resolver.make_directories(os.path.dirname(path)))
+    except OSError as error:
+        raise refusal(error, request.path) from None
+    with parent_of(request.path, resolver) as (parent_fd, name, real):
+        try:
+            os.mkdir(name, mode, dir_fd=parent_fd)
+        except FileExistsError:
+            if not (request.parents and stat.S_ISDIR(os.stat(name, dir_fd=parent_fd).st_mode)):
+                raise
+        return Done(os.fsdecode(os.path.normpath(os.path.join(real, name))))
+
+
+def move(request: MoveFile, resolver: Resolver, kernel: Kernel) -> Done:
+    """Give a file another name; between file systems it is copied, synced and then removed."""
+    with (
+        parent_of(request.source, resolver) as (source_fd, source, source_real),
+        parent_of(request.target, resolver) as (target_fd, target, target_real),
+    ):
+        place = _check_places((source_real, source), (target_real, target))
+        try:
+            _rename(kernel, source_fd, source, target_fd, target, overwrite=request.overwrite)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy_into_place(kernel, source_fd, source, target_fd, target, overwrite=request.overwrite, syncs=True)
+            _remove_name(source_fd, source, recursive=True)
+        return Done(os.fsdecode(place))
+
+
+def copy(request: CopyFile, resolver: Resolver, kernel: Kernel) -> Done:
+    """Copy a file, a link or a directory with all that is below it; blocks are shared where the file system can."""
+    with (
+        parent_of(request.source, resolver) as (source_fd, source, source_real),
+        parent_of(request.target, resolver) as (target_fd, target, target_real),
+    ):
+        place = _check_places((source_real, source), (target_real, target))
+        _copy_into_place(kernel, source_fd, source, target_fd, target, overwrite=request.overwrite, syncs=False)
+        return Done(os.fsdecode(place))
+
+
+def change_mode(request: ChangeMode, resolver: Resolver) -> Done:
+    """Set the permission bits of a file; with `recursive` of all that is below, links left out."""
+    if not 0 <= request.mode <= _MODE_BITS:
+        raise Refused("BAD_REQUEST", "no such mode")
+    return _change(request.path, resolver, lambda path: os.chmod(path, request.mode), recursive=request.recursive)
+
+
+def change_owner(request: ChangeOwner, resolver: Resolver) -> Done:
+    """Set user and group of a file, -1 for the present one; what may be set is the kernel's decision."""
+    if not all(-1 <= each <= _MAX_ID for each in (request.owner, request.group)):
+        raise Refused("BAD_REQUEST", "no such id")
+    return _change(
+        request.path,
+        resolver,
+        lambda path: os.chown(path, request.owner, request.group),
+        recursive=request.recursive,
+    )
+
+
+def _change(path: str, resolver: Resolver, change: Callable[[bytes], None], *, recursive: bool) -> Done:
+    """Change what a path leads to, and with `recursive` what is below: a directory after its content."""
+    try:
+        fd, real = resolver.open_existing(resolver.encode(path))
+        try:
+            if recursive and stat.S_ISDIR(os.fstat(fd).st_mode):
+                for found in Walk(fd):
+                    is_link = stat.S_ISLNK(found.status.st_mode)
+                    if not is_link and (found.is_left or not stat.S_ISDIR(found.status.st_mode)):
+                        _change_one(found.parent_fd, found.name, change)
+            change(b"/proc/self/fd/%d" % fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise refusal(error, path) from None
+    return Done(os.fsdecode(real))
+
+
+def _change_one(parent_fd: int, name: bytes, change: Callable[[bytes], None]) -> None:
+    try:
+        fd = os.open(name, _NO_LINK, dir_fd=parent_fd)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISLNK(os.fstat(fd).st_mode):  # it was none when it was found
+            change(b"/proc/self/fd/%d" % fd)
+    finally:
+        os.close(fd)
+
+
+def _check_places(source: tuple[bytes, bytes], target: tuple[bytes, bytes]) -> bytes:
+    """Return the target's real path. Raises `Refused` for a root, and for a target in the source itself."""
+    if b"." in (source[1], target[1]):
+        raise Refused("PERMISSION_DENIED", "this directory itself can't be moved, copied or replaced by its own name")
+    begin, end = os.path.join(*source), os.path.join(*target)
+    if begin == end or end.startswith(begin + b"/"):
+        raise Refused("INVALID_PATH", "the target is the source, or in it")
+    return end
+
+
+def _rename(kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool) -> None:
+    if overwrite:
+        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+    else:
+        kernel.rename_new(source_fd, source, target_fd, target)
+
+
+def _copy_into_place(
+    kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool, syncs: bool
+) -> None:
+    if not overwrite and _is_there(target, target_fd):  # sooner than after a long copy
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    temporary = b".sandkasten-%d-%s.part" % (os.getpid(), os.urandom(8).hex().encode("ascii"))
+    try:
+        _copy_any(source_fd, source, target_fd, temporary)
+        if syncs:
+            top_fd = open_directory(target_fd, b".")
+            try:
+                kernel.syncfs(top_fd)
+            finally:
+                os.close(top_fd)
+        _rename(kernel, target_fd, temporary, target_fd, target, overwrite=overwrite)
+    except BaseException:
+        try:
+            _remove_name(target_fd, temporary, recursive=True)
+        except OSError:
+            pass  # never made, or the sandbox has removed it
+        raise
+
+
+def _is_there(name: bytes, directory_fd: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> None:
+    status = os.stat(source, dir_fd=source_fd, follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode):
+        _copy_leaf(source_fd, source, status, target_fd, target)
+        return
+    top_fd = open_directory(source_fd, source)
+    made = [(_make_closed(target_fd, target), status)]
+    try:
+        for found in Walk(top_fd):
+            depth = found.path.count(b"/") + 1
+            while len(made) > depth:
+                _close_made(*made.pop())
+            if found.is_left:
+                continue
+            if stat.S_ISDIR(found.status.st_mode):
+                made.append((_make_closed(made[-1][0], found.name), found.status))
+            else:
+                _copy_leaf(found.parent_fd, found.name, found.status, made[-1][0], found.name)
+        while made:
+            _close_made(*made.pop())
+    finally:
+        os.close(top_fd)
+        for fd, _ in made:
+            os.close(fd)
+
+
+def _make_closed(parent_fd: int, name: bytes) -> int:
+    """Make a directory that is closed to all others until it has its mode."""
+    os.mkdir(name, 0o700, dir_fd=parent_fd)
+    return open_directory(parent_fd, name)
+
+
+def _close_made(fd: int, status: os.stat_result) -> None:
+    try:
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.fchmod(fd, status.st_mode & _COPIED_BITS)
+    finally:
+        os.close(fd)
+
+
+def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd: int, target: bytes) -> None:
+    times = status.st_atime_ns, status.st_mtime_ns
+    if stat.S_ISLNK(status.st_mode):
+        os.symlink(os.readlink(source, dir_fd=source_fd), target, dir_fd=target_fd)
+        os.utime(target, ns=times, dir_fd=target_fd, follow_symlinks=False)
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise Refused("NOT_A_FILE", f"neither file, directory nor link: {os.fsdecode(source)[:200]}")
+    with open(os.open(source, _READ, dir_fd=source_fd), "rb", buffering=0) as old:
+        if not stat.S_ISREG(os.fstat(old.fileno()).st_mode):
+            raise Refused("NOT_A_FILE", f"replaced meanwhile: {os.fsdecode(source)[:200]}")
+        with open(os.open(target, _CREATE, 0o600, dir_fd=target_fd), "wb", buffering=0) as new:
+            _copy_content(old.fileno(), new.fileno())
+            os.fchmod(new.fileno(), status.st_mode & _COPIED_BITS)
+            os.utime(new.fileno(), ns=times)
+
+
+def _copy_content(old_fd: int, new_fd: int) -> None:
+    """Copy what is written of a file; its holes stay holes."""
+    try:
+        fcntl.ioctl(new_fd, _FICLONE, old_fd)
+        return
+    except OSError:
+        pass  # another file system, or one that shares no blocks
+    size = os.fstat(old_fd).st_size
+    os.ftruncate(new_fd, size)
+    offset = 0
+    while offset < size:
+        try:
+            offset = os.lseek(old_fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole is left
+                return
+            raise
+        end = os.lseek(old_fd, offset, os.SEEK_HOLE)
+        os.lseek(new_fd, offset, os.SEEK_SET)
+        while offset < end:
+            copied = os.sendfile(new_fd, old_fd, offset, min(end - offset, _COPY_BYTES))
+            if not copied:
+                return
+            offset += copied
+
+
+def remove(request: RemoveFile, resolver: Resolver) -> Done:
+    """Remove a file, a link or a directory."""
+    with parent_of(request.path, resolver) as (parent_fd, name, real):
+        if name == b".":
+            raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
+        _remove_name(parent_fd, name, recursive=request.recursive)
+        return Done(os.fsdecode(os.path.join(real, name)))
+
+
+def _remove_name(parent_fd: int, name: bytes, *, recursive: bool) -> None:
+    status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(name, dir_fd=parent_fd)
+        return
+    if recursive:
+        _empty(open_directory(parent_fd, name))
+    _remove_directory(name, parent_fd)
+
+
+def _remove_directory(name: bytes, parent_fd: int) -> None:
+    try:
+        os.rmdir(name, dir_fd=parent_fd)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise Refused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
+        raise
+
+
+def _empty(top_fd: int) -> None:
+    """Remove everything below a directory, whose descriptor is closed."""
+    try:
+        for found in Walk(top_fd):
+            if not stat.S_ISDIR(found.status.st_mode):
+                os.unlink(found.name, dir_fd=found.parent_fd)
+            elif found.is_left:
+                _remove_directory(found.name, found.parent_fd)
+    finally:
+        os.close(top_fd)

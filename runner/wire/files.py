@@ -1,0 +1,303 @@
+"""Requests for files, and their answers: a part of `protocol`, from which all others import them.
+
+Every sandbox takes them. Links on the way of a path are followed as far as the request's reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Read a regular file as the sandbox user. Answer: STARTED with `FileInfo`, DATA*, then `Done`."""
+
+    path: str
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Replace a file atomically with the DATA frames up to END, as the sandbox user, making its parents.
+
+    An existing file keeps its mode; a new one gets 0644. Closing before END leaves the old file untouched.
+    Answer: `Done` with the resolved path; with `sync` once file and name are on the disk.
+    """
+
+    path: str
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRequest:
+    """Base of the requests that a file worker performs: a process of its own, with the rights of `user` (None: the
+    user of `Setup`; never another one in a sandbox without programs) and under the session's file rules.
+
+    In a sandbox with programs a path may lead anywhere but to the kernel's own files (`/proc`, `/sys`); in one without,
+    to the workspace alone. Relative paths begin at the workspace.
+    """
+
+    user: str | None = None
+    takes_input: ClassVar[bool] = False
+    """Whether DATA frames up to END follow the request."""
+    gives_output: ClassVar[bool] = False
+    """Whether DATA frames come before the answer."""
+    has_head: ClassVar[bool] = False
+    """Whether STARTED with a message comes before the first DATA frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListFiles(FileRequest):
+    """List the files below a directory behind `after`, in the order of the names' bytes, a directory before its
+    content. Answer: `Listing`, whose names are paths below the directory.
+
+    `depth`: levels of directories; links are not followed. `glob` (fnmatch of the name, or of the path below if the
+    pattern holds a `/`) chooses what is listed, not which directories are entered. `after` is a name of a listing.
+    """
+
+    path: str
+    after: str = ""
+    limit: int = 1000
+    depth: int = 1
+    glob: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GetFile(FileRequest):
+    """Read a regular file, or its bytes from `start` to `end` (both included; without `start` the last `end` bytes).
+
+    `if_none_match`: versions, or `*`, of which the client has the content; `if_range`: version that the part must be
+    of, else the whole file comes. `head_only`: no DATA is wanted. Answer: STARTED with `FilePart`, DATA*, `Done`.
+    """
+
+    has_head: ClassVar[bool] = True
+    gives_output: ClassVar[bool] = True
+    path: str
+    start: int | None = None
+    end: int | None = None
+    if_none_match: tuple[str, ...] = ()
+    if_range: str = ""
+    head_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PutFile(FileRequest):
+    """Replace a file atomically with the DATA frames up to END, making its parents; closing before END leaves the old
+    file. Without `mode` an existing file keeps its mode, and a new one gets 0644.
+
+    `if_match`: versions, or `*`, one of which the old file must have; `create_only`: there must be none. With `sync`
+    the answer comes once file and name are on the disk. Answer: `FilePut`, or `Unmatched`.
+    """
+
+    takes_input: ClassVar[bool] = True
+    path: str
+    mode: int | None = None
+    if_match: tuple[str, ...] = ()
+    create_only: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MakeDirectory(FileRequest):
+    """Make a directory; with `parents` those above it, too, and one that is there is no error. Answer: `Done`."""
+
+    path: str
+    parents: bool = False
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFile(FileRequest):
+    """Move a file, a link itself, or a directory. The target is its new name, taken only with `overwrite`, and then not
+    that of a directory with entries (`EXISTS`, `NOT_EMPTY`). Answer: `Done` with the target."""
+
+    source: str
+    target: str
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFile(FileRequest):
+    """Copy a file, a link itself, or a directory with all below it; as `MoveFile`."""
+
+    source: str
+    target: str
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeMode(FileRequest):
+    """Set the permission bits of a file, with `recursive` of all below it, links left out. Answer: `Done`."""
+
+    path: str
+    mode: int
+    recursive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeOwner(FileRequest):
+    """Set the uid and gid of a file, -1 leaves one; as `ChangeMode`. Only root inside may give files away."""
+
+    path: str
+    owner: int = -1
+    group: int = -1
+    recursive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatFiles(FileRequest):
+    """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
+    from the first on, as fit into it."""
+
+    paths: tuple[str, ...]
+    follow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatFile(FileRequest):
+    """Describe the file at a path; a link itself, not its target. Answer: `FileEntry`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFile(FileRequest):
+    """Remove the file at a path; a link itself, not its target; a directory that is not empty only if `recursive`.
+
+    Answer: `Done`."""
+
+    path: str
+    recursive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measure(FileRequest):
+    """Count the files below a directory, until `max_entries` or `max_ms` are reached. Answer: `Measured`."""
+
+    path: str
+    max_entries: int
+    max_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack(FileRequest):
+    """Make a tar archive (pax) of the files below a directory. Answer: DATA*, then `Packed`. A file that can't be read
+    is an error before the first DATA; sockets, FIFOs and devices are left out and counted."""
+
+    gives_output: ClassVar[bool] = True
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack(FileRequest):
+    """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
+    regular files and links are made, the rest is left out and counted. After an error the files unpacked by then
+    stay."""
+
+    takes_input: ClassVar[bool] = True
+    max_entries: int
+    max_bytes: int
+
+
+# Answers.
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """`path` is resolved, absolute, inside the sandbox; bytes that are not UTF-8 are surrogate-escaped."""
+
+    path: str
+    size_bytes: int
+    truncated: bool
+
+
+FileKind = Literal["file", "directory", "symlink", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Names, targets and paths are surrogate-escaped. `mode`: permission bits; `owner` and `group`: ids inside, with
+    their names in `user_name` and `group_name` (empty: the image names none); `path` is resolved, and empty in a
+    listing. `etag`: see `runner.files.tree.etag_of`."""
+
+    name: str
+    kind: FileKind
+    size_bytes: int
+    mode: int
+    owner: int
+    mtime_us: int
+    target: str = ""
+    path: str = ""
+    group: int = 0
+    user_name: str = ""
+    group_name: str = ""
+    etag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A file that is about to be sent: `count` bytes from `offset` on. `result`: all of it, a part, no content
+    since the client has it, or none since the part begins behind the end."""
+
+    path: str
+    size_bytes: int
+    mtime_us: int
+    etag: str
+    result: Literal["whole", "part", "unchanged", "unsatisfiable"]
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePut:
+    """A file has its new content. `created`: there was none."""
+
+    path: str
+    etag: str
+    size_bytes: int
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Nothing was changed: the file is of another version. `etag` is empty if there is no file."""
+
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    """Entries in the order of the paths; None where no file is."""
+
+    entries: tuple[FileEntry | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries in order. `more`: there are more behind the last one."""
+
+    path: str
+    entries: tuple[FileEntry, ...]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`entries` counts all files below, `files` the regular ones; `size_bytes` is the sum of their sizes, `disk_bytes`
+    of the blocks they take. A file with several names counts once. `complete`: nothing was left uncounted."""
+
+    entries: int
+    files: int
+    size_bytes: int
+    disk_bytes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Contents of an archive that was packed or unpacked."""
+
+    entries: int
+    size_bytes: int
+    skipped: int
