@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, contents
+from runner.files import archive, contents, edit, view
 from runner.files.paths import Resolver, is_of_kernel, refusal
 from runner.files.tree import Names, Walk, describe, open_directory
 from runner.loop.context import Refused
@@ -27,6 +27,7 @@ from runner.process.users import MAX_FILE_BYTES, names_of
 from runner.wire.protocol import (
     CHUNK_BYTES,
     Done,
+    EditFiles,
     FileEntry,
     FileRequest,
     FileStats,
@@ -42,6 +43,7 @@ from runner.wire.protocol import (
     StatFile,
     StatFiles,
     Unpack,
+    ViewFile,
 )
 
 MAX_LISTED = 1000
@@ -335,6 +337,8 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
     GetFile: lambda request, work: contents.get(request, work.resolver, work.output_fd, work.start),
     PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
+    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
+    ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
     ListFiles: _list,
     StatFile: _stat,
     StatFiles: _stat_many,

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.file_changes import Edited, EditedFile, FilePut, Unedited, Unmatched, Viewed
 
 PROTOCOL_VERSION = 4
 """Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
@@ -542,6 +543,26 @@ class PutFile(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class EditFiles(FileRequest):
+    """Make edits of text files, all or none. The DATA frames up to END are a JSON list (see `edit.py`). `dry_run`:
+    nothing is written. `sync`: as in `PutFile`. Answer: `Edited`, or `Unedited`."""
+
+    takes_input: ClassVar[bool] = True
+    dry_run: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFile(FileRequest):
+    """Read the lines of a text file from `first` to `last`, counted from 1. Answer: DATA*, then `Viewed`."""
+
+    gives_output: ClassVar[bool] = True
+    path: str
+    first: int = 1
+    last: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StatFiles(FileRequest):
     """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
     from the first on, as fit into it."""
@@ -643,23 +664,6 @@ class FilePart:
     result: Literal["whole", "part", "unchanged", "unsatisfiable"]
     offset: int
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class FilePut:
-    """A file has its new content. `created`: there was none."""
-
-    path: str
-    etag: str
-    size_bytes: int
-    created: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unmatched:
-    """Nothing was changed: the file is of another version. `etag` is empty if there is no file."""
-
-    etag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -768,17 +772,18 @@ class Attached:
     pid: int = 0
 
 
-__all__ = ["Frame", "FrameDecoder", "Kind", "ProtocolError", "encode_frame"]
+__all__ = ["Edited", "EditedFile", "FilePut", "Frame", "FrameDecoder", "Kind"]
+__all__ += ["ProtocolError", "Unedited", "Unmatched", "Viewed", "encode_frame"]
 
 
 REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
-    *(GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
+    *(GetFile, PutFile, EditFiles, ViewFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
+    *(FilePart, FilePut, Unmatched, Edited, Unedited, Viewed, FileEntry, FileStats, Listing, Measured, Packed),
 )
 """Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`), EVENT (`PortOpened`, `PortClosed`), ERROR
 (`Error`) and REPLY (all others)."""
