@@ -157,8 +157,8 @@ class Report:
             rows = [value] if isinstance(value, dict) else value
             if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                 lines += ["", f"## {name.capitalize()}", ""]
-                head = list(dict.fromkeys(key for row in rows for key in row))  # a line may lack a figure
-                lines += _table(head, [[str(row.get(key, "")) for key in head] for row in rows])
+                keys = list(dict.fromkeys(key for row in rows for key in row))  # a line may lack a figure
+                lines += _table(keys, [[str(row.get(key, "")) for key in keys] for row in rows])
         lines += ["", "## Peers", ""]
         lines += ["All run the same program on the same root file system. What each isolates:", ""]
         isolation = [(peer.name, *(peer.isolates[each] for each in ASPECTS)) for peer in self.bench.peers]

@@ -26,7 +26,7 @@ import attrs
 import trio
 
 from bench import daemon, echo, measure
-from bench.neighbours import IDLE, NOISES, make_noise
+from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, find_peers, start_container
 from bench.protections import measure_protections
 from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
@@ -36,7 +36,8 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.model import ExecSpec, SessionSpec
+from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
+from sandkasten.supervisor import Supervisor
 
 MIB = 1024 * 1024
 COLD, VESSEL, POOL = "no pool", "sandbox pool", "session pool"
@@ -63,7 +64,6 @@ _COMMANDS: Mapping[str, tuple[str, bytes]] = {
 }
 """Classes of commands, each with the output that it must give."""
 
-_AT_ONCE = 8
 _LINKS_CLOSED = (1, 2, 4, 8, 16, 32)
 _SHARES = (0.25, 0.5, 0.75, 0.9)
 _BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
@@ -135,33 +135,6 @@ class Section:
 # Clients ------------------------------------------------------------------------------------------------------------
 
 
-class Link:
-    """One keep-alive connection under trio, for load."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
-
-    async def call(self, method: str, path: str, body: object = None) -> Any:  # JSON
-        await self._stream.send_all(daemon.encode(method, path, body))
-        data = b""
-        while (answer := daemon.decode(data)) is None:
-            more = await self._stream.receive_some()
-            if not more:
-                raise ConnectionError("the daemon closed the connection")
-            data += more
-        return answer
-
-
-@asynccontextmanager
-async def links(address: tuple[str, int], count: int) -> AsyncIterator[Sequence[Link]]:
-    streams = [await trio.open_tcp_stream(*address) for _ in range(count)]
-    try:
-        yield [Link(stream) for stream in streams]
-    finally:
-        for stream in streams:
-            await trio.aclose_forcefully(stream)
-
-
 def _verify(answer: Mapping[str, Any], output: bytes) -> None:
     if answer["exit_code"] != 0 or answer["stdout"].encode() != output:
         raise RuntimeError(f"a wrong answer: {answer}")
@@ -200,39 +173,6 @@ def _wait_full(client: daemon.Client) -> None:
         while pool["ready"] < pool["wanted"]:
             time.sleep(0.05)
             (pool,) = client.call("GET", "/v1/pools")
-
-
-async def _each(
-    address: tuple[str, int], count: int, at_once: int, work: Callable[[Link, int], Awaitable[None]]
-) -> None:
-    """Have `work` done for each number, over a few connections."""
-    numbers = iter(range(count))
-
-    async def worker(link: Link) -> None:
-        for number in numbers:
-            await work(link, number)
-
-    async with links(address, min(at_once, count)) as opened, trio.open_nursery() as nursery:
-        for link in opened:
-            nursery.start_soon(worker, link)
-
-
-async def _make_many(address: tuple[str, int], count: int) -> list[str]:
-    made: list[str] = []
-
-    async def make(link: Link, _number: int) -> None:
-        made.append((await link.call("POST", "/v1/sessions", {}))["id"])
-
-    await _each(address, count, _AT_ONCE, make)
-    return made
-
-
-async def _end_all(address: tuple[str, int], sessions: Sequence[str]) -> None:
-    async def end(link: Link, number: int) -> None:
-        await link.call("DELETE", f"/v1/sessions/{sessions[number]}")
-
-    if sessions:
-        await _each(address, len(sessions), _AT_ONCE, end)
 
 
 @contextmanager
@@ -333,7 +273,7 @@ async def staggered(bench: Bench) -> None:
             _wait_full(kinds[POOL][2])
             row, began = bench.table.row(f"{create_row(kind)}, one each 100 ms"), trio.current_time() + 0.2
             dues = [began + number * 0.1 for number in range(bench.count(20, 4))]
-            await _end_all(address, await _create_at(row, kind, address, dues))
+            await end_all(address, await _create_at(row, kind, address, dues))
 
 
 async def bursts(bench: Bench) -> None:
@@ -355,7 +295,7 @@ async def bursts(bench: Bench) -> None:
                     last.errors.append(f"{len(each.errors) - before} of {size} failed")
                 else:
                     last.values.append(max(each.values[-size:]))
-                await _end_all(address, made)
+                await end_all(address, made)
 
 
 async def _create_at(row: Row, kind: str, address: tuple[str, int], dues: Sequence[float]) -> Sequence[str]:
@@ -517,7 +457,7 @@ def _first_byte(bench: Bench, stream: ExecSocket) -> None:
 async def many_streams(bench: Bench) -> None:
     """Sessions that stream at once to clients that read: how long, and how much larger the daemon grows."""
     with daemon.running(bench.scratch / "many") as (pid, address):
-        sessions = await _make_many(address, bench.count(_STREAMS, 3))
+        sessions = await make_many(address, bench.count(_STREAMS, 3))
         peak = before = measure.own_resident_bytes(pid)
         row, began = (
             bench.table.row(f"{_STREAMS} streams of {_STREAM_BYTES // MIB} MiB at once: each"),
@@ -540,7 +480,7 @@ async def many_streams(bench: Bench) -> None:
         bench.facts["streams at once: growth of the daemon for each, MiB"] = round(
             (peak - before) / MIB / len(sessions), 2
         )
-        await _end_all(address, sessions)
+        await end_all(address, sessions)
 
 
 async def files(bench: Bench) -> None:
@@ -574,7 +514,7 @@ async def load(bench: Bench) -> None:
     """Commands of many clients, each with a session: as fast as answers come, then at rates below the knee."""
     with daemon.running(bench.scratch / "load") as (_pid, address):
         most = bench.count(_LINKS_CLOSED[-1], 4)
-        sessions = await _make_many(address, most)
+        sessions = await make_many(address, most)
         async with links(address, most) as opened:
 
             async def request(number: int) -> None:
@@ -594,7 +534,7 @@ async def load(bench: Bench) -> None:
             for share in _SHARES:
                 row = await open_loop(request, most, knee * share, bench.seconds(10), bench.chance)
                 bench.table.rows[f"load, open, {share:.0%} of the knee"] = row
-        await _end_all(address, sessions)
+        await end_all(address, sessions)
 
 
 async def density(bench: Bench) -> None:
@@ -659,7 +599,46 @@ async def memory(bench: Bench) -> None:
         bench.facts["memory per idle session, MiB"] = round(ours + inside, 2)
         bench.facts["memory per idle session, processes, MiB"] = round(ours, 2)
         bench.facts["memory per idle session, kernel and tmpfs, MiB"] = round(inside, 2)
-        await _end_all(address, [each["id"] for each in client.call("GET", "/v1/sessions")])
+        await end_all(address, [each["id"] for each in client.call("GET", "/v1/sessions")])
+
+
+@attrs.frozen
+class Noise:
+    """A command that `sessions` sessions run at the same time."""
+
+    sessions: int
+    command: str
+
+
+IDLE = "neighbours idle"
+_WRITE = "while :; do dd if=/dev/zero of=/workspace/big bs=1M count=256 conv={} 2>/dev/null; done"
+NOISES = {
+    IDLE: Noise(4, "sleep 600"),
+    "four compute": Noise(4, "while :; do :; done"),
+    "four write": Noise(4, _WRITE.format("notrunc")),
+    "four write and fsync": Noise(4, _WRITE.format("fsync")),
+    "four fsync small files": Noise(
+        4,
+        'python3 -c \'import os\nwhile True:\n for n in range(100):\n  f = os.open(f"/workspace/{n}", 577, 438); '
+        "os.write(f, bytes(4096)); os.fsync(f); os.close(f)'",
+    ),
+    "one in a loop of sync": Noise(1, "python3 -c 'import os\nwhile True: os.sync()'"),
+}
+_BEGIN_S = 1.0
+
+
+@asynccontextmanager
+async def make_noise(supervisor: Supervisor, sessions: Sequence[str], command: str) -> AsyncIterator[None]:
+    """Have each of the sessions run a command for as long as the block runs."""
+    begun = [(each, (await supervisor.start_process(each, ProcessSpec(command))).exec_id) for each in sessions]
+    await trio.sleep(_BEGIN_S)
+    try:
+        yield
+    finally:
+        for session_id, exec_id in begun:
+            await supervisor.cancel_exec(session_id, exec_id, now=True)
+        for session_id, exec_id in begun:
+            await supervisor.wait_process(session_id, exec_id, WaitFor(exit=True), timeout_s=60)
 
 
 async def neighbours(bench: Bench) -> None:
@@ -691,12 +670,12 @@ async def restarts(bench: Bench) -> None:
     for size in (0, 300, 1000):
         count, data_dir = bench.count(size, 4) if size else 0, bench.scratch / f"restart-{size}"
         with daemon.running_and_leaving(data_dir) as (_pid, address):
-            sessions = await _make_many(address, count)
+            sessions = await make_many(address, count)
 
             async def leave(link: Link, number: int, sessions: Sequence[str] = sessions) -> None:
                 _verify(await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": f"x={number}"}), b"")
 
-            await _each(address, count, _AT_ONCE, leave)
+            await for_each(address, count, AT_ONCE, leave)
         began, log = time.perf_counter(), bench.scratch / f"restart-{size}.log"
         with daemon.running_with_log(data_dir, log) as (_pid, address), daemon.Client(address) as client:
             found: dict[str, float] = {"sessions": count}
@@ -719,10 +698,10 @@ async def restarts(bench: Bench) -> None:
                 answer = await link.call("POST", f"/v1/sessions/{sessions[number]}/exec", {"cmd": "echo $x"})
                 _verify(answer, f"{number}\n".encode())
 
-            await _each(address, count, _AT_ONCE, ask)
+            await for_each(address, count, AT_ONCE, ask)
             take("a command in every session")
             facts.append(found)
-            await _end_all(address, sessions)
+            await end_all(address, sessions)
 
 
 _STEPS = 150
@@ -750,7 +729,7 @@ async def trace(bench: Bench) -> None:
                 row.values.append((trio.current_time() - start) * 1000)
             await link.call("DELETE", place)
 
-        await _each(address, rollouts, _WORKERS, roll)
+        await for_each(address, rollouts, _WORKERS, roll)
         took = trio.current_time() - began
         bench.facts["rollouts"] = {
             "steps": steps,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, changes, contents
+from runner.files import archive, changes, contents, edit, view
 from runner.files.paths import Resolver, directory_of, is_of_kernel, parent_of, refusal
 from runner.files.tree import Names, Walk, describe, open_directory
 from runner.loop.context import Refused
@@ -28,6 +28,7 @@ from runner.wire.protocol import (
     ChangeMode,
     ChangeOwner,
     CopyFile,
+    EditFiles,
     FileEntry,
     FileRequest,
     FileStats,
@@ -45,6 +46,7 @@ from runner.wire.protocol import (
     StatFile,
     StatFiles,
     Unpack,
+    ViewFile,
 )
 
 MAX_LISTED = 1000
@@ -267,6 +269,8 @@ _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # 
     ChangeMode: lambda request, work: changes.change_mode(request, work.resolver),
     ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver),
     PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
+    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
+    ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
     ListFiles: _list,
     StatFile: _stat,
     StatFiles: _stat_many,

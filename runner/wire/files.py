@@ -146,6 +146,26 @@ class ChangeOwner(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class EditFiles(FileRequest):
+    """Make edits of text files, all or none. The DATA frames up to END are a JSON list (see `edit.py`). `dry_run`:
+    nothing is written. `sync`: as in `PutFile`. Answer: `Edited`, or `Unedited`."""
+
+    takes_input: ClassVar[bool] = True
+    dry_run: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFile(FileRequest):
+    """Read the lines of a text file from `first` to `last`, counted from 1. Answer: DATA*, then `Viewed`."""
+
+    gives_output: ClassVar[bool] = True
+    path: str
+    first: int = 1
+    last: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StatFiles(FileRequest):
     """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
     from the first on, as fit into it."""
@@ -301,3 +321,44 @@ class Packed:
     entries: int
     size_bytes: int
     skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class EditedFile:
+    """An edit that was made. `etag` is empty for a file that is gone, or if nothing was written; `diff` is None for
+    files that are no text, or if there is no room; `offsets`: lines by which the hunks of a patch were off."""
+
+    etag: str
+    replacements: int
+    diff: str | None
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """All edits were made, in order."""
+
+    files: tuple[EditedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unedited:
+    """Nothing was changed, for the edit with an index: the text that it is for is there more than once (in `lines`),
+    or not at all, or the file has another version, `etag` (empty: no file)."""
+
+    edit: int
+    reason: Literal["ambiguous", "absent", "version"]
+    lines: tuple[int, ...] = ()
+    etag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """Lines of a file that were sent, and how many it has. `truncated`: there was no room for all that were wanted."""
+
+    path: str
+    etag: str
+    first: int
+    last: int
+    total: int
+    truncated: bool

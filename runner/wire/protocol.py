@@ -29,6 +29,9 @@ from runner.wire.files import (
     ChangeMode,
     ChangeOwner,
     CopyFile,
+    Edited,
+    EditedFile,
+    EditFiles,
     FileEntry,
     FileInfo,
     FileKind,
@@ -50,8 +53,11 @@ from runner.wire.files import (
     RemoveFile,
     StatFile,
     StatFiles,
+    Unedited,
     Unmatched,
     Unpack,
+    Viewed,
+    ViewFile,
     WriteFile,
 )
 
@@ -550,6 +556,9 @@ __all__ = [
     "ChangeMode",
     "ChangeOwner",
     "CopyFile",
+    "EditFiles",
+    "Edited",
+    "EditedFile",
     "FileEntry",
     "FileInfo",
     "FileKind",
@@ -575,8 +584,11 @@ __all__ = [
     "RemoveFile",
     "StatFile",
     "StatFiles",
+    "Unedited",
     "Unmatched",
     "Unpack",
+    "ViewFile",
+    "Viewed",
     "WriteFile",
     "encode_frame",
 ]
@@ -586,11 +598,11 @@ REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
     *(MakeDirectory, MoveFile, CopyFile, ChangeMode, ChangeOwner),
-    *(GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
+    *(EditFiles, ViewFile, GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
+    *(Edited, Unedited, Viewed, FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
 )
 """Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`), EVENT (`PortOpened`, `PortClosed`), ERROR
 (`Error`) and REPLY (all others)."""

@@ -25,6 +25,7 @@ from sandkasten.api.resources import events, files, keys, node, runs, sessions, 
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
+from sandkasten.api.resources import file_texts as texts
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws
 from sandkasten.api.websocket.exec import exec_ws
@@ -89,6 +90,8 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
         _raw("POST", f"{top}/fs/chown", changes.change_owner, act, body=changes.OwnerRequest, answer=files.WrittenBody),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
         _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
+        _raw("GET", f"{top}/fs/view", texts.view, look, query=texts.ViewQuery, answer=texts.ViewBody),
+        _raw("POST", f"{top}/fs/edit", texts.edit, act, body=texts.EditRequest, answer=texts.EditsBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),
     )
 

@@ -196,6 +196,12 @@ class PreconditionFailed(ClientError):
     code = "PRECONDITION_FAILED"
 
 
+class Ambiguous(ClientError):
+    """A text that is to be edited is there more than once; `details.lines` are the places."""
+
+    code = "AMBIGUOUS"
+
+
 class RangeNotSatisfiable(ClientError):
     """The part of a file begins behind its end; `details.size` is the file's."""
 

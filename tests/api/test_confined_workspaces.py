@@ -41,6 +41,8 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"path": "f"}}
         case "POST", "fs/stat":
             options = {"json": {"paths": ["f"]}}
+        case "POST", "fs/edit":
+            options = {"json": {"edits": [{"op": "create", "path": "g", "text": "x"}]}}
         case "POST", "import":
             options = {"content": EMPTY, "params": {"replace": "true"}}
         case "PUT", "fs/file":

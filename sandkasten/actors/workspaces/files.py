@@ -84,6 +84,7 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
     "TOO_LARGE": TooLarge,
     "EXISTS": Conflict,
     "NO_SUCH_USER": InvalidRequest,
+    "BAD_REQUEST": InvalidRequest,
 }
 
 

@@ -47,6 +47,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ShellBusy: 409,
     errors.ShellFailed: 409,
     errors.Conflict: 409,
+    errors.Ambiguous: 409,
     errors.LimitInUse: 409,
     errors.ExecIdsExhausted: 409,
     errors.ExecEnded: 409,

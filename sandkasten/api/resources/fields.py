@@ -62,6 +62,7 @@ MAX_PATHS = 1000
 """Paths in one request about many files."""
 MAX_DEPTH = 32
 MAX_FILE_ID = 65535
+MAX_EDITS = 100
 _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
@@ -123,6 +124,8 @@ PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
 FileId = NewType("FileId", int)
+Line = NewType("Line", int)
+Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
@@ -330,6 +333,52 @@ def _file_mode(value: object) -> int:
     return int(str(value), 8)
 
 
+def _some_text(value: object) -> str:
+    if not value:
+        raise ValueError("must not be empty")
+    return _encodable(value)
+
+
+def _edit_count(value: object) -> object:
+    if value != "all" and (value != 1 or isinstance(value, bool)):
+        raise ValueError("must be 1 or 'all'")
+    return value
+
+
+_EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
+    "replace": {"old": _some_text, "new": _encodable, "count": _edit_count},
+    "insert": {"line": Between(0, 2**31), "text": _encodable},
+    "create": {"text": _encodable},
+    "delete": {},
+    "patch": {"patch": _some_text},
+}
+"""Fields of each kind of edit. `count` may be left out."""
+
+
+def _edits(value: object) -> list[dict[str, Any]]:  # JSON values
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_EDITS:
+        raise ValueError(f"must be a list of 1 to {MAX_EDITS} edits")
+    return [_edit(each, f"edit {number}: ") for number, each in enumerate(value)]
+
+
+def _edit(value: object, where: str) -> dict[str, Any]:  # JSON values
+    checks = _EDITS.get(str(value.get("op"))) if isinstance(value, dict) else None
+    if checks is None or not isinstance(value, dict):
+        raise ValueError(f"{where}must be an object whose op is one of {', '.join(_EDITS)}")
+    checked: dict[str, Any] = {"op": value["op"]}
+    checks = {"path": _file_path, "if_match": _encodable, **checks}
+    for name in checks.keys() - {"if_match", "count"} - value.keys():
+        raise ValueError(f"{where}{name} is missing")
+    for name in value.keys() - {"op"}:
+        if name not in checks:
+            raise ValueError(f"{where}has no field {str(name)[:50]}")
+        try:
+            checked[name] = checks[name](value[name])
+        except ValueError as error:
+            raise ValueError(f"{where}{name} {error}") from None
+    return checked
+
+
 def _glob(value: object) -> str:
     text = _text(value)
     if len(text.encode()) > MAX_PATH_BYTES or "\0" in text:
@@ -461,6 +510,8 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilePath: _file_path,
     FileMode: _file_mode,
     FileId: Between(-1, MAX_FILE_ID),
+    Line: Between(1, 2**31),
+    Edits: _edits,
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,
@@ -620,7 +671,7 @@ def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
     Raises:
         InvalidRequest: `details` name the nearest known field.
     """
-    known = () if cls is None else [field.name for field in attrs.fields(cls)]
+    known = () if cls is None else [field.name.removesuffix("_") for field in attrs.fields(cls)]
     for name in query:
         if name not in known:
             shown = name[:_MAX_NAME_CHARS]
@@ -643,7 +694,7 @@ def plain_kind(kind: object) -> object:
 @functools.cache
 def _not_text(cls: type) -> Mapping[str, Callable[[object], object]]:
     """Return the checks of a query's fields that are numbers or flags."""
-    checks = [(name, check_of(plain_kind(kind))) for name, kind in _hints(cls)]
+    checks = [(name.removesuffix("_"), check_of(plain_kind(kind))) for name, kind in _hints(cls)]
     return {name: check for name, check in checks if check == _boolean or isinstance(check, Between)}
 
 

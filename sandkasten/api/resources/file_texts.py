@@ -1,0 +1,157 @@
+"""Text of files as editing tools want it: numbered lines, and edits of many files that are made together or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import attrs
+
+from runner.wire.protocol import (
+    Edited,
+    EditFiles,
+    FileEntry,
+    FileStats,
+    ListFiles,
+    Listing,
+    StatFiles,
+    Unedited,
+    Viewed,
+    ViewFile,
+)
+from sandkasten.api.http.errors import Answer, json_answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.json import Body
+from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
+from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.model.errors import Ambiguous, Conflict, FileNotFound, PreconditionFailed, RunnerProtocolError
+
+_FIRST = Line(1)
+_HERE = FilePath(".")
+_MAX_TEXT_BYTES = 2 * 1024 * 1024
+_MAX_PATHS = 1000
+_DEPTH = 2
+_EDIT_S = 600.0
+
+
+@attrs.frozen(kw_only=True)
+class ViewQuery(Placed):
+    """The query of a view: lines `from` to `to`, counted from 1."""
+
+    path: FilePath = _HERE
+    from_: Line = _FIRST
+    to: Line | None = None
+
+
+@attrs.frozen
+class ViewBody(Body):
+    """Numbered lines of a file, `first` to `last`, or paths below a directory. `lines` counts all lines of the file."""
+
+    path: str
+    type: str
+    text: str
+    first: int
+    last: int
+    lines: int
+    truncated: bool
+    etag: str
+
+
+@attrs.frozen(kw_only=True)
+class EditRequest(Placed):
+    """Edits that are made in order, all or none; `dry_run`: none, but answered as if."""
+
+    edits: Edits
+    dry_run: bool = False
+
+
+@attrs.frozen
+class EditBody(Body):
+    """An edit that was made; `offsets` are the lines by which the hunks of a patch were off."""
+
+    path: str
+    etag: str
+    replacements: int
+    diff: str | None
+    offsets: Sequence[int]
+
+
+@attrs.frozen
+class EditsBody(Body):
+    """Edits in their order."""
+
+    files: Sequence[EditBody]
+
+
+async def view(exchange: Exchange) -> Answer:
+    """Show numbered lines of a file, or the files of a directory, two levels deep."""
+    query = read_query(exchange, ViewQuery)
+    if query.to is not None and query.to < query.from_:
+        raise bad_query("to", "is before the first line")
+    path = inside(exchange, query, query.path)
+    (entry,) = (await exchange.files.ask(StatFiles((path,), follow=True, user=query.user), FileStats)).entries or (
+        None,
+    )
+    if entry is None:
+        raise FileNotFound(f"no such file or directory: {spell_path(query.path)[:200]}")
+    if entry.kind == "directory":
+        return json_answer(await _view_directory(exchange, query, path, entry))
+    return json_answer(await _view_lines(exchange, query, path))
+
+
+async def _view_directory(exchange: Exchange, query: ViewQuery, path: str, entry: FileEntry) -> ViewBody:
+    request = ListFiles(path, limit=_MAX_PATHS, depth=_DEPTH, user=query.user)
+    found = await exchange.files.ask(request, Listing)
+    names = [f"{spell_path(each.name)}{'/' if each.kind == 'directory' else ''}\n" for each in found.entries]
+    return ViewBody(
+        spell_path(entry.path), "directory", "".join(names), 1, len(names), len(names), found.more, entry.etag
+    )
+
+
+async def _view_lines(exchange: Exchange, query: ViewQuery, path: str) -> ViewBody:
+    request = ViewFile(path, query.from_, query.to, user=query.user)
+    text = bytearray()
+    async with exchange.files.stream(request) as stream:
+        async for piece in stream:
+            text += piece
+            if len(text) > _MAX_TEXT_BYTES:
+                raise RunnerProtocolError("more lines than were asked for")
+        seen = await stream.answer(Viewed)
+    lines = text.decode("utf-8", "replace").removesuffix("\n").split("\n") if text else []
+    numbered = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(lines, query.from_))
+    return ViewBody(
+        spell_path(seen.path), "file", numbered, query.from_, seen.last, seen.total, seen.truncated, seen.etag
+    )
+
+
+async def edit(exchange: Exchange) -> Answer:
+    """Edit text files: all edits are made, or none."""
+    request = await read_request(exchange, EditRequest)
+    edits = [{**each, "path": inside(exchange, request, each["path"])} for each in request.edits]
+    wanted = EditFiles(request.dry_run, sync=bool(exchange.workspace_id), user=request.user)
+    async with exchange.made_files().stream(wanted, patience_s=_EDIT_S) as stream:
+        await stream.send(json.dumps(edits).encode("ascii"))
+        answer: Edited | Unedited = await stream.end((Edited, Unedited))
+    if isinstance(answer, Unedited):
+        raise _refusal(answer, request.edits)
+    if len(answer.files) != len(edits):
+        raise RunnerProtocolError("as many edits as nobody asked for")
+    return json_answer(
+        EditsBody(
+            [
+                EditBody(spell_path(each["path"]), made.etag, made.replacements, made.diff, made.offsets)
+                for each, made in zip(request.edits, answer.files, strict=True)
+            ]
+        )
+    )
+
+
+def _refusal(answer: Unedited, edits: Edits) -> Ambiguous | Conflict | PreconditionFailed:
+    if not 0 <= answer.edit < len(edits):
+        raise RunnerProtocolError("an edit that nobody asked for")
+    told = {"edit": answer.edit, "path": spell_path(edits[answer.edit]["path"])}
+    if answer.reason == "ambiguous":
+        return Ambiguous("the text is there more than once", **told, lines=list(answer.lines))
+    if answer.reason == "version":
+        return PreconditionFailed("the file is of another version", **told, etag=answer.etag)
+    return Conflict("the text that is to be edited is not there", **told)

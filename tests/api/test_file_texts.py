@@ -1,0 +1,62 @@
+"""Edits and views of files over HTTP, in a session and in a workspace."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.api.harness import running_front
+from tests.api.test_exec import make_session
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_files_are_edited_together(kind: str) -> None:
+    """All are made and answered with their versions and diffs; a problem names the edit and changes nothing."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/texts"
+        await client.put(f"{url}/fs/file?path=f", content=b"one\ntwo\ntwo\n")
+        twice = {"path": "f", "op": "replace", "old": "two", "new": "2"}
+        once = {"path": "f", "op": "replace", "old": "one", "new": "1"}
+        create = {"path": "d/g", "op": "create", "text": "g"}
+        problem = await client.post(f"{url}/fs/edit", json={"edits": [create, twice]})
+        assert (problem.status_code, problem.json()["error_code"]) == (409, "AMBIGUOUS")
+        assert problem.json()["details"] == {"edit": 1, "path": "f", "lines": [2, 3]}
+        absent = await client.post(f"{url}/fs/edit", json={"edits": [{**twice, "old": "x"}]})
+        assert (absent.status_code, absent.json()["error_code"]) == (409, "CONFLICT")
+        stale = await client.post(f"{url}/fs/edit", json={"edits": [{**once, "if_match": '"x"'}]})
+        assert (stale.status_code, stale.json()["error_code"]) == (412, "PRECONDITION_FAILED")
+        assert (await client.get(f"{url}/fs/file?path=d/g")).status_code == 404
+        made = await client.post(f"{url}/fs/edit", json={"edits": [create, once]})
+        assert (made.status_code, [each["path"] for each in made.json()["files"]]) == (200, ["d/g", "f"])
+        assert made.json()["files"][1]["diff"].endswith("@@ -1,3 +1,3 @@\n-one\n+1\n two\n two\n")
+        assert (await client.get(f"{url}/fs/file?path=f")).content == b"1\ntwo\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        *([], [1], [{"path": "f", "op": "rename"}], [{"path": "f", "op": "delete", "mode": 1}], [{"op": "delete"}]),
+        *(
+            [{"path": "f", "op": "replace", "old": "", "new": "x"}],
+            [{"path": "f", "op": "insert", "line": -1, "text": ""}],
+        ),
+        *([{"path": "f", "op": "replace", "old": "a", "new": "x", "count": 2}], [{"path": "f", "op": "delete"}] * 101),
+    ],
+)
+async def test_what_is_no_edit_is_refused(edits: object) -> None:
+    """Fields that an operation does not have, too."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        answer = await client.post(f"{url}/fs/edit", json={"edits": edits})
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
+async def test_a_view_is_numbered() -> None:
+    """Lines of a file, or what is in a directory."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        await client.put(f"{url}/fs/file?path=d/f", content=b"one\ntwo\nthree")
+        seen = (await client.get(f"{url}/fs/view?path=d/f&from=2")).json()
+        assert (seen["text"], seen["first"], seen["last"], seen["lines"]) == ("     2\ttwo\n     3\tthree\n", 2, 3, 3)
+        assert (await client.get(f"{url}/fs/view?path=.")).json()["text"] == "d/\nd/f\n"
+        assert (await client.get(f"{url}/fs/view?path=x")).status_code == 404
+        assert (await client.get(f"{url}/fs/view?path=d/f&from=3&to=2")).status_code == 400
