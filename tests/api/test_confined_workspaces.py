@@ -42,7 +42,7 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
         case "POST", "fs/stat":
             options = {"json": {"paths": ["f"]}}
         case "POST", "fs/edit":
-            options = {"json": {"edits": [{"op": "create", "path": "g", "text": "x"}]}}
+            options = {"json": {"edits": [{"op": "create", "path": "edited", "text": "x"}]}}
         case "POST", "import":
             options = {"content": EMPTY, "params": {"replace": "true"}}
         case "PUT", "fs/file":

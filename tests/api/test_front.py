@@ -165,7 +165,7 @@ async def test_made_request_ids_differ() -> None:
         ("GET", "/v1/sessions/not-an-id", 404, "SESSION_NOT_FOUND", None),
         ("POST", "/v1/sessions/..%2f..%2fetc/exec", 404, "SESSION_NOT_FOUND", None),
         ("GET", "/v1/sessions/0123456789abcdef/nothing", 404, "NOT_FOUND", None),
-        ("GET", "/v1/sessions/0123456789abcdef/fs", 404, "NOT_FOUND", None),
+        ("GET", "/v1/sessions/0123456789abcdef/fs", 405, "METHOD_NOT_ALLOWED", "DELETE"),
         ("PUT", "/v1/sessions", 405, "METHOD_NOT_ALLOWED", "GET, HEAD, POST"),
         ("OPTIONS", "/v1/sessions", 405, "METHOD_NOT_ALLOWED", "GET, HEAD, POST"),
         ("TRACE", "/healthz", 405, "METHOD_NOT_ALLOWED", "GET, HEAD"),
