@@ -6,6 +6,7 @@ else; the memory that it holds meanwhile is bounded; after a refusal it stays in
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -102,7 +103,8 @@ def _check_bounds(value: Any) -> None:
                 _check_bounds(each)
         case tuple():
             for each in value:
-                _check_bounds({name: getattr(each, name) for name in each.__dataclass_fields__})
+                is_message = dataclasses.is_dataclass(each)
+                _check_bounds({name: getattr(each, name) for name in each.__dataclass_fields__} if is_message else each)
         case str():
             assert len(value.encode("utf-8", "surrogateescape")) <= MAX_TEXT_CHARS
         case int():
