@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 
 from bench.sampling import Row, percentile
-from bench.sections import COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
+from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
 Rows = Mapping[str, Row]
 Facts = Mapping[str, Any]
-_BUBBLEWRAP = "peer: bubblewrap"
 
 
 @attrs.frozen
@@ -85,8 +84,8 @@ GOALS: Sequence[Goal] = (
     Goal("a builtin over an open WebSocket, by an echo", _ratio(exec_row("builtin", "WebSocket"), ECHO), 3, "x"),
     Goal("daemon CPU per exec", _fact("daemon CPU per exec, builtin, HTTP, ms"), 0.6, "ms"),
     Goal("create from the session pool, by GET /healthz", _ratio(create_row(POOL), HEALTHZ), 2.5, "x"),
-    Goal("create from the sandbox pool, by bubblewrap", _ratio(create_row(VESSEL), _BUBBLEWRAP), 1.2, "x"),
-    Goal("create without a pool, by bubblewrap", _ratio(create_row(COLD), _BUBBLEWRAP), 2, "x"),
+    Goal("create from the sandbox pool, by bubblewrap", _ratio(create_row(VESSEL), BUBBLEWRAP), 1.2, "x"),
+    Goal("create without a pool, by bubblewrap", _ratio(create_row(COLD), BUBBLEWRAP), 2, "x"),
     Goal("100 creates at once, without a pool", _median(burst_row(COLD, 100, "all"), 1e-3), 0.8, "s"),
     Goal("100 creates at once, session pool", _median(burst_row(POOL, 100, "all"), 1e-3), 0.25, "s"),
     Goal("machine CPU per create and destroy", _fact(f"machine CPU per create and destroy, {COLD}, ms"), 20, "ms"),

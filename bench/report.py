@@ -19,15 +19,14 @@ from bench import goals, protections
 from bench.peers import ASPECTS, OURS
 from bench.plots import cdf, plot
 from bench.sampling import difference_interval, interval, percentile, ratio_interval
-from bench.sections import COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
+from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, KINDS, Bench, create_row, exec_row, first_row
 from sandkasten.host import examine
 
-_BUBBLEWRAP = "peer: bubblewrap"
 BASES: Mapping[str, str] = {
-    **{first_row(kind): _BUBBLEWRAP for kind in KINDS},
-    **{f"peer: {name}": _BUBBLEWRAP for name in ("runc", "crun", "systemd-nspawn", "runsc")},
-    create_row(COLD): _BUBBLEWRAP,
-    create_row("sandbox pool"): _BUBBLEWRAP,
+    **{first_row(kind): BUBBLEWRAP for kind in KINDS},
+    **{f"peer: {name}": BUBBLEWRAP for name in ("runc", "crun", "systemd-nspawn", "runsc")},
+    create_row(COLD): BUBBLEWRAP,
+    create_row("sandbox pool"): BUBBLEWRAP,
     create_row("session pool"): HEALTHZ,
     exec_row("builtin", "HTTP"): HEALTHZ,
     exec_row("/bin/true", "HTTP"): HEALTHZ,

@@ -53,6 +53,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 }
 """Settings of the daemon of each kind of create."""
 
+BUBBLEWRAP = "peer: bubblewrap"
 HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
 _SETTLE_S, _BREATH_S = 0.03, 0.002
 _WORD = "echo ok"

@@ -15,7 +15,8 @@ import os
 import stat
 from collections.abc import Callable
 
-from runner.files.paths import Resolver, parent_of, refusal
+from runner.files.contents import MAX_MODE, temporary_name
+from runner.files.paths import Resolver, parent_of, refusal, status_of
 from runner.files.tree import Walk, open_directory
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
@@ -23,7 +24,6 @@ from runner.wire.protocol import ChangeMode, ChangeOwner, CopyFile, Done, MakeDi
 
 _FICLONE = 0x40049409
 _COPY_BYTES = 8 * 1024 * 1024
-_MODE_BITS = 0o7777
 _COPIED_BITS = 0o1777
 _MAX_ID = 65535
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -81,7 +81,7 @@ def copy(request: CopyFile, resolver: Resolver, kernel: Kernel) -> Done:
 
 def change_mode(request: ChangeMode, resolver: Resolver) -> Done:
     """Set the permission bits of a file; with `recursive` of all that is below, links left out."""
-    if not 0 <= request.mode <= _MODE_BITS:
+    if not 0 <= request.mode <= MAX_MODE:
         raise Refused("BAD_REQUEST", "no such mode")
     return _change(request.path, resolver, lambda path: os.chmod(path, request.mode), recursive=request.recursive)
 
@@ -148,9 +148,9 @@ def _rename(kernel: Kernel, source_fd: int, source: bytes, target_fd: int, targe
 def _copy_into_place(
     kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool, syncs: bool
 ) -> None:
-    if not overwrite and _is_there(target, target_fd):  # sooner than after a long copy
+    if not overwrite and status_of(target, target_fd) is not None:  # sooner than after a long copy
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    temporary = b".sandkasten-%d-%s.part" % (os.getpid(), os.urandom(8).hex().encode("ascii"))
+    temporary = temporary_name(os.getpid())
     try:
         _copy_any(source_fd, source, target_fd, temporary)
         if syncs:
@@ -166,14 +166,6 @@ def _copy_into_place(
         except OSError:
             pass  # never made, or the sandbox has removed it
         raise
-
-
-def _is_there(name: bytes, directory_fd: int) -> bool:
-    try:
-        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> None:

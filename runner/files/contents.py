@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from runner.files.paths import FileTarget, Resolver, check_regular, refusal
+from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_FRAME_BYTES, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
@@ -32,15 +32,7 @@ def open_part(request: GetFile, resolver: Resolver) -> tuple[int, FilePart]:
     Raises:
         Refused
     """
-    try:
-        path_fd, real = resolver.open_existing(resolver.encode(request.path))
-        try:
-            check_regular(os.fstat(path_fd))
-            fd = os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        finally:
-            os.close(path_fd)
-    except OSError as error:
-        raise refusal(error, request.path) from None
+    fd, real = open_regular(request.path, resolver)
     status = os.fstat(fd)
     etag = etag_of(status)
     offset, count, result = part_of(request, status.st_size, etag)
@@ -90,7 +82,7 @@ def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatc
     """Replace a file with what comes, unless it is of another version. Work of a file worker."""
     if request.mode is not None and not 0 <= request.mode <= MAX_MODE:
         raise Refused("BAD_REQUEST", "no such mode")
-    temporary = b".sandkasten-%d-%s.part" % (os.getpid(), os.urandom(8).hex().encode("ascii"))
+    temporary = temporary_name(os.getpid())
     try:
         target = resolver.target_for_writing(resolver.encode(request.path))
     except OSError as error:
@@ -148,10 +140,14 @@ def _compare(request: PutFile, target: FileTarget) -> Unmatched | None:
 
 
 def _present(target: FileTarget) -> str:
-    try:
-        return etag_of(os.stat(target.name, dir_fd=target.directory_fd, follow_symlinks=False))
-    except FileNotFoundError:
-        return ""
+    status = status_of(target.name, target.directory_fd)
+    return etag_of(status) if status else ""
+
+
+def temporary_name(number: int) -> bytes:
+    """Return a name for a file beside its target. Random: a workspace is shared by sandboxes whose numbers all begin at
+    1, and may hold what a killed one left."""
+    return b".sandkasten-%d-%s.part" % (number, os.urandom(8).hex().encode("ascii"))
 
 
 def open_new(directory_fd: int, temporary: bytes) -> int:

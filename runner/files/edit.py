@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.files.contents import check_writable, is_one_of, open_new, open_part, put_in_place
-from runner.files.paths import FileTarget, Resolver, refusal
+from runner.files.contents import check_writable, is_one_of, open_new, open_part, put_in_place, temporary_name
+from runner.files.paths import FileTarget, Resolver, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
@@ -353,13 +353,11 @@ def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
                 _keep(draft)
         for draft in drafts:
             _put(draft, syncs=syncs)
-    except OSError as error:
-        for draft in reversed(drafts):
-            _put_back(draft)
-        raise refusal(error, draft.path) from None
-    except Refused:
-        for draft in reversed(drafts):
-            _put_back(draft)
+    except (OSError, Refused) as error:
+        for each in reversed(drafts):
+            _put_back(each)
+        if isinstance(error, OSError):
+            raise refusal(error, draft.path) from None
         raise
     for draft in drafts:
         if draft.spare and draft.target is not None:
@@ -368,32 +366,21 @@ def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
 
 def _write_beside(draft: _Draft, resolver: Resolver) -> None:
     draft.target = target = resolver.target_for_writing(draft.encoded)
-    present = _status_of(target)
+    present = status_of(target.name, target.directory_fd)
     if (etag_of(present) if present else "").removeprefix("W/") != draft.etag.removeprefix("W/"):
         raise Refused("EXISTS", f"another process changed the file meanwhile: {draft.path[:200]}")
     check_writable(target)
     if draft.after is not None:
-        draft.fd = open_new(target.directory_fd, _temporary())
+        draft.fd = open_new(target.directory_fd, temporary_name(os.getpid()))
         data = memoryview(draft.after)
         while data:
             data = data[os.write(draft.fd, data) :]
 
 
-def _status_of(target: FileTarget) -> os.stat_result | None:
-    try:
-        return os.stat(target.name, dir_fd=target.directory_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
-def _temporary() -> bytes:
-    return b".sandkasten-%d-%s.part" % (os.getpid(), os.urandom(8).hex().encode("ascii"))
-
-
 def _keep(draft: _Draft) -> None:
     """Give the old file a second name, from which it can be put back in one step."""
     assert draft.target is not None
-    name, fd = _temporary(), draft.target.directory_fd
+    name, fd = temporary_name(os.getpid()), draft.target.directory_fd
     os.link(draft.target.name, name, src_dir_fd=fd, dst_dir_fd=fd)
     draft.spare = name
 
@@ -403,7 +390,7 @@ def _put(draft: _Draft, *, syncs: bool) -> None:
     if draft.after is None:
         os.unlink(draft.target.name, dir_fd=draft.target.directory_fd)
     else:
-        put_in_place(draft.fd, _temporary(), draft.target, syncs=syncs, create_only=draft.before is None)
+        put_in_place(draft.fd, temporary_name(os.getpid()), draft.target, syncs=syncs, create_only=draft.before is None)
     draft.was_placed = True
 
 

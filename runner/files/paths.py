@@ -212,13 +212,38 @@ def _read_link(name: bytes, directory_fd: int) -> bytes | None:
         raise
 
 
-def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
+def status_of(name: bytes, directory_fd: int) -> os.stat_result | None:
+    """Return the status of a file in a directory, of a link itself; None if there is no such file."""
     try:
-        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except FileNotFoundError:
+        return None
+
+
+def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
+    status = status_of(name, directory_fd)
+    if status is None:
         return None
     check_regular(status)
     return stat.S_IMODE(status.st_mode) & 0o777
+
+
+def open_regular(path: str, resolver: Resolver) -> tuple[int, bytes]:
+    """Return a descriptor to read from, the caller's, of the regular file that a path leads to, and its real path.
+
+    Raises:
+        Refused
+    """
+    try:
+        path_fd, real = resolver.open_existing(resolver.encode(path))
+        try:
+            check_regular(os.fstat(path_fd))
+            fd = os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        finally:
+            os.close(path_fd)
+    except OSError as error:
+        raise refusal(error, path) from None
+    return fd, real
 
 
 def check_regular(status: os.stat_result) -> None:

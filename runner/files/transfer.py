@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import os
 
-from runner.files.contents import check_writable, open_new, open_part, put_in_place
-from runner.files.paths import FileTarget, Resolver, check_regular, refusal
+from runner.files.contents import check_writable, open_new, open_part, put_in_place, temporary_name
+from runner.files.paths import FileTarget, Resolver, open_regular, refusal
 from runner.files.worker import FileJobs, FileWorker, account_of
 from runner.loop.context import Context, Job, Refused, Sink, refuse
 from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, FilePart, GetFile, Kind, ReadFile, WriteFile
@@ -80,17 +80,8 @@ class FileReadJob:
 
     def _open(self, path: str) -> None:
         resolver = Resolver(self._context.config, self._context.kernel)
-        try:
-            with self._context.as_user:
-                path_fd, real = resolver.open_existing(resolver.encode(path))
-                try:
-                    check_regular(os.fstat(path_fd))
-                    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-                    self._fd = os.open(f"/proc/self/fd/{path_fd}", flags)
-                finally:
-                    os.close(path_fd)
-        except OSError as error:
-            raise refusal(error, path) from None
+        with self._context.as_user:
+            self._fd, real = open_regular(path, resolver)
         self._path = os.fsdecode(real)
 
     def _pump(self) -> None:
@@ -149,8 +140,7 @@ class FileWriteJob:
 
     def __init__(self, context: Context, serial: int) -> None:
         self._context = context
-        # Random: a workspace is shared by sandboxes whose serials all begin at 1, and may hold what a killed one left.
-        self._temporary = b".sandkasten-%d-%s.part" % (serial, os.urandom(8).hex().encode("ascii"))
+        self._temporary = temporary_name(serial)
         self._sink: Sink | None = None
         self._target: FileTarget | None = None
         self._fd = -1

@@ -337,6 +337,12 @@ def _refuse_import(name: str, *_rest: Any, **_more: Any) -> Any:
     raise ImportError(f"{name}: PID 1 imports nothing once it runs")
 
 
+def code(answer: object) -> str:
+    """Return the code of a refusal."""
+    assert isinstance(answer, Error), answer
+    return answer.code
+
+
 def wait_until(claim: Any, *, patience_s: float = PATIENCE_S) -> None:
     """Wait for something that has no event of its own here, such as a process elsewhere being gone."""
     deadline = time.monotonic() + patience(patience_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runner.wire.protocol import CHUNK_BYTES, Done, Error, FileInfo, Kind, WriteFile
-from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces
+from runner.wire.protocol import CHUNK_BYTES, Done, FileInfo, Kind, WriteFile
+from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces
 
 pytestmark = needs_namespaces
 
@@ -13,11 +13,6 @@ pytestmark = needs_namespaces
 @pytest.fixture
 def client(sandbox: Sandbox) -> Client:
     return sandbox.shell()
-
-
-def code(answer: object) -> str:
-    assert isinstance(answer, Error), answer
-    return answer.code
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)), b"\0" * CHUNK_BYTES, b"ab" * (CHUNK_BYTES + 1)])

@@ -12,7 +12,6 @@ from runner.wire.protocol import (
     ChangeMode,
     ChangeOwner,
     Done,
-    Error,
     FileEntry,
     FilePart,
     FilePut,
@@ -28,7 +27,7 @@ from runner.wire.protocol import (
     StatFiles,
     Unmatched,
 )
-from tests.kernel.runner_harness import UID, Client, Sandbox, needs_namespaces
+from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces
 
 pytestmark = needs_namespaces
 
@@ -36,11 +35,6 @@ pytestmark = needs_namespaces
 @pytest.fixture
 def client(sandbox: Sandbox) -> Client:
     return sandbox.shell()
-
-
-def code(answer: object) -> str:
-    assert isinstance(answer, Error), answer
-    return answer.code
 
 
 def test_any_path_of_the_user_is_found(client: Client) -> None:

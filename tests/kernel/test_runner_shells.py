@@ -14,7 +14,6 @@ from runner.wire.protocol import (
     Cancel,
     CloseShell,
     Done,
-    Error,
     Exec,
     Hello,
     HelloReply,
@@ -23,7 +22,7 @@ from runner.wire.protocol import (
     SetEnv,
     ShellInfo,
 )
-from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
+from tests.kernel.runner_harness import Client, Sandbox, code, needs_namespaces, wait_until
 from tests.kernel.test_runner_groups import open_group, send
 
 pytestmark = needs_namespaces
@@ -38,11 +37,6 @@ def other(client: Client, sandbox: Sandbox) -> Client:
     shell = client.ask(Hello()).shell
     assert connection.ask(OpenShell("two", shell=shell)) == ShellInfo("two", shell, WORKSPACE)
     return connection
-
-
-def code(answer: object) -> str:
-    assert isinstance(answer, Error), answer
-    return answer.code
 
 
 # State of one shell ---------------------------------------------------------------------------------------------------

@@ -9,14 +9,7 @@ import pytest
 
 from runner.files.operations import perform
 from runner.loop.context import Refused
-from runner.wire.protocol import (
-    ChangeMode,
-    CopyFile,
-    Done,
-    FileRequest,
-    MakeDirectory,
-    MoveFile,
-)
+from runner.wire.protocol import ChangeMode, CopyFile, Done, FileRequest, MakeDirectory, MoveFile
 from tests.unit.test_runner_entries import make_tree, work_in
 
 

@@ -196,7 +196,7 @@ async def stat(exchange: Exchange) -> Answer:
     query = read_query(exchange, StatQuery)
     path = inside(exchange, query, query.path)
     if query.follow:
-        (entry,) = (await exchange.files.ask(StatFiles((path,), follow=True, user=query.user), FileStats)).entries
+        (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
         if entry is not None:
             return json_answer(FileInfoBody.of_entry(entry, entry.path))
     entry = await exchange.files.ask(StatFile(path, user=query.user), FileEntry)
@@ -207,14 +207,22 @@ async def stat_many(exchange: Exchange) -> Answer:
     """Read the properties of many files; null for each that is not there."""
     request = await read_request(exchange, StatRequest)
     paths = tuple(inside(exchange, request, path) for path in request.paths)
+    found = await entries_at(exchange, paths, follow=request.follow, user=request.user)
+    return json_answer(StatsBody([None if each is None else FileInfoBody.of_entry(each, each.path) for each in found]))
+
+
+async def entries_at(
+    exchange: Exchange, paths: tuple[str, ...], *, follow: bool, user: str | None
+) -> Sequence[FileEntry | None]:
+    """Return the properties of files in the order of their paths, None for each that is not there."""
     found: list[FileEntry | None] = []
     while len(found) < len(paths):
-        asked = StatFiles(paths[len(found) :], request.follow, user=request.user)
+        asked = StatFiles(paths[len(found) :], follow, user=user)
         answer = await exchange.files.ask(asked, FileStats)
         if not 0 < len(answer.entries) <= len(asked.paths):
             raise RunnerProtocolError("entries that nobody asked for, or none")
         found += answer.entries
-    return json_answer(StatsBody([None if each is None else FileInfoBody.of_entry(each, each.path) for each in found]))
+    return found
 
 
 def inside(exchange: Exchange, placed: Placed, path: str) -> str:

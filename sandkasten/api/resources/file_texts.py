@@ -11,10 +11,8 @@ from runner.wire.protocol import (
     Edited,
     EditFiles,
     FileEntry,
-    FileStats,
     ListFiles,
     Listing,
-    StatFiles,
     Unedited,
     Viewed,
     ViewFile,
@@ -23,7 +21,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import Placed, entries_at, inside
 from sandkasten.model.errors import Ambiguous, Conflict, FileNotFound, PreconditionFailed, RunnerProtocolError
 
 _FIRST = Line(1)
@@ -89,9 +87,7 @@ async def view(exchange: Exchange) -> Answer:
     if query.to is not None and query.to < query.from_:
         raise bad_query("to", "is before the first line")
     path = inside(exchange, query, query.path)
-    (entry,) = (await exchange.files.ask(StatFiles((path,), follow=True, user=query.user), FileStats)).entries or (
-        None,
-    )
+    (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
     if entry is None:
         raise FileNotFound(f"no such file or directory: {spell_path(query.path)[:200]}")
     if entry.kind == "directory":
