@@ -293,6 +293,8 @@ class SessionActor(Actor):
             failure = error
         if failure is not None:
             await self._unclaim(member)
+            if isinstance(failure, RunnerLost):  # for `translate` a lost PID 1 is worth a wait of some seconds
+                failure = ActorGone(str(failure))
             raise failure
         crash.passing(Point.CLAIM_RECORDED)
         self._services.directory.show_member(self.session_id)
