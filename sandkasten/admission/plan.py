@@ -24,6 +24,7 @@ from sandkasten.model import (
     LIMIT_BOUNDS,
     MAX_SPAN_S,
     SECCOMP_PROFILES,
+    STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
     Limits,
     SessionOptions,
@@ -89,6 +90,10 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     exec_mode = spec.exec_mode or config.defaults.exec_mode
     if exec_mode not in EXEC_MODES:
         raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
+    stop_grace_ms = config.defaults.stop_grace_ms if spec.stop_grace_ms is None else spec.stop_grace_ms
+    low, high = STOP_GRACE_BOUNDS_MS
+    if not low <= stop_grace_ms <= high:
+        raise InvalidRequest("no such time to stop", stop_grace_ms=f"must be between {low} and {high}")
     limits = spec.limits or config.defaults.limits
     check_limits(limits)
     check_disk_limits(limits, config.disk)
@@ -101,7 +106,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
-        options=_options(spec, config, exec_mode),
+        options=attrs.evolve(_options(spec, config, exec_mode), stop_grace_ms=stop_grace_ms),
     )
 
 

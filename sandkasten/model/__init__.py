@@ -44,6 +44,7 @@ from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID
 from sandkasten.model.session import STATEFUL as STATEFUL
 from sandkasten.model.session import STATELESS as STATELESS
+from sandkasten.model.session import STOP_GRACE_BOUNDS_MS as STOP_GRACE_BOUNDS_MS
 from sandkasten.model.session import WORKSPACE_ID as WORKSPACE_ID
 from sandkasten.model.session import EndReason as EndReason
 from sandkasten.model.session import FileRules as FileRules

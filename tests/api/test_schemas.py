@@ -86,6 +86,7 @@ def test_a_full_create_reaches_the_spec() -> None:
             "shell": "sh",
             "network": {"mode": "none", "allow": []},
             "exec_mode": "stateless",
+            "stop_grace_ms": 10000,
             "user": "root",
             "root_inside": True,
             "filesystem": {"readable": ["/usr"], "writable": []},
@@ -103,6 +104,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         readonly_rootfs=True,
         shell="sh",
         exec_mode="stateless",
+        stop_grace_ms=10000,
         user="root",
         root_inside=True,
         filesystem=FileRules(readable=("/usr",), writable=()),
@@ -168,6 +170,8 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
         ({"exec_mode": "stateles"}, "exec_mode"),
+        ({"stop_grace_ms": 10001}, "stop_grace_ms"),
+        ({"stop_grace_ms": -1}, "stop_grace_ms"),
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:

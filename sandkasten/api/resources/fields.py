@@ -33,6 +33,7 @@ from sandkasten.model import (
     MAX_SPAN_S,
     SECCOMP_NAME,
     SHELL_NAME,
+    STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
     ExecKind,
     ExecState,
@@ -84,6 +85,7 @@ Pids = NewType("Pids", int)
 OpenFiles = NewType("OpenFiles", int)
 TmpMegabytes = NewType("TmpMegabytes", int)
 ShmMegabytes = NewType("ShmMegabytes", int)
+StopGrace = NewType("StopGrace", int)
 MemoryInodes = NewType("MemoryInodes", int)
 Fixed = NewType("Fixed", object)
 Token = NewType("Token", str)
@@ -469,6 +471,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OpenFiles: Between(*FIXED_BOUNDS["open_files"]),
     TmpMegabytes: Between(*FIXED_BOUNDS["tmp_mb"]),
     ShmMegabytes: Between(*FIXED_BOUNDS["shm_mb"]),
+    StopGrace: Between(*STOP_GRACE_BOUNDS_MS),
     MemoryInodes: Between(*FIXED_BOUNDS["tmp_inodes"]),
     Fixed: _fixed,
     Token: Matching(TOKEN, TOKEN_RULE),

@@ -37,6 +37,7 @@ from sandkasten.api.resources.fields import (
     SeccompName,
     Shell,
     ShmMegabytes,
+    StopGrace,
     TmpMegabytes,
     Token,
     Ttl,
@@ -168,6 +169,7 @@ class CreateRequest:
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
+    stop_grace_ms: StopGrace | None = None
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's spec.
@@ -195,6 +197,7 @@ class CreateRequest:
             root_inside=self.root_inside,
             filesystem=None if self.filesystem is None else self.filesystem.rules,
             seccomp=self.seccomp,
+            stop_grace_ms=self.stop_grace_ms,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -327,6 +330,7 @@ class SessionBody(Body):
     filesystem: FileRules | None
     seccomp: str
     workspace_mode: str
+    stop_grace_ms: int
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
