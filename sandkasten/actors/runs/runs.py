@@ -213,15 +213,16 @@ class Runs(RunObserver):
         run.finish(cut_short(run, Cause.DAEMON_RESTARTED, self._host.cwd))
         self._retire(run)
 
-    def resume(self, run: Run, *, is_orphan: bool) -> None:
-        """Go on with a run that PID 1 has; end it if its shell was closed."""
+    def resume(self, run: Run, *, is_orphan: bool, is_over: bool = False) -> None:
+        """Go on with a run that PID 1 has; end it if its shell was closed. A run that is over waits for no shell: only
+        its end and the rest of its output are to be fetched."""
         name = run.request.shell
         shell = None if name is None else self.shells.find(name)
         if shell is None and name is not None:
             self.persistence.unwanted((run.exec_id,))
             self.give_up(run)
             return
-        if shell is not None:
+        if shell is not None and not is_over:
             run.enter(shell)
         self._host.start_task(partial(self._serve_again, run, is_orphan=is_orphan))
 
