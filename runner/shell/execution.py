@@ -75,7 +75,7 @@ class Execution(Run):
         request, shell = self.request, self._shell
         if request.terminal is not None:
             return CommandTerminal(self._context, shell.identity, shell.files, self, request.terminal)
-        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin)
+        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin, merged=request.merged)
 
     def _perform(self, action: Action) -> None:
         match action:

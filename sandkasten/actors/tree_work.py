@@ -297,11 +297,13 @@ class WorkOfSessions:
             user=spec.user,
             stdin_open=True,
             terminal=spec.terminal,
+            streams=spec.streams,
             exec_id=spec.process_id,
         )
         check_spec(program, self._config.server.max_command_bytes)
+        entry = await self._live(session_id)
         request = RunRequest(
-            program,
+            program.in_session(entry.options),
             timeout_ms=None,
             kind=ExecKind.PROCESS,
             on_disconnect=OnDisconnect.DETACH,
@@ -310,7 +312,6 @@ class WorkOfSessions:
         )
         claim = RunClaim(Run(request))
         try:
-            entry = await self._live(session_id)
             await entry.ref.ask(OpenRun(claim))
             await claim.run.started.wait()
             return claim.run.info

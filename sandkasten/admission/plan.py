@@ -28,6 +28,7 @@ from sandkasten.model import (
     Limits,
     SessionOptions,
     SessionSpec,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.workspace import WorkspaceMode
@@ -116,7 +117,14 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         filesystem=spec.filesystem,
         seccomp=_seccomp(spec.seccomp, config),
         workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
+        streams=_streams(spec.streams),
     )
+
+
+def _streams(asked: str | None) -> str:
+    if asked not in (None, *StreamsMode):
+        raise InvalidRequest("no such mode", streams=f"must be one of {', '.join(StreamsMode)}")
+    return StreamsMode(asked or StreamsMode.SEPARATE).value
 
 
 def _seccomp(asked: str | None, config: Config) -> str:

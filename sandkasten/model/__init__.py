@@ -26,6 +26,7 @@ from sandkasten.model.run import ProcessSpec as ProcessSpec
 from sandkasten.model.run import ShellInfo as ShellInfo
 from sandkasten.model.run import ShellSpec as ShellSpec
 from sandkasten.model.run import Stream as Stream
+from sandkasten.model.run import StreamsMode as StreamsMode
 from sandkasten.model.run import TerminalSize as TerminalSize
 from sandkasten.model.run import TerminalSpec as TerminalSpec
 from sandkasten.model.run import Usage as Usage

@@ -46,6 +46,14 @@ class Stream(enum.StrEnum):
     STDERR = "stderr"
 
 
+class StreamsMode(enum.StrEnum):
+    """Pipes of a run: one for each of its two streams, or one for both, whose output is all `Stream.STDOUT`, in the
+    order in which it was written."""
+
+    SEPARATE = "separate"
+    MERGED = "merged"
+
+
 class ExecKind(enum.StrEnum):
     """Kinds of run: a command (in a shell or beside one), a background process, or a terminal."""
 
@@ -85,8 +93,9 @@ class ExecSpec:
     `UID[:GID]`; root where the session allows it).
 
     `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). `env`
-    and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more input may be sent until
-    it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
+    and `cwd` hold for this run only. `streams` None is the session's default. `stdin` None is `/dev/null` unless
+    `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams are a terminal of that
+    size and all output is `Stream.STDOUT`.
 
     `exec_id` None lets the supervisor choose one. With a chosen id, a repeated request joins the run instead of running
     twice, unless `has_new_id` says that `make_exec_id` made the id for this request.
@@ -104,6 +113,7 @@ class ExecSpec:
     stdin: bytes | None = attrs.field(default=None, repr=False)
     stdin_open: bool = False
     terminal: TerminalSize | None = None
+    streams: StreamsMode | None = None
     exec_id: str | None = None
     has_new_id: bool = attrs.field(default=False, eq=False)
 
@@ -114,9 +124,12 @@ class ExecSpec:
 
     def in_session(self, options: SessionOptions) -> ExecSpec:
         """Return the spec with the fields that it leaves to the session filled in."""
-        if self.stateless is not None or self.argv is not None or self.shell != DEFAULT_SHELL:
-            return self
-        return attrs.evolve(self, stateless=True) if options.exec_mode == STATELESS else self
+        spec = self
+        if spec.streams is None and options.streams != StreamsMode.SEPARATE:
+            spec = attrs.evolve(spec, streams=StreamsMode(options.streams))
+        if spec.stateless is not None or spec.argv is not None or spec.shell != DEFAULT_SHELL:
+            return spec
+        return attrs.evolve(spec, stateless=True) if options.exec_mode == STATELESS else spec
 
 
 @attrs.frozen
@@ -134,6 +147,7 @@ class ProcessSpec:
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     user: str | None = None
     terminal: TerminalSize | None = None
+    streams: StreamsMode | None = None
     keep_alive: bool = False
 
 

@@ -210,8 +210,8 @@ class SessionOptions:
     `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells. `user`
     runs every process without a user of its own, and file requests have its rights (None: the sandbox user).
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
-    filter; records without the field had none. `workspace_mode`: `shared`, or `exclusive`: no other session holds the
-    workspace meanwhile.
+    filter; records without the field had none. `streams`: those of a run that asks for none. `workspace_mode`:
+    `shared`, or `exclusive`: no other session holds the workspace meanwhile.
     """
 
     exec_mode: str = STATEFUL
@@ -220,6 +220,7 @@ class SessionOptions:
     filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
     seccomp: str = "off"
     workspace_mode: str = "shared"
+    streams: str = "separate"
 
 
 @attrs.frozen
@@ -249,6 +250,7 @@ class SessionSpec:
     root_inside: bool | None = None
     filesystem: FileRules | None = None
     seccomp: str | None = None
+    streams: str | None = None
     idempotency_key: str | None = None
     key_id: str | None = None
 

@@ -89,6 +89,7 @@ def test_a_full_create_reaches_the_spec() -> None:
             "user": "root",
             "root_inside": True,
             "filesystem": {"readable": ["/usr"], "writable": []},
+            "streams": "merged",
             "something_new": {"unknown": [1]},
         }
     )
@@ -106,6 +107,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         user="root",
         root_inside=True,
         filesystem=FileRules(readable=("/usr",), writable=()),
+        streams="merged",
         idempotency_key="k",
     )
 
@@ -168,6 +170,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
         ({"exec_mode": "stateles"}, "exec_mode"),
+        ({"streams": "mixed"}, "streams"),
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:

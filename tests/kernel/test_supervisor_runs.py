@@ -19,10 +19,13 @@ from sandkasten.model import (
     Limits,
     OnDisconnect,
     Output,
+    ProcessSpec,
     SessionPatch,
     SessionSpec,
     ShellSpec,
     Stream,
+    StreamsMode,
+    WaitFor,
 )
 from sandkasten.model.errors import (
     Conflict,
@@ -440,3 +443,20 @@ async def test_fifty_streams_at_once_are_bounded_and_none_starves(supervisor: Lo
         for stream in streams:
             nursery.start_soon(read, stream)
     assert sizes == [4_000_000] * 50
+
+
+async def test_a_session_says_how_many_pipes_its_runs_have(supervisor: LocalSupervisor) -> None:
+    """Runs that say nothing have the session's streams, in a shell, beside it and in the background; a run that says
+    `separate` has two.
+    """
+    session_id = (await supervisor.create(SessionSpec(streams="merged"))).id
+    both = "for i in 1 2 3; do echo e$i >&2; echo o$i; done"
+    written = b"e1\no1\ne2\no2\ne3\no3\n"
+    for spec in (ExecSpec(both), ExecSpec(both, stateless=True), ExecSpec(argv=("sh", "-c", both))):
+        result = await supervisor.exec(session_id, spec)
+        assert (result.output, result.stdout, result.stderr) == (written, written, b"")
+    process = await supervisor.start_process(session_id, ProcessSpec(both))
+    waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(exit=True), timeout_s=patience(10))
+    assert (waited.run.stdout_bytes, waited.run.stderr_bytes) == (len(written), 0)
+    result = await supervisor.exec(session_id, ExecSpec(both, streams=StreamsMode.SEPARATE))
+    assert (result.stdout, result.stderr) == (b"o1\no2\no3\n", b"e1\ne2\ne3\n")

@@ -16,7 +16,7 @@ from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
 from sandkasten.actors.services.nsinit import RunCgroup
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.model import Stream
+from sandkasten.model import Stream, StreamsMode
 from sandkasten.model.errors import (
     Capacity,
     Conflict,
@@ -36,6 +36,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
     spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
     has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
+    is_merged = size is None and spec.streams is StreamsMode.MERGED
     if not spec.is_program:
         return protocol.Exec(
             exec_id=run.exec_id,
@@ -47,6 +48,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
             shell=spec.shell,
             terminal=size,
             interactive=request.interactive,
+            merged=is_merged,
             ticket=ticket,
         )
     return protocol.RunProgram(
@@ -59,6 +61,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
         stdin=has_stdin,
         terminal=size,
         interactive=request.interactive,
+        merged=is_merged,
         user=spec.user,
         group=cgroup,
         ticket=ticket,
@@ -91,6 +94,8 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
         RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
         SandkastenError: PID 1 refused the run.
     """
+    if run.request.spec.streams is StreamsMode.MERGED and link.version < protocol.MERGED_VERSION:
+        raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' in this session")
     async with link.connection() as connection:
         membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
         fd = None if cgroup is None else cgroup.fd.fileno()

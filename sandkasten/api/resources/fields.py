@@ -37,6 +37,7 @@ from sandkasten.model import (
     ExecKind,
     ExecState,
     Stream,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
@@ -518,6 +519,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ArchiveFormat: Choice(("tar", "tar.zst")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
+    StreamsMode: _member(StreamsMode),
     ExecKind: _member(ExecKind),
     ExecState: _member(ExecState),
 }

@@ -75,6 +75,7 @@ from sandkasten.model import (
     ShellInfo,
     ShellSpec,
     Stream,
+    StreamsMode,
     TerminalSize,
     WaitFor,
 )
@@ -119,6 +120,7 @@ class ExecRequest:
     env: Environment | None = attrs.field(default=None, repr=False)
     stdin: Stdin | None = attrs.field(default=None, repr=False)
     tty: TerminalRequest | None = None
+    streams: StreamsMode | None = None
     exec_id: ExecId | None = None
     raw_output: bool | None = None
     encoding: Encoding | None = None
@@ -152,6 +154,7 @@ class ExecRequest:
             stdin=None if self.stdin is None or self.stdin.is_open else self.stdin.text.encode(),
             stdin_open=self.stdin is not None and self.stdin.is_open,
             terminal=None if self.tty is None else self.tty.size,
+            streams=self.streams,
             exec_id=self.exec_id or exec_id,
             has_new_id=self.exec_id is None and exec_id is not None,
         )
@@ -255,6 +258,7 @@ class ProcessRequest:
     env: Environment | None = attrs.field(default=None, repr=False)
     user: User | None = None
     tty: TerminalRequest | None = None
+    streams: StreamsMode | None = None
     keep_alive: bool | None = None
 
     def to_spec(self, settings: ApiSettings) -> ProcessSpec:
@@ -268,6 +272,7 @@ class ProcessRequest:
             env=self.env or {},
             user=self.user,
             terminal=None if self.tty is None else self.tty.size,
+            streams=self.streams,
             keep_alive=bool(self.keep_alive),
         )
 

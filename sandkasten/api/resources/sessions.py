@@ -60,6 +60,7 @@ from sandkasten.model import (
     SessionSpec,
     SessionStats,
     Status,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import ENDED, LIVE
@@ -168,6 +169,7 @@ class CreateRequest:
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
+    streams: StreamsMode | None = None
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's spec.
@@ -195,6 +197,7 @@ class CreateRequest:
             root_inside=self.root_inside,
             filesystem=None if self.filesystem is None else self.filesystem.rules,
             seccomp=self.seccomp,
+            streams=self.streams,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -327,6 +330,7 @@ class SessionBody(Body):
     filesystem: FileRules | None
     seccomp: str
     workspace_mode: str
+    streams: str
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
