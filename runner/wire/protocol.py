@@ -71,7 +71,7 @@ KEPT_RUNS_VERSION = 3
 FILES_VERSION = 4
 """First version that takes every `FileRequest` in a sandbox with programs."""
 MERGED_VERSION = 5
-"""First version that merges the streams of a run."""
+"""First version that merges the streams of a run, and bounds its wait for the shell."""
 
 DEFAULT_SHELL = "default"
 """Name of the shell that `Setup` starts."""
@@ -274,6 +274,7 @@ class Exec:
     each in itself, with prompt and job control, until `exit` or end-of-file.
     With `merged` standard output and standard error are one pipe, and all output is STDOUT, in the order in which it
     was written; without, the order of output on two streams is that of arrival, as far as it is known.
+    With `queue_timeout_ms` a command that is still behind others after that time is refused (error `QUEUE_TIMEOUT`).
     With `ticket` the run is kept; its id must then be that of no other kept run (error `EXISTS`).
     """
 
@@ -287,6 +288,7 @@ class Exec:
     terminal: TerminalSize | None = None
     interactive: bool = False
     merged: bool = False
+    queue_timeout_ms: int | None = None
     ticket: str = ""
 
 
@@ -478,6 +480,7 @@ ErrorCode = Literal[
     "NOT_A_DIRECTORY",
     "NOT_EMPTY",
     "BAD_ARCHIVE",
+    "QUEUE_TIMEOUT",
 ]
 
 

@@ -92,7 +92,9 @@ class ExecSpec:
     process of its own beside the shells, and may have another `user` (a name of the image's `/etc/passwd` or
     `UID[:GID]`; root where the session allows it).
 
-    `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). `env`
+    `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). A
+    command that is still behind others of its shell after `queue_timeout_ms` is refused as `ShellBusy`; None or 0:
+    after its time limit if the caller waits for its end, else never. `env`
     and `cwd` hold for this run only. `streams` None is the session's default. `stdin` None is `/dev/null` unless
     `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams are a terminal of that
     size and all output is `Stream.STDOUT`.
@@ -106,6 +108,7 @@ class ExecSpec:
     shell: str = DEFAULT_SHELL
     stateless: bool | None = None
     timeout_ms: int | None = None
+    queue_timeout_ms: int | None = None
     unlimited: bool = False
     cwd: str | None = None
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
@@ -222,7 +225,8 @@ class Usage:
 class ExecEnd:
     """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
 
-    `victim` is the name of the process that the kernel killed for memory; the process chose the name.
+    `queued_ms` is the time before the command's turn in its shell, up to its end if it had none. `victim` is the name
+    of the process that the kernel killed for memory; the process chose the name.
     """
 
     exec_id: str
@@ -235,6 +239,7 @@ class ExecEnd:
     shell_restarted: bool
     usage: Usage
     victim: str | None = None
+    queued_ms: int = 0
 
 
 @attrs.frozen

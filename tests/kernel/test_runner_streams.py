@@ -77,8 +77,8 @@ def test_merged_streams_are_in_exact_order(sandbox: Sandbox, shell: str) -> None
     for _ in range(20):
         outcome = client.run(ALTERNATING, merged=True)
         assert (outcome.stdout, outcome.stderr) == (IN_ORDER, b"")
-    outcome = client.run("cat /nonexistent; echo a; sh -c 'echo b >/dev/stderr'; echo c", merged=True)
-    assert outcome.stdout == b"cat: /nonexistent: No such file or directory\na\nb\nc\n"
+    outcome = client.run("sh -c 'echo program >&2'; echo a; sh -c 'echo b >/dev/stderr'; echo c", merged=True)
+    assert outcome.stdout == b"program\na\nb\nc\n"
     large = client.run("head -c 300000 /dev/zero; echo e >&2; head -c 300000 /dev/zero", merged=True)
     assert (large.stdout.index(b"e"), len(large.stdout)) == (300_000, 600_002)
     assert client.run("cat >&2", stdin=b"x" * 200_000, merged=True).stdout == b"x" * 200_000

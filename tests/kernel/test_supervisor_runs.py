@@ -256,6 +256,35 @@ async def test_a_full_queue_names_what_runs(supervisor: LocalSupervisor, session
             await supervisor.cancel_exec(session_id, "slow")
 
 
+async def test_a_caller_does_not_wait_longer_for_a_turn_than_for_the_command(
+    supervisor: LocalSupervisor, session_id: str
+) -> None:
+    """A command whose caller waits is refused when it can't begin within its own time limit, or the bound that it asked
+    for, and never begins; one that is followed waits. The result says how long the wait was.
+    """
+    async with supervisor.open_exec(session_id, ExecSpec("echo busy; sleep 60", exec_id="slow")) as slow:
+        await anext(aiter(slow))
+        for spec in (ExecSpec("touch ran", timeout_ms=100), ExecSpec("touch ran", queue_timeout_ms=100)):
+            with pytest.raises(ShellBusy, match="within 100 ms") as refused:
+                await supervisor.exec(session_id, attrs.evolve(spec, exec_id="again"))
+            assert (refused.value.details["exec_id"], refused.value.details["last_line"]) == ("slow", "busy")
+        with pytest.raises(ShellBusy):
+            async with supervisor.open_exec(session_id, ExecSpec("touch ran", queue_timeout_ms=100)):
+                raise AssertionError("it began")
+        async with trio.open_nursery() as nursery:
+            results = []
+
+            async def follow() -> None:
+                async with supervisor.open_exec(session_id, ExecSpec("ls", timeout_ms=1000)) as stream:
+                    results.append((joined([piece async for piece in stream]), await stream.wait_end()))
+
+            nursery.start_soon(follow)
+            await trio.sleep(1.2)
+            await supervisor.cancel_exec(session_id, "slow")
+    ((output, end),) = results
+    assert (output, end.queued_ms >= 1200, end.duration_ms < 1000) == (b"", True, True)
+
+
 async def test_an_unknown_run_and_one_that_is_gone_differ(config: Config) -> None:
     """Runs are kept for a while; then their ids are still known, and still not run again."""
     async with open_supervisor(attrs.evolve(config, runs=RunsSettings(keep_seconds=1))) as supervisor:

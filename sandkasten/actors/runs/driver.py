@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import attrs
 import trio
 
 from runner.wire import protocol
@@ -25,6 +26,7 @@ from sandkasten.model.errors import (
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
+    ShellBusy,
     ShellFailed,
     ShellNotFound,
 )
@@ -49,6 +51,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
             terminal=size,
             interactive=request.interactive,
             merged=is_merged,
+            queue_timeout_ms=request.queue_timeout_ms if run.is_behind_others else None,
             ticket=ticket,
         )
     return protocol.RunProgram(
@@ -94,8 +97,10 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
         RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
         SandkastenError: PID 1 refused the run.
     """
-    if run.request.spec.streams is StreamsMode.MERGED and link.version < protocol.MERGED_VERSION:
-        raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' in this session")
+    if link.version < protocol.MERGED_VERSION:
+        if run.request.spec.streams is StreamsMode.MERGED:
+            raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' here")
+        run.request = attrs.evolve(run.request, queue_timeout_ms=None)
     async with link.connection() as connection:
         membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
         fd = None if cgroup is None else cgroup.fd.fileno()
@@ -253,6 +258,8 @@ def refusal(error: protocol.Error) -> SandkastenError:
             return InvalidRequest(error.message)
         case "NOT_RUNNING":
             return ExecEnded(error.message)
+        case "QUEUE_TIMEOUT":
+            return ShellBusy(error.message)
         case "NO_SUCH_SHELL":
             return ShellNotFound(error.message)
         case "EXISTS":

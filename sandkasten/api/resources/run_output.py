@@ -75,6 +75,7 @@ class EndBody(Body):
     timeout_ms: int | None
     shell_restarted: bool
     usage: Usage
+    queued_ms: int
     signal: int | None = None
     victim: str | None = None
 
