@@ -18,6 +18,7 @@ from sandkasten.model.run import ExecKind as ExecKind
 from sandkasten.model.run import ExecResult as ExecResult
 from sandkasten.model.run import ExecSpec as ExecSpec
 from sandkasten.model.run import ExecState as ExecState
+from sandkasten.model.run import Gap as Gap
 from sandkasten.model.run import OnDisconnect as OnDisconnect
 from sandkasten.model.run import Output as Output
 from sandkasten.model.run import OutputSlice as OutputSlice

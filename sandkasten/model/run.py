@@ -243,11 +243,20 @@ class ExecEnd:
 
 
 @attrs.frozen
+class Gap:
+    """A place in output where bytes were left out: before the byte at `offset`."""
+
+    offset: int
+    omitted_bytes: int
+
+
+@attrs.frozen
 class ExecResult:
     """A command's end and its output, capped with head and tail kept.
 
     `output` is stdout and stderr in order of arrival. `bytes_total` counts the bytes written on both streams,
-    `bytes_omitted` those that the cap left out of `output`.
+    `bytes_omitted` those that the cap left out of `output`. `gaps` says where bytes are missing: by the names `output`,
+    `stdout` and `stderr`, of those that are not whole.
     """
 
     end: ExecEnd
@@ -256,6 +265,7 @@ class ExecResult:
     stderr: bytes = attrs.field(repr=False)
     bytes_total: int
     bytes_omitted: int
+    gaps: Mapping[str, Gap] = attrs.field(factory=dict)
 
     @property
     def truncated(self) -> bool:

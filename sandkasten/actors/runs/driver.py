@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import attrs
 import trio
 
 from runner.wire import protocol
@@ -32,13 +31,23 @@ from sandkasten.model.errors import (
 )
 
 
-def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> protocol.Exec | protocol.RunProgram:
-    """Return the request for a run. Pure."""
+def request_of(
+    run: Run, *, cgroup: protocol.Group | None, ticket: str, version: int = protocol.PROTOCOL_VERSION
+) -> protocol.Exec | protocol.RunProgram:
+    """Return the request for a run to a PID 1 of that version of the protocol; an older one lets commands wait without
+    bound. Pure.
+
+    Raises:
+        InvalidRequest: PID 1 is older than merged streams.
+    """
     request = run.request
     spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
     has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
     is_merged = size is None and spec.streams is StreamsMode.MERGED
+    is_new = version >= protocol.MERGED_VERSION
+    if is_merged and not is_new:
+        raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' here")
     if not spec.is_program:
         return protocol.Exec(
             exec_id=run.exec_id,
@@ -51,7 +60,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
             terminal=size,
             interactive=request.interactive,
             merged=is_merged,
-            queue_timeout_ms=request.queue_timeout_ms if run.is_behind_others else None,
+            queue_timeout_ms=request.queue_timeout_ms if is_new and run.is_behind_others else None,
             ticket=ticket,
         )
     return protocol.RunProgram(
@@ -97,14 +106,11 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
         RunnerLost, RunnerProtocolError: PID 1 is gone or hostile.
         SandkastenError: PID 1 refused the run.
     """
-    if link.version < protocol.MERGED_VERSION:
-        if run.request.spec.streams is StreamsMode.MERGED:
-            raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' here")
-        run.request = attrs.evolve(run.request, queue_timeout_ms=None)
     async with link.connection() as connection:
         membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
         fd = None if cgroup is None else cgroup.fd.fileno()
-        await connection.send_request(request_of(run, cgroup=membership, ticket=ticket), fd=fd)
+        request = request_of(run, cgroup=membership, ticket=ticket, version=link.version)
+        await connection.send_request(request, fd=fd)
         if cgroup is not None:
             cgroup.fd.close()  # PID 1 has its own now
         run.input.connect(connection)

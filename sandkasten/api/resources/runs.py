@@ -34,6 +34,7 @@ from sandkasten.api.resources.fields import (
     ListLimit,
     Milliseconds,
     OnTimeout,
+    OutputFields,
     Path,
     Pattern,
     PortNumber,
@@ -51,6 +52,7 @@ from sandkasten.api.resources.fields import (
     read_request,
 )
 from sandkasten.api.resources.run_output import (
+    PUBLISHED_OUTPUT,
     UTF_8,
     EndBody,
     ExecResultBody,
@@ -126,6 +128,7 @@ class ExecRequest:
     exec_id: ExecId | None = None
     raw_output: bool | None = None
     encoding: Encoding | None = None
+    output_fields: OutputFields = PUBLISHED_OUTPUT
     on_timeout: OnTimeout | None = None
     on_disconnect: WhenLeft | None = None
 
@@ -184,6 +187,7 @@ class ExecRequest:
         return OutputFormat(
             is_base64=self.encoding == "base64",
             is_raw=bool(self.raw_output),
+            fields=self.output_fields,
             is_timeout_error=self.on_timeout != "result",
         )
 
