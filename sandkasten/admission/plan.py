@@ -121,10 +121,10 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
     )
 
 
-def _streams(asked: str | None) -> str:
+def _streams(asked: str | None) -> str | None:
     if asked not in (None, *StreamsMode):
         raise InvalidRequest("no such mode", streams=f"must be one of {', '.join(StreamsMode)}")
-    return StreamsMode(asked or StreamsMode.SEPARATE).value
+    return None if asked is None else StreamsMode(asked).value
 
 
 def _seccomp(asked: str | None, config: Config) -> str:

@@ -95,7 +95,8 @@ class ExecSpec:
     `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). A
     command that is still behind others of its shell after `queue_timeout_ms` is refused as `ShellBusy`; None or 0:
     after its time limit if the caller waits for its end, else never. `env`
-    and `cwd` hold for this run only. `streams` None is the session's default. `stdin` None is `/dev/null` unless
+    and `cwd` hold for this run only. `streams` None: as the session says, or else merged if the caller `reads_both` as
+    one output, and separate if not. `stdin` None is `/dev/null` unless
     `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams are a terminal of that
     size and all output is `Stream.STDOUT`.
 
@@ -117,6 +118,7 @@ class ExecSpec:
     stdin_open: bool = False
     terminal: TerminalSize | None = None
     streams: StreamsMode | None = None
+    reads_both: bool = False
     exec_id: str | None = None
     has_new_id: bool = attrs.field(default=False, eq=False)
 
@@ -125,10 +127,16 @@ class ExecSpec:
         """Whether the run is a process beside the shells."""
         return bool(self.stateless) or self.argv is not None
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether one pipe is standard output and standard error."""
+        is_wanted = self.reads_both if self.streams is None else self.streams is StreamsMode.MERGED
+        return is_wanted and self.terminal is None
+
     def in_session(self, options: SessionOptions) -> ExecSpec:
         """Return the spec with the fields that it leaves to the session filled in."""
         spec = self
-        if spec.streams is None and options.streams != StreamsMode.SEPARATE:
+        if spec.streams is None and options.streams is not None:
             spec = attrs.evolve(spec, streams=StreamsMode(options.streams))
         if spec.stateless is not None or spec.argv is not None or spec.shell != DEFAULT_SHELL:
             return spec

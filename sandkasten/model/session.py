@@ -220,7 +220,7 @@ class SessionOptions:
     filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
     seccomp: str = "off"
     workspace_mode: str = "shared"
-    streams: str = "separate"
+    streams: str | None = None
 
 
 @attrs.frozen

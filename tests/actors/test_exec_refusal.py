@@ -39,8 +39,11 @@ async def test_an_older_pid_1_is_asked_only_for_what_it_knows() -> None:
         Run(RunRequest(spec, timeout_ms=None, queue_timeout_ms=7)).enter(shell)
     first, merged = shell.runs
     assert request_of(first, cgroup=None, ticket="", version=old) == request_of(first, cgroup=None, ticket="")
-    asked = request_of(merged, cgroup=None, ticket="")
-    assert isinstance(asked, Exec)
-    assert (asked.merged, asked.queue_timeout_ms) == (True, 7)
+    bounded = request_of(merged, cgroup=None, ticket="")
+    assert isinstance(bounded, Exec)
+    assert (bounded.merged, bounded.queue_timeout_ms) == (True, 7)
+    by_default = Run(RunRequest(ExecSpec("third", reads_both=True), timeout_ms=None))
+    asked = [request_of(by_default, cgroup=None, ticket="", version=version) for version in (old, MERGED_VERSION)]
+    assert [each.merged for each in asked] == [False, True]
     with pytest.raises(InvalidRequest):
         request_of(merged, cgroup=None, ticket="", version=old)

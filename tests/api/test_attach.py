@@ -92,7 +92,6 @@ async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(rou
         {"env": {"A": "2"}},
         {"stdin": ""},
         {"mode": "stateless"},
-        {"streams": "merged"},
     ],
 )
 async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) -> None:

@@ -81,6 +81,23 @@ async def test_output_comes_once_unless_asked_otherwise() -> None:
             assert (answer.status_code, list(answer.json()["details"])) == (400, ["output_fields"])
 
 
+async def test_who_reads_one_output_gets_it_in_order() -> None:
+    """One pipe is for clients that read `output` alone, unless the request or its session says otherwise."""
+    async with running_front() as running, running.client() as client:
+        for options, body, is_merged in (
+            ({}, {}, True),
+            ({}, {"output_fields": ["output", "stderr"]}, False),
+            ({}, {"streams": "separate"}, False),
+            ({"streams": "separate"}, {}, False),
+            ({"streams": "separate"}, {"streams": "merged"}, True),
+            ({"streams": "merged"}, {"output_fields": ["stdout"], "argv": ["true"], "cmd": None}, True),
+        ):
+            session = (await client.post("/v1/sessions", json=options)).json()
+            assert session["streams"] == options.get("streams")
+            await client.post(f"/v1/sessions/{session['id']}/exec", json={"cmd": "cmd"} | body)
+            assert running.tree.runs[-1].request.merged is is_merged
+
+
 async def test_text_says_where_lines_are_left_out() -> None:
     """Whole lines stand at either side, and the size is that of all that is missing; exact bytes have no such line."""
     lines = b"".join(b"line %06d\n" % number for number in range(200_000))

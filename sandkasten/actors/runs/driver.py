@@ -44,9 +44,9 @@ def request_of(
     spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
     has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
-    is_merged = size is None and spec.streams is StreamsMode.MERGED
     is_new = version >= protocol.MERGED_VERSION
-    if is_merged and not is_new:
+    is_merged = spec.is_merged and is_new
+    if spec.streams is StreamsMode.MERGED and not is_new:
         raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' here")
     if not spec.is_program:
         return protocol.Exec(

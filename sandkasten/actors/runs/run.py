@@ -53,7 +53,7 @@ _COMMAND_CHARS = 200
 _BULK_CHARS = 4096
 """A command, its environment and its input are dropped at the end of the run if they are longer together."""
 
-_UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin", "queue_timeout_ms")
+_UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin", "queue_timeout_ms", "streams", "reads_both")
 _DIGESTED = tuple(field.name for field in attrs.fields(ExecSpec) if field.name not in _UNDIGESTED)
 
 

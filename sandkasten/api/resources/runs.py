@@ -132,8 +132,9 @@ class ExecRequest:
     on_timeout: OnTimeout | None = None
     on_disconnect: WhenLeft | None = None
 
-    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None) -> ExecSpec:
+    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None, reads_both: bool = False) -> ExecSpec:
         """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is for a command without.
+        `reads_both`: the client reads both streams as one output.
 
         Raises:
             TooLarge: the command is longer than `max_command_bytes`.
@@ -161,6 +162,7 @@ class ExecRequest:
             stdin_open=self.stdin is not None and self.stdin.is_open,
             terminal=None if self.tty is None else self.tty.size,
             streams=self.streams,
+            reads_both=reads_both,
             exec_id=self.exec_id or exec_id,
             has_new_id=self.exec_id is None and exec_id is not None,
         )
@@ -469,7 +471,7 @@ async def _bodies(runs: Sequence[ExecInfo], spell: Callable[[ExecInfo], T]) -> l
 async def execute(exchange: Exchange) -> Answer:
     """Run a command and wait for its end."""
     request = await read_request(exchange, ExecRequest)
-    spec = request.to_spec(exchange.settings)
+    spec = request.to_spec(exchange.settings, reads_both=request.output_fields == PUBLISHED_OUTPUT)
     when_left = request.when_left(is_followed=False)
     work = functools.partial(exchange.supervisor.exec, exchange.session_id, spec, on_disconnect=when_left)
     result = await exchange.until_disconnect(work)

@@ -330,7 +330,7 @@ class SessionBody(Body):
     filesystem: FileRules | None
     seccomp: str
     workspace_mode: str
-    streams: str
+    streams: str | None
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
