@@ -38,8 +38,8 @@ from sandkasten.api.http.sse import (
     short_end,
     text_literals,
 )
-from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, Encoding, Offset, OutputBytes, OutputFields
-from sandkasten.model import Cause, ExecEnd, ExecResult, Gap, Output, OutputSlice, Stream, Usage
+from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, OUTPUT_FIELDS, Encoding, Offset, OutputBytes, OutputFields
+from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
 from sandkasten.model.errors import CommandTimeout, SandkastenError
 from sandkasten.supervisor import ExecStream
 
@@ -130,15 +130,15 @@ class ExecResultBody(EndBody):
             truncated=result.truncated,
             bytes_total=result.bytes_total,
             bytes_omitted=result.bytes_omitted,
-            **{
-                name: await _spell(getattr(result, name), result.gaps.get(name), output_format)
-                for name in output_format.fields
-            },
+            **{name: await _spell_field(result, name, output_format) for name in OUTPUT_FIELDS},
             encoding="base64" if output_format.is_base64 else None,
         )
 
 
-async def _spell(data: bytes, gap: Gap | None, output_format: OutputFormat) -> str:
+async def _spell_field(result: ExecResult, name: str, output_format: OutputFormat) -> str | None:
+    if name not in output_format.fields:
+        return None
+    data, gap = getattr(result, name), result.gaps.get(name)
     if output_format.is_base64:
         return base64.b64encode(data).decode("ascii")
     if gap is None:
@@ -149,9 +149,9 @@ async def _spell(data: bytes, gap: Gap | None, output_format: OutputFormat) -> s
     if line_end := tail.find(b"\n", 0, MAX_CUT_LINE_BYTES) + 1:
         tail = tail[line_end:]
     size = _size(gap.omitted_bytes + len(data) - len(head) - len(tail))
-    begin = await _spell_text(head, output_format)
+    begin, end = await _spell_text(head, output_format), await _spell_text(tail, output_format)
     line = "" if not begin or begin.endswith("\n") else "\n"
-    return f"{begin}{line}… {size} left out …\n{await _spell_text(tail, output_format)}"
+    return f"{begin}{line}… {size} left out …\n{end}"
 
 
 def _size(size_bytes: int) -> str:
