@@ -29,6 +29,7 @@ from sandkasten.model import (
     Limits,
     SessionOptions,
     SessionSpec,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.workspace import WorkspaceMode
@@ -121,7 +122,14 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         filesystem=spec.filesystem,
         seccomp=_seccomp(spec.seccomp, config),
         workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
+        streams=_streams(spec.streams),
     )
+
+
+def _streams(asked: str | None) -> str | None:
+    if asked not in (None, *StreamsMode):
+        raise InvalidRequest("no such mode", streams=f"must be one of {', '.join(StreamsMode)}")
+    return None if asked is None else StreamsMode(asked).value
 
 
 def _seccomp(asked: str | None, config: Config) -> str:

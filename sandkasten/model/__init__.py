@@ -18,6 +18,7 @@ from sandkasten.model.run import ExecKind as ExecKind
 from sandkasten.model.run import ExecResult as ExecResult
 from sandkasten.model.run import ExecSpec as ExecSpec
 from sandkasten.model.run import ExecState as ExecState
+from sandkasten.model.run import Gap as Gap
 from sandkasten.model.run import OnDisconnect as OnDisconnect
 from sandkasten.model.run import Output as Output
 from sandkasten.model.run import OutputSlice as OutputSlice
@@ -26,6 +27,7 @@ from sandkasten.model.run import ProcessSpec as ProcessSpec
 from sandkasten.model.run import ShellInfo as ShellInfo
 from sandkasten.model.run import ShellSpec as ShellSpec
 from sandkasten.model.run import Stream as Stream
+from sandkasten.model.run import StreamsMode as StreamsMode
 from sandkasten.model.run import TerminalSize as TerminalSize
 from sandkasten.model.run import TerminalSpec as TerminalSpec
 from sandkasten.model.run import Usage as Usage

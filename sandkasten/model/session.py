@@ -214,9 +214,9 @@ class SessionOptions:
     `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells. `user`
     runs every process without a user of its own, and file requests have its rights (None: the sandbox user).
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
-    filter; records without the field had none. `workspace_mode`: `shared`, or `exclusive`: no other session holds the
-    workspace meanwhile. `stop_grace_ms`: the time between the SIGTERM that tells the processes of the end and the kill;
-    0: they are not told.
+    filter; records without the field had none. `streams`: those of a run that asks for none. `workspace_mode`:
+    `shared`, or `exclusive`: no other session holds the workspace meanwhile. `stop_grace_ms`: the time between the
+    SIGTERM that tells the processes of the end and the kill; 0: they are not told.
     """
 
     exec_mode: str = STATEFUL
@@ -226,6 +226,7 @@ class SessionOptions:
     seccomp: str = "off"
     workspace_mode: str = "shared"
     stop_grace_ms: int = 0
+    streams: str | None = None
 
 
 @attrs.frozen
@@ -256,6 +257,7 @@ class SessionSpec:
     filesystem: FileRules | None = None
     seccomp: str | None = None
     stop_grace_ms: int | None = None
+    streams: str | None = None
     idempotency_key: str | None = None
     key_id: str | None = None
 

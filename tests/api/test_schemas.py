@@ -90,6 +90,7 @@ def test_a_full_create_reaches_the_spec() -> None:
             "user": "root",
             "root_inside": True,
             "filesystem": {"readable": ["/usr"], "writable": []},
+            "streams": "merged",
             "something_new": {"unknown": [1]},
         }
     )
@@ -108,6 +109,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         user="root",
         root_inside=True,
         filesystem=FileRules(readable=("/usr",), writable=()),
+        streams="merged",
         idempotency_key="k",
     )
 
@@ -172,6 +174,7 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"exec_mode": "stateles"}, "exec_mode"),
         ({"stop_grace_ms": 10001}, "stop_grace_ms"),
         ({"stop_grace_ms": -1}, "stop_grace_ms"),
+        ({"streams": "mixed"}, "streams"),
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:

@@ -38,6 +38,7 @@ from sandkasten.model import (
     ExecKind,
     ExecState,
     Stream,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
@@ -112,6 +113,7 @@ NetworkMode = NewType("NetworkMode", str)
 ExecMode = NewType("ExecMode", str)
 SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
+OutputFields = NewType("OutputFields", tuple[str, ...])
 OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
@@ -300,6 +302,16 @@ def _path_below(value: object) -> str:
 
 def _path_in_workspace(value: object) -> str:
     return TOP if value in ("", "/") else check_path(value)
+
+
+OUTPUT_FIELDS = ("output", "stdout", "stderr")
+"""Fields of a result that hold output."""
+
+
+def _output_fields(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or any(each not in OUTPUT_FIELDS for each in value) or len(value) > len(set(value)):
+        raise ValueError(f"must be an array of some of {', '.join(map(repr, OUTPUT_FIELDS))}, each once")
+    return tuple(value)
 
 
 _MODE = re.compile(r"[0-7]{3,4}\Z")
@@ -501,6 +513,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
     Encoding: Choice(("utf-8", "base64")),
+    OutputFields: _output_fields,
     OnTimeout: Choice(("error", "result")),
     WhenLeft: Choice(("cancel", "detach")),
     NoHosts: _no_hosts,
@@ -521,6 +534,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ArchiveFormat: Choice(("tar", "tar.zst")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
+    StreamsMode: _member(StreamsMode),
     ExecKind: _member(ExecKind),
     ExecState: _member(ExecState),
 }

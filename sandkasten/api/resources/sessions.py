@@ -61,6 +61,7 @@ from sandkasten.model import (
     SessionSpec,
     SessionStats,
     Status,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import ENDED, LIVE
@@ -170,6 +171,7 @@ class CreateRequest:
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
     stop_grace_ms: StopGrace | None = None
+    streams: StreamsMode | None = None
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's spec.
@@ -198,6 +200,7 @@ class CreateRequest:
             filesystem=None if self.filesystem is None else self.filesystem.rules,
             seccomp=self.seccomp,
             stop_grace_ms=self.stop_grace_ms,
+            streams=self.streams,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -331,6 +334,7 @@ class SessionBody(Body):
     seccomp: str
     workspace_mode: str
     stop_grace_ms: int
+    streams: str | None
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
