@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from runner.files.tree import open_directory
+from runner.files.tree import is_of_kernel, open_directory
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
@@ -196,11 +196,6 @@ class Resolver:
             return self._kernel.openat2(directory_fd, path, _O_PATH | flags, 0, RESOLVE_NO_MAGICLINKS)
         finally:
             os.close(directory_fd)
-
-
-def is_of_kernel(path: bytes) -> bool:
-    """Return whether a real path is of a file system whose files are made by the kernel."""
-    return path.startswith((b"/proc/", b"/sys/")) or path in (b"/proc", b"/sys")
 
 
 def _read_link(name: bytes, directory_fd: int) -> bytes | None:

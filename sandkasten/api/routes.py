@@ -25,6 +25,7 @@ from sandkasten.api.resources import events, files, keys, node, runs, sessions, 
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
+from sandkasten.api.resources import file_search as search
 from sandkasten.api.resources import file_texts as texts
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws
@@ -90,6 +91,12 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
         _raw("POST", f"{top}/fs/chown", changes.change_owner, act, body=changes.OwnerRequest, answer=files.WrittenBody),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
         _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
+        _raw("POST", f"{top}/fs/glob", search.glob, look, body=search.GlobRequest, answer=search.GlobBody),
+        _raw(
+            *("POST", f"{top}/fs/search", search.search, look),
+            body=search.SearchRequest,
+            answer_type=search.NDJSON,
+        ),
         _raw("GET", f"{top}/fs/view", texts.view, look, query=texts.ViewQuery, answer=texts.ViewBody),
         _raw("POST", f"{top}/fs/edit", texts.edit, act, body=texts.EditRequest, answer=texts.EditsBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),

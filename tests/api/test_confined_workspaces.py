@@ -41,6 +41,10 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"path": "f"}}
         case "POST", "fs/stat":
             options = {"json": {"paths": ["f"]}}
+        case "POST", "fs/glob":
+            options = {"json": {"pattern": "**"}}
+        case "POST", "fs/search":
+            options = {"json": {"pattern": "x"}}
         case "POST", "fs/edit":
             options = {"json": {"edits": [{"op": "create", "path": "edited", "text": "x"}]}}
         case "POST", "import":

@@ -271,6 +271,7 @@ def _file_requests(of: str, top: str) -> Sequence[tuple[str, str, str, Any]]:
         (f"post_v_{of}_id_fs_chown", "POST", f"{top}/fs/chown", {"path": "c"}),
         (f"get_v_{of}_id_fs_list", "GET", f"{top}/fs/list", None),
         (f"get_v_{of}_id_fs_stat", "GET", f"{top}/fs/stat?path=f", None),
+        (f"post_v_{of}_id_fs_glob", "POST", f"{top}/fs/glob", {"pattern": "**/f"}),
         (f"get_v_{of}_id_fs_view", "GET", f"{top}/fs/view?path=f", None),
         (f"post_v_{of}_id_fs_edit", "POST", f"{top}/fs/edit", {"edits": [{"op": "create", "path": "e", "text": "t"}]}),
         (f"post_v_{of}_id_fs_stat", "POST", f"{top}/fs/stat", {"paths": ["f", "x"]}),

@@ -8,21 +8,27 @@ from typing import Any
 import pytest
 
 from runner.wire.protocol import (
+    ANSWERS,
     CHUNK_BYTES,
     ChangeMode,
     ChangeOwner,
     Done,
     FileEntry,
+    FileMatch,
     FilePart,
     FilePut,
     FileStats,
+    FoundFiles,
     GetFile,
+    GlobFiles,
     Kind,
     ListFiles,
     Listing,
     MoveFile,
     PutFile,
     RemoveFile,
+    Searched,
+    SearchFiles,
     StatFile,
     StatFiles,
     Unmatched,
@@ -176,3 +182,30 @@ def test_only_root_gives_files_away(client: Client) -> None:
     assert code(client.ask(ChangeOwner("f", owner=0))) == "PERMISSION_DENIED"
     assert code(client.ask(ChangeMode("/etc/passwd", 0o666))) == "PERMISSION_DENIED"
     assert client.stdout("stat -c '%a %u' f") == b"600 %d\n" % UID
+
+
+def search(client: Client, pattern: str, path: str, **options: Any) -> tuple[list[FileMatch], Any]:
+    """Return the matches and the answer."""
+    client.request(SearchFiles(path, pattern, **options))
+    content = bytearray()
+    while (frame := client.next_frame())[0] is Kind.DATA:
+        content += frame[1]
+    return [ANSWERS.decode(line) for line in bytes(content).splitlines()], ANSWERS.decode(frame[1])
+
+
+def test_files_and_lines_are_found_without_a_program(client: Client) -> None:
+    """From the root on, as the user and never in the kernel's files; a costly expression is stopped in the middle."""
+    client.run(
+        "mkdir -p d/e; printf 'one\\nneedle\\n' > d/e/f.txt; mkdir closed; printf needle > closed/f; chmod 0 closed"
+    )
+    for path, pattern, paths in (("/", "{etc/passwd,proc/*/status}", ("etc/passwd",)), (".", "**/f*", ("d/e/f.txt",))):
+        found = client.ask(GlobFiles(path, pattern))
+        assert isinstance(found, FoundFiles)
+        assert found.paths == paths
+    matches, totals = search(client, "^nee", ".", regex=True, context=1)
+    assert [(each.path.endswith("/d/e/f.txt"), each.line, each.before) for each in matches] == [(True, 2, ("one",))]
+    assert isinstance(totals, Searched)
+    client.run("head -c 300 /dev/zero | tr '\\0' a > costly")
+    _, totals = search(client, "^(a+)+!", "costly", regex=True, max_ms=500)
+    assert (totals.timed_out, totals.searched) == (True, 1)
+    assert code(search(client, "x", "/proc/self/environ")[1]) == "NOT_A_FILE"
