@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 from types import TracebackType
+
+import trio
 
 
 class OwnedFd:
@@ -28,3 +31,18 @@ class OwnedFd:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+async def wait_ended(pidfd: OwnedFd) -> None:
+    """Wait until the process of a pidfd has ended (pidfd_open(2)).
+
+    The kernel keeps what epoll was asked about a number until nobody has the open file any more, and nsinit has it too
+    (epoll(7), question 6). Such an entry outlives `close`, and speaks of the number's next owner. So poll(2) is asked
+    whether this process has ended.
+    """
+    poll = select.poll()
+    poll.register(pidfd.fileno(), select.POLLIN)
+    while True:
+        await trio.lowlevel.wait_readable(pidfd.fileno())
+        if poll.poll(0):
+            return

@@ -31,7 +31,7 @@ import trio
 from nsinit.spawn import spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
-from sandkasten.links.fds import OwnedFd
+from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.model.errors import LauncherGone, NsinitLost
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Launcher:
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
-        await trio.lowlevel.wait_readable(self.pidfd.fileno())
+        await wait_ended(self.pidfd)
 
     def close(self) -> None:
         """End the launcher, which waits for nsinit, and reap it."""

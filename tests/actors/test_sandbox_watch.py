@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from nsinit.wire.protocol import FindOomKills, Identity, OomKills
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.nsinit import Call, Sandbox
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.counters.cgroup import CgroupStats
-from sandkasten.links.fds import OwnedFd
+from sandkasten.links.fds import OwnedFd, wait_ended
 from tests.waiting import patience
 
 ID = "a" * 24
@@ -27,6 +28,9 @@ def init() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "60"]) as process:
         yield process
         process.kill()
+
+
+another_init = init
 
 
 async def _ignore() -> None:
@@ -89,3 +93,25 @@ async def _is_memory(place: Path, init: subprocess.Popen[bytes], nsinit: Ref, *,
     finally:
         watch.close()
         stats.close()
+
+
+async def test_an_end_is_not_taken_for_that_of_the_process_whose_pidfd_has_the_number_now(
+    init: subprocess.Popen[bytes], another_init: subprocess.Popen[bytes]
+) -> None:
+    """A pidfd was waited for and closed here, and somebody else has the same open file. Then its process ends."""
+    theirs = OwnedFd(os.pidfd_open(another_init.pid))
+    closed = OwnedFd(os.dup(theirs.fileno()))
+    with trio.move_on_after(0.01):
+        await wait_ended(closed)
+    number = closed.fileno()
+    closed.close()
+    with theirs, OwnedFd(os.pidfd_open(init.pid)) as pidfd, trio.fail_after(patience()):
+        assert pidfd.fileno() == number
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_ended, pidfd)
+            await trio.testing.wait_all_tasks_blocked()
+            another_init.kill()
+            another_init.wait()  # POLLHUP comes when it is reaped
+            await trio.sleep(0.05)
+            assert len(nursery.child_tasks) == 1
+            init.kill()

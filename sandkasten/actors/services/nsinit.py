@@ -23,7 +23,7 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
-from sandkasten.links.fds import OwnedFd
+from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import (
     NsinitAnswer,
     NsinitLink,
@@ -296,7 +296,7 @@ class NsinitClient(Actor):
         if self._process.pidfd is None:
             return True
         with trio.move_on_after(_STOP_S) as scope:
-            await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+            await wait_ended(self._process.pidfd)
         return not scope.cancelled_caught
 
     async def handle(self, message: Message) -> Any:
@@ -332,7 +332,7 @@ class NsinitClient(Actor):
         may hold its other end."""
         assert self._process is not None
         if self._process.pidfd is not None:
-            await trio.lowlevel.wait_readable(self._process.pidfd.fileno())
+            await wait_ended(self._process.pidfd)
             await trio.sleep(_LAST_WORDS_S)
             raise NsinitLost("the fork server has ended")
 

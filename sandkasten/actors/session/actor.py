@@ -655,7 +655,7 @@ class SessionActor(Actor):
             self.start_task(self._probe_init)
 
     async def _probe_init(self) -> None:
-        give_up_at = trio.current_time() + SILENCE_S
+        since = trio.current_time()
         while self._own.facts.status in USABLE and not self.has_died.is_set():
             try:
                 await greet(self.link, runner_protocol.Hello())
@@ -665,7 +665,7 @@ class SessionActor(Actor):
                 break
             except SandkastenError as error:
                 reason = str(error)
-            if trio.current_time() >= give_up_at:
+            if trio.current_time() - since >= SILENCE_S:
                 await self._tell_self(Died(f"its init process does not answer: {reason}"))
                 break
             await trio.sleep(_PROBE_PAUSE_S)

@@ -23,6 +23,7 @@ from nsinit.wire.protocol import FindOomKills, OomKills
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import Sandbox, call, recent_name
 from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.links.fds import wait_ended
 from sandkasten.links.oom_event import OomEvent
 from sandkasten.model import Session, Status
 from sandkasten.model.errors import (
@@ -82,7 +83,7 @@ class SandboxWatch:
     async def watch_init(self, on_death: Callable[[], Awaitable[None]]) -> None:
         """Wait for the death of PID 1, and call `on_death`."""
         assert self._sandbox is not None
-        await trio.lowlevel.wait_readable(self._sandbox.pidfd.fileno())
+        await wait_ended(self._sandbox.pidfd)
         self._died_at = trio.current_time()
         self.has_died.set()
         self.news.set()

@@ -31,6 +31,7 @@ from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_u
 from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
+from sandkasten.links.fds import wait_ended
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model.errors import (
     BuildFailed,
@@ -500,7 +501,7 @@ class FileSandboxes:
         """End a sandbox whose PID 1 died. Its loans fail, and the next request gets another sandbox."""
         assert sandbox.kernel_side is not None
         try:
-            await trio.lowlevel.wait_readable(sandbox.kernel_side.pidfd.fileno())
+            await wait_ended(sandbox.kernel_side.pidfd)
         except trio.ClosedResourceError:
             return
         if self._sandboxes.get(key) is sandbox:
