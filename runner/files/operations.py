@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, changes, contents, edit, search, view
-from runner.files.paths import Resolver, directory_of, parent_of, refusal
+from runner.files import archive, changes, contents, edit, search, view, zip_archive
+from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
 from runner.files.tree import Names, OrderedWalk, Walk, describe
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
@@ -96,20 +96,26 @@ def _account_file(path: str) -> bytes:
 
 def _pack(request: Pack, work: FileWork) -> Packed:
     with (
-        directory_of(request.path, work.resolver) as (fd, _),
+        directory_of(request.path, work.resolver) as (fd, real),
         open(work.output_fd, "wb", CHUNK_BYTES, closefd=False) as out,
     ):
-        archive.check_readable(fd)
-        return archive.pack(fd, out)
+        tree = Walk(fd, real=real)
+        if request.kind == "zip":
+            archive.check_readable(tree, max_entries=zip_archive.MAX_ENTRIES)
+            return zip_archive.pack(tree, out)
+        archive.check_readable(tree)
+        return archive.pack(tree, out)
 
 
 def _unpack(request: Unpack, work: FileWork) -> Packed:
-    limits = {"max_entries": request.max_entries, "max_bytes": request.max_bytes}
     with (
-        directory_of(".", work.resolver) as (fd, _),
+        made_directory_of(request.path, work.resolver) as (fd, real),
         open(work.input_fd, "rb", CHUNK_BYTES, closefd=False) as source,
     ):
-        return archive.unpack(fd, source, work.kernel, **limits)
+        maker = archive.TreeMaker(fd, real, work.kernel, request)
+        if request.kind == "zip":
+            return zip_archive.unpack(fd, source, maker)
+        return archive.unpack(source, maker)
 
 
 def _stat(request: StatFile, work: FileWork) -> FileEntry:

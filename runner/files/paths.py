@@ -275,6 +275,19 @@ def directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
 
 
 @contextmanager
+def made_directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
+    """Open the directory that a path leads to, making what is missing; as `directory_of`."""
+    try:
+        os.close(resolver.make_directories(resolver.encode(path)))
+    except NotADirectoryError:
+        raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}") from None
+    except OSError as error:
+        raise refusal(error, path) from None
+    with directory_of(path, resolver) as opened:
+        yield opened
+
+
+@contextmanager
 def parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
     """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
     link, which is not followed, and is `.` for a root."""

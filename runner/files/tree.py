@@ -45,10 +45,10 @@ class TreeFile:
 
 class Walk:
     """Iterates over all files below a directory. With `passes_denied`, directories that may not be read are passed over
-    and counted; otherwise they are an error."""
+    and counted; otherwise they are an error. With the directory's path, `real`, the kernel's files are not entered."""
 
-    def __init__(self, top_fd: int, *, passes_denied: bool = False) -> None:
-        self._top_fd = top_fd
+    def __init__(self, top_fd: int, *, passes_denied: bool = False, real: bytes = b"") -> None:
+        self._top_fd, self._real = top_fd, real
         self._passes_denied = passes_denied
         self.denied = 0
 
@@ -81,6 +81,8 @@ class Walk:
     def _enter(self, found: TreeFile, depth: int) -> int:
         if depth >= MAX_DEPTH:
             raise Refused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
+        if self._real and is_of_kernel(os.path.join(self._real, found.path)):
+            return -1
         try:
             return open_directory(found.parent_fd, found.name)
         except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile

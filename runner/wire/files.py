@@ -233,24 +233,32 @@ class Measure(FileRequest):
     max_ms: int
 
 
+ArchiveKind = Literal["tar", "zip"]
+
+
 @dataclass(frozen=True, slots=True)
 class Pack(FileRequest):
-    """Make a tar archive (pax) of the files below a directory. Answer: DATA*, then `Packed`. A file that can't be read
-    is an error before the first DATA; sockets, FIFOs and devices are left out and counted."""
+    """Make an archive of the files below a directory, a tar one (pax) or a zip one. Answer: DATA*, then `Packed`. A
+    file that can't be read is an error before the first DATA; sockets, FIFOs and devices are left out and counted, in
+    a zip archive links and names that are not UTF-8, too."""
 
     gives_output: ClassVar[bool] = True
     path: str
+    kind: ArchiveKind = "tar"
 
 
 @dataclass(frozen=True, slots=True)
 class Unpack(FileRequest):
-    """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
-    regular files and links are made, the rest is left out and counted. After an error the files unpacked by then
-    stay."""
+    """Unpack the archive in the DATA frames up to END below a directory, which is made if it is missing. Answer:
+    `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
+    After an error the files unpacked by then stay. With `sync` the answer comes once all is on the disk."""
 
     takes_input: ClassVar[bool] = True
     max_entries: int
     max_bytes: int
+    path: str = "."
+    kind: ArchiveKind = "tar"
+    sync: bool = False
 
 
 # Answers.

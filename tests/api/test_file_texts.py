@@ -1,8 +1,10 @@
-"""Edits, views, globs and searches of files over HTTP, in a session and in a workspace."""
+"""Edits, views, globs, searches and archives of files over HTTP, in a session and in a workspace."""
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 
 import pytest
 
@@ -102,3 +104,25 @@ async def test_lines_are_found(kind: str) -> None:
             refused = await client.post(f"{url}/fs/search", json=wrong)
             assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
         assert (await client.post(f"{url}/fs/search", json={"pattern": "x", "path": "no"})).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+@pytest.mark.parametrize("form", ["tar", "tar.zst", "zip"])
+async def test_an_archive_goes_out_and_in(kind: str, form: str) -> None:
+    """By any of the forms, which is told from the first bytes; errors come before the archive."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/packed"
+        for path in ("d/e/f", "d/g"):
+            await client.put(f"{url}/fs/file?path={path}", content=path.encode() * 1000)
+        made = await client.get(f"{url}/fs/archive?path=d&format={form}")
+        types = {"tar": "application/x-tar", "tar.zst": "application/zstd", "zip": "application/zip"}
+        assert (made.status_code, made.headers["content-type"]) == (200, types[form])
+        if form == "zip":
+            assert zipfile.ZipFile(io.BytesIO(made.content)).testzip() is None
+        taken = await client.post(f"{url}/fs/archive?path=back/d", content=made.content)
+        assert (taken.status_code, taken.json()) == (201, {"ok": True, "entries": 3, "size_bytes": 8000, "skipped": 0})
+        assert (await client.get(f"{url}/fs/file?path=back/d/e/f")).content == b"d/e/f" * 1000
+        assert (await client.get(f"{url}/fs/archive?path=no&format={form}")).status_code == 404
+        broken = await client.post(f"{url}/fs/archive", content=made.content[: len(made.content) // 2])
+        assert (broken.status_code, broken.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert (await client.post(f"{url}/fs/archive", content=b"")).status_code == 400

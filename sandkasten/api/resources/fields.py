@@ -136,6 +136,7 @@ MatchLimit = NewType("MatchLimit", int)
 ContextLines = NewType("ContextLines", int)
 SearchedBytes = NewType("SearchedBytes", int)
 ArchiveFormat = NewType("ArchiveFormat", str)
+FileArchiveFormat = NewType("FileArchiveFormat", str)
 WindowBytes = NewType("WindowBytes", int)
 
 
@@ -525,6 +526,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ContextLines: Between(0, MAX_CONTEXT),
     SearchedBytes: Between(1, MAX_SEARCHED_BYTES),
     ArchiveFormat: Choice(("tar", "tar.zst")),
+    FileArchiveFormat: Choice(("tar", "tar.zst", "zip")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
     ExecKind: _member(ExecKind),

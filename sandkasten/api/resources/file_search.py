@@ -6,7 +6,8 @@ last line instead.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 import attrs
@@ -148,11 +149,11 @@ async def search(exchange: Exchange) -> None:
 async def _search(exchange: Exchange, request: SearchFiles) -> None:
     try:
         async with exchange.files.stream(request) as stream:
-            async for lines in messages(stream, FileMatch):
-                await _start(exchange)
-                await exchange.write(
-                    b"".join(_line(MatchBody.take(each, path=spell_path(each.path))) for each in lines)
-                )
+            async with aclosing(messages(stream, FileMatch)) as found:
+                async for lines in found:
+                    await _start(exchange)
+                    bodies = [MatchBody.take(each, path=spell_path(each.path)) for each in lines]
+                    await exchange.write(b"".join(map(_line, bodies)))
             totals = await stream.answer(Searched)
         await _start(exchange)
         await exchange.finish(_line(SearchedBody(TotalsBody.take(totals))))
@@ -171,7 +172,7 @@ def _line(body: Body) -> bytes:
     return encode_json(body) + b"\n"
 
 
-async def messages(stream: FileStream, expected: type[T]) -> AsyncIterator[Sequence[T]]:
+async def messages(stream: FileStream, expected: type[T]) -> AsyncGenerator[Sequence[T], None]:
     """Yield the messages in the lines of an answer's content, as many at once as have come.
 
     Raises:
