@@ -23,7 +23,7 @@ from sandkasten.actors.node_view import keep_beating
 from sandkasten.actors.supervision import ChildSpec, ChildSupervisor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.admission.keys import KeyWatch
-from sandkasten.config import Config, ConfigError
+from sandkasten.config import MIB, Config, ConfigError
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.host.account import ROOT
@@ -145,6 +145,7 @@ def _front_settings(config: Config) -> ApiSettings:
         max_json_bytes=config.server.max_json_bytes,
         spool_dir=config.data_dir,
         max_upload_bytes=config.server.max_upload_bytes,
+        max_import_bytes=config.workspace.max_import_mb * MIB,
         max_read_bytes=config.server.max_read_bytes,
         max_connections=config.server.max_connections,
         write_timeout_s=config.server.write_timeout_s,

@@ -11,24 +11,25 @@ Sources: POSIX.1-2024 pax; Python library reference, `tarfile`; openat2(2).
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from runner.files.tree import TreeFile, Walk
+from runner.files.tree import TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
-from runner.wire.protocol import CHUNK_BYTES, Packed
+from runner.wire.protocol import CHUNK_BYTES, Packed, Unpack
 from runner.wire.tarheaders import StrictHeader
 
 _MAX_LINKED = 200_000
 """Most files with several names that are remembered. A further one is packed once for each name."""
-_PERMISSIONS = 0o777
+PERMISSIONS = 0o777
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
 """Errors of open(2) and readlink(2) for a name that is gone, or a link, a file or a socket by now."""
@@ -43,27 +44,31 @@ _MAX_TIME_S = 2**33
 _TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
 
 
-def check_readable(top_fd: int) -> None:
+def check_readable(tree: Walk, *, max_entries: int | None = None) -> None:
     """Check that everything that `pack` would pack can be read.
 
     Raises:
-        Refused: PERMISSION_DENIED.
+        Refused: PERMISSION_DENIED; TOO_LARGE, more than `max_entries` files.
     """
-    for found in Walk(top_fd):
+    entries = 0
+    for found in tree:
+        entries += not found.is_left
+        if max_entries is not None and entries > max_entries:
+            raise Refused("TOO_LARGE", f"more than {max_entries} files")
         if stat.S_ISREG(found.status.st_mode) and not os.access(found.name, os.R_OK, dir_fd=found.parent_fd):
             raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}")
 
 
-def pack(top_fd: int, out: IO[bytes]) -> Packed:
-    """Write an archive of everything below a directory."""
+def pack(tree: Walk, out: IO[bytes]) -> Packed:
+    """Write an archive of a tree."""
     entries = size = skipped = 0
     linked: dict[tuple[int, int], str] = {}
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as archive:
-        for found in Walk(top_fd):
+        for found in tree:
             if found.is_left:
                 continue
             try:
-                with _opened(found) as (status, file):
+                with opened(found) as (status, file):
                     member = _member_of(found, status, linked)
                     if member is None:
                         skipped += 1
@@ -71,23 +76,23 @@ def pack(top_fd: int, out: IO[bytes]) -> Packed:
                     entries += 1
                     size += member.size
                     archive.addfile(member, _Exactly(file))  # type: ignore[arg-type]  # it only reads
-            except _Changed:
+            except Changed:
                 continue
             archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
     return Packed(entries, size, skipped)
 
 
-class _Changed(Exception):
+class Changed(Exception):
     """A file was removed or replaced just now."""
 
 
 @contextmanager
-def _opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
+def opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
     """Yield status and content of a file, both from one descriptor if it is a regular file: a file that was replaced
     since it was found must not come with the size of the old one.
 
     Raises:
-        _Changed
+        Changed
     """
     if not stat.S_ISREG(found.status.st_mode):
         yield found.status, _NOTHING
@@ -96,12 +101,12 @@ def _opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
         fd = os.open(found.name, _READ, dir_fd=found.parent_fd)
     except OSError as error:
         if error.errno in _CHANGED:
-            raise _Changed from None
+            raise Changed from None
         raise
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise _Changed
+        raise Changed
     with open(fd, "rb", buffering=0) as file:
         yield status, file
 
@@ -109,7 +114,7 @@ def _opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
 def _member_of(found: TreeFile, status: os.stat_result, linked: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
     name = os.fsdecode(found.path)
     member = tarfile.TarInfo(name)
-    member.mode, member.uid, member.gid = stat.S_IMODE(status.st_mode) & _PERMISSIONS, status.st_uid, status.st_gid
+    member.mode, member.uid, member.gid = stat.S_IMODE(status.st_mode) & PERMISSIONS, status.st_uid, status.st_gid
     member.pax_headers = {"mtime": f"{status.st_mtime_ns // 10**9}.{status.st_mtime_ns % 10**9:09d}"}
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
@@ -131,7 +136,7 @@ def _target_of(link: TreeFile) -> bytes:
         return os.readlink(link.name, dir_fd=link.parent_fd)
     except OSError as error:
         if error.errno in _CHANGED:
-            raise _Changed from None
+            raise Changed from None
         raise
 
 
@@ -145,55 +150,68 @@ class _Exactly:
         return self._file.read(size).ljust(size, b"\0")
 
 
-def unpack(top_fd: int, source: IO[bytes], kernel: Kernel, *, max_entries: int, max_bytes: int) -> Packed:
-    """Unpack an archive below a directory.
+def unpack(source: IO[bytes], maker: TreeMaker) -> Packed:
+    """Unpack an archive.
 
     Raises:
         Refused: BAD_ARCHIVE, TOO_LARGE.
         OSError: the disk is full, say.
     """
-    unpacker = _Unpacker(top_fd, kernel, max_entries, max_bytes)
     try:
         with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=StrictHeader) as archive:
             while member := archive.next():
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
-                unpacker.take(archive, member)
+                maker.take(member, functools.partial(_content_of, archive, member))
     except tarfile.TarError:
         raise Refused("BAD_ARCHIVE", "this is no tar archive, or a broken one") from None
     except (ValueError, MemoryError, KeyError, IndexError, OverflowError) as error:
         raise Refused("BAD_ARCHIVE", f"the archive is broken ({type(error).__name__})") from None
-    unpacker.finish()
-    return Packed(unpacker.entries, unpacker.size, unpacker.skipped)
+    return maker.finish()
 
 
-class _Unpacker:
-    def __init__(self, top_fd: int, kernel: Kernel, max_entries: int, max_bytes: int) -> None:
-        self._top_fd, self._kernel = top_fd, kernel
-        self._max_entries, self._max_bytes = max_entries, max_bytes
-        self.entries = self.size = self.skipped = 0
+def _content_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    content = archive.extractfile(member)
+    assert content is not None
+    return content
+
+
+class TreeMaker:
+    """Makes the members of an archive below the directory `top_fd`, whose path is `real`, within the request's bounds.
+    Members are described as those of a tar archive are."""
+
+    def __init__(self, top_fd: int, real: bytes, kernel: Kernel, request: Unpack) -> None:
+        self._top_fd, self._real, self._kernel, self._request = top_fd, real, kernel, request
+        self._entries = self._size = self._skipped = 0
         self._unsynced_bytes = 0
         self._directories: dict[bytes, tuple[int, int]] = {}
 
-    def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        self.entries += 1
-        if self.entries > self._max_entries:
-            raise Refused("TOO_LARGE", f"more than {self._max_entries} members")
+    def take(self, member: tarfile.TarInfo, open_content: Callable[[], IO[bytes]]) -> None:
+        """Make one member.
+
+        Raises:
+            Refused: BAD_ARCHIVE, TOO_LARGE.
+            OSError: the disk is full, or broken.
+        """
+        self._entries += 1
+        if self._entries > self._request.max_entries:
+            raise Refused("TOO_LARGE", f"more than {self._request.max_entries} members")
         path = _path_of(member.name)
         if not path:
             return
-        if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
-            self.skipped += 1
+        is_known = member.isdir() or member.isreg() or member.issym() or member.islnk()
+        if not is_known or is_of_kernel(os.path.join(self._real, path)):
+            self._skipped += 1
             return
         try:
-            self._make(archive, member, path)
+            self._make(member, path, open_content)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             reason = "leads through a link" if error.errno == errno.ELOOP else str(error.strerror).lower()
             raise Refused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
 
-    def finish(self) -> None:
-        """Give directories their modes and times, and wait until all is on the disk."""
+    def finish(self) -> Packed:
+        """Give directories their modes and times, wait with `sync` until all is on the disk, and return the counts."""
         # Not earlier: a directory that may not be written would have kept its own files out.
         for path in sorted(self._directories, reverse=True):
             mode, mtime_ns = self._directories[path]
@@ -203,15 +221,17 @@ class _Unpacker:
                 os.fchmod(fd, mode)
             finally:
                 os.close(fd)
-        self._kernel.syncfs(self._top_fd)
+        if self._request.sync:
+            self._kernel.syncfs(self._top_fd)
+        return Packed(self._entries, self._size, self._skipped)
 
-    def _make(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: bytes) -> None:
+    def _make(self, member: tarfile.TarInfo, path: bytes, open_content: Callable[[], IO[bytes]]) -> None:
         parent, _, name = path.rpartition(b"/")
         parent_fd = self._open_parent(parent)
         try:
             if member.isdir():
                 _make_directory(parent_fd, name)
-                self._directories[path] = member.mode & _PERMISSIONS, _mtime_ns(member)
+                self._directories[path] = member.mode & PERMISSIONS, _mtime_ns(member)
                 return
             _make_way(parent_fd, name)
             if member.issym():
@@ -220,28 +240,35 @@ class _Unpacker:
             elif member.islnk():
                 self._link(member, parent_fd, name)
             else:
-                self._write(archive, member, parent_fd, name)
+                self._write(member, parent_fd, name, open_content)
         finally:
             os.close(parent_fd)
 
-    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, parent_fd: int, name: bytes) -> None:
-        source = archive.extractfile(member)
-        assert source is not None
-        with open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file:
+    def _write(
+        self, member: tarfile.TarInfo, parent_fd: int, name: bytes, open_content: Callable[[], IO[bytes]]
+    ) -> None:
+        with (
+            open_content() as source,
+            open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file,
+        ):
             while chunk := source.read(CHUNK_BYTES):
                 self._note_written(len(chunk))
                 rest = memoryview(chunk)
                 while rest:
                     rest = rest[file.write(rest) :]
-            os.fchmod(file.fileno(), member.mode & _PERMISSIONS)
+            os.fchmod(file.fileno(), member.mode & PERMISSIONS)
             os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
 
+    def check_size(self, size_bytes: int) -> None:
+        """Raise `Refused`, TOO_LARGE, if that is more than the request allows."""
+        if size_bytes > self._request.max_bytes:
+            raise Refused("TOO_LARGE", f"more than {self._request.max_bytes} bytes of files")
+
     def _note_written(self, size_bytes: int) -> None:
-        self.size += size_bytes
-        if self.size > self._max_bytes:
-            raise Refused("TOO_LARGE", f"more than {self._max_bytes} bytes of files")
+        self._size += size_bytes
+        self.check_size(self._size)
         self._unsynced_bytes += size_bytes
-        if self._unsynced_bytes > _UNSYNCED_BYTES:
+        if self._request.sync and self._unsynced_bytes > _UNSYNCED_BYTES:
             self._kernel.syncfs(self._top_fd)
             self._unsynced_bytes = 0
 

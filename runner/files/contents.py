@@ -151,14 +151,14 @@ def temporary_name(number: int) -> bytes:
 
 
 def open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file without a name, of which nothing is left if PID 1 is killed before the file is whole. Where the
-    file system can't do that, the file has the temporary name."""
+    """Open a new file without a name, to write and read. If PID 1 is killed before the file is whole, nothing is left.
+    Where the file system can't do that, the file has the temporary name."""
     try:
-        return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
 
 

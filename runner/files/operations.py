@@ -7,19 +7,17 @@ goes by descriptors.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
-import heapq
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, changes, contents, edit, view
-from runner.files.paths import Resolver, directory_of, is_of_kernel, parent_of, refusal
-from runner.files.tree import Names, Walk, describe, open_directory
+from runner.files import archive, changes, contents, edit, search, view, zip_archive
+from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
+from runner.files.tree import Names, OrderedWalk, Walk, describe
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
@@ -33,6 +31,7 @@ from runner.wire.protocol import (
     FileRequest,
     FileStats,
     GetFile,
+    GlobFiles,
     ListFiles,
     Listing,
     MakeDirectory,
@@ -43,6 +42,7 @@ from runner.wire.protocol import (
     Packed,
     PutFile,
     RemoveFile,
+    SearchFiles,
     StatFile,
     StatFiles,
     Unpack,
@@ -51,15 +51,12 @@ from runner.wire.protocol import (
 
 MAX_LISTED = 1000
 MAX_LISTED_DEPTH = 32
-_NAMES_AT_ONCE = 8192
 _LISTING_BYTES = 160 * 1024
 """Well below `MAX_FRAME_BYTES`, as JSON."""
 _ENTRY_BYTES = 200
 _JSON_BYTES = 6
 """Most that a byte of a name takes as JSON."""
 _CLOCK_EVERY = 256
-_NOT_ENTERED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
-"""Errors of a name that is no directory, not any more, or one that the user may not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +96,26 @@ def _account_file(path: str) -> bytes:
 
 def _pack(request: Pack, work: FileWork) -> Packed:
     with (
-        directory_of(request.path, work.resolver) as (fd, _),
+        directory_of(request.path, work.resolver) as (fd, real),
         open(work.output_fd, "wb", CHUNK_BYTES, closefd=False) as out,
     ):
-        archive.check_readable(fd)
-        return archive.pack(fd, out)
+        tree = Walk(fd, real=real)
+        if request.kind == "zip":
+            archive.check_readable(tree, max_entries=zip_archive.MAX_ENTRIES)
+            return zip_archive.pack(tree, out)
+        archive.check_readable(tree)
+        return archive.pack(tree, out)
 
 
 def _unpack(request: Unpack, work: FileWork) -> Packed:
-    limits = {"max_entries": request.max_entries, "max_bytes": request.max_bytes}
     with (
-        directory_of(".", work.resolver) as (fd, _),
+        made_directory_of(request.path, work.resolver) as (fd, real),
         open(work.input_fd, "rb", CHUNK_BYTES, closefd=False) as source,
     ):
-        return archive.unpack(fd, source, work.kernel, **limits)
+        maker = archive.TreeMaker(fd, real, work.kernel, request)
+        if request.kind == "zip":
+            return zip_archive.unpack(fd, source, maker)
+        return archive.unpack(source, maker)
 
 
 def _stat(request: StatFile, work: FileWork) -> FileEntry:
@@ -168,8 +171,7 @@ def _list(request: ListFiles, work: FileWork) -> Listing:
     entries: list[FileEntry] = []
     room, names = _LISTING_BYTES, work.names
     with directory_of(request.path, work.resolver) as (fd, real):
-        top = _Below(b"", real, depth)
-        for path, parent_fd, name in _below(fd, top, _parts(os.fsencode(request.after))):
+        for path, parent_fd, name in OrderedWalk(real, depth).below(fd, after=os.fsencode(request.after)):
             if request.glob and not fnmatch.fnmatchcase(
                 os.fsdecode(path if "/" in request.glob else name), request.glob
             ):
@@ -184,58 +186,6 @@ def _list(request: ListFiles, work: FileWork) -> Listing:
                 return Listing(os.fsdecode(real), tuple(entries), more=True)
             entries.append(entry)
     return Listing(os.fsdecode(real), tuple(entries), more=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Below:
-    """A directory of a listing: its path below the top, its real path, and the levels that are left."""
-
-    path: bytes
-    real: bytes
-    depth: int
-
-    def child(self, name: bytes) -> _Below:
-        return _Below(os.path.join(self.path, name), os.path.join(self.real, name), self.depth - 1)
-
-
-def _parts(path: bytes) -> list[bytes]:
-    return path.split(b"/") if path else []
-
-
-def _below(fd: int, top: _Below, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
-    """Yield path, directory and name of each file below a directory and behind a place, in order."""
-    # Names are read as they come and the first ones are kept: a huge directory costs time, not memory.
-    last = b""
-    if after:
-        last = after[0]
-        yield from _inside(fd, last, top, after[1:])
-    while True:
-        with os.scandir(fd) as found:
-            behind = (name for each in found if (name := os.fsencode(each.name)) > last)
-            names = heapq.nsmallest(_NAMES_AT_ONCE, behind)
-        for name in names:
-            yield os.path.join(top.path, name), fd, name
-            yield from _inside(fd, name, top, [])
-        if len(names) < _NAMES_AT_ONCE:
-            return
-        last = names[-1]
-
-
-def _inside(fd: int, name: bytes, top: _Below, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
-    """Yield what is in one entry of a directory, nothing if that is no directory or may not be entered."""
-    below = top.child(name)
-    if below.depth == 0 or is_of_kernel(below.real):
-        return
-    try:
-        child = open_directory(fd, name)
-    except OSError as error:
-        if error.errno in _NOT_ENTERED:
-            return
-        raise
-    try:
-        yield from _below(child, below, after)
-    finally:
-        os.close(child)
 
 
 def _measure(request: Measure, work: FileWork) -> Measured:
@@ -272,6 +222,8 @@ _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # 
     EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
     ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
     ListFiles: _list,
+    GlobFiles: lambda request, work: search.glob(request, work.resolver),
+    SearchFiles: lambda request, work: search.search(request, work.resolver, work.output_fd),
     StatFile: _stat,
     StatFiles: _stat_many,
     RemoveFile: lambda request, work: changes.remove(request, work.resolver),

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from runner.files.tree import open_directory
+from runner.files.tree import is_of_kernel, open_directory
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
@@ -198,11 +198,6 @@ class Resolver:
             os.close(directory_fd)
 
 
-def is_of_kernel(path: bytes) -> bool:
-    """Return whether a real path is of a file system whose files are made by the kernel."""
-    return path.startswith((b"/proc/", b"/sys/")) or path in (b"/proc", b"/sys")
-
-
 def _read_link(name: bytes, directory_fd: int) -> bytes | None:
     try:
         return os.readlink(name, dir_fd=directory_fd)
@@ -277,6 +272,19 @@ def directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
         yield fd, real
     finally:
         os.close(fd)
+
+
+@contextmanager
+def made_directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes]]:
+    """Open the directory that a path leads to, making what is missing; as `directory_of`."""
+    try:
+        os.close(resolver.make_directories(resolver.encode(path)))
+    except NotADirectoryError:
+        raise Refused("NOT_A_DIRECTORY", f"no directory: {path[:200]}") from None
+    except OSError as error:
+        raise refusal(error, path) from None
+    with directory_of(path, resolver) as opened:
+        yield opened
 
 
 @contextmanager

@@ -8,16 +8,22 @@ Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
 
 from __future__ import annotations
 
+import errno
+import heapq
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from runner.loop.context import Refused
 from runner.wire.protocol import FileEntry, FileKind
 
 MAX_DEPTH = 4096
+MAX_ORDERED_DEPTH = 256
+_NAMES_AT_ONCE = 8192
+_NOT_ENTERED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+"""Errors of a name that is no directory, not any more, or one that the user may not read."""
 _UNSETTLED_NS = 20_000_000
 _WORD = 2**64 - 1
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,10 +45,10 @@ class TreeFile:
 
 class Walk:
     """Iterates over all files below a directory. With `passes_denied`, directories that may not be read are passed over
-    and counted; otherwise they are an error."""
+    and counted; otherwise they are an error. With the directory's path, `real`, the kernel's files are not entered."""
 
-    def __init__(self, top_fd: int, *, passes_denied: bool = False) -> None:
-        self._top_fd = top_fd
+    def __init__(self, top_fd: int, *, passes_denied: bool = False, real: bytes = b"") -> None:
+        self._top_fd, self._real = top_fd, real
         self._passes_denied = passes_denied
         self.denied = 0
 
@@ -75,6 +81,8 @@ class Walk:
     def _enter(self, found: TreeFile, depth: int) -> int:
         if depth >= MAX_DEPTH:
             raise Refused("INVALID_PATH", f"directories are nested more than {MAX_DEPTH} deep")
+        if self._real and is_of_kernel(os.path.join(self._real, found.path)):
+            return -1
         try:
             return open_directory(found.parent_fd, found.name)
         except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
@@ -84,6 +92,64 @@ class Walk:
             if self._passes_denied:
                 return -1
             raise Refused("PERMISSION_DENIED", f"can't be read: {os.fsdecode(found.path)[:200]}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWalk:
+    """Walk through the files below a directory in the order of the names' bytes, a directory before its content.
+
+    `real` is the directory's real path, `depth` the levels that are walked. A directory whose path below the top
+    `enters` refuses is passed over, as are the kernel's own files and directories that may not be read.
+    """
+
+    real: bytes
+    depth: int = MAX_ORDERED_DEPTH
+    enters: Callable[[bytes], bool] = lambda _path: True
+
+    def below(self, fd: int, *, after: bytes = b"") -> Iterator[tuple[bytes, int, bytes]]:
+        """Yield path below the top, directory and name of each file behind the path `after`. The descriptor stays the
+        caller's."""
+        return self._below(fd, b"", self.depth, after.split(b"/") if after else [])
+
+    def _below(self, fd: int, path: bytes, depth: int, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
+        # Names are read as they come and the first ones are kept: a huge directory costs time, not memory.
+        last = b""
+        if after:
+            last = after[0]
+            yield from self._inside(fd, last, os.path.join(path, last), depth - 1, after[1:])
+        while True:
+            with os.scandir(fd) as found:
+                behind = (name for each in found if (name := os.fsencode(each.name)) > last)
+                names = heapq.nsmallest(_NAMES_AT_ONCE, behind)
+            for name in names:
+                place = os.path.join(path, name)
+                yield place, fd, name
+                yield from self._inside(fd, name, place, depth - 1, [])
+            if len(names) < _NAMES_AT_ONCE:
+                return
+            last = names[-1]
+
+    def _inside(
+        self, fd: int, name: bytes, path: bytes, depth: int, after: list[bytes]
+    ) -> Iterator[tuple[bytes, int, bytes]]:
+        """Yield what is in one entry of a directory, nothing if that is no directory or may not be entered."""
+        if depth == 0 or is_of_kernel(os.path.join(self.real, path)) or not self.enters(path):
+            return
+        try:
+            child = open_directory(fd, name)
+        except OSError as error:
+            if error.errno in _NOT_ENTERED:
+                return
+            raise
+        try:
+            yield from self._below(child, path, depth, after)
+        finally:
+            os.close(child)
+
+
+def is_of_kernel(path: bytes) -> bool:
+    """Return whether a real path is of a file system whose files are made by the kernel."""
+    return path.startswith((b"/proc/", b"/sys/")) or path in (b"/proc", b"/sys")
 
 
 def open_directory(parent_fd: int, name: bytes) -> int:

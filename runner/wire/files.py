@@ -166,6 +166,39 @@ class ViewFile(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class GlobFiles(FileRequest):
+    """List the paths below a directory that a pattern (see `runner.files.search.Pattern`) fits, behind the path
+    `after`, in the order of the names' bytes. Answer: `FoundFiles`, after 10 s with what was found by then."""
+
+    path: str
+    pattern: str
+    after: str = ""
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFiles(FileRequest):
+    """Find the lines of a regular file, or of all below a directory, that hold a text, with `regex` a regular
+    expression of bytes. Answer: DATA*, whose lines are `FileMatch`, then `Searched`, after `max_ms` at the latest.
+
+    `glob` as in `GlobFiles`, of names if it has no `/`, chooses the files. `context`: lines before and after each.
+    Larger files than `max_file_bytes` are left out, and unless `everything` those with NUL bytes, and `.git`.
+    """
+
+    gives_output: ClassVar[bool] = True
+    path: str
+    pattern: str
+    regex: bool = False
+    case: bool = True
+    glob: str = ""
+    context: int = 0
+    max_matches: int = 1000
+    max_file_bytes: int = 16 * 1024 * 1024
+    everything: bool = False
+    max_ms: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
 class StatFiles(FileRequest):
     """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
     from the first on, as fit into it."""
@@ -200,24 +233,32 @@ class Measure(FileRequest):
     max_ms: int
 
 
+ArchiveKind = Literal["tar", "zip"]
+
+
 @dataclass(frozen=True, slots=True)
 class Pack(FileRequest):
-    """Make a tar archive (pax) of the files below a directory. Answer: DATA*, then `Packed`. A file that can't be read
-    is an error before the first DATA; sockets, FIFOs and devices are left out and counted."""
+    """Make an archive of the files below a directory, a tar one (pax) or a zip one. Answer: DATA*, then `Packed`. A
+    file that can't be read is an error before the first DATA; sockets, FIFOs and devices are left out and counted, in
+    a zip archive links and names that are not UTF-8, too."""
 
     gives_output: ClassVar[bool] = True
     path: str
+    kind: ArchiveKind = "tar"
 
 
 @dataclass(frozen=True, slots=True)
 class Unpack(FileRequest):
-    """Unpack the tar archive in the DATA frames up to END into the workspace. Answer: `Packed`. Only directories,
-    regular files and links are made, the rest is left out and counted. After an error the files unpacked by then
-    stay."""
+    """Unpack the archive in the DATA frames up to END below a directory, which is made if it is missing. Answer:
+    `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
+    After an error the files unpacked by then stay. With `sync` the answer comes once all is on the disk."""
 
     takes_input: ClassVar[bool] = True
     max_entries: int
     max_bytes: int
+    path: str = "."
+    kind: ArchiveKind = "tar"
+    sync: bool = False
 
 
 # Answers.
@@ -300,6 +341,42 @@ class Listing:
     path: str
     entries: tuple[FileEntry, ...]
     more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """Paths below the directory `path`. `after`: the path up to which was looked, empty if there are no more."""
+
+    path: str
+    paths: tuple[str, ...]
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileMatch:
+    """A line that holds a text, counted from 1, as is the character `column` where the text begins. A long line is
+    `cut`: its text is the part around the match. Bytes that are not UTF-8 are U+FFFD."""
+
+    path: str
+    line: int
+    column: int
+    text: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The end of a search: lines that were found, files that have them, files that were read, and those that were
+    left out or may not be read. `truncated`: there are more matches; `timed_out`: some files were not reached."""
+
+    matches: int
+    files: int
+    searched: int
+    skipped: int
+    truncated: bool
+    timed_out: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,11 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.routing import Route, RouteKind, RouteTable
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources import file_archives as archives
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
+from sandkasten.api.resources import file_search as search
 from sandkasten.api.resources import file_texts as texts
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws
@@ -90,6 +92,20 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
         _raw("POST", f"{top}/fs/chown", changes.change_owner, act, body=changes.OwnerRequest, answer=files.WrittenBody),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
         _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
+        _raw("GET", f"{top}/fs/archive", archives.pack, look, query=archives.PackQuery, answer_type=_TAR),
+        _raw(
+            *("POST", f"{top}/fs/archive", archives.unpack, act),
+            query=archives.UnpackQuery,
+            body_type=_TAR,
+            answer=archives.UnpackedBody,
+            statuses=_CREATED,
+        ),
+        _raw("POST", f"{top}/fs/glob", search.glob, look, body=search.GlobRequest, answer=search.GlobBody),
+        _raw(
+            *("POST", f"{top}/fs/search", search.search, look),
+            body=search.SearchRequest,
+            answer_type=search.NDJSON,
+        ),
         _raw("GET", f"{top}/fs/view", texts.view, look, query=texts.ViewQuery, answer=texts.ViewBody),
         _raw("POST", f"{top}/fs/edit", texts.edit, act, body=texts.EditRequest, answer=texts.EditsBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),

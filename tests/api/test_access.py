@@ -14,7 +14,12 @@ from tests.api.harness import RunningTree, read_until, request_bytes, running_fr
 from tests.api.keys import ADMIN, CONFINED, CONFINED_READ, ISSUED, READ, WRITE, Issued
 from tests.api.ws_client import client_frame, close_code, handshake
 
-LOOKING_POSTS = {"processes/{exec_id}/wait", "fs/stat", f"{WORKSPACES}/{{id}}/fs/stat"}
+_LOOKS_AT_FILES = ("fs/stat", "fs/glob", "fs/search")
+LOOKING_POSTS = {
+    "processes/{exec_id}/wait",
+    *_LOOKS_AT_FILES,
+    *(f"{WORKSPACES}/{{id}}/{each}" for each in _LOOKS_AT_FILES),
+}
 """Routes that only look, though their parameters come in the body of a POST."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}

@@ -41,8 +41,14 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
             options = {"json": {"path": "f"}}
         case "POST", "fs/stat":
             options = {"json": {"paths": ["f"]}}
+        case "POST", "fs/glob":
+            options = {"json": {"pattern": "**"}}
+        case "POST", "fs/search":
+            options = {"json": {"pattern": "x"}}
         case "POST", "fs/edit":
             options = {"json": {"edits": [{"op": "create", "path": "edited", "text": "x"}]}}
+        case "POST", "fs/archive":
+            options = {"content": EMPTY}
         case "POST", "import":
             options = {"content": EMPTY, "params": {"replace": "true"}}
         case "PUT", "fs/file":
@@ -50,7 +56,7 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
         case "PUT" | "PATCH", _:
             options = {"json": {}}
         case _, _ if pattern.startswith("fs"):
-            is_directory = pattern in ("fs", "fs/list", "fs/download") and request.method != "DELETE"
+            is_directory = pattern in ("fs", "fs/list", "fs/download", "fs/archive") and request.method != "DELETE"
             options = {"params": {"path": "" if is_directory else "f"}}
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)
 

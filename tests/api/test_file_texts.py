@@ -1,6 +1,10 @@
-"""Edits and views of files over HTTP, in a session and in a workspace."""
+"""Edits, views, globs, searches and archives of files over HTTP, in a session and in a workspace."""
 
 from __future__ import annotations
+
+import io
+import json
+import zipfile
 
 import pytest
 
@@ -60,3 +64,65 @@ async def test_a_view_is_numbered() -> None:
         assert (await client.get(f"{url}/fs/view?path=.")).json()["text"] == "d/\nd/f\n"
         assert (await client.get(f"{url}/fs/view?path=x")).status_code == 404
         assert (await client.get(f"{url}/fs/view?path=d/f&from=3&to=2")).status_code == 400
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_paths_are_found_in_pages(kind: str) -> None:
+    """Of any depth, in order, each once."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/found"
+        for path in ("d/e/b.py", "d/a.py", "c.txt"):
+            assert (await client.put(f"{url}/fs/file?path={path}", content=b"x")).status_code == 201
+        wanted = {"pattern": "**/*.py", "limit": 1}
+        first = (await client.post(f"{url}/fs/glob", json=wanted)).json()
+        assert (first["path"], first["paths"]) == ("/workspace", ["/workspace/d/a.py"])
+        second = (await client.post(f"{url}/fs/glob", json={**wanted, "cursor": first["next_cursor"]})).json()
+        assert second == {"path": "/workspace", "paths": ["/workspace/d/e/b.py"]}
+        assert (await client.post(f"{url}/fs/glob", json={"pattern": "../*"})).status_code == 400
+        assert (await client.post(f"{url}/fs/glob", json={"pattern": "*", "path": "no"})).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_lines_are_found(kind: str) -> None:
+    """Streamed as lines of JSON, the totals last; a request that can't be met is an error as others."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/lines"
+        await client.put(f"{url}/fs/file?path=d/f.py", content=b"import os\nimport re\n\nos.x\n")
+        answer = await client.post(f"{url}/fs/search", json={"pattern": r"^import (\w+)$", "regex": True})
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
+        *matches, last = (json.loads(line) for line in answer.text.splitlines())
+        assert [(each["line"], each["column"], each["text"]) for each in matches] == [
+            (1, 1, "import os"),
+            (2, 1, "import re"),
+        ]
+        assert all(each["path"].endswith("/d/f.py") for each in matches)
+        counts = {"matches": 2, "files": 1, "searched": 1, "skipped": 0, "truncated": False, "timed_out": False}
+        assert last == {"totals": counts}
+        nothing = await client.post(f"{url}/fs/search", json={"pattern": "nothing"})
+        assert json.loads(nothing.text)["totals"]["matches"] == 0
+        for wrong in ({"pattern": "(", "regex": True}, {"pattern": ""}, {"pattern": "x", "context": 11}):
+            refused = await client.post(f"{url}/fs/search", json=wrong)
+            assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert (await client.post(f"{url}/fs/search", json={"pattern": "x", "path": "no"})).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+@pytest.mark.parametrize("form", ["tar", "tar.zst", "zip"])
+async def test_an_archive_goes_out_and_in(kind: str, form: str) -> None:
+    """By any of the forms, which is told from the first bytes; errors come before the archive."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/packed"
+        for path in ("d/e/f", "d/g"):
+            await client.put(f"{url}/fs/file?path={path}", content=path.encode() * 1000)
+        made = await client.get(f"{url}/fs/archive?path=d&format={form}")
+        types = {"tar": "application/x-tar", "tar.zst": "application/zstd", "zip": "application/zip"}
+        assert (made.status_code, made.headers["content-type"]) == (200, types[form])
+        if form == "zip":
+            assert zipfile.ZipFile(io.BytesIO(made.content)).testzip() is None
+        taken = await client.post(f"{url}/fs/archive?path=back/d", content=made.content)
+        assert (taken.status_code, taken.json()) == (201, {"ok": True, "entries": 3, "size_bytes": 8000, "skipped": 0})
+        assert (await client.get(f"{url}/fs/file?path=back/d/e/f")).content == b"d/e/f" * 1000
+        assert (await client.get(f"{url}/fs/archive?path=no&format={form}")).status_code == 404
+        broken = await client.post(f"{url}/fs/archive", content=made.content[: len(made.content) // 2])
+        assert (broken.status_code, broken.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert (await client.post(f"{url}/fs/archive", content=b"")).status_code == 400

@@ -246,12 +246,16 @@ async def test_answers_are_as_described() -> None:
         session = await running.supervisor.create(SessionSpec())
         path = f"/v1/sessions/{session.id}"
         check("post_v_workspaces_id_import", await client.post("/v1/workspaces/other/import", content=bytes(1024)))
+        for of, top in (("sessions", path), ("workspaces", "/v1/workspaces/other")):
+            check(f"post_v_{of}_id_fs_archive", await client.post(f"{top}/fs/archive", content=bytes(1024)))
         check("post_v_sessions_id_fs_upload", await client.post(f"{path}/fs/upload", **form))
         check("post_v_workspaces_id_fs_upload", await client.post("/v1/workspaces/other/fs/upload", **form))
         error = (await client.get("/v1/sessions/0123456789abcdef")).json()
         _validator({"$ref": "#/components/schemas/Error"}).validate(error)
         assert error["error_code"] in DOCUMENT["x-error-codes"]
-    seen |= {"post_v_sessions", "post_v_workspaces_id_import"} | {f"post_v_{of}_id_fs_upload" for of in OWNERS}
+    seen |= {"post_v_sessions", "post_v_workspaces_id_import"} | {
+        f"post_v_{of}_id_fs_{what}" for of in OWNERS for what in ("upload", "archive")
+    }
     answering = {
         name
         for name, (_, _, operation) in OPERATIONS_BY_ID.items()
@@ -271,6 +275,7 @@ def _file_requests(of: str, top: str) -> Sequence[tuple[str, str, str, Any]]:
         (f"post_v_{of}_id_fs_chown", "POST", f"{top}/fs/chown", {"path": "c"}),
         (f"get_v_{of}_id_fs_list", "GET", f"{top}/fs/list", None),
         (f"get_v_{of}_id_fs_stat", "GET", f"{top}/fs/stat?path=f", None),
+        (f"post_v_{of}_id_fs_glob", "POST", f"{top}/fs/glob", {"pattern": "**/f"}),
         (f"get_v_{of}_id_fs_view", "GET", f"{top}/fs/view?path=f", None),
         (f"post_v_{of}_id_fs_edit", "POST", f"{top}/fs/edit", {"edits": [{"op": "create", "path": "e", "text": "t"}]}),
         (f"post_v_{of}_id_fs_stat", "POST", f"{top}/fs/stat", {"paths": ["f", "x"]}),

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import time
+import zipfile
 from typing import Any
 
 import pytest
 
 from runner.wire.protocol import (
+    ANSWERS,
     CHUNK_BYTES,
     ChangeMode,
     ChangeOwner,
     Done,
     FileEntry,
+    FileMatch,
     FilePart,
     FilePut,
     FileStats,
+    FoundFiles,
     GetFile,
+    GlobFiles,
     Kind,
     ListFiles,
     Listing,
     MoveFile,
+    Pack,
+    Packed,
     PutFile,
     RemoveFile,
+    Searched,
+    SearchFiles,
     StatFile,
     StatFiles,
     Unmatched,
+    Unpack,
 )
 from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces
 
@@ -176,3 +187,55 @@ def test_only_root_gives_files_away(client: Client) -> None:
     assert code(client.ask(ChangeOwner("f", owner=0))) == "PERMISSION_DENIED"
     assert code(client.ask(ChangeMode("/etc/passwd", 0o666))) == "PERMISSION_DENIED"
     assert client.stdout("stat -c '%a %u' f") == b"600 %d\n" % UID
+
+
+def collect(client: Client, request: object) -> tuple[bytes, Any]:
+    """Return the content and the answer."""
+    client.request(request)
+    content = bytearray()
+    while (frame := client.next_frame())[0] is Kind.DATA:
+        content += frame[1]
+    return bytes(content), ANSWERS.decode(frame[1])
+
+
+def search(client: Client, pattern: str, path: str, **options: Any) -> tuple[list[FileMatch], Any]:
+    """Return the matches and the answer."""
+    content, answer = collect(client, SearchFiles(path, pattern, **options))
+    return [ANSWERS.decode(line) for line in content.splitlines()], answer
+
+
+def test_files_and_lines_are_found_without_a_program(client: Client) -> None:
+    """From the root on, as the user and never in the kernel's files; a costly expression is stopped in the middle."""
+    client.run(
+        "mkdir -p d/e; printf 'one\\nneedle\\n' > d/e/f.txt; mkdir closed; printf needle > closed/f; chmod 0 closed"
+    )
+    for path, pattern, paths in (("/", "{etc/passwd,proc/*/status}", ("etc/passwd",)), (".", "**/f*", ("d/e/f.txt",))):
+        found = client.ask(GlobFiles(path, pattern))
+        assert isinstance(found, FoundFiles)
+        assert found.paths == paths
+    matches, totals = search(client, "^nee", ".", regex=True, context=1)
+    assert [(each.path.endswith("/d/e/f.txt"), each.line, each.before) for each in matches] == [(True, 2, ("one",))]
+    assert isinstance(totals, Searched)
+    client.run("head -c 300 /dev/zero | tr '\\0' a > costly")
+    _, totals = search(client, "^(a+)+!", "costly", regex=True, max_ms=500)
+    assert (totals.timed_out, totals.searched) == (True, 1)
+    assert code(search(client, "x", "/proc/self/environ")[1]) == "NOT_A_FILE"
+
+
+def test_zip_archives_are_made_and_taken_inside(client: Client) -> None:
+    """With all that zipfile needs at hand, though nothing can be imported there; anywhere the user may write."""
+    client.run("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/l; mkdir closed; touch closed/f; chmod 0 closed/f")
+    content, answer = collect(client, Pack("d", "zip"))
+    assert answer == Packed(2, 2, 1)
+    with zipfile.ZipFile(io.BytesIO(content)) as made:
+        assert (made.namelist(), made.testzip()) == (["e/", "e/f"], None)
+    assert code(collect(client, Pack("closed", "zip"))[1]) == "PERMISSION_DENIED"
+    old = content.replace(b"e/f", b"e/\x81")  # a name in code page 437
+    client.request(Unpack(10, 1000, "/tmp/new/deep", "zip"))
+    client.send(Kind.DATA, old)
+    client.send(Kind.END)
+    assert client.next_message() == Packed(2, 2, 0)
+    assert client.stdout("cat /tmp/new/deep/e/ü; stat -c %u /tmp/new/deep") == b"x\n%d\n" % UID
+    client.request(Unpack(10, 1000, "/etc/new"))
+    client.send(Kind.END)
+    assert code(client.next_message()) == "PERMISSION_DENIED"

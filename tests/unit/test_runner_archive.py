@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import subprocess
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nsinit.sandbox.child import RunnerKernel
-from runner.files import archive
-from runner.files.archive import pack, unpack
+from runner.files import archive, zip_archive
+from runner.files.archive import TreeMaker, pack, unpack
+from runner.files.operations import FileWork, perform
+from runner.files.tree import TreeFile, Walk
+from runner.loop.context import Refused
+from runner.wire.protocol import Pack, Packed, Unpack
+from tests.unit.test_runner_entries import work_in
 
 Change = Callable[[Path], None]
 
@@ -38,7 +46,7 @@ def packed(top: Path) -> dict[str, bytes | None]:
     out = io.BytesIO()
     fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        pack(fd, out)
+        pack(Walk(fd), out)
     finally:
         os.close(fd)
     with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as made:
@@ -125,9 +133,149 @@ def test_what_is_unpacked_is_on_the_disk_and_little_waits_meanwhile(
     kernel = WatchedKernel(tmp_path)
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        unpack(fd, source, kernel, max_entries=10, max_bytes=10_000_000)
+        unpack(source, TreeMaker(fd, os.fsencode(tmp_path), kernel, Unpack(10, 10_000_000, sync=True)))
     finally:
         os.close(fd)
     before = [0, *kernel.synced]
     assert kernel.synced[-1] == 5 * 700_000
     assert all(now - then <= 1_000_000 + 700_000 for then, now in zip(before, kernel.synced, strict=False))
+
+
+# Zip ------------------------------------------------------------------------------------------------------------------
+
+
+def zipped(top: Path, path: str = ".") -> tuple[Packed, bytes]:
+    """Return the counts and an archive that went through a pipe."""
+    base = work_in(top, anywhere=True)
+    read_fd, write_fd = os.pipe()
+    with subprocess.Popen(["cat"], stdin=read_fd, stdout=subprocess.PIPE) as reader:
+        os.close(read_fd)
+        assert reader.stdout is not None
+        try:
+            answer = perform(Pack(path, "zip"), FileWork(base.resolver, base.kernel, base.start, output_fd=write_fd))
+        finally:
+            os.close(write_fd)
+        content = reader.stdout.read()
+    assert isinstance(answer, Packed)
+    return answer, content
+
+
+def unzipped(top: Path, content: bytes, *, path: str = ".", entries: int = 100, size: int = 10_000_000) -> Packed:
+    """Unpack an archive below `top`."""
+    base = work_in(top, anywhere=True)
+    spool = top.parent / "spool"
+    spool.write_bytes(content)
+    with spool.open("rb") as source:
+        work = FileWork(base.resolver, base.kernel, base.start, input_fd=source.fileno())
+        answer = perform(Unpack(entries, size, path, "zip"), work)
+    assert isinstance(answer, Packed)
+    return answer
+
+
+def archive_of(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as made:
+        for name, content in members.items():
+            made.writestr(name, content)
+    return out.getvalue()
+
+
+def test_a_zip_archive_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Names, contents, modes and times; what a zip archive has no form for is left out and counted in it."""
+    top, back = tmp_path / "top", tmp_path / "back"
+    (top / "d/empty").mkdir(parents=True)
+    back.mkdir()
+    (top / "d/größe").write_bytes(bytes(range(256)) * 5000)
+    (top / "run").write_bytes(b"#!")
+    (top / "run").chmod(0o750)
+    os.utime(top / "run", (1_000_000_000, 1_000_000_000))
+    (top / "link").symlink_to("run")
+    (top / os.fsdecode(b"\xff")).touch()
+    os.mkfifo(top / "fifo")
+    packed, content = zipped(top)
+    assert packed == Packed(4, 256 * 5000 + 2, 3)
+    with zipfile.ZipFile(io.BytesIO(content)) as made:
+        assert (made.testzip(), made.comment) == (None, b"left out: 3")
+        flags = {each.filename: each.flag_bits & 0x808 for each in made.infolist()}
+        assert flags == {"d/": 0, "d/empty/": 0, "d/größe": 0x808, "run": 0x8}
+    assert unzipped(back, content) == Packed(4, 256 * 5000 + 2, 0)
+    assert sorted(str(each.relative_to(back)) for each in back.rglob("*")) == ["d", "d/empty", "d/größe", "run"]
+    assert (back / "d/größe").read_bytes() == (top / "d/größe").read_bytes()
+    status = (back / "run").stat()
+    assert (status.st_mode & 0o7777, status.st_mtime) == (0o750, 1_000_000_000)
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="unzip is not installed")
+def test_another_program_reads_a_zip_archive(tmp_path: Path) -> None:
+    """Info-ZIP finds no fault."""
+    (tmp_path / "f").write_bytes(b"x" * 100_000)
+    (tmp_path.parent / "made.zip").write_bytes(zipped(tmp_path)[1])
+    subprocess.run(["unzip", "-t", str(tmp_path.parent / "made.zip")], check=True, capture_output=True)
+
+
+def test_a_file_of_more_than_four_gigabytes_fits(tmp_path: Path) -> None:
+    """The head of the member has the fields of ZIP64 beforehand."""
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(5 * 1024**3)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    member = next(zip_archive._member_of(found, found.status) for found in Walk(fd))
+    os.close(fd)
+    assert member is not None
+    assert member.file_size * 1.05 > zipfile.ZIP64_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"PK\x03\x04 no archive", "BAD_ARCHIVE"),
+        (archive_of(f=b"x" * 50)[:-30], "BAD_ARCHIVE"),
+        (archive_of(f=b"x" * 50).replace(b"xxxx", b"xxxy", 1), "BAD_ARCHIVE"),
+        (archive_of(**{"../f": b"x"}), "BAD_ARCHIVE"),
+        (archive_of(**{"link/f": b"x"}), "BAD_ARCHIVE"),
+        (archive_of(**{f"f{number}": b"" for number in range(4)}), "TOO_LARGE"),
+        (archive_of(f=b"x" * 1001), "TOO_LARGE"),
+    ],
+)
+def test_a_hostile_zip_archive_is_refused(tmp_path: Path, content: bytes, code: str) -> None:
+    """Broken ones, ways out, and more than is allowed; nothing is left of the archive itself."""
+    top = tmp_path / "top"
+    top.mkdir()
+    (top / "link").symlink_to("/etc")
+    with pytest.raises(Refused) as refused:
+        unzipped(top, content, entries=3, size=1000)
+    assert refused.value.error.code == code
+    assert not [each for each in top.iterdir() if each.name.startswith(".sandkasten")]
+
+
+def test_a_bomb_is_stopped_at_its_bound(tmp_path: Path) -> None:
+    """A small archive whose files are large."""
+    top = tmp_path / "top"
+    top.mkdir()
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("f", bytes(50_000_000))
+    assert len(out.getvalue()) < 100_000
+    with pytest.raises(Refused) as refused:
+        unzipped(top, out.getvalue(), size=1_000_000)
+    assert refused.value.error.code == "TOO_LARGE"
+    assert (top / "f").stat().st_size <= 1_000_000
+
+
+def test_an_absolute_name_and_a_missing_directory_are_below(tmp_path: Path) -> None:
+    """A leading slash means nothing, and the directory to unpack into is made."""
+    top = tmp_path / "top"
+    top.mkdir()
+    unzipped(top, archive_of(**{"/etc/f": b"x"}), path="new/deep")
+    assert (top / "new/deep/etc/f").read_bytes() == b"x"
+
+
+def test_the_kernels_own_files_are_in_no_archive(tmp_path: Path) -> None:
+    """Neither packed nor unpacked, wherever the archive begins."""
+    fd = os.open("/", os.O_RDONLY)
+    for name in (b"proc", b"sys"):
+        found = TreeFile(fd, name, name, os.stat(b"/" + name))
+        assert Walk(fd, real=b"/")._enter(found, 1) == -1
+    maker = TreeMaker(fd, b"/", RunnerKernel(filters_commands=False), Unpack(10, 10))
+    maker.take(tarfile.TarInfo("proc/self/comm"), io.BytesIO)
+    assert maker.finish() == Packed(1, 0, 1)
+    os.close(fd)

@@ -326,7 +326,7 @@ class Unpacking:
 async def open_unpack(link: RunnerLink, *, max_entries: int, max_bytes: int) -> AsyncIterator[Unpacking]:
     """Begin to unpack an archive. A bad archive is refused at its end."""
     async with link.connection() as connection:
-        await connection.send_request(protocol.Unpack(max_entries, max_bytes))
+        await connection.send_request(protocol.Unpack(max_entries, max_bytes, sync=True))
         yield Unpacking(connection)
 
 

@@ -30,6 +30,7 @@ class ApiSettings:
     max_command_bytes: int = MIB
     max_json_bytes: int = 16 * MIB
     max_upload_bytes: int = 1024 * MIB
+    max_import_bytes: int = 10 * 1024 * MIB
     max_read_bytes: int = 100 * MIB
     default_read_bytes: int = 10 * MIB
     max_header_bytes: int = 16 * 1024

@@ -65,6 +65,9 @@ MAX_PATHS = 1000
 MAX_DEPTH = 32
 MAX_FILE_ID = 65535
 MAX_EDITS = 100
+MAX_MATCHES = 10_000
+MAX_CONTEXT = 10
+MAX_SEARCHED_BYTES = 64 * 1024 * 1024
 _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
@@ -133,7 +136,11 @@ Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
+MatchLimit = NewType("MatchLimit", int)
+ContextLines = NewType("ContextLines", int)
+SearchedBytes = NewType("SearchedBytes", int)
 ArchiveFormat = NewType("ArchiveFormat", str)
+FileArchiveFormat = NewType("FileArchiveFormat", str)
 WindowBytes = NewType("WindowBytes", int)
 
 
@@ -531,7 +538,11 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,
+    MatchLimit: Between(1, MAX_MATCHES),
+    ContextLines: Between(0, MAX_CONTEXT),
+    SearchedBytes: Between(1, MAX_SEARCHED_BYTES),
     ArchiveFormat: Choice(("tar", "tar.zst")),
+    FileArchiveFormat: Choice(("tar", "tar.zst", "zip")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
     StreamsMode: _member(StreamsMode),

@@ -17,7 +17,6 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import own_labels
-from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.fields import (
     MAX_FILES,
     MAX_LIST,
@@ -37,6 +36,7 @@ from sandkasten.api.resources.fields import (
     read_query,
     read_request,
 )
+from sandkasten.api.resources.file_archives import TYPES, check_type, forward, head_of
 from sandkasten.api.resources.file_entries import EntryBody
 from sandkasten.api.resources.files import WrittenBody
 from sandkasten.api.resources.sessions import DoneBody
@@ -49,7 +49,6 @@ from sandkasten.model.workspace import (
     WorkspaceSpec,
     WorkspaceUsage,
 )
-from sandkasten.supervisor import ArchiveWriter
 
 _SAME_QUOTA = QuotaBytes(0)
 """The default of a field that takes null, too: null would take the quota away."""
@@ -302,9 +301,6 @@ async def remove(exchange: Exchange) -> Answer:
 
 # Archives -------------------------------------------------------------------------------------------------------------
 
-_TYPES = {"tar": "application/x-tar", "tar.zst": "application/zstd"}
-_IMPORTED = frozenset({*_TYPES.values(), "application/octet-stream"})
-
 
 async def export(exchange: Exchange) -> None:
     """Download the whole workspace as an archive."""
@@ -325,7 +321,7 @@ async def _download(exchange: Exchange, path: str, kind: str) -> None:
 async def _send(exchange: Exchange, path: str, kind: str) -> None:
     async with exchange.workspaces.open_pack(exchange.workspace_id, path) as archive:
         name = f'attachment; filename="{exchange.workspace_id}.{kind}"'
-        await exchange.start(200, (("content-type", _TYPES[kind]), ("content-disposition", name)))
+        await exchange.start(200, (("content-type", TYPES[kind]), ("content-disposition", name)))
         if exchange.method == "HEAD":
             await exchange.finish()
         elif kind == "tar":
@@ -338,32 +334,12 @@ async def _send(exchange: Exchange, path: str, kind: str) -> None:
 
 async def import_archive(exchange: Exchange) -> Answer:
     """Unpack an archive into a workspace."""
-    if exchange.settings.api_key is None and exchange.media_type not in _IMPORTED:  # no web page can send that unasked
-        raise InvalidRequest("without an API key an archive must say so", content_type=exchange.media_type)
+    check_type(exchange)
     query = read_query(exchange, ImportQuery)
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
-        await _receive(exchange, archive)
+        await forward(exchange, await head_of(exchange), archive.send)
         packed: Packed = await archive.commit()
     return json_answer(ImportedBody.take(packed, ok=True), status=201)
-
-
-async def _receive(exchange: Exchange, archive: ArchiveWriter) -> None:
-    limit_bytes = exchange.settings.max_upload_bytes
-    head = b""
-    while len(head) < len(MAGIC) and (chunk := await exchange.read_chunk(limit_bytes=limit_bytes)):
-        head += chunk
-    if not head:
-        raise InvalidRequest("there is no archive", body="is empty")
-    if not head.startswith(MAGIC):
-        await archive.send(head)
-        while chunk := await exchange.read_chunk(limit_bytes=limit_bytes):
-            await archive.send(chunk)
-        return
-    decompressor = exchange.zstandard.decompressor()
-    await decompressor.feed(head, archive.send)
-    while chunk := await exchange.read_chunk(limit_bytes=limit_bytes):
-        await decompressor.feed(chunk, archive.send)
-    decompressor.finish()
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------
