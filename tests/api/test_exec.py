@@ -46,7 +46,7 @@ async def test_a_result_has_the_published_and_the_new_fields() -> None:
             {
                 "exit_code": 3,
                 "cwd": "/workspace",
-                "output": "42\n" + "x" * (cap // 2 - 3) + "\n… 9 bytes left out …\n" + "x" * (cap // 2 - 5) + "oops\n",
+                "output": "42\n" + "x" * (cap // 2 - 4) + "\n… 9 bytes left out …\n" + "x" * (cap // 2 - 5) + "oops\n",
                 "stdout": "42\n",
                 "stderr": "x" * (cap // 2) + "\n… 5 bytes left out …\n" + "x" * (cap // 2 - 5) + "oops\n",
                 "truncated": True,

@@ -345,7 +345,7 @@ async def test_a_program_reaches_the_sandbox() -> None:
         request = running.tree.runs[0].request
         assert isinstance(request, protocol.RunProgram)
         wanted = protocol.RunProgram(
-            argv=("id", "-u"), user="app", cwd="/tmp", env={"A": "1"}, exec_id="e-1", timeout_ms=120_000
+            *("e-1", ("id", "-u")), user="app", cwd="/tmp", env={"A": "1"}, timeout_ms=120_000, merged=True
         )
         assert request == replace(wanted, group=request.group, ticket=request.ticket)
         assert "shell" not in (await client.get(f"{url}/execs/e-1")).json()

@@ -125,7 +125,8 @@ def test_large_output_keeps_head_and_tail(client: httpx.Client, session: str) ->
     assert answer["truncated"] is True
     assert answer["output"].startswith("first\nxxx")
     assert answer["output"].endswith("xxx\nlast\n")
-    assert len(answer["output"]) <= 5 * 1024 * 1024
+    assert len(answer["output"]) <= 5 * 1024 * 1024 + len("\n… 94.8 MB left out …\n")
+    assert answer["output"].count("\n… 94.8 MB left out …\n") == 1
     assert _exec(client, session, "echo next").json()["output"] == "next\n"
 
 

@@ -47,7 +47,7 @@ SLICE_BYTES = 64 * 1024
 """Output turned into text before other tasks get a turn."""
 
 MAX_CUT_LINE_BYTES = 4096
-"""Longest part of a line, at either side of a gap, that is left out with what the gap left out."""
+"""Longest part of a line that is left out with what a gap left out, at either side; shorter where there is little."""
 
 TIMED_OUT_CODE = 124
 """The exit code of timeout(1)."""
@@ -144,9 +144,10 @@ async def _spell_field(result: ExecResult, name: str, output_format: OutputForma
     if gap is None:
         return await _spell_text(data, output_format)
     head, tail = data[: gap.offset], data[gap.offset :]
-    if line_end := head.rfind(b"\n", -MAX_CUT_LINE_BYTES) + 1:
+    most_bytes = min(MAX_CUT_LINE_BYTES, len(data) // 16)
+    if line_end := head.rfind(b"\n", max(0, len(head) - most_bytes)) + 1:
         head = head[:line_end]
-    if line_end := tail.find(b"\n", 0, MAX_CUT_LINE_BYTES) + 1:
+    if line_end := tail.find(b"\n", 0, most_bytes) + 1:
         tail = tail[line_end:]
     size = _size(gap.omitted_bytes + len(data) - len(head) - len(tail))
     begin, end = await _spell_text(head, output_format), await _spell_text(tail, output_format)
