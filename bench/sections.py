@@ -137,7 +137,7 @@ class Section:
 
 
 def _verify(answer: Mapping[str, Any], output: bytes) -> None:
-    if answer["exit_code"] != 0 or answer["stdout"].encode() != output:
+    if answer["exit_code"] != 0 or answer["output"].encode() != output:
         raise RuntimeError(f"a wrong answer: {answer}")
 
 

@@ -208,7 +208,7 @@ def read_processes(directory: str) -> tuple[int, ...]:
 
 def kill_listed(listed: Callable[[], Collection[int]]) -> None:
     """SIGKILL the processes that `listed` returns."""
-    act_on_listed(listed, _pidfd_of, _kill_by)
+    act_on_listed(listed, pidfd_of, _kill_by)
 
 
 def act_on_listed(
@@ -229,7 +229,8 @@ def act_on_listed(
                 os.close(fd)
 
 
-def _pidfd_of(pid: int) -> int:
+def pidfd_of(pid: int) -> int:
+    """Return a descriptor of the process that has this pid now, or -1."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -199,19 +199,11 @@ def release(tree: Tree, located: Located) -> None:
 
 LEAF = "daemon"
 """In a v2 tree the daemon and nsinit move to a cgroup of this name beside the sessions."""
-_SUBGROUP = "keeper"
-"""The unit's `DelegateSubgroup=` (systemd.resource-control(5)): the service manager keeps the unit's own cgroup
-empty."""
 
 
 def home_of(located: Located, name: str) -> str | None:
-    """Return the v2 cgroup this process was started in: not the leaf that an earlier nsinit moved it to, nor the
-    subgroup of a unit, which has no controllers while the unit, still without sandboxes, hands none down."""
-    if located.unified is None:
-        return None
-    home = located.unified.removesuffix(f"/{name}/{LEAF}")
-    unit = home.removesuffix(f"/{_SUBGROUP}")
-    return home if unit == located.unified_mount else unit
+    """Return the v2 cgroup this process was started in, not the leaf that an earlier nsinit moved it to."""
+    return None if located.unified is None else located.unified.removesuffix(f"/{name}/{LEAF}")
 
 
 def _claim_v2(own: str, mount_point: str, *, name: str, parent: str, beside: tuple[int, ...]) -> str:

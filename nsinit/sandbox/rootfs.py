@@ -16,6 +16,7 @@ HOME = "home/sandbox"
 WORKSPACE = "workspace"
 _MAX_ACCOUNT_FILE_BYTES = 1 << 20
 _ROOT_LINES = {"passwd": "root:x:0:0:root:/root:/bin/sh", "group": "root:x:0:"}
+_RESOLVER = "# This sandbox has no network but a loopback interface of its own: no name can be resolved.\n"
 _SANDBOX_LINES = {
     "passwd": f"sandbox:x:{SANDBOX_ID}:{SANDBOX_ID}::/{HOME}:/bin/sh",
     "group": f"sandbox:x:{SANDBOX_ID}:",
@@ -46,12 +47,12 @@ def make_user_directories(root_fd: int, base: int) -> None:
 
 
 def write_etc(root_fd: int, base: int, hostname: str) -> None:
-    """Write host name, hosts and an empty resolver configuration, and add an account for the sandbox user."""
+    """Write host name, hosts and a resolver configuration without servers, and add an account for the sandbox user."""
     etc_fd = open_directory(root_fd, "etc", owner=base)
     try:
         replace_file(etc_fd, "hostname", f"{hostname}\n", base)
         replace_file(etc_fd, "hosts", f"127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n", base)
-        replace_file(etc_fd, "resolv.conf", "", base)
+        replace_file(etc_fd, "resolv.conf", _RESOLVER, base)
         for name in ("passwd", "group"):
             _add_account(etc_fd, name, base)
     finally:

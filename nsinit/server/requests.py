@@ -27,6 +27,7 @@ from nsinit.wire.validate import (
     check_plan,
     check_run_cgroup_name,
     check_session_id,
+    check_stop_grace,
     check_workspace_id,
 )
 
@@ -103,6 +104,12 @@ def build(node: StartedNsinit, request: p.Build) -> Work:
 def attach(node: StartedNsinit, request: p.Adopt) -> Answer:
     attached, fds = node.sessions.attach(request.session_id)
     return replace(attached, seq=request.seq), fds
+
+
+def stop_processes(node: StartedNsinit, request: p.StopProcesses) -> Work:
+    left = yield from node.sessions.stop_processes(request.session_id, request.grace_ms / 1000)
+    log("info", "told to end", request.session_id, left=left)
+    return p.Ok(request.seq), []
 
 
 def abort_build(node: StartedNsinit, request: p.Teardown) -> None:
@@ -281,6 +288,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.MountImage, _PLAN, _of_plan, mount_image),
     Row(p.Build, _PLAN, _of_plan, build),
     Row(p.Adopt, _SESSION, _of_session, attach),
+    Row(p.StopProcesses, {**_SESSION, "grace_ms": check_stop_grace}, _of_session, stop_processes),
     Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),
     Row(p.Scan, _AFTER, None, scan),
     Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),

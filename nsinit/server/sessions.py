@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from nsinit.cgroup import freezer, limits, run_cgroups
 from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
 from nsinit.cgroup.session import Counters, SessionCgroup
+from nsinit.cgroup.stopping import stop_processes
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
 from nsinit.helpers.cgroup_maker import AddRunCgroup, EmptyMemory, RaiseLimits
@@ -270,6 +271,10 @@ class Sessions:
         is_gone = yield from run_cgroups.remove(self._cgroup(session_id), name, kill=kill)
         passing(self.births.machine.crash, "nsinit.exec.group_removed")
         return is_gone
+
+    def stop_processes(self, session_id: str, grace_s: float) -> Generator[Wait, bool, int]:
+        """Tell the processes of a session to end and wait for that, unless nsinit ends; return how many are left."""
+        return (yield from stop_processes(self._cgroup(session_id), grace_s, self._hurry))
 
     def remove(self, session_id: str) -> Removal:
         """Kill every process of a session and remove its cgroup and files, whatever state the session is in."""

@@ -125,8 +125,8 @@ def _start(
     with steps.step("cgroups"):
         located = locate()
         name = cgroup_tree.name_of_node(request.node_id)
-        beside = grant.beside if grant else ()
-        tree = cgroup_tree.claim(located, name=name, parent=request.cgroup_parent, beside=beside)
+        beside, parent = (grant.beside, grant.cgroup_parent) if grant else ((), request.cgroup_parent)
+        tree = cgroup_tree.claim(located, name=name, parent=parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
         disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)

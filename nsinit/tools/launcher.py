@@ -209,7 +209,9 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Nsinit) -
 
 def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     """Serve processes that connect as the allowed user, one after the other, until SIGTERM."""
-    nsinit = Nsinit(Grant(what.data_dir, what.gid, what.allowance, (os.getpid(),), what.own_filters))
+    nsinit = Nsinit(
+        Grant(what.data_dir, what.gid, what.allowance, (os.getpid(),), what.own_filters, what.cgroup_parent)
+    )
     manager = ServiceManager(what.notify_fd, what.beat_s)
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, SandboxPlan, SeccompProfile
-from nsinit.wire.validate import InvalidName, check_data_dir
+from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir
 
 START, KILL = b"start", b"kill"
 """The daemon's words to the launcher. The answer to `START` is nsinit's pid in decimal, with its pidfd, or `FAILED`."""
@@ -29,7 +29,8 @@ FDS_OF_START = 2
 NOTIFY_FD = 4
 """The descriptor of the socket to the service manager, in a launcher that is a service."""
 
-_ANY_CGROUP = "auto"
+AUTO = "auto"
+"""The cgroup parent that nsinit finds itself."""
 
 
 class NotGranted(InvalidName):
@@ -129,13 +130,14 @@ def describe_profiles(profiles: Iterable[SeccompProfile]) -> list[Any]:
 class Grant:
     """`gid`: the daemon's group, which may reach the sockets of sessions. `beside`: processes of the same service,
     which nsinit may move to another cgroup along with itself. `own_filters`: nsinit and its helpers are under system
-    call filters of their own."""
+    call filters of their own. `cgroup_parent`: as in `protocol.Start`, and in its place."""
 
     data_dir: str
     gid: int
     allowance: Allowance
     beside: tuple[int, ...] = ()
     own_filters: bool = True
+    cgroup_parent: str = AUTO
 
     def encode(self) -> str:
         """Return the argument for nsinit."""
@@ -145,7 +147,7 @@ class Grant:
         """Raise `NotGranted` unless the grant covers what the daemon asks for."""
         if data_dir != self.data_dir:
             raise NotGranted(f"this daemon may not use the data directory {data_dir[:80]!r}")
-        if cgroup_parent != _ANY_CGROUP:
+        if cgroup_parent != AUTO:
             raise NotGranted("this daemon may not choose a cgroup")
 
 
@@ -160,7 +162,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
     if not isinstance(gid, int) or not 0 < gid < 2**32 - 1:
         raise ValueError(f"{gid!r} is no group for a daemon")
     allowance = Allowance.read(said["allowance"])
-    return Grant(data_dir, gid, allowance, tuple(int(pid) for pid in beside), said["own_filters"] is not False)
+    check_cgroup_parent(parent := said["cgroup_parent"])
+    return Grant(data_dir, gid, allowance, tuple(int(pid) for pid in beside), said["own_filters"] is not False, parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,8 @@ class LaunchForParent:
 @dataclass(frozen=True, slots=True)
 class LaunchForUser:
     """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
-    socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none."""
+    socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none.
+    `cgroup_parent`: as in `Grant`."""
 
     data_dir: str
     gid: int
@@ -191,6 +195,7 @@ class LaunchForUser:
     notify_fd: int = -1
     beat_s: float = 0.0
     own_filters: bool = True
+    cgroup_parent: str = AUTO
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -32,6 +32,9 @@ MAX_FDS = 2
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 
+MAX_STOP_GRACE_MS = 10_000
+"""The longest time that the processes of a session have to end by themselves."""
+
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
 
@@ -226,6 +229,16 @@ class Adopt(Request["Adopted"]):
 
     seq: int
     session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopProcesses(Request["Ok"]):
+    """Send SIGTERM to each process of a session but PID 1, thaw them, and wait until they have ended, at most so long.
+    Right for sessions of which nothing is left."""
+
+    seq: int
+    session_id: str
+    grace_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,7 +608,7 @@ class Failed:
 
 
 REQUESTS = Vocabulary(
-    *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, Teardown),
+    *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeRunCgroup, RemoveRunCgroup, FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
 )

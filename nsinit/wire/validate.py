@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
-from nsinit.wire.protocol import MAX_TERMINALS, DiskLimits, IoLimits, Limits, SandboxPlan, UnpackImage
+from nsinit.wire.protocol import (
+    MAX_STOP_GRACE_MS,
+    MAX_TERMINALS,
+    DiskLimits,
+    IoLimits,
+    Limits,
+    SandboxPlan,
+    UnpackImage,
+)
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
@@ -117,6 +125,11 @@ def check_io(io: IoLimits) -> None:
 def check_terminals(number: int) -> None:
     """Raise `InvalidName` unless each sandbox may have so many terminals."""
     _range("terminals", number, 1, MAX_TERMINALS)
+
+
+def check_stop_grace(grace_ms: int) -> None:
+    """Raise `InvalidName` unless processes may have so long to end."""
+    _range("stop grace", grace_ms, 1, MAX_STOP_GRACE_MS)
 
 
 def check_plan(plan: SandboxPlan) -> None:

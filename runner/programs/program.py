@@ -78,7 +78,9 @@ class Program(Run):
             processes = GroupSet(request.group.name)
         else:
             processes = ProgramSet(lambda: self.pid, lambda: context.reaper.watched)
-        streams = ProgramStreams(context, plan.identity, self, terminal=request.terminal, stdin=request.stdin)
+        streams = ProgramStreams(
+            context, plan.identity, self, terminal=request.terminal, stdin=request.stdin, merged=request.merged
+        )
         try:
             self._room.look(context)
             self.pid = self._spawn(plan, streams)

@@ -29,13 +29,18 @@ from runner.wire.protocol import Kind, TerminalSize
 
 
 class CommandPipes(Streams):
-    """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null."""
+    """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null. With `merged`, `err` is a link to `out`: what comes by
+    either is in the order in which it was written.
+    """
 
-    def __init__(self, loop: EventLoop, files: PrivateDirectory, owner: FlowOwner, *, stdin: bool) -> None:
+    def __init__(
+        self, loop: EventLoop, files: PrivateDirectory, owner: FlowOwner, *, stdin: bool, merged: bool = False
+    ) -> None:
         super().__init__()
         self._loop = loop
         self._files = files
         self._owner = owner
+        self._is_merged = merged
         self._names: list[str] = []
         self._keeper_fd = self._input_fd = -1
         if stdin:
@@ -50,9 +55,16 @@ class CommandPipes(Streams):
         elif needs_input_file:
             files.link(f"{order}.in", "/dev/null")
             self._names.append(f"{order}.in")
-        for name, kind in ((f"{order}.out", Kind.STDOUT), (f"{order}.err", Kind.STDERR)):
-            fd = files.open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
-            self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
+        self._open_output(f"{order}.out", Kind.STDOUT)
+        if self._is_merged:
+            files.link(f"{order}.err", f"{order}.out")
+            self._names.append(f"{order}.err")
+            return
+        self._open_output(f"{order}.err", Kind.STDERR)
+
+    def _open_output(self, name: str, kind: Kind) -> None:
+        fd = self._files.open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
+        self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
 
     def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
         if self._inflow is not None:

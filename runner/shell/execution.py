@@ -64,6 +64,7 @@ class Execution(Run):
         self._is_settled = False
         self._began = process_set.Moment(0, 0)
         self._settled: Timer | None = None
+        self._wait_limit: Timer | None = None
         self._interrupt: Interrupt | LineInterrupt | None = None
         self._left_by: int | None = None
         self._error: Error | None = None
@@ -75,7 +76,7 @@ class Execution(Run):
         request, shell = self.request, self._shell
         if request.terminal is not None:
             return CommandTerminal(self._context, shell.identity, shell.files, self, request.terminal)
-        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin)
+        return CommandPipes(self._context.loop, shell.files, self, stdin=request.stdin, merged=request.merged)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -105,6 +106,13 @@ class Execution(Run):
             case Action.FAIL:
                 assert self._error is not None
                 self._give_up(self._error)
+
+    def limit_wait(self, queue_timeout_ms: int) -> None:
+        """Refuse the command if its turn has not come after that time."""
+        self._wait_limit = self._context.loop.call_later(queue_timeout_ms / 1000, self._on_waited, self._on_error)
+
+    def _on_waited(self) -> None:
+        self.fail("QUEUE_TIMEOUT", "the shell was busy for too long")
 
     # News of the queue and the shell --------------------------------------------------------------------------------
 
@@ -189,6 +197,7 @@ class Execution(Run):
     # Actions --------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
+        self._end_wait()
         self._name = link.new_name(self._letter())
         self.is_begun = self._is_settled = False
         self._write_files()
@@ -280,7 +289,13 @@ class Execution(Run):
         if self._settled is not None:
             self._settled.cancel()
             self._settled = None
+        self._end_wait()
         self._stop_interrupt()
+
+    def _end_wait(self) -> None:
+        if self._wait_limit is not None:
+            self._wait_limit.cancel()
+            self._wait_limit = None
 
     # Files ----------------------------------------------------------------------------------------------------------
 

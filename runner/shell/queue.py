@@ -75,6 +75,8 @@ class CommandQueue:
         self._queue.append(execution)
         self._is_used = True
         self._next()
+        if request.queue_timeout_ms is not None and execution is not self._current:
+            execution.limit_wait(request.queue_timeout_ms)
         return execution
 
     def close(self, on_closed: Callable[[], None]) -> None:
@@ -195,8 +197,9 @@ def check_request(request: Exec) -> str | None:
     """Return what is wrong with a command that no shell could be handed, or None."""
     if not all(settings.is_argument(text) for text in (request.command, request.cwd or "")):
         return "a command or directory cannot hold a NUL character or a lone surrogate"
-    if request.timeout_ms is not None and not 0 < request.timeout_ms <= _MAX_TIMEOUT_MS:
-        return "timeout_ms is out of range"
+    for limit_ms in (request.timeout_ms, request.queue_timeout_ms):
+        if limit_ms is not None and not 0 < limit_ms <= _MAX_TIMEOUT_MS:
+            return "a time limit is out of range"
     if request.terminal is not None:
         return pty.check_size(request.terminal) or settings.check_environment(request.env)
     if request.interactive:

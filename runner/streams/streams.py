@@ -149,8 +149,9 @@ class ProgramStreams(Streams):
         *,
         terminal: TerminalSize | None,
         stdin: bool,
+        merged: bool = False,
     ) -> None:
-        """Open both sides.
+        """Open both sides. `merged`: one pipe is standard output and standard error.
 
         Raises:
             OSError: nothing is open.
@@ -170,7 +171,8 @@ class ProgramStreams(Streams):
                 self.child_fds = (fd, fd, fd)
             else:
                 in_fd = self._open_input() if stdin else _NULL_FD
-                self.child_fds = (in_fd, self._open_output(Kind.STDOUT), self._open_output(Kind.STDERR))
+                out_fd = self._open_output(Kind.STDOUT)
+                self.child_fds = (in_fd, out_fd, out_fd if merged else self._open_output(Kind.STDERR))
         except BaseException:
             self.close_child_side()
             self.close(None)

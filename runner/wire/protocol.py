@@ -70,7 +70,7 @@ from runner.wire.files import (
     WriteFile,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
 ask of it only what its version knows."""
 
@@ -79,6 +79,8 @@ KEPT_RUNS_VERSION = 3
 """First version with tickets, by which runs outlive their connection."""
 FILES_VERSION = 4
 """First version that takes every `FileRequest` in a sandbox with programs."""
+MERGED_VERSION = 5
+"""First version that merges the streams of a run, and bounds its wait for the shell."""
 
 DEFAULT_SHELL = "default"
 """Name of the shell that `Setup` starts."""
@@ -279,6 +281,9 @@ class Exec:
     until the command ends; DATA frames are what is typed, STDOUT what the screen gets, `stdin` is ignored.
     With `interactive` (needs `terminal`) the command is not run: the shell reads lines from the terminal and runs
     each in itself, with prompt and job control, until `exit` or end-of-file.
+    With `merged` standard output and standard error are one pipe, and all output is STDOUT, in the order in which it
+    was written; without, the order of output on two streams is that of arrival, as far as it is known.
+    With `queue_timeout_ms` a command that is still behind others after that time is refused (error `QUEUE_TIMEOUT`).
     With `ticket` the run is kept; its id must then be that of no other kept run (error `EXISTS`).
     """
 
@@ -291,6 +296,8 @@ class Exec:
     shell: str = DEFAULT_SHELL
     terminal: TerminalSize | None = None
     interactive: bool = False
+    merged: bool = False
+    queue_timeout_ms: int | None = None
     ticket: str = ""
 
 
@@ -301,9 +308,9 @@ class RunProgram:
     Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
     kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
     workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, and root only in a sandbox
-    that was built for it. `stdin`, `terminal`, `timeout_ms` and `ticket` as in `Exec`; the terminal is the program's
-    controlling terminal. It ends when the program itself has; what it left running lives on, unless it was cancelled or
-    timed out.
+    that was built for it. `stdin`, `terminal`, `timeout_ms`, `merged` and `ticket` as in `Exec`; the terminal is the
+    program's controlling terminal. It ends when the program itself has; what it left running lives on, unless it was
+    cancelled or timed out.
     """
 
     exec_id: str
@@ -315,6 +322,7 @@ class RunProgram:
     stdin: bool = False
     terminal: TerminalSize | None = None
     interactive: bool = False
+    merged: bool = False
     user: str | None = None
     group: Group | None = None
     ticket: str = ""
@@ -481,6 +489,7 @@ ErrorCode = Literal[
     "NOT_A_DIRECTORY",
     "NOT_EMPTY",
     "BAD_ARCHIVE",
+    "QUEUE_TIMEOUT",
 ]
 
 

@@ -61,6 +61,8 @@ from sandkasten.model.errors import InvalidRequest, TooLarge
 
 _MAX_READ_BYTES = 4 * 1024 * 1024
 _MAX_CELLS = 1000
+_MAX_QUEUE_TIMEOUT_MS = 2**31
+"""Longest wait for a shell, which PID 1 has a clock for."""
 _MAX_SIGNAL = 64
 _MAX_ARGUMENTS = 4096
 
@@ -194,10 +196,12 @@ class WorkOfSessions:
         spec = spec.in_session(entry.options)
         if spec.user is not None and not spec.is_program:
             raise InvalidRequest("a persistent shell has one user", user="needs argv or the stateless mode")
+        timeout_ms = self._timeout_ms(spec)
         request = RunRequest(
             spec,
-            timeout_ms=self._timeout_ms(spec),
+            timeout_ms=timeout_ms,
             on_disconnect=on_disconnect,
+            queue_timeout_ms=_queue_timeout_ms(spec, None if collector is None else timeout_ms),
             pass_trace=self._config.runs.pass_traceparent,
         )
         return Run(request) if collector is None else Run(request, collector)
@@ -297,11 +301,13 @@ class WorkOfSessions:
             user=spec.user,
             stdin_open=True,
             terminal=spec.terminal,
+            streams=spec.streams,
             exec_id=spec.process_id,
         )
         check_spec(program, self._config.server.max_command_bytes)
+        entry = await self._live(session_id)
         request = RunRequest(
-            program,
+            program.in_session(entry.options),
             timeout_ms=None,
             kind=ExecKind.PROCESS,
             on_disconnect=OnDisconnect.DETACH,
@@ -310,7 +316,6 @@ class WorkOfSessions:
         )
         claim = RunClaim(Run(request))
         try:
-            entry = await self._live(session_id)
             await entry.ref.ask(OpenRun(claim))
             await claim.run.started.wait()
             return claim.run.info
@@ -406,3 +411,9 @@ def _size(text: str) -> int:
 def _check_size(size: TerminalSize) -> None:
     if not (0 < size.cols <= _MAX_CELLS and 0 < size.rows <= _MAX_CELLS):
         raise InvalidRequest("no such size", cols=f"cols and rows must be between 1 and {_MAX_CELLS}")
+
+
+def _queue_timeout_ms(spec: ExecSpec, timeout_ms: int | None) -> int | None:
+    """Return the longest wait for a turn in a shell: as asked for, else `timeout_ms`."""
+    asked_ms = spec.queue_timeout_ms or timeout_ms
+    return None if asked_ms is None else min(asked_ms, _MAX_QUEUE_TIMEOUT_MS)

@@ -24,10 +24,12 @@ from sandkasten.model import (
     LIMIT_BOUNDS,
     MAX_SPAN_S,
     SECCOMP_PROFILES,
+    STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
     Limits,
     SessionOptions,
     SessionSpec,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.workspace import WorkspaceMode
@@ -89,6 +91,10 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     exec_mode = spec.exec_mode or config.defaults.exec_mode
     if exec_mode not in EXEC_MODES:
         raise InvalidRequest("no such mode", exec_mode=f"must be one of {', '.join(EXEC_MODES)}")
+    stop_grace_ms = config.defaults.stop_grace_ms if spec.stop_grace_ms is None else spec.stop_grace_ms
+    low, high = STOP_GRACE_BOUNDS_MS
+    if not low <= stop_grace_ms <= high:
+        raise InvalidRequest("no such time to stop", stop_grace_ms=f"must be between {low} and {high}")
     limits = spec.limits or config.defaults.limits
     check_limits(limits)
     check_disk_limits(limits, config.disk)
@@ -101,7 +107,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         limits=limits,
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
-        options=_options(spec, config, exec_mode),
+        options=attrs.evolve(_options(spec, config, exec_mode), stop_grace_ms=stop_grace_ms),
     )
 
 
@@ -116,7 +122,14 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         filesystem=spec.filesystem,
         seccomp=_seccomp(spec.seccomp, config),
         workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
+        streams=_streams(spec.streams),
     )
+
+
+def _streams(asked: str | None) -> str | None:
+    if asked not in (None, *StreamsMode):
+        raise InvalidRequest("no such mode", streams=f"must be one of {', '.join(StreamsMode)}")
+    return None if asked is None else StreamsMode(asked).value
 
 
 def _seccomp(asked: str | None, config: Config) -> str:

@@ -54,7 +54,15 @@ def _parser() -> argparse.ArgumentParser:
         "nsinit", parents=[common], help="run nsinit, which makes sandboxes, as a service apart"
     )
     nsinit.add_argument("--listen", dest="socket", type=Path, metavar="PATH", help="where the daemon connects")
+    nsinit.add_argument(
+        "--cgroup", metavar="PATH", help="where the sandboxes' cgroups are made, below each hierarchy's mount point"
+    )
     nsinit.set_defaults(command=_nsinit)
+
+    service = commands.add_parser("install-service", help="put systemd's units of this installation in place")
+    service.add_argument("--destdir", type=Path, metavar="DIR", help="write below DIR, and leave systemd alone")
+    service.add_argument("--dry-run", action="store_true", help="say what would be done")
+    service.set_defaults(command=_install_service)
 
     init = commands.add_parser("init", parents=[common], help="make configuration, key and default image if missing")
     init.set_defaults(command=_init)
@@ -141,6 +149,12 @@ def _nsinit(arguments: argparse.Namespace) -> int:
     from sandkasten.cli.nsinit import nsinit
 
     return nsinit(arguments)
+
+
+def _install_service(arguments: argparse.Namespace) -> int:
+    from sandkasten.cli.service import install_service
+
+    return install_service(arguments)
 
 
 def _init(arguments: argparse.Namespace) -> int:

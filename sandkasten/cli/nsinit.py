@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nsinit.spawn import CHANNEL_FD, ENVIRONMENT, launcher_command
-from nsinit.wire.launching import NOTIFY_FD, LaunchForUser
+from nsinit.wire.launching import AUTO, NOTIFY_FD, LaunchForUser
 from sandkasten import app
 from sandkasten.api.http.listen import ListenError, bind_unix
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
@@ -64,6 +64,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
         NOTIFY_FD if is_told else -1,
         notifier.beat_s or 0.0,
         config.security.own_filters,
+        arguments.cgroup or AUTO,
     )
     command = launcher_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)

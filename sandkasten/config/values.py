@@ -25,6 +25,7 @@ from sandkasten.model import (
     SECCOMP_NAME,
     SECCOMP_PROFILES,
     STATEFUL,
+    STOP_GRACE_BOUNDS_MS,
     Limits,
 )
 from sandkasten.model.node import PROTECTIONS, Need
@@ -133,6 +134,7 @@ class Defaults:
     network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
     readonly_rootfs: bool = False
     exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
+    stop_grace_ms: int = attrs.field(default=0, validator=_between(*STOP_GRACE_BOUNDS_MS), kw_only=True)
     shell_prefer: Literal["bash", "sh"] = attrs.field(default="bash", validator=_one_of("bash", "sh"))
 
     @property

@@ -3,8 +3,8 @@
 `CATALOGUE` holds the checks of `doctor` and `/v1/system` in the order they are shown, `SYSCTLS` the settings that make
 an escape harder and that no sandbox rests on. A row without a `read` function is tried by `nsinit/tools/probe.py`; the
 functions of the others judge the facts in a `Host`, which `read_host` collects and a test can make up. A failed check
-has the verdict FALLS_BACK where the product then works in another way, else MISSING. A fix is a line to type, to put
-into a file, or to click. Reads files and changes nothing.
+has the verdict FALLS_BACK where the product then works in another way, else MISSING. A fix is a command in backquotes,
+a line to put into a file, or a place to click. Reads files and changes nothing.
 
 Sources: capabilities(7), namespaces(7), user_namespaces(7), proc(5), seccomp(2), core(5); tty_ioctl(4) TIOCSTI;
 Documentation/admin-guide/sysctl/{fs,kernel,user,vm}.rst; Documentation/admin-guide/LSM/Yama.rst; Ubuntu's notes on
@@ -35,6 +35,7 @@ from nsinit.wire.protocol import MAX_TERMINALS
 from sandkasten.admission.budget import SessionRoom
 from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
 from sandkasten.host.data_dir import SHARED_MODE
+from sandkasten.host.remedies import runnable
 from sandkasten.model.node import Check, Verdict
 
 _MIN_KERNEL = (5, 15)
@@ -189,7 +190,7 @@ def fails(check_id: str, seen: str, *, fix: str | None = None, verdict: Verdict 
         seen,
         row.protection,
         consequence=row.consequence,
-        fix=row.fix if fix is None else fix,
+        fix=runnable(row.fix if fix is None else fix),
     )
 
 
@@ -198,11 +199,11 @@ def _judged(check_id: str, ok: bool, seen: str) -> Check:
 
 
 CONTAINER_FIX = (
-    "docker run --privileged --cgroupns=host -v sandkasten:/var/lib/sandkasten ... (podman: the same, as root); "
-    "a container without privilege can't make sandboxes"
+    "start the container as root with --privileged, --cgroupns=host and a volume for the data directory; one without "
+    "privilege can't make sandboxes"
 )
 _WSL_FIX = """\
-put this into %UserProfile%\\.wslconfig in Windows, then `wsl --shutdown` (only if `cgroups` below is not v2):
+put this into %UserProfile%\\.wslconfig in Windows, then wsl --shutdown there (only if `cgroups` below is not v2):
 [wsl2]
 kernelCommandLine = cgroup_no_v1=all systemd.unified_cgroup_hierarchy=1
 and keep the data directory on the Linux disk, not below /mnt/c"""
@@ -308,7 +309,7 @@ def _data_dir_mode(host: Host) -> Check:
     seen = f"mode {mode:04o}, owner {status.st_uid}"
     if (mode == SHARED_MODE and status.st_uid == 0) or not mode & 0o022:
         return works("data_dir_mode", seen)
-    return fails("data_dir_mode", seen, fix=f"chmod go-w {shlex.quote(str(host.data_dir))}")
+    return fails("data_dir_mode", seen, fix=f"`chmod go-w {shlex.quote(str(host.data_dir))}`")
 
 
 def _space(host: Host) -> Check:
@@ -367,11 +368,15 @@ def _clock(host: Host) -> Check:
     return _judged("clock", host.now_s >= host.installed_s - _DAY_S, seen)
 
 
+def _sysctl_fix(name: str, value: int) -> str:
+    return f"`sysctl -w {name}={value}` (and {name}={value} in /etc/sysctl.d/60-sandkasten.conf)"
+
+
 def _since(version: str, option: str = "") -> str:
     return f"a kernel from {version} on" + (f", with {option}=y" if option else "")
 
 
-_DISK_FIX = "sandkasten serve --data-dir DIR, with DIR on a Linux disk (ext4, xfs, btrfs)"
+_DISK_FIX = "`sandkasten serve --data-dir DIR`, with DIR on a Linux disk (ext4, xfs, btrfs)"
 _TRACE = "sessions would see each other and the machine"
 _STRIP = "commands could get power back"
 _ROOTFS = "no root filesystem can be put together"
@@ -387,7 +392,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "sys_resource": CheckRow(
             "CAP_SYS_RESOURCE",
             consequence="hard limits can't be raised, and nothing can be protected from the out-of-memory killer",
-            fix="in a container: docker run --cap-add SYS_RESOURCE ...",
+            fix="in a container: start it with --cap-add SYS_RESOURCE",
             falls_back=True,
             read=_sys_resource,
         ),
@@ -463,24 +468,24 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "",
             "PID 1 finds a session's ports by a walk through the machine's table of connections, which costs ten times "
             "as much while processes live in the background",
-            "modprobe -a inet_diag tcp_diag (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
+            "`modprobe -a inet_diag tcp_diag` (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
         ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
         "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
         # disks
-        "disk": CheckRow("disk limit", "disk", "a session could fill the disk", "apt-get install e2fsprogs"),
+        "disk": CheckRow("disk limit", "disk", "a session could fill the disk", "`apt-get install e2fsprogs`"),
         "disk_project": CheckRow(
             "project quota",
             "",
             "another mechanism is taken",
-            "tune2fs -O project,quota DEVICE, and prjquota in the mount options (xfs: in the mount options alone)",
+            "`tune2fs -O project,quota DEVICE`, and prjquota in the mount options (xfs: in the mount options alone)",
         ),
         "disk_btrfs": CheckRow("btrfs quota", "", "another mechanism is taken", "a data directory on btrfs"),
         "disk_loop": CheckRow(
             "loop image",
             "",
             "another mechanism is taken",
-            "apt-get install e2fsprogs; modprobe loop; /dev/loop-control",
+            "`apt-get install e2fsprogs`, `modprobe loop`, and /dev/loop-control in a container",
         ),
         "disk_tmpfs": CheckRow("disk in memory", "", "another mechanism is taken", "CONFIG_TMPFS=y"),
         # cgroups
@@ -493,7 +498,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "swap limit",
             "swap",
             "a session could fill the swap beyond its memory limit",
-            "swapaccount=1 on the kernel command line, or cgroup v2, or swapoff -a",
+            "swapaccount=1 on the kernel command line, or cgroup v2, or `swapoff -a`",
         ),
         "clone_into_cgroup": CheckRow("birth in a cgroup", "", "a create takes some ms longer", _since("5.7")),
         "cgroup_kill": CheckRow("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
@@ -509,19 +514,24 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "kernel log", "", "a command that ran out of memory is not named", "in a container: --privileged"
         ),
         "descriptors": CheckRow(
-            "descriptors", "", "fewer sessions", "LimitNOFILE=1048576 in the unit", falls_back=True, read=_descriptors
+            "descriptors",
+            "",
+            "fewer sessions",
+            "`ulimit -Hn 1048576` before the start; under systemd LimitNOFILE=1048576 in the unit",
+            falls_back=True,
+            read=_descriptors,
         ),
         "inotify": CheckRow(
             "inotify",
             "",
             "a session may have no more instances",
-            "sysctl -w fs.inotify.max_user_instances=8192",
+            _sysctl_fix("fs.inotify.max_user_instances", 8192),
             falls_back=True,
             read=_inotify,
         ),
         "core_pattern": CheckRow("core dumps", read=_core_pattern),
         "clock": CheckRow(
-            "clock", "", "times in records are wrong", "timedatectl set-ntp true", falls_back=True, read=_clock
+            "clock", "", "times in records are wrong", "`date -s TIME`, or a time service", falls_back=True, read=_clock
         ),
     }
 )
@@ -539,7 +549,7 @@ def advise(check_id: str, number: int, host: Host) -> str:
     if check_id in ("namespaces", "user_namespace", "capability_drop", "loopback") and (fix := _namespace_fix(host)):
         return fix
     if number == errno.ENOSYS and host.is_filtered:
-        return f"a filter refuses the call (a container's): docker run --security-opt seccomp=unconfined ...; {usual}"
+        return f"a container's filter refuses the call: start it with --security-opt seccomp=unconfined; or {usual}"
     if number in REFUSED and host.container:
         return CONTAINER_FIX
     return usual
@@ -548,9 +558,9 @@ def advise(check_id: str, number: int, host: Host) -> str:
 def _namespace_fix(host: Host) -> str:
     for name in _MAX_NAMESPACES:
         if host.number(name) == 0:
-            return f"sysctl -w {name}=65536 (and the same line in /etc/sysctl.d/60-sandkasten.conf)"
+            return _sysctl_fix(name, 65536)
     if host.number("kernel.unprivileged_userns_clone") == 0:
-        return "sysctl -w kernel.unprivileged_userns_clone=1"
+        return _sysctl_fix("kernel.unprivileged_userns_clone", 1)
     if host.number("kernel.apparmor_restrict_unprivileged_userns") == 1:
         return f"""\
 put this into /etc/apparmor.d/sandkasten and run `apparmor_parser -r /etc/apparmor.d/sandkasten`:
@@ -668,7 +678,7 @@ def _small_pool(name: str, value: int, needed: int) -> Check:
         Verdict.FALLS_BACK,
         f"is {value}",
         consequence="fewer sessions than max_sessions, or sessions that get less than their limits",
-        fix=f"sysctl -w {name}={needed} (and the same line in /etc/sysctl.d/60-sandkasten.conf)",
+        fix=runnable(_sysctl_fix(name, needed)),
     )
 
 
@@ -676,6 +686,5 @@ def _check_sysctl(setting: Sysctl, value: int) -> Check:
     seen = f"is {value}"
     if setting.wanted(value) == value:
         return Check(setting.name, setting.name, Verdict.WORKS, seen)
-    line = f"sysctl -w {setting.name}={setting.wanted(value)}"
-    fix = f"{line} (and the same line in /etc/sysctl.d/60-sandkasten.conf)"
+    fix = runnable(_sysctl_fix(setting.name, setting.wanted(value)))
     return Check(setting.name, setting.name, Verdict.FALLS_BACK, seen, consequence=setting.consequence, fix=fix)

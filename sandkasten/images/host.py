@@ -3,13 +3,14 @@
 Owns the recipe. The rule for `/etc`: of the entries in a list, only files that every user of the machine may read are
 copied, and no file with a private key in it. Nothing of `/root`, `/home`, `/var` or `/opt` is copied. Files of accounts
 are written here, not copied; nsinit writes those of host names for each session, which is faster without files to
-replace.
+replace. What Debian's tools need besides is in `debian.py`.
 
 The image's own `/usr` lies over the machine's in a session. It holds a `python` command where the machine has only
-`python3`, since scripts and people ask for `python`, and else nothing.
+`python3`, since scripts and people ask for `python`, whiteouts of the files by which pip refuses to install, and else
+nothing.
 
-A finished image is kept until the recipe, the linker's cache or that command changes (`fingerprint`), then made anew at
-a start.
+A finished image is kept until the recipe, the linker's cache, the packages or these files change (`fingerprint`), then
+made anew at a start.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import os
 import stat
 from pathlib import Path
 
-from sandkasten.images import rootfs
+from sandkasten.images import debian, rootfs
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model.errors import InvalidImage
 
-RECIPE = 2
+RECIPE = 3
 """Version of the recipe, to be raised when a change of this module changes the image."""
 
 MERGED_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -56,18 +57,22 @@ ETC_COPIED = (
         "ethertypes",
     ),
     *("mime.types", "mailcap", "magic", "magic.mime", "terminfo", "inputrc", "nanorc", "host.conf", "gai.conf"),
+    *("adduser.conf", "debconf.conf", "default/useradd", "deluser.conf", "login.defs", "skel", "security/limits.conf"),
     *("bash_completion.d", "perl", "fonts", "vim", "python3*", "java-*-openjdk", "ImageMagick-*"),
 )
 ETC_MADE = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\n"
+    f"{debian.PASSWD}"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
     "sandbox:x:1000:1000:sandbox:/home/sandbox:/bin/bash\n",
-    "group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\nsandbox:x:1000:\n",
+    "group": f"root:x:0:\ntty:x:5:\n{debian.GROUP}nogroup:x:65534:\nsandbox:x:1000:\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n",
     "shells": "/bin/sh\n/bin/bash\n",
     "profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
 }
+PLAIN = {"shadow": "passwd", "gshadow": "group"}
+"""Files with the entries of these, and their passwords."""
 PROGRAM_DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
 """Directories of commands inside."""
 PYTHON = "usr/bin/python"
@@ -94,12 +99,18 @@ def ensure_host_image(catalog: Catalog, *, root: Path = Path("/")) -> Image:
 
 def _fingerprint(root: Path) -> str:
     """Return a digest of the image's sources. A change of the machine's libraries changes the linker's cache."""
+    sources = [_version(root / "etc/ld.so.cache"), _find_python3(root)]
+    if debian.is_debian(root):
+        sources += [_version(root / debian.DPKG_STATUS), *debian.managed_markers(root)]
+    return hashlib.sha256(f"{RECIPE}/{'/'.join(map(str, sources))}".encode()).hexdigest()[:16]
+
+
+def _version(path: Path) -> str:
     try:
-        status = os.stat(root / "etc/ld.so.cache")
-        cache = f"{status.st_mtime_ns}-{status.st_size}"
+        status = path.stat()
     except FileNotFoundError:
-        cache = "none"
-    return hashlib.sha256(f"{RECIPE}/{cache}/{_find_python3(root)}".encode()).hexdigest()[:16]
+        return "none"
+    return f"{status.st_mtime_ns}-{status.st_size}"
 
 
 def _find_python3(root: Path) -> str | None:
@@ -120,8 +131,7 @@ def _make_tree(target: Path, root: Path) -> None:
     for pattern in ETC_COPIED:
         for source in sorted((root / "etc").glob(pattern)):
             relative = source.relative_to(root)
-            for parent in reversed(relative.parents[:-2]):  # between `etc` and the entry
-                _make_directory(target / parent)
+            _make_parents(target, relative)
             _copy(source, target / relative)
     for name, text in ETC_MADE.items():
         _write(target / "etc" / name, text.encode(), 0o644)
@@ -129,9 +139,37 @@ def _make_tree(target: Path, root: Path) -> None:
         (target / name).symlink_to(link)
     python3 = _find_python3(root)
     if python3 is not None:
-        for parent in reversed(Path(PYTHON).parents[:-2]):
-            _make_directory(target / parent)
+        _make_parents(target, Path(PYTHON))
         (target / PYTHON).symlink_to(python3)
+    if debian.is_debian(root):
+        _furnish_debian(target, root)
+
+
+def _furnish_debian(target: Path, root: Path) -> None:
+    """Add what Debian's tools need; see `debian.py`."""
+    for name in debian.DIRECTORIES:
+        _make_parents(target, Path(name))
+        _make_directory(target / name)
+    for name, (mode, uid, gid) in debian.OWNED.items():
+        _make_directory(target / name, mode)
+        os.chown(target / name, uid, gid)
+    for name, text in debian.FILES.items():
+        _write(target / name, text.encode(), 0o644)
+    for name, fields in (("shadow", "19000:0:99999:7:::"), ("gshadow", ":")):
+        _write(target / "etc" / name, debian.shadow_of(ETC_MADE[PLAIN[name]], fields).encode(), 0o640)
+        os.chown(target / "etc" / name, 0, debian.SHADOW_ID)
+    status, lists = debian.packages_of(root)
+    _write(target / debian.DPKG_STATUS, status.encode(), 0o644)
+    for name in lists:
+        _write(target / "var/lib/dpkg/info" / name, b"", 0o644)
+    for name in debian.managed_markers(root):
+        _make_parents(target, Path(name))
+        os.mknod(target / name, stat.S_IFCHR, os.makedev(0, 0))  # a whiteout: overlayfs hides the machine's file
+
+
+def _make_parents(target: Path, path: Path) -> None:
+    for parent in reversed(path.parents[:-1]):
+        _make_directory(target / parent)
 
 
 def _link_merged(target: Path, root: Path, name: str) -> None:

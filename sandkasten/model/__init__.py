@@ -18,6 +18,7 @@ from sandkasten.model.run import ExecKind as ExecKind
 from sandkasten.model.run import ExecResult as ExecResult
 from sandkasten.model.run import ExecSpec as ExecSpec
 from sandkasten.model.run import ExecState as ExecState
+from sandkasten.model.run import Gap as Gap
 from sandkasten.model.run import OnDisconnect as OnDisconnect
 from sandkasten.model.run import Output as Output
 from sandkasten.model.run import OutputSlice as OutputSlice
@@ -26,6 +27,7 @@ from sandkasten.model.run import ProcessSpec as ProcessSpec
 from sandkasten.model.run import ShellInfo as ShellInfo
 from sandkasten.model.run import ShellSpec as ShellSpec
 from sandkasten.model.run import Stream as Stream
+from sandkasten.model.run import StreamsMode as StreamsMode
 from sandkasten.model.run import TerminalSize as TerminalSize
 from sandkasten.model.run import TerminalSpec as TerminalSpec
 from sandkasten.model.run import Usage as Usage
@@ -44,6 +46,7 @@ from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID
 from sandkasten.model.session import STATEFUL as STATEFUL
 from sandkasten.model.session import STATELESS as STATELESS
+from sandkasten.model.session import STOP_GRACE_BOUNDS_MS as STOP_GRACE_BOUNDS_MS
 from sandkasten.model.session import WORKSPACE_ID as WORKSPACE_ID
 from sandkasten.model.session import EndReason as EndReason
 from sandkasten.model.session import FileRules as FileRules

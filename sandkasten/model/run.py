@@ -46,6 +46,14 @@ class Stream(enum.StrEnum):
     STDERR = "stderr"
 
 
+class StreamsMode(enum.StrEnum):
+    """Pipes of a run: one for each of its two streams, or one for both, whose output is all `Stream.STDOUT`, in the
+    order in which it was written."""
+
+    SEPARATE = "separate"
+    MERGED = "merged"
+
+
 class ExecKind(enum.StrEnum):
     """Kinds of run: a command (in a shell or beside one), a background process, or a terminal."""
 
@@ -84,9 +92,13 @@ class ExecSpec:
     process of its own beside the shells, and may have another `user` (a name of the image's `/etc/passwd` or
     `UID[:GID]`; root where the session allows it).
 
-    `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). `env`
-    and `cwd` hold for this run only. `stdin` None is `/dev/null` unless `stdin_open`: then more input may be sent until
-    it is closed. With `terminal` the streams are a terminal of that size and all output is `Stream.STDOUT`.
+    `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). A
+    command that is still behind others of its shell after `queue_timeout_ms` is refused as `ShellBusy`; None or 0:
+    after its time limit if the caller waits for its end, else never. `env`
+    and `cwd` hold for this run only. `streams` None: as the session says, or else merged if the caller `reads_both` as
+    one output, and separate if not. `stdin` None is `/dev/null` unless
+    `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams are a terminal of that
+    size and all output is `Stream.STDOUT`.
 
     `exec_id` None lets the supervisor choose one. With a chosen id, a repeated request joins the run instead of running
     twice, unless `has_new_id` says that `make_exec_id` made the id for this request.
@@ -97,6 +109,7 @@ class ExecSpec:
     shell: str = DEFAULT_SHELL
     stateless: bool | None = None
     timeout_ms: int | None = None
+    queue_timeout_ms: int | None = None
     unlimited: bool = False
     cwd: str | None = None
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
@@ -104,6 +117,8 @@ class ExecSpec:
     stdin: bytes | None = attrs.field(default=None, repr=False)
     stdin_open: bool = False
     terminal: TerminalSize | None = None
+    streams: StreamsMode | None = None
+    reads_both: bool = False
     exec_id: str | None = None
     has_new_id: bool = attrs.field(default=False, eq=False)
 
@@ -112,11 +127,20 @@ class ExecSpec:
         """Whether the run is a process beside the shells."""
         return bool(self.stateless) or self.argv is not None
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether one pipe is standard output and standard error."""
+        is_wanted = self.reads_both if self.streams is None else self.streams is StreamsMode.MERGED
+        return is_wanted and self.terminal is None
+
     def in_session(self, options: SessionOptions) -> ExecSpec:
         """Return the spec with the fields that it leaves to the session filled in."""
-        if self.stateless is not None or self.argv is not None or self.shell != DEFAULT_SHELL:
-            return self
-        return attrs.evolve(self, stateless=True) if options.exec_mode == STATELESS else self
+        spec = self
+        if spec.streams is None and options.streams is not None:
+            spec = attrs.evolve(spec, streams=StreamsMode(options.streams))
+        if spec.stateless is not None or spec.argv is not None or spec.shell != DEFAULT_SHELL:
+            return spec
+        return attrs.evolve(spec, stateless=True) if options.exec_mode == STATELESS else spec
 
 
 @attrs.frozen
@@ -134,6 +158,7 @@ class ProcessSpec:
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     user: str | None = None
     terminal: TerminalSize | None = None
+    streams: StreamsMode | None = None
     keep_alive: bool = False
 
 
@@ -208,7 +233,8 @@ class Usage:
 class ExecEnd:
     """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
 
-    `victim` is the name of the process that the kernel killed for memory; the process chose the name.
+    `queued_ms` is the time before the command's turn in its shell, up to its end if it had none. `victim` is the name
+    of the process that the kernel killed for memory; the process chose the name.
     """
 
     exec_id: str
@@ -221,6 +247,15 @@ class ExecEnd:
     shell_restarted: bool
     usage: Usage
     victim: str | None = None
+    queued_ms: int = 0
+
+
+@attrs.frozen
+class Gap:
+    """A place in output where bytes were left out: before the byte at `offset`."""
+
+    offset: int
+    omitted_bytes: int
 
 
 @attrs.frozen
@@ -228,7 +263,8 @@ class ExecResult:
     """A command's end and its output, capped with head and tail kept.
 
     `output` is stdout and stderr in order of arrival. `bytes_total` counts the bytes written on both streams,
-    `bytes_omitted` those that the cap left out of `output`.
+    `bytes_omitted` those that the cap left out of `output`. `gaps` says where bytes are missing: by the names `output`,
+    `stdout` and `stderr`, of those that are not whole.
     """
 
     end: ExecEnd
@@ -237,6 +273,7 @@ class ExecResult:
     stderr: bytes = attrs.field(repr=False)
     bytes_total: int
     bytes_omitted: int
+    gaps: Mapping[str, Gap] = attrs.field(factory=dict)
 
     @property
     def truncated(self) -> bool:

@@ -71,6 +71,10 @@ FIXED_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 """Lowest and highest value of the limits that are fixed when a session is made."""
 
 
+STOP_GRACE_BOUNDS_MS = (0, 10_000)
+"""Bounds of the time that the processes of a session have to end by themselves. nsinit grants no more."""
+
+
 @attrs.frozen
 class Limits:
     """Limits of one session. `cpu` is in cores (0.5 = half of one); `disk_inodes` counts files and directories.
@@ -210,8 +214,9 @@ class SessionOptions:
     `exec_mode`: `stateful`, or `stateless`: a command that names no shell and no mode runs beside the shells. `user`
     runs every process without a user of its own, and file requests have its rights (None: the sandbox user).
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
-    filter; records without the field had none. `workspace_mode`: `shared`, or `exclusive`: no other session holds the
-    workspace meanwhile.
+    filter; records without the field had none. `streams`: those of a run that asks for none. `workspace_mode`:
+    `shared`, or `exclusive`: no other session holds the workspace meanwhile. `stop_grace_ms`: the time between the
+    SIGTERM that tells the processes of the end and the kill; 0: they are not told.
     """
 
     exec_mode: str = STATEFUL
@@ -220,6 +225,8 @@ class SessionOptions:
     filesystem: FileRules | None = attrs.field(default=None, converter=file_rules)
     seccomp: str = "off"
     workspace_mode: str = "shared"
+    stop_grace_ms: int = 0
+    streams: str | None = None
 
 
 @attrs.frozen
@@ -249,6 +256,8 @@ class SessionSpec:
     root_inside: bool | None = None
     filesystem: FileRules | None = None
     seccomp: str | None = None
+    stop_grace_ms: int | None = None
+    streams: str | None = None
     idempotency_key: str | None = None
     key_id: str | None = None
 

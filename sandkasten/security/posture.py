@@ -17,6 +17,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 import attrs
 
@@ -24,6 +25,7 @@ from sandkasten.config import MIB, Config, ConfigError
 from sandkasten.host.account import ROOT, Account, find_account
 from sandkasten.host.checks import SYSCTLS, Host, find_mount, nearest, read, read_host
 from sandkasten.host.data_dir import SHARED_MODE
+from sandkasten.host.remedies import runnable
 from sandkasten.images.catalog import Catalog
 
 MIN_KEY_BITS = 96.0
@@ -80,7 +82,8 @@ def find_weaknesses(config: Config, config_path: Path | None) -> list[Finding]:
         cpus=len(os.sched_getaffinity(0)),
         free_bytes=shutil.disk_usage(nearest(config.data_dir)).free,
     )
-    return in_order([*settings, *check_places(config, config_path), *check_machine(config.data_dir)])
+    found = [*settings, *check_places(config, config_path), *check_machine(config.data_dir)]
+    return in_order([attrs.evolve(each, fix=runnable(each.fix)) for each in found])
 
 
 # Settings
@@ -297,14 +300,14 @@ def check_key_file(path: Path, account: Account = ROOT) -> Iterator[Finding]:
             "key.not-a-file",
             f"{path} is no regular file",
             "whoever can change what it leads to chooses the key",
-            f"rm {path}, and restart: a new key is made",
+            f"`rm {quote(str(path))}`, and restart: a new key is made",
         )
     elif status.st_mode & _OTHERS or status.st_uid not in (0, os.geteuid(), account.uid):
         yield high(
             "key.mode",
             f"{path} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}",
             "others on this machine can read or change the key",
-            f"rm {path}, and restart: a new key is made",
+            f"`rm {quote(str(path))}`, and restart: a new key is made",
         )
 
 
@@ -319,14 +322,14 @@ def check_config_file(path: Path, *, holds_key: bool) -> Iterator[Finding]:
             "config.writable",
             f"{path} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}",
             "others can switch every protection off",
-            f"chown root {path}; chmod 600 {path}",
+            f"`chown root {quote(str(path))}; chmod 600 {quote(str(path))}`",
         )
     elif holds_key and status.st_mode & 0o044:
         yield high(
             "config.readable",
             f"others may read {path}, and a key is configured",
             "if the key is in that file, everybody on this machine has it",
-            f"chmod 600 {path}",
+            f"`chmod 600 {quote(str(path))}`",
         )
     yield from check_above(path, "config.directory")
 
@@ -346,7 +349,7 @@ def check_directory(path: Path, account: Account = ROOT) -> Iterator[Finding]:
             "data.mode",
             f"{path} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}",
             "others on this machine can enter it: sessions' files, images and setuid files in them",
-            f"chmod 700 {path}",
+            f"`chmod 700 {quote(str(path))}`",
         )
     yield from check_above(path, "data.above")
 
@@ -363,7 +366,7 @@ def check_above(path: Path, name: str) -> Iterator[Finding]:
                 name,
                 f"{parent}, above {path}, has mode {stat.S_IMODE(mode):o}",
                 "others can rename what is in there and put their own in its place",
-                f"chmod go-w {parent}",
+                f"`chmod go-w {quote(str(parent))}`",
             )
 
 
@@ -381,7 +384,7 @@ def check_images(config: Config) -> Iterator[Finding]:
                 f"image {image.name!r} has {len(found)} setuid or setgid files, such as {found[0]}",
                 "inside they give nothing (nosuid, no_new_privs); on this machine only the data directory's mode"
                 " keeps its users away from them",
-                f"import it again (`sandkasten image import` drops the bits): sandkasten image delete {image.name}",
+                f"`sandkasten image delete {image.name}`, then `sandkasten image import`, which drops the bits",
             )
 
 
@@ -420,7 +423,7 @@ def check_sysctls(host: Host) -> Iterator[Finding]:
     for each in SYSCTLS:
         value = host.number(each.name)
         if each.severity and value is not None and (wanted := each.wanted(value)) != value:
-            line = f"sysctl {each.name}={wanted}"
+            line = f"`sysctl -w {each.name}={wanted}`"
             yield Finding(
                 f"sysctl.{each.name}", Severity(each.severity), f"{each.name} is {value}", each.consequence, line
             )
@@ -433,7 +436,7 @@ def check_core_pattern(pattern: str) -> Iterator[Finding]:
             "core.pipe",
             f"core dumps go to a program: {pattern[:80]}",
             "it parses what a crashing program left; a session's core limit of 1 keeps it from being called for those",
-            "sysctl kernel.core_pattern=core",
+            "`sysctl -w kernel.core_pattern=core`",
         )
 
 
@@ -445,7 +448,7 @@ def check_swap(swaps: str) -> Iterator[Finding]:
             "swap.on",
             f"swap is on: {', '.join(used)}",
             "keys and session data of processes outside can reach the disk and stay there",
-            "swapoff -a, or encrypt it with a key made at each start",
+            "`swapoff -a`, or encrypt it with a key made at each start",
         )
 
 

@@ -21,8 +21,8 @@ from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
-from sandkasten.model import ExecSpec, Stream
-from sandkasten.model.errors import RunnerLost, RunnerProtocolError, ShuttingDown
+from sandkasten.model import Cause, ExecSpec, Stream
+from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError, ShuttingDown
 from sandkasten.model.run import make_exec_id
 from sandkasten.output.disk import Written
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
@@ -35,8 +35,8 @@ SEAL = Seal(b"k" * 32, SESSION)
 REPLY = protocol.ExecReply("a", 0, None, "exited", "/", 1, shell_restarted=False, cpu_us=1)
 
 
-def facts_for(exec_id: str) -> RunFacts:
-    return attrs.evolve(FACTS, exec_id=exec_id, shell=None, input="none", size=None)
+def facts_for(exec_id: str, *, shell: str | None = None) -> RunFacts:
+    return attrs.evolve(FACTS, exec_id=exec_id, shell=shell, input="none", size=None)
 
 
 def state_with(size_bytes: int, *, age_s: float = 0.0) -> RunState:
@@ -67,6 +67,8 @@ class Connection:
             return self._told
         return protocol.Attached(self._request.exec_id, self._request.stdout_offset, 0, 1)
 
+    def spend_if_sending(self) -> None: ...
+
     async def receive(self, *, deadline: float) -> tuple[Kind, bytes]:
         await trio.lowlevel.checkpoint()
         if self._frames:
@@ -84,6 +86,8 @@ class Daemon:
         self.output = output
         self.told: dict[str, bytes | protocol.Error | None] = {}
         self.asked: list[object] = []
+        self.shell: str | None = None
+        """Shell of the runs that PID 1 shows tickets of."""
         self.session_id, self.cwd, self.link = SESSION, "/", self
         keep = Keep(SEAL, 900.0, 100)
         self.runs = Runs(
@@ -106,12 +110,24 @@ class Daemon:
 
     def emit(self, event: object, **data: object) -> None: ...
 
+    def begin_activity(self) -> None: ...
+
+    def end_activity(self) -> None: ...
+
+    async def translate(self, error: SandkastenError) -> SandkastenError:
+        return error
+
+    has_died = trio.Event()
+    cause_of_stop = Cause.DAEMON_RESTARTED
+
+    async def find_victim(self, *_: object) -> None: ...
+
     async def ask_runner(self, request: object, kind: type, *, fd: int | None = None) -> object:
         await trio.lowlevel.checkpoint()
         self.asked.append(request)
         if isinstance(request, protocol.ForgetRuns):
             return protocol.Done()
-        tickets = [(exec_id, SEAL.ticket(facts_to_json(facts_for(exec_id)))) for exec_id in self.told]
+        tickets = [(exec_id, SEAL.ticket(facts_to_json(facts_for(exec_id, shell=self.shell)))) for exec_id in self.told]
         entries = [protocol.RunEntry(n, *each, True, True, True) for n, each in enumerate(tickets, 1)]
         return protocol.RunList(tuple(entries), more=False)
 
@@ -190,6 +206,20 @@ async def test_a_run_that_is_written_as_ended_never_begins_again(tmp_path: Path,
         await daemon.adoption.resume()
         assert daemon.runs.active == []
     assert sorted(daemon.forgotten) == sorted([exec_id, "chosen"])
+
+
+async def test_runs_that_are_over_are_in_nobody_s_way(tmp_path: Path) -> None:
+    """Of a session without records PID 1 shows the tickets of many ended commands: they are known again, with output
+    and end, and by the first request none of them counts as a run that goes on or waits for the shell.
+    """
+    async with open_daemon(tmp_path) as daemon:
+        await daemon.adoption.recover()
+        daemon.shell = "default"
+        daemon.told = {f"chosen-{number}": b"x" * 10 for number in range(50)}
+        await daemon.adoption.resume()
+        assert daemon.runs.active == []
+        assert daemon.runs.shells.get("default").runs == []
+        assert {run.info.stdout_bytes for run in map(daemon.runs.find, daemon.told)} == {10}
 
 
 @pytest.mark.parametrize("code", ["NOT_RUNNING", "BAD_REQUEST", "TOO_MANY", "IO_ERROR"])

@@ -322,7 +322,8 @@ async def test_a_create_goes_cold_when_all_members_are_dead() -> None:
         silent = list(tree.runners)
         for each in silent:
             tree.runners[each].is_silent = True
-        session = await tree.supervisor.create(EVERYTHING)
+        with trio.fail_after(patience(2.0)):
+            session = await tree.supervisor.create(EVERYTHING)
         assert (session.acquire_source, session.acquire_detail) == ("cold", "pool_dead")
         await until_ready(tree, 3)
         assert not set(await idle(tree)) & set(silent)

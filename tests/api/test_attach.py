@@ -85,7 +85,14 @@ async def test_an_id_that_the_server_made_joins_its_run_and_never_begins_one(rou
 
 @pytest.mark.parametrize(
     "other",
-    [{"cmd": "b"}, {"timeout_ms": 5}, {"cwd": "/tmp"}, {"env": {"A": "2"}}, {"stdin": ""}, {"mode": "stateless"}],
+    [
+        {"cmd": "b"},
+        {"timeout_ms": 5},
+        {"cwd": "/tmp"},
+        {"env": {"A": "2"}},
+        {"stdin": ""},
+        {"mode": "stateless"},
+    ],
 )
 async def test_the_same_id_with_another_body_is_409(other: dict[str, object]) -> None:
     """Blocking and streamed; what only concerns the answer may differ."""
@@ -126,15 +133,17 @@ async def test_a_run_that_is_not_kept_any_more_is_410() -> None:
         ("exec", {"on_disconnect": "cancel"}, OnDisconnect.CANCEL),
         ("exec", {"on_disconnect": "detach"}, OnDisconnect.DETACH),
         ("exec/stream", {}, OnDisconnect.DETACH),
+        ("exec/stream", {"exec_id": None}, OnDisconnect.CANCEL),
+        ("exec/stream", {"exec_id": None, "on_disconnect": "detach"}, OnDisconnect.DETACH),
         ("exec/stream", {"on_disconnect": "cancel"}, OnDisconnect.CANCEL),
         ("exec/stream", {"on_disconnect": "detach"}, OnDisconnect.DETACH),
     ],
 )
 async def test_a_client_that_leaves_cancels_or_detaches(
-    route: str, asked: dict[str, str], wanted: OnDisconnect
+    route: str, asked: dict[str, str | None], wanted: OnDisconnect
 ) -> None:
-    """The request, or else the route, decides between cancelling and detaching. A detached run's end and output can be
-    read later.
+    """The request, or else the route, decides between cancelling and detaching; a stream whose client gave no id is
+    cancelled. A detached run's end and output can be read later.
     """
     end = trio.Event()
     async with running_front() as running, running.client() as client:
@@ -152,13 +161,14 @@ async def test_a_client_that_leaves_cancels_or_detaches(
         await trio.testing.wait_all_tasks_blocked(0.01)
         end.set()
         await trio.testing.wait_all_tasks_blocked(0.01)
-        seen = (await client.get(f"{url}/execs/e-1")).json()
+        exec_id = run.exec_id
+        seen = (await client.get(f"{url}/execs/{exec_id}")).json()
         assert run.cancelled.is_set() is (wanted is OnDisconnect.CANCEL)
         assert (seen["state"], seen["end"]["cause"]) == (
             "ended",
             "cancelled" if wanted is OnDisconnect.CANCEL else "exited",
         )
-        assert (await client.get(f"{url}/execs/e-1/output")).json()["text"] == "done\n"
+        assert (await client.get(f"{url}/execs/{exec_id}/output")).json()["text"] == "done\n"
 
 
 async def test_one_who_attached_never_ends_the_run_by_leaving() -> None:

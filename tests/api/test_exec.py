@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import attrs
 import httpx
 import trio
 import trio.testing
@@ -35,15 +36,19 @@ async def test_a_result_has_the_published_and_the_new_fields() -> None:
         running_front(server=ServerSettings(pool_sandboxes=0, output_cap_bytes=cap)) as running,
         running.client() as client,
     ):
-        answer = await run(running, client, script, exec_id="e-1", timeout_ms=500)
-        assert (answer.status_code, answer.json()) == (
+        answer = await run(
+            running, client, script, exec_id="e-1", timeout_ms=500, output_fields=["output", "stdout", "stderr"]
+        )
+        result = answer.json()
+        assert result.pop("queued_ms") >= 0
+        assert (answer.status_code, result) == (
             200,
             {
                 "exit_code": 3,
                 "cwd": "/workspace",
-                "output": "42\n" + "x" * (cap - 9) + "oops\n",
+                "output": "42\n" + "x" * (cap // 2 - 3) + "\n… 9 bytes left out …\n" + "x" * (cap // 2 - 5) + "oops\n",
                 "stdout": "42\n",
-                "stderr": "x" * (cap - 5) + "oops\n",
+                "stderr": "x" * (cap // 2) + "\n… 5 bytes left out …\n" + "x" * (cap // 2 - 5) + "oops\n",
                 "truncated": True,
                 "bytes_total": cap + 9,
                 "bytes_omitted": 9,
@@ -56,6 +61,58 @@ async def test_a_result_has_the_published_and_the_new_fields() -> None:
                 "usage": {"cpu_ms": 0, "peak_memory_bytes": 1024, "written_bytes": -1},
             },
         )
+
+
+async def test_output_comes_once_unless_asked_otherwise() -> None:
+    """The published field alone, or those that were asked for, in whatever number; also in the error of a timeout."""
+    script = Script([(Stream.STDOUT, b"o\n"), (Stream.STDERR, b"e\n")])
+    async with running_front() as running, running.client() as client:
+        fields = {"output": "o\ne\n", "stdout": "o\n", "stderr": "e\n"}
+        for asked in (["output"], ["stderr", "stdout"], []):
+            answer = (await run(running, client, script, output_fields=asked)).json()
+            assert {name: answer.get(name) for name in fields} == {
+                name: text if name in asked else None for name, text in fields.items()
+            }
+        assert (await run(running, client, script)).json().keys() & fields.keys() == {"output"}
+        late = attrs.evolve(script, exit_code=124, cause="timed_out")
+        assert (await run(running, client, late)).json()["details"].keys() & fields.keys() == {"output"}
+        for wrong in ("output", ["outputs"], ["stdout", "stdout"], [1]):
+            answer = await run(running, client, script, output_fields=wrong)
+            assert (answer.status_code, list(answer.json()["details"])) == (400, ["output_fields"])
+
+
+async def test_who_reads_one_output_gets_it_in_order() -> None:
+    """One pipe is for clients that read `output` alone, unless the request or its session says otherwise."""
+    async with running_front() as running, running.client() as client:
+        for options, body, is_merged in (
+            ({}, {}, True),
+            ({}, {"output_fields": ["output", "stderr"]}, False),
+            ({}, {"streams": "separate"}, False),
+            ({"streams": "separate"}, {}, False),
+            ({"streams": "separate"}, {"streams": "merged"}, True),
+            ({"streams": "merged"}, {"output_fields": ["stdout"], "argv": ["true"], "cmd": None}, True),
+        ):
+            session = (await client.post("/v1/sessions", json=options)).json()
+            assert session["streams"] == options.get("streams")
+            await client.post(f"/v1/sessions/{session['id']}/exec", json={"cmd": "cmd"} | body)
+            assert running.tree.runs[-1].request.merged is is_merged
+
+
+async def test_text_says_where_lines_are_left_out() -> None:
+    """Whole lines stand at either side, and the size is that of all that is missing; exact bytes have no such line."""
+    lines = b"".join(b"line %06d\n" % number for number in range(200_000))
+    script = Script([(Stream.STDOUT, lines)])
+    async with (
+        running_front(server=ServerSettings(pool_sandboxes=0, output_cap_bytes=8195)) as running,
+        running.client() as client,
+    ):
+        answer = (await run(running, client, script)).json()
+        begin, end = answer["output"].split("… 2.4 MB left out …\n")
+        assert lines.decode().startswith(begin)
+        assert lines.decode().endswith(end)
+        assert (begin[-12:], end[:5]) == ("line 000340\n", "line ")
+        exact = (await run(running, client, script, encoding="base64")).json()
+        assert len(base64.b64decode(exact["output"])) == 8195 == exact["bytes_total"] - exact["bytes_omitted"]
 
 
 async def test_a_signal_is_told() -> None:
@@ -73,7 +130,8 @@ async def test_output_is_text_unless_asked_otherwise() -> None:
         assert (await run(running, client, script)).json()["output"] == "red\n\ufffd"
         raw = await run(running, client, script, raw_output=True)
         assert raw.json()["output"] == "\x1b[31mred\x1b[0m\r\n\ufffd"
-        exact = (await run(running, client, script, encoding="base64")).json()
+        every = ["output", "stdout", "stderr"]
+        exact = (await run(running, client, script, encoding="base64", output_fields=every)).json()
         assert base64.b64decode(exact["output"]) == base64.b64decode(exact["stdout"]) == data
         assert (exact["stderr"], exact["encoding"]) == ("", "base64")
 

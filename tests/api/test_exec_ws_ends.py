@@ -35,12 +35,20 @@ PIECE = 64 * KIB
 # Leaving and coming back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "is_cancelled"), [({}, False), ({"on_disconnect": "cancel"}, True)])
+@pytest.mark.parametrize(
+    ("fields", "is_cancelled"),
+    [
+        ({}, True),
+        ({"exec_id": "mine"}, False),
+        ({"on_disconnect": "detach"}, False),
+        ({"exec_id": "mine", "on_disconnect": "cancel"}, True),
+    ],
+)
 @pytest.mark.parametrize("is_queued", [False, True])
 async def test_a_client_that_leaves_takes_only_what_it_said_with_it(
     fields: dict[str, str], *, is_cancelled: bool, is_queued: bool
 ) -> None:
-    """Runs go on unless they were to be cancelled, also those that wait for their turn."""
+    """Runs go on that have an id of the client's or were to be detached; all others are cancelled, waiting or not."""
     async with running_front() as running:
         turn = trio.Event()
         running.tree.scripts["wait"] = Script(turn=turn if is_queued else None, hold=trio.Event())

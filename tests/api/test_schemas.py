@@ -86,9 +86,11 @@ def test_a_full_create_reaches_the_spec() -> None:
             "shell": "sh",
             "network": {"mode": "none", "allow": []},
             "exec_mode": "stateless",
+            "stop_grace_ms": 10000,
             "user": "root",
             "root_inside": True,
             "filesystem": {"readable": ["/usr"], "writable": []},
+            "streams": "merged",
             "something_new": {"unknown": [1]},
         }
     )
@@ -103,9 +105,11 @@ def test_a_full_create_reaches_the_spec() -> None:
         readonly_rootfs=True,
         shell="sh",
         exec_mode="stateless",
+        stop_grace_ms=10000,
         user="root",
         root_inside=True,
         filesystem=FileRules(readable=("/usr",), writable=()),
+        streams="merged",
         idempotency_key="k",
     )
 
@@ -168,6 +172,9 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
         ({"exec_mode": "stateles"}, "exec_mode"),
+        ({"stop_grace_ms": 10001}, "stop_grace_ms"),
+        ({"stop_grace_ms": -1}, "stop_grace_ms"),
+        ({"streams": "mixed"}, "streams"),
     ],
 )
 def test_a_bad_create_field_is_named(body: dict[str, object], field: str) -> None:

@@ -219,7 +219,7 @@ async def test_what_fails_before_the_command_starts_is_plain_json() -> None:
     ):
         url = await make_session(running, client)
         running.tree.scripts["hold"] = Script(hold=trio.Event())
-        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "hold"}):
+        async with client.stream("POST", f"{url}/exec/stream", json={"cmd": "hold", "exec_id": "hold"}):
             pass
         for body, status in (({}, 400), ({"cmd": "busy"}, 409), ({"cmd": "a" * 11}, 413)):
             answer = await client.post(f"{url}/exec/stream", json=body)

@@ -38,7 +38,7 @@ def _shape(text: str) -> str:
     text = re.sub(r"\b[0-9a-f]{24}\b", "<id>", text)
     text = re.sub(r"\b[0-9a-f]{16}\b", "<id>", text)
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", "<time>", text)
-    text = re.sub(r'("(?:duration_ms|cpu_ms|peak_memory_bytes|written_bytes)":\s?)\d+', r"\1<n>", text)
+    text = re.sub(r'("(?:duration_ms|queued_ms|cpu_ms|peak_memory_bytes|written_bytes)":\s?)\d+', r"\1<n>", text)
     return re.sub(r'"timestamp":\s?\d+', '"timestamp":<n>', text).strip()
 
 

@@ -115,7 +115,8 @@ def test_the_close_codes_are_documented() -> None:
 def test_the_urls_and_subprotocols_are_documented() -> None:
     """One row for each route."""
     rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
-    assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, SUBPROTOCOL, WATCH_SUBPROTOCOL}
+    raw = terminal_messages.RAW_PROTOCOL
+    assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, raw, SUBPROTOCOL, WATCH_SUBPROTOCOL}
     paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
     assert paths == {route.path for route in TABLE.routes if route.kind is RouteKind.WEBSOCKET}
 

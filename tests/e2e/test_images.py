@@ -20,5 +20,5 @@ def test_an_import_beside_a_running_daemon(tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1  # the name of the installation
         session = client.post("/v1/sessions", json={"image": "tiny"}).json()["id"]
         answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "ls /bin"}).json()
-        assert answer["stdout"].split() == ["busybox", "cat", "id", "ls", "sh"]
+        assert answer["output"].split() == ["busybox", "cat", "id", "ls", "sh"]
         assert client.delete(f"/v1/sessions/{session}").status_code == 200

@@ -54,7 +54,7 @@ def test_half_sent_input_ends_or_can_be_continued(data_dir: Path) -> None:
         assert len(broken) == 1
     with daemon_with(data_dir, api.path.rpartition("/")[2]) as (_, api):
         assert api.ended("given")["cause"] == "daemon_restarted"
-        assert api.exec({"cmd": "echo fine"})["stdout"] == "fine\n"
+        assert api.exec({"cmd": "echo fine"})["output"] == "fine\n"
         for name in ("open", "closed", "whole"):
             assert api.run(name)["state"] == "running"
         refused = api.client.post(f"{api.path}/execs/closed/stdin", json={"text": "lost"})
@@ -63,7 +63,7 @@ def test_half_sent_input_ends_or_can_be_continued(data_dir: Path) -> None:
         on = api.client.post(f"{api.path}/execs/open/stdin", json={"text": "on\n", "close": True})
         assert on.json() == {"ok": True}
         assert [api.ended(name)["cause"] for name in ("open", "closed", "whole")] == ["exited"] * 3
-        taken = api.exec({"cmd": "tr -d y <got; wc -c <got"})["stdout"].split()
+        taken = api.exec({"cmd": "tr -d y <got; wc -c <got"})["output"].split()
         assert taken[0] == "on"
         assert 3 <= int(taken[1]) < MANY_BYTES
         assert api.client.delete(api.path).json() == {"ok": True}

@@ -19,7 +19,7 @@ from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
-UNIT = ROOT / "config/systemd/sandkasten-nsinit.service"
+UNIT = ROOT / "sandkasten/cli/systemd/sandkasten-nsinit.service"
 
 UNPRIVILEGED = """
 import os, sys

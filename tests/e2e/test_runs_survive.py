@@ -155,7 +155,7 @@ def test_every_run_is_found_after_a_kill(data_dir: Path) -> None:
         assert api.run("blocking")["end"]["cause"] == "daemon_restarted"
         api.exec({"argv": ["touch", "go"]})
         script = f"echo x >>count; echo one; echo two >&2; {WAIT}; echo three; exit 4"
-        whole = api.exec({"cmd": script, "exec_id": "stream"})
+        whole = api.exec({"cmd": script, "exec_id": "stream", "output_fields": ["stdout", "stderr"]})
         assert (whole["exit_code"], whole["stdout"], whole["stderr"]) == (4, "one\nthree\n", "two\n")
         assert api.exec({"cmd": "cat count"})["output"] == "x\n"
         assert api.client.delete(api.path).json() == {"ok": True}

@@ -1,4 +1,4 @@
-"""A service manager that starts nsinit again in a delegated cgroup of a pure v2 tree, while sandboxes run below it."""
+"""A service manager that starts nsinit again, while sandboxes run in another unit's cgroup of a pure v2 tree."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ def _words(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def unit() -> Iterator[Path]:
-    """A cgroup as a service manager delegates one: empty, its subgroup for the service's processes."""
+def units() -> Iterator[tuple[Path, Path]]:
+    """The cgroups of two services: that of nsinit's, and a delegated one that has no process of its own."""
     controllers = _ROOT / "cgroup.subtree_control"
     if not controllers.exists() or not _words(controllers) >= _CONTROLLERS:
         pytest.skip("needs a pure cgroup v2 tree whose root hands controllers down")
-    unit = _ROOT / f"sandkasten-unit-{secrets.token_hex(4)}"
-    (unit / "keeper").mkdir(parents=True)
-    yield unit
-    wait_until(lambda: not _words(unit / "keeper/cgroup.procs"), "nsinit's helpers stay")
-    (unit / "keeper").rmdir()
-    unit.rmdir()
+    name = f"sandkasten-unit-{secrets.token_hex(4)}"
+    service, sandboxes = _ROOT / name, _ROOT / f"{name}-sandboxes"
+    service.mkdir()
+    sandboxes.mkdir()
+    yield service, sandboxes
+    wait_until(lambda: not _words(service / "cgroup.procs"), "nsinit's helpers stay")
+    service.rmdir()
+    sandboxes.rmdir()
 
 
 def _started_in(unit: Path) -> tuple[str, ...]:
-    """Return a wrapper that does as the manager does: into the subgroup, then execute."""
-    return ("/bin/sh", "-c", f'echo $$ >{unit}/keeper/cgroup.procs && exec "$@"', "sh")
+    """Return a wrapper that does as the manager does: into the unit's own cgroup, then execute."""
+    return ("/bin/sh", "-c", f'echo $$ >{unit}/cgroup.procs && exec "$@"', "sh")
 
 
 def _group(server: Nsinit, unit: Path) -> Path:
@@ -48,17 +50,17 @@ def _group(server: Nsinit, unit: Path) -> Path:
     return group
 
 
-def test_nsinit_starts_again_where_its_sandboxes_run(unit: Path) -> None:
-    """The unit's own cgroup stays free of processes, so that the second start is possible, and finds the sandbox."""
-    node_id = secrets.token_hex(8)
+def test_nsinit_starts_again_while_its_sandboxes_run(units: tuple[Path, Path]) -> None:
+    """The service's cgroup hands no controllers down, so that the second start is possible, and finds the sandbox."""
+    node_id, (service, sandboxes) = secrets.token_hex(8), units
     with data_directory() as data_dir:
-        with running(data_dir, node_id, _started_in(unit)) as first:
-            group = _group(first, unit)
+        with running(data_dir, node_id, _started_in(service), cgroup_parent=sandboxes.name) as first:
+            group = _group(first, sandboxes)
             sandbox = first.build(host_plan())
             first.kill()
-        assert _words(unit / "cgroup.procs") == set()
-        assert _words(unit / "cgroup.subtree_control") >= _CONTROLLERS
-        with running(data_dir, node_id, _started_in(unit)) as second:
-            assert _group(second, unit) == group
+        assert _words(service / "cgroup.subtree_control") == _words(sandboxes / "cgroup.procs") == set()
+        assert _words(sandboxes / "cgroup.subtree_control") >= _CONTROLLERS
+        with running(data_dir, node_id, _started_in(service), cgroup_parent=sandboxes.name) as second:
+            assert _group(second, sandboxes) == group
             assert sandbox.session_id in second.scan()
         assert not os.path.exists(group)

@@ -132,7 +132,7 @@ def test_a_forbidden_namespace_is_found_by_trying_and_names_its_sysctl(tmp_path:
     assert done.returncode == 1
     assert checks["namespaces"]["verdict"] == "missing"
     assert "net:" in checks["namespaces"]["seen"]
-    assert checks["namespaces"]["fix"].startswith("sysctl -w user.max_net_namespaces=65536")
+    assert checks["namespaces"]["fix"].startswith("`sysctl -w user.max_net_namespaces=65536`")
     assert protections["namespaces"]["state"] == "missing"
 
 

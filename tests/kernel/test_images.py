@@ -89,13 +89,20 @@ def test_the_host_image_holds_nothing_private(catalog: Catalog) -> None:
     ensure_host_image(catalog)
     root = catalog.rootfs_path("host")
     names = {str(path.relative_to(root)) for path in root.rglob("*")}
-    for name in ("shadow", "gshadow", "sudoers", "machine-id", "ssh", "ssl/private", "fstab", "environment", "apt"):
+    for name in ("sudoers", "machine-id", "ssh", "ssl/private", "fstab", "environment", "apt/auth.conf"):
         assert f"etc/{name}" not in names
-    for directory in ("root", "home/sandbox", "opt", "var/lib", "run"):
+    for directory in ("root", "home/sandbox", "opt", "run"):
         assert list((root / directory).iterdir()) == []
-    assert {str(path.relative_to(root / "usr")) for path in (root / "usr").rglob("*")} <= {"bin", "bin/python"}
+    assert {path.name for path in (root / "usr").rglob("*") if not path.is_dir()} <= {"python", "EXTERNALLY-MANAGED"}
+    assert {path.name for path in (root / "var").rglob("*") if path.is_file() and path.stat().st_size} <= {
+        "format",
+        "status",
+    }
+    for name in {"shadow", "gshadow"} & {path.name for path in (root / "etc").iterdir()}:
+        assert {line.split(":")[1] for line in (root / "etc" / name).read_text().splitlines()} == {"*"}
+        assert stat.S_IMODE((root / "etc" / name).stat().st_mode) == 0o640
     for path in root.rglob("*"):
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and path.name not in ("shadow", "gshadow"):
             assert path.stat().st_mode & 0o004
             assert b"PRIVATE KEY" not in path.read_bytes()
 
@@ -104,7 +111,9 @@ def test_the_host_image_names_its_own_users(catalog: Catalog) -> None:
     """Accounts of the machine are not told inside."""
     ensure_host_image(catalog)
     lines = (catalog.rootfs_path("host") / "etc/passwd").read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["root", "nobody", "sandbox"]
+    names = [line.split(":")[0] for line in lines]
+    assert {"root", "daemon", "www-data", "_apt", "nobody", "sandbox"} <= set(names)
+    assert [line for line in lines if 1000 <= int(line.split(":")[2]) < 65534] == lines[-1:]
     assert "sandbox:x:1000:1000:sandbox:/home/sandbox:/bin/bash" in lines
 
 
@@ -156,6 +165,50 @@ def test_a_changed_linker_cache_makes_a_new_host_image(catalog: Catalog, tmp_pat
     assert (catalog.rootfs_path("host") / "etc/ld.so.cache").read_text() == "more libraries"
     (old,) = (tmp_path / "data/images/.retired").iterdir()
     assert (old / "rootfs/etc/ld.so.cache").read_text() == "ld.so.cache"
+
+
+STATUS = """\
+Package: liba
+Status: install ok installed
+Architecture: amd64
+Multi-Arch: same
+Version: 1
+Conffiles:
+ /etc/secret-place 0123
+Description: a library
+ with a long text
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: all
+Version: 2
+
+Package: ../../up
+Status: install ok installed
+Architecture: all
+Version: 3
+"""
+
+
+def test_the_machine_s_packages_count_as_installed(catalog: Catalog, tmp_path: Path) -> None:
+    """Names, versions and relations alone, of those that are there; a list that not everybody may read stays out, and a
+    change makes a new image."""
+    machine = fake_machine(tmp_path / "machine")
+    add_program(machine / "usr/bin/dpkg")
+    status = machine / "var/lib/dpkg/status"
+    status.parent.mkdir(parents=True)
+    status.write_text(STATUS)
+    first = ensure_host_image(catalog, root=machine)
+    dpkg = catalog.rootfs_path("host") / "var/lib/dpkg"
+    assert (dpkg / "status").read_text() == (
+        "Package: liba\nStatus: install ok installed\nArchitecture: amd64\nMulti-Arch: same\nVersion: 1\n"
+        "Description: a library\n"
+    )
+    assert sorted(os.listdir(dpkg / "info")) == ["format", "liba:amd64.list"]
+    status.chmod(0o640)
+    os.utime(status, ns=(0, 0))
+    assert ensure_host_image(catalog, root=machine).fingerprint != first.fingerprint
+    assert (catalog.rootfs_path("host") / "var/lib/dpkg/status").read_text() == ""
 
 
 def add_program(path: Path) -> None:

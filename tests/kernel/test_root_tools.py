@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,10 @@ printf '%s\n' '#!/bin/sh' 'echo hello' > /tmp/p/usr/bin/greeter
 chmod 755 /tmp/p/DEBIAN/postinst; chmod 4755 /tmp/p/usr/bin/greeter
 dpkg-deb --build /tmp/p /tmp/greeter.deb >/dev/null
 """
+DEPENDING = PACKAGE.replace("'Description:", "'Depends: adduser, libc6 (>= 2.1) | musl' 'Description:").replace(
+    "getent passwd greeter >/dev/null || useradd --system greeter",
+    "adduser --system --quiet --home /var/lib/greeter --no-create-home greeter",
+)
 SHOW = "stat -c '%U:%G %a' /var/lib/greeter /usr/bin/greeter; greeter\n"
 SHOWN = ["greeter:mail", "2770", "root:root", "4755", "hello"]
 USERS = r"""
@@ -80,14 +86,40 @@ async def test_debian_installs_packages_and_makes_users(supervisor: LocalSupervi
     await supervisor.destroy(session.id)
 
 
+async def test_the_host_image_takes_packages_and_users(supervisor: LocalSupervisor) -> None:
+    """A local package whose dependencies the machine has is installed by dpkg and by apt, in silence; adduser, chpasswd
+    and su work. Without a network apt says so."""
+    if shutil.which("dpkg-deb") is None or shutil.which("adduser") is None:
+        pytest.skip("needs a Debian machine")
+    session = await supervisor.create(SessionSpec())
+
+    async def lines(script: str, *, exit_code: int = 0, user: str = "root") -> list[str]:
+        result = await supervisor.exec(session.id, ExecSpec(script, stateless=True, user=user))
+        assert result.end.exit_code == exit_code, result.output.decode()
+        return result.output.decode().splitlines()
+
+    await lines(DEPENDING)
+    assert not [line for line in await lines("dpkg -i /tmp/greeter.deb") if "warning" in line]
+    assert await lines("greeter; dpkg -S /usr/bin/greeter", user="1000") == ["hello", "greeter: /usr/bin/greeter"]
+    await lines("apt-get purge -y greeter; test ! -e /usr/bin/greeter; apt-get install -y /tmp/greeter.deb")
+    assert await lines("greeter", user="1000") == ["hello"]
+    assert not [line for line in await lines("apt-get check") if line[:2] in ("W:", "E:")]
+    await lines("adduser --disabled-password --gecos '' alice; echo alice:secret | chpasswd")
+    assert await lines("su alice -c 'id -un; ls -A ~'") == ["alice", *sorted(os.listdir("/etc/skel"))]
+    assert "This sandbox has no network" in "\n".join(await lines("apt-get update", exit_code=100))
+    assert not is_outside("/usr/bin/greeter")
+    await supervisor.destroy(session.id)
+
+
 async def test_pip_installs_into_the_machine_s_python(supervisor: LocalSupervisor) -> None:
     """In the `host` image, by one exec as root: the installed module is found by every user inside, and not outside."""
     session = await supervisor.create(SessionSpec())
     if (await supervisor.exec(session.id, ExecSpec("python3 -m pip --version"))).end.exit_code:
         pytest.skip("needs pip in the machine's /usr")
     await supervisor.exec(session.id, ExecSpec(argv=("python3", "-c", WHEEL)))
-    pip = "python3 -m pip install --no-index --no-deps --root-user-action=ignore --break-system-packages {} 2>&1"
-    command = pip.format("/tmp/rooted-1-py3-none-any.whl")
+    command = (
+        "python3 -m pip install --no-index --no-deps --root-user-action=ignore /tmp/rooted-1-py3-none-any.whl 2>&1"
+    )
     refused = await supervisor.exec(session.id, ExecSpec("touch /usr/local/lib/x", stateless=True))
     assert refused.end.exit_code != 0
     done = await supervisor.exec(session.id, ExecSpec(command, stateless=True, user="root"))

@@ -14,11 +14,13 @@ from runner.wire.protocol import (
     Cancel,
     CloseShell,
     Done,
+    Error,
     Exec,
     Hello,
     HelloReply,
     Kind,
     OpenShell,
+    RunProgram,
     SetEnv,
     ShellInfo,
 )
@@ -49,6 +51,20 @@ def test_each_shell_has_its_own_state(client: Client, other: Client) -> None:
     other.run("cd /tmp", shell="two")
     assert client.stdout("pwd; echo $A$b; f") == b"/mnt/workspace/dir\n12\n3\n"
     assert other.stdout("pwd", shell="two") == b"/tmp\n"
+
+
+def test_a_command_that_waits_too_long_is_refused_and_never_begins(client: Client, sandbox: Sandbox) -> None:
+    """The wait is bounded behind other commands only: what has begun has all its time, and the queue goes on."""
+    waiting, opener = sandbox.connect(), sandbox.connect()
+    client.run("mkfifo go")
+    client.begin("read x <go; echo $x", queue_timeout_ms=1)
+    waiting.request(Exec("late", "touch ran", queue_timeout_ms=50))
+    refused = waiting.next_message()
+    assert (type(refused), refused.code) == (Error, "QUEUE_TIMEOUT")
+    waiting.request(Exec("in-time", "ls", queue_timeout_ms=20_000))
+    opener.request(RunProgram("opener", ("/bin/sh", "-c", "echo word >/mnt/workspace/go")))
+    assert client.outcome().stdout == b"word\n"
+    assert waiting.outcome().stdout == b"go\n"
 
 
 def test_shells_run_at_the_same_time(client: Client, other: Client) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.loop.config import MAX_CONNECTIONS, MAX_LEFTOVER_PIPES
-from runner.wire.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind
+from runner.wire.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind, RunProgram
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -62,6 +62,43 @@ def test_a_slow_reader_gets_everything_after_the_end(sandbox: Sandbox) -> None:
     slow.request(Exec("x", "head -c 500000 /dev/zero; touch ended"))
     assert other.stdout("ls") == b"ended\n"
     assert len(slow.outcome().stdout) == 500_000
+
+
+ALTERNATING = "for i in 1 2 3 4 5; do echo e$i >&2; echo o$i; done"
+IN_ORDER = b"".join(b"e%d\no%d\n" % (number, number) for number in range(1, 6))
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh", "busybox"])
+def test_merged_streams_are_in_exact_order(sandbox: Sandbox, shell: str) -> None:
+    """With `merged` all output of a command is standard output, in the order in which it was written, also when a
+    program writes some of it, when it is more than a pipe holds, and of a child that has opened its stream again.
+    """
+    client = sandbox.shell(shell)
+    for _ in range(20):
+        outcome = client.run(ALTERNATING, merged=True)
+        assert (outcome.stdout, outcome.stderr) == (IN_ORDER, b"")
+    outcome = client.run("sh -c 'echo program >&2'; echo a; sh -c 'echo b >/dev/stderr'; echo c", merged=True)
+    assert outcome.stdout == b"program\na\nb\nc\n"
+    large = client.run("head -c 300000 /dev/zero; echo e >&2; head -c 300000 /dev/zero", merged=True)
+    assert (large.stdout.index(b"e"), len(large.stdout)) == (300_000, 600_002)
+    assert client.run("cat >&2", stdin=b"x" * 200_000, merged=True).stdout == b"x" * 200_000
+    separate = client.run("echo e >&2; echo o")
+    assert (separate.stdout, separate.stderr) == (b"o\n", b"e\n")
+
+
+def test_merged_streams_of_a_program_are_in_exact_order(client: Client) -> None:
+    """A program's two descriptors are one pipe."""
+    for _ in range(20):
+        client.request(RunProgram("p", ("/bin/sh", "-c", ALTERNATING), merged=True))
+        outcome = client.outcome()
+        assert (outcome.stdout, outcome.stderr) == (IN_ORDER, b"")
+
+
+def test_two_streams_come_in_order_if_there_is_a_moment_between(client: Client) -> None:
+    """Separate streams of a command that goes on are read as output comes."""
+    client.request(Exec("x", "sleep 0.1; echo e1 >&2; sleep 0.1; echo o1; sleep 0.1; echo e2 >&2"))
+    frames = [client.next_frame() for _ in range(4)]
+    assert frames[1:] == [(Kind.STDERR, b"e1\n"), (Kind.STDOUT, b"o1\n"), (Kind.STDERR, b"e2\n")]
 
 
 def test_background_output_never_reaches_a_later_command(client: Client) -> None:

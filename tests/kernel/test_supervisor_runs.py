@@ -19,10 +19,13 @@ from sandkasten.model import (
     Limits,
     OnDisconnect,
     Output,
+    ProcessSpec,
     SessionPatch,
     SessionSpec,
     ShellSpec,
     Stream,
+    StreamsMode,
+    WaitFor,
 )
 from sandkasten.model.errors import (
     Conflict,
@@ -253,6 +256,35 @@ async def test_a_full_queue_names_what_runs(supervisor: LocalSupervisor, session
             await supervisor.cancel_exec(session_id, "slow")
 
 
+async def test_a_caller_does_not_wait_longer_for_a_turn_than_for_the_command(
+    supervisor: LocalSupervisor, session_id: str
+) -> None:
+    """A command whose caller waits is refused when it can't begin within its own time limit, or the bound that it asked
+    for, and never begins; one that is followed waits. The result says how long the wait was.
+    """
+    async with supervisor.open_exec(session_id, ExecSpec("echo busy; sleep 60", exec_id="slow")) as slow:
+        await anext(aiter(slow))
+        for spec in (ExecSpec("touch ran", timeout_ms=100), ExecSpec("touch ran", queue_timeout_ms=100)):
+            with pytest.raises(ShellBusy, match="within 100 ms") as refused:
+                await supervisor.exec(session_id, attrs.evolve(spec, exec_id="again"))
+            assert (refused.value.details["exec_id"], refused.value.details["last_line"]) == ("slow", "busy")
+        with pytest.raises(ShellBusy):
+            async with supervisor.open_exec(session_id, ExecSpec("touch ran", queue_timeout_ms=100)):
+                raise AssertionError("it began")
+        async with trio.open_nursery() as nursery:
+            results = []
+
+            async def follow() -> None:
+                async with supervisor.open_exec(session_id, ExecSpec("ls", timeout_ms=1000)) as stream:
+                    results.append((joined([piece async for piece in stream]), await stream.wait_end()))
+
+            nursery.start_soon(follow)
+            await trio.sleep(1.2)
+            await supervisor.cancel_exec(session_id, "slow")
+    ((output, end),) = results
+    assert (output, end.queued_ms >= 1200, end.duration_ms < 1000) == (b"", True, True)
+
+
 async def test_an_unknown_run_and_one_that_is_gone_differ(config: Config) -> None:
     """Runs are kept for a while; then their ids are still known, and still not run again."""
     async with open_supervisor(attrs.evolve(config, runs=RunsSettings(keep_seconds=1))) as supervisor:
@@ -440,3 +472,20 @@ async def test_fifty_streams_at_once_are_bounded_and_none_starves(supervisor: Lo
         for stream in streams:
             nursery.start_soon(read, stream)
     assert sizes == [4_000_000] * 50
+
+
+async def test_a_session_says_how_many_pipes_its_runs_have(supervisor: LocalSupervisor) -> None:
+    """Runs that say nothing have the session's streams, in a shell, beside it and in the background; a run that says
+    `separate` has two.
+    """
+    session_id = (await supervisor.create(SessionSpec(streams="merged"))).id
+    both = "for i in 1 2 3; do echo e$i >&2; echo o$i; done"
+    written = b"e1\no1\ne2\no2\ne3\no3\n"
+    for spec in (ExecSpec(both), ExecSpec(both, stateless=True), ExecSpec(argv=("sh", "-c", both))):
+        result = await supervisor.exec(session_id, spec)
+        assert (result.output, result.stdout, result.stderr) == (written, written, b"")
+    process = await supervisor.start_process(session_id, ProcessSpec(both))
+    waited = await supervisor.wait_process(session_id, process.exec_id, WaitFor(exit=True), timeout_s=patience(10))
+    assert (waited.run.stdout_bytes, waited.run.stderr_bytes) == (len(written), 0)
+    result = await supervisor.exec(session_id, ExecSpec(both, streams=StreamsMode.SEPARATE))
+    assert (result.stdout, result.stderr) == (b"o1\no2\no3\n", b"e1\ne2\ne3\n")

@@ -64,12 +64,14 @@ def test_what_is_no_name_is_refused(user: str) -> None:
 
 def test_a_grant_holds_the_daemon_to_what_root_said() -> None:
     """Another data directory or cgroup than the granted one is refused; the argument survives the way."""
-    grant = Grant("/var/lib/sandkasten", 990, ALLOWANCE, (4, 5))
+    grant = Grant("/var/lib/sandkasten", 990, ALLOWANCE, (4, 5), cgroup_parent="system.slice/x.service")
     assert parse_grant([grant.encode()]) == grant
     grant.check("/var/lib/sandkasten", "auto")
     for data_dir, parent in (("/etc", "auto"), ("/var/lib/sandkasten/x", "auto"), ("/var/lib/sandkasten", "other")):
         with pytest.raises(InvalidName):
             grant.check(data_dir, parent)
+    with pytest.raises(InvalidName, match="cgroup parent"):
+        parse_grant([replace(grant, cgroup_parent="../x").encode()])
 
 
 PLAN = SandboxPlan("a" * 24, "host", "host", Limits(1 << 30, 256, 100_000), tmp_bytes=64 << 20, shm_bytes=32 << 20)

@@ -96,6 +96,7 @@ def test_older_spellings_are_understood(tmp_path: Path) -> None:
         ("defaults: {network_mode: host}", "network_mode: 'host' is not available; the one choice is 'none'"),
         ("network: {mode: bridge}", "'bridge' is not available"),
         ("defaults: {network_mode: nonne}", "network_mode must be 'none'"),
+        ("defaults: {stop_grace_ms: 10001}", "defaults.stop_grace_ms must be between 0 and 10000"),
         ("defaults: {exec_mode: stately}", "exec_mode must be one of stateful, stateless"),
         ("workspace: {persist_by_default: true}", "persist_by_default: True is not available"),
         ("defaults: {cpu_limit: .nan}", "cpu_limit must be between"),

@@ -8,7 +8,7 @@ import pytest
 
 from nsinit.cgroup import disk_io
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, bound_pids, choose, locate
+from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, bound_pids, choose, claim, locate
 from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
 from nsinit.wire.protocol import CgroupMode, IoLimits
 from sandkasten.counters.cgroup import parse_io_stat
@@ -199,3 +199,14 @@ def test_all_sessions_together_leave_the_machine_a_tenth_of_its_process_ids(tmp_
     bound_pids(Tree("hybrid", {"pids": str(tmp_path)}))
     pool = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
     assert int((tmp_path / "pids.max").read_text()) == pool * 9 // 10
+
+
+def test_sandboxes_get_their_cgroups_in_another_unit_of_every_hierarchy(tmp_path: Path) -> None:
+    """A parent counts from the mount points, wherever nsinit itself is."""
+    mounts = {name: str(tmp_path / name) for name in ("cpu", "memory", "pids")}
+    own = {name: f"{mount}/system.slice/nsinit.service" for name, mount in mounts.items()}
+    located = Located(None, None, own, mounts)
+    tree = claim(located, name="sandkasten-x", parent="system.slice/boxes.service")
+    assert tree.dirs == {name: f"{mount}/system.slice/boxes.service/sandkasten-x" for name, mount in mounts.items()}
+    assert all(Path(each).is_dir() for each in tree.unique)
+    assert not any(Path(each).exists() for each in own.values())

@@ -34,6 +34,7 @@ BAD: dict[str, object] = {
     "disk": DiskLimits(1, 1),
     "quota": DiskLimits(1, 1),
     "size_bytes": -1,
+    "grace_ms": 10_001,
     "plan": SandboxPlan("../x", "base", "host", LIMITS),
 }
 

@@ -24,8 +24,13 @@ def test_head_and_tail_are_kept_and_nothing_invented(pieces: list[bytes], cap: i
     assert capped.total == len(whole)
     assert len(value) <= max(cap, 0)
     if len(whole) <= cap:
-        assert value == whole
+        assert (value, capped.gap(value)) == (whole, None)
     else:
+        gap = capped.gap(value)
+        assert gap is not None
+        assert whole.startswith(value[: gap.offset])
+        assert whole.endswith(value[gap.offset :])
+        assert gap.omitted_bytes == len(whole) - len(value)
         assert any(whole.startswith(value[:cut]) and whole.endswith(value[cut:]) for cut in range(len(value) + 1))
         assert len(value) >= cap - 6
 

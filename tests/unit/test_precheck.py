@@ -104,7 +104,7 @@ def test_missing_capabilities_are_named() -> None:
     check = judge("capabilities", Host(status="CapEff:\t00000000a80425fb\n", container="docker"))
     assert check.verdict is Verdict.MISSING
     assert "CAP_SYS_ADMIN" in check.seen
-    assert "docker run --privileged" in check.fix
+    assert "--privileged" in check.fix
     assert judge("capabilities", Host()).verdict is Verdict.MISSING
 
 
@@ -156,9 +156,9 @@ def test_what_is_around_is_recognised(tmp_path: Path, name: str, container: str,
 def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
     """A sysctl, AppArmor, a container's privilege, a container's filter, or else the usual."""
     plain, docker = look_around(tmp_path, MACHINES["plain"]), Host(container="docker", status="Seccomp:\t2\n")
-    assert advise("namespaces", errno.ENOSPC, plain).startswith("sysctl -w user.max_net_namespaces=65536")
+    assert advise("namespaces", errno.ENOSPC, plain).startswith("`sysctl -w user.max_net_namespaces=65536`")
     debian = Host(sysctls={"kernel.unprivileged_userns_clone": "0"})
-    assert advise("user_namespace", errno.EPERM, debian) == "sysctl -w kernel.unprivileged_userns_clone=1"
+    assert advise("user_namespace", errno.EPERM, debian).startswith("`sysctl -w kernel.unprivileged_userns_clone=1`")
     ubuntu = Host(sysctls={"kernel.apparmor_restrict_unprivileged_userns": "1"})
     assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu)
     assert os.path.realpath(sys.executable) in advise("user_namespace", errno.EACCES, ubuntu)
@@ -178,8 +178,8 @@ def test_settings_are_judged_and_come_with_the_line_that_sets_them(tmp_path: Pat
         "fs.protected_regular": Verdict.WORKS,
         "dev.tty.legacy_tiocsti": Verdict.FALLS_BACK,
     }
-    assert checks["fs.protected_symlinks"].fix.startswith("sysctl -w fs.protected_symlinks=1 ")
-    assert checks["dev.tty.legacy_tiocsti"].fix.startswith("sysctl -w dev.tty.legacy_tiocsti=0 ")
+    assert checks["fs.protected_symlinks"].fix.startswith("`sysctl -w fs.protected_symlinks=1`")
+    assert checks["dev.tty.legacy_tiocsti"].fix.startswith("`sysctl -w dev.tty.legacy_tiocsti=0`")
     assert not any(check.protection for check in checks.values())
 
 
@@ -208,8 +208,8 @@ def test_pools_of_the_machine_that_are_too_small_for_all_sessions_come_with_the_
         "kernel.pid_max": Verdict.FALLS_BACK,
         "kernel.pty.max": Verdict.FALLS_BACK,
     }
-    assert "sysctl -w kernel.pid_max=260096 " in checks["kernel.pid_max"].fix
-    assert "sysctl -w kernel.pty.max=17024 " in checks["kernel.pty.max"].fix
+    assert "`sysctl -w kernel.pid_max=260096`" in checks["kernel.pid_max"].fix
+    assert "`sysctl -w kernel.pty.max=17024`" in checks["kernel.pty.max"].fix
 
 
 def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
@@ -228,7 +228,7 @@ def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
     directory.mkdir()
     directory.chmod(0o777)
     check = judge("data_dir_mode", Host(data_dir=directory))
-    assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"chmod go-w '{directory}'")
+    assert (check.verdict, check.fix) == (Verdict.FALLS_BACK, f"`chmod go-w '{directory}'`")
     directory.chmod(0o770)
     assert judge("data_dir_mode", Host(data_dir=directory)).verdict is Verdict.FALLS_BACK
     directory.chmod(0o1770)  # as a daemon with a user of its own needs it

@@ -170,7 +170,7 @@ def test_the_machine_is_read_below_a_root(tmp_path: Path) -> None:
         *("sysctl.kernel.unprivileged_bpf_disabled", "sysctl.kernel.perf_event_paranoid", "core.pipe", "swap.on"),
         *("cpu.vulnerable", "data.mount", "data.on-root"),
     }
-    assert found["sysctl.kernel.unprivileged_bpf_disabled"].fix == "sysctl kernel.unprivileged_bpf_disabled=1"
+    assert found["sysctl.kernel.unprivileged_bpf_disabled"].fix == "`sysctl -w kernel.unprivileged_bpf_disabled=1`"
     assert "meltdown" in found["cpu.vulnerable"].what
     assert "mds" not in found["cpu.vulnerable"].what
 

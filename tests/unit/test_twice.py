@@ -35,8 +35,9 @@ def run(directory: Path, **files: str) -> tuple[int, str]:
     (directory / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.twice", "2", "-p", "no:trio", "-q"]
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+    environment = {**os.environ, **plugins, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.twice", "2", "-q"]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 

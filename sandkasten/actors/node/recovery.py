@@ -40,7 +40,7 @@ from sandkasten.actors.services.directory import Shared
 from sandkasten.actors.services.nsinit import ask_patiently, call, scan, teardown
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
-from sandkasten.actors.session.ending import ENDINGS
+from sandkasten.actors.session.ending import ENDINGS, let_stop
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.host.paths import DataPaths
 from sandkasten.model import EndReason, EventType, Session, Status
@@ -301,6 +301,7 @@ class Recovery:
         """Tear down the remains of a session and write its final state. The reason is that of its record, or else
         the one given, or else the usual one of the event."""
         try:
+            await let_stop(self._nsinit, record.session, event)
             async with self.ends:
                 await ask_patiently(self._nsinit, teardown(record.session.id))
                 if event is Trigger.NOT_FOUND:

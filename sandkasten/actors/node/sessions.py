@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVarTuple, assert_never
 
 import attrs
@@ -338,19 +339,19 @@ class Sessions(Actor):
         while self._creating.under_way or self._entries():
             async with trio.open_nursery() as nursery:
                 for entry in self._entries():
-                    nursery.start_soon(self._destroy, entry.ref)
+                    nursery.start_soon(self._destroy, entry)
             await trio.sleep(_DRAIN_PAUSE_S)
         found = await scan(self._nsinit)
         async with trio.open_nursery() as nursery:
             for each in found:
                 nursery.start_soon(self._recovery.reap, each.session_id)
 
-    async def _destroy(self, ref: Ref) -> None:
-        async with self._recovery.ends:
+    async def _destroy(self, entry: Entry) -> None:
+        async with nullcontext() if entry.session.options.stop_grace_ms else self._recovery.ends:
             try:
-                await ref.ask(Destroy("the daemon was stopped"))
+                await entry.ref.ask(Destroy("the daemon was stopped"))
             except SandkastenError as error:  # it ended on its own meanwhile, or the reaper will find it
-                log.info("destroy_skipped", extra={"actor": ref.name, "error": str(error)})
+                log.info("destroy_skipped", extra={"actor": entry.ref.name, "error": str(error)})
 
 
 @attrs.frozen

@@ -327,6 +327,7 @@ class Accounts(RunObserver):
             shell_restarted=reply.shell_restarted,
             usage=_own_usage(reply) if run.shell is None else self._shell_usage(run.shell, account, reply, cause),
             victim=await find_victim() if is_named else None,
+            queued_ms=run.clock.queued_ms,
         )
 
     def _shell_usage(self, shell: Shell, account: RunAccount | None, reply: ExecReply, cause: Cause) -> Usage:
@@ -369,6 +370,7 @@ def cut_short(run: Run, cause: Cause, cwd: str) -> ExecEnd:
         timeout_ms=run.request.timeout_ms,
         shell_restarted=False,
         usage=Usage(),
+        queued_ms=run.clock.queued_ms,
     )
 
 

@@ -88,6 +88,7 @@ class RunAdoption:
             self._close(*incomplete[exec_id])
         unwanted = await self._complete_all(listed)
         waiting = {run.exec_id: run for run in self._runs.active}
+        over = []
         for entry in entries:
             if entry.exec_id in listed:
                 continue
@@ -101,12 +102,17 @@ class RunAdoption:
                 if run.request.kind is ExecKind.TERMINAL and run.request.is_program:
                     await self._on_terminal(run)
                 orphan = not entry.has_ended and is_orphan(run, facts, input_ended=entry.input_ended)
-                self._runs.resume(run, is_orphan=orphan)
+                self._runs.resume(run, is_orphan=orphan, is_over=entry.has_ended)
+                if entry.has_ended:
+                    over.append(run)
         for run in waiting.values():
             self._runs.give_up(run)
         self._facts.clear()
         self._written = frozenset()
         self._runs.persistence.unwanted(unwanted)
+        with trio.move_on_after(CONTROL_S):  # they count as active until they are fetched, and would refuse new runs
+            for run in over:
+                await run.ended.wait_done()
 
     async def _complete_all(self, exec_ids: Sequence[str]) -> list[str]:
         """Get the rest of the output of ended runs, and return those of which PID 1 refused to give it.

@@ -16,7 +16,7 @@ from sandkasten.actors.core import unwrap
 from sandkasten.actors.runs.run import PATIENCE_S, Run, RunRequest
 from sandkasten.actors.services.nsinit import RunCgroup
 from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
-from sandkasten.model import Stream
+from sandkasten.model import Stream, StreamsMode
 from sandkasten.model.errors import (
     Capacity,
     Conflict,
@@ -25,17 +25,29 @@ from sandkasten.model.errors import (
     RunnerProtocolError,
     SandboxError,
     SandkastenError,
+    ShellBusy,
     ShellFailed,
     ShellNotFound,
 )
 
 
-def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> protocol.Exec | protocol.RunProgram:
-    """Return the request for a run. Pure."""
+def request_of(
+    run: Run, *, cgroup: protocol.Group | None, ticket: str, version: int = protocol.PROTOCOL_VERSION
+) -> protocol.Exec | protocol.RunProgram:
+    """Return the request for a run to a PID 1 of that version of the protocol; an older one lets commands wait without
+    bound. Pure.
+
+    Raises:
+        InvalidRequest: PID 1 is older than merged streams.
+    """
     request = run.request
     spec = request.spec
     size = None if spec.terminal is None else protocol.TerminalSize(spec.terminal.cols, spec.terminal.rows)
     has_stdin = size is None and (spec.stdin is not None or spec.stdin_open)
+    is_new = version >= protocol.MERGED_VERSION
+    is_merged = spec.is_merged and is_new
+    if spec.streams is StreamsMode.MERGED and not is_new:
+        raise InvalidRequest("this session is older than merged streams", streams="must be 'separate' here")
     if not spec.is_program:
         return protocol.Exec(
             exec_id=run.exec_id,
@@ -47,6 +59,8 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
             shell=spec.shell,
             terminal=size,
             interactive=request.interactive,
+            merged=is_merged,
+            queue_timeout_ms=request.queue_timeout_ms if is_new and run.is_behind_others else None,
             ticket=ticket,
         )
     return protocol.RunProgram(
@@ -59,6 +73,7 @@ def request_of(run: Run, *, cgroup: protocol.Group | None, ticket: str) -> proto
         stdin=has_stdin,
         terminal=size,
         interactive=request.interactive,
+        merged=is_merged,
         user=spec.user,
         group=cgroup,
         ticket=ticket,
@@ -94,7 +109,8 @@ async def drive(run: Run, link: RunnerLink, cgroup: RunCgroup | None, *, ticket:
     async with link.connection() as connection:
         membership = None if cgroup is None else protocol.Group(cgroup.name, cgroup.membership)
         fd = None if cgroup is None else cgroup.fd.fileno()
-        await connection.send_request(request_of(run, cgroup=membership, ticket=ticket), fd=fd)
+        request = request_of(run, cgroup=membership, ticket=ticket, version=link.version)
+        await connection.send_request(request, fd=fd)
         if cgroup is not None:
             cgroup.fd.close()  # PID 1 has its own now
         run.input.connect(connection)
@@ -248,6 +264,8 @@ def refusal(error: protocol.Error) -> SandkastenError:
             return InvalidRequest(error.message)
         case "NOT_RUNNING":
             return ExecEnded(error.message)
+        case "QUEUE_TIMEOUT":
+            return ShellBusy(error.message)
         case "NO_SUCH_SHELL":
             return ShellNotFound(error.message)
         case "EXISTS":

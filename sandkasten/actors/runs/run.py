@@ -53,7 +53,7 @@ _COMMAND_CHARS = 200
 _BULK_CHARS = 4096
 """A command, its environment and its input are dropped at the end of the run if they are longer together."""
 
-_UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin")
+_UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin", "queue_timeout_ms", "streams", "reads_both")
 _DIGESTED = tuple(field.name for field in attrs.fields(ExecSpec) if field.name not in _UNDIGESTED)
 
 
@@ -99,6 +99,7 @@ class RunRequest:
     kind: ExecKind = ExecKind.COMMAND
     on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     interactive: bool = False
+    queue_timeout_ms: int | None = None
     keep_alive: bool = False
     pass_trace: bool = False
     trace: Trace | None = attrs.field(factory=lambda: logcontext.origin.get().trace)
@@ -196,6 +197,12 @@ class RunClock:
     def age_ms(self) -> int:
         """Time since the run began, 0 before that."""
         return 0 if self.began_at is None else round((trio.current_time() - self.began_at) * 1000)
+
+    @property
+    def queued_ms(self) -> int:
+        """Time from the request to the run's turn, or until now."""
+        until = trio.current_time() if self.began_at is None else self.began_at
+        return round((until - self.asked_at) * 1000)
 
     def enqueue(self, ahead: Sequence[Run]) -> None:
         """The run waits behind others from now on."""
@@ -397,6 +404,11 @@ class Run:
     @property
     def has_ended(self) -> bool:
         return self.state is ExecState.ENDED
+
+    @property
+    def is_behind_others(self) -> bool:
+        """Whether the run waits behind others of its shell."""
+        return self.shell is not None and self.shell.runs[0] is not self
 
     @property
     def output_bytes(self) -> int:

@@ -146,7 +146,7 @@ class Runs(RunObserver):
         if shell is None and len(queue) >= _MAX_PROGRAMS:
             raise Capacity("this session runs all the programs it may at a time", max_programs=_MAX_PROGRAMS)
         if shell is not None and len(queue) >= self._queue_length:
-            raise _busy(queue, self._queue_length)
+            raise _busy(f"{len(queue)} commands are waiting for this shell", queue, self._queue_length)
         self._take(run, ahead=() if shell is None else shell.runs)
         run.admit(shell)
         self._host.start_task(self._serve, run)
@@ -213,15 +213,16 @@ class Runs(RunObserver):
         run.finish(cut_short(run, Cause.DAEMON_RESTARTED, self._host.cwd))
         self._retire(run)
 
-    def resume(self, run: Run, *, is_orphan: bool) -> None:
-        """Go on with a run that PID 1 has; end it if its shell was closed."""
+    def resume(self, run: Run, *, is_orphan: bool, is_over: bool = False) -> None:
+        """Go on with a run that PID 1 has; end it if its shell was closed. A run that is over waits for no shell: only
+        its end and the rest of its output are to be fetched."""
         name = run.request.shell
         shell = None if name is None else self.shells.find(name)
         if shell is None and name is not None:
             self.persistence.unwanted((run.exec_id,))
             self.give_up(run)
             return
-        if shell is not None:
+        if shell is not None and not is_over:
             run.enter(shell)
         self._host.start_task(partial(self._serve_again, run, is_orphan=is_orphan))
 
@@ -340,6 +341,9 @@ class Runs(RunObserver):
     async def _fail(self, run: Run, error: SandkastenError, *, lost: Cause | None = None) -> None:
         """End a run that failed outside of the shell: the sandbox is dead or hostile, or PID 1 refused the run. `lost`
         is the cause of end of a run that an earlier daemon began and PID 1 does not have any more."""
+        if isinstance(error, ShellBusy) and run.is_behind_others and run.shell is not None:
+            words = f"the command could not begin within {run.request.queue_timeout_ms} ms"
+            error = _busy(words, run.shell.runs, self._queue_length)
         told = await self._host.translate(error)
         if self._host.has_died.is_set() and run.has_begun:
             run.finish(cut_short(run, Cause.SANDBOX_DIED, self._host.cwd))
@@ -431,10 +435,10 @@ class Runs(RunObserver):
             run.scope.cancel()
 
 
-def _busy(queue: Sequence[Run], limit: int) -> ShellBusy:
+def _busy(message: str, queue: Sequence[Run], limit: int) -> ShellBusy:
     running = queue[0]
     return ShellBusy(
-        f"{len(queue)} commands are waiting for this shell",
+        message,
         exec_id=running.exec_id,
         age_ms=running.clock.age_ms,
         last_line=running.last_line,

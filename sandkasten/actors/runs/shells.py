@@ -1,6 +1,7 @@
 """The persistent shells of one session: the default one, which starts with the session, and named ones.
 
-Each shell has a directory, an environment and a process tree of its own and shares files and network with the others.
+Each shell has a directory, an environment and a process tree of its own and shares files, network and process table
+with the others: a command can see and, as the same user, signal the processes of another shell.
 `Shells` owns the names; `Runs` put runs into the queue of a shell.
 """
 

@@ -7,14 +7,14 @@ never splits a UTF-8 character: bytes of a character cut in two are left out and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import trio
 
 from sandkasten.actors.runs.ports import Ports
 from sandkasten.actors.runs.run import Run, RunObserver
-from sandkasten.model import ExecEnd, ExecResult, Output, Stream, Waited, WaitFor
+from sandkasten.model import ExecEnd, ExecResult, Gap, Output, Stream, Waited, WaitFor
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.output.log import ReaderMode
 
@@ -178,6 +178,12 @@ class CappedBytes:
             return bytes(self._head + self._tail)
         return _without_cut_end(bytes(self._head)) + _without_cut_start(bytes(self._tail[-self._tail_cap :]))
 
+    def gap(self, value: bytes) -> Gap | None:
+        """Return where bytes are missing in `value`, if some are."""
+        if self.total <= self._cap:
+            return None
+        return Gap(len(_without_cut_end(bytes(self._head))), self.total - len(value))
+
 
 def _without_cut_end(data: bytes) -> bytes:
     """Drop the start of a character whose rest is missing at the end of `data`."""
@@ -224,16 +230,23 @@ class Collector(RunObserver):
     def result(self, end: ExecEnd) -> ExecResult:
         """Return the result of the command that ended with `end`."""
         output = self._both.value()
+        values = {stream: self._value(stream, output) for stream in Stream}
         return ExecResult(
             end=end,
             output=output,
-            stdout=self._value(Stream.STDOUT, output),
-            stderr=self._value(Stream.STDERR, output),
+            stdout=values[Stream.STDOUT],
+            stderr=values[Stream.STDERR],
             bytes_total=self._both.total,
             bytes_omitted=self._both.total - len(output),
+            gaps=self._gaps(output, values) if self._both.total > len(output) else {},
         )
 
     def _value(self, stream: Stream, output: bytes) -> bytes:
         if self._streams:
             return self._streams[stream].value()
         return output if stream is self._only else b""
+
+    def _gaps(self, output: bytes, values: Mapping[Stream, bytes]) -> Mapping[str, Gap]:
+        kept = self._streams or {stream: self._both for stream in Stream if stream is self._only}
+        found = {stream.value: each.gap(values[stream]) for stream, each in kept.items()}
+        return {name: gap for name, gap in {"output": self._both.gap(output), **found}.items() if gap is not None}

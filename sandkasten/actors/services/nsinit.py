@@ -132,6 +132,11 @@ def attach(session_id: str) -> Call[Sandbox]:
     return Call(protocol.Adopt(_UNSENT, session_id), _sandbox)
 
 
+def stop_processes(session_id: str, grace_ms: int) -> Call[protocol.Ok]:
+    """Tell the processes of a session that it ends, and wait until they have ended, at most so long."""
+    return call(protocol.StopProcesses, session_id, grace_ms)
+
+
 def teardown(session_id: str) -> Call[protocol.TornDown]:
     """Remove everything of a session; remainders are logged."""
     return Call(protocol.Teardown(_UNSENT, session_id), _torn_down)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Container, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar, TypeVarTuple, assert_never
 
 import attrs
@@ -293,6 +294,8 @@ class SessionActor(Actor):
             failure = error
         if failure is not None:
             await self._unclaim(member)
+            if isinstance(failure, RunnerLost):  # for `translate` a lost PID 1 is worth a wait of some seconds
+                failure = ActorGone(str(failure))
             raise failure
         crash.passing(Point.CLAIM_RECORDED)
         self._services.directory.show_member(self.session_id)
@@ -570,9 +573,10 @@ class SessionActor(Actor):
         self._is_lease_followed = False
 
     async def _report_lease_end(self) -> None:
-        """Begin to end the session when its turn has come. Until then the session is usable and may be renewed."""
+        """Begin to end the session when its turn has come. Until then the session is usable and may be renewed. One
+        whose processes have time to end has its turn after that (`ending.py`)."""
         try:
-            async with self._services.expiries:
+            async with nullcontext() if self.session.options.stop_grace_ms else self._services.expiries:
                 await self._tell_self(Expire())
         except SandkastenError as error:  # the actor is ending anyway
             log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})

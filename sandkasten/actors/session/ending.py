@@ -7,18 +7,20 @@ Called by the session's actor, which serves no message any more by then. Session
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from datetime import UTC, datetime
 
 import trio
 
+from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services.nsinit import ask_patiently, teardown
+from sandkasten.actors.services.nsinit import ask_patiently, stop_processes, teardown
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import SandboxWatch
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.crash import Point
-from sandkasten.model import EndReason, EventType, Status
+from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import END_REASONS, Trigger, next_status
 
@@ -37,6 +39,18 @@ EXPIRIES = {
     EndReason.MAX_LIFETIME: "it reached its maximum lifetime",
 }
 """The reason of a session whose lease ran out."""
+
+
+async def let_stop(nsinit: Ref, session: Session, event: Trigger) -> int:
+    """Let the processes of a session that is ended on purpose end by themselves. Return the time that they had for it
+    at most, in milliseconds; 0: they were not told."""
+    grace_ms = session.options.stop_grace_ms if event in (Trigger.DESTROY, Trigger.EXPIRE) else 0
+    if grace_ms:
+        try:
+            await ask_patiently(nsinit, stop_processes(session.id, grace_ms))
+        except SandkastenError as error:
+            log.warning("processes_not_told", extra={"session_id": session.id, "error": str(error)})
+    return grace_ms
 
 
 async def end_member(
@@ -76,8 +90,10 @@ async def end_session(
     own.change(status=next_status(own.session.status, event), reason=reason, end_reason=end_reason)
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
+    has_waited = await let_stop(services.nsinit, own.session, event) > 0
     try:
-        torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
+        async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
+            torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
     except SandkastenError as error:  # left to the next reconciliation
         log.error("teardown_deferred", extra={"session_id": host.session_id, "error": str(error)})
         return

@@ -33,10 +33,12 @@ from sandkasten.model import (
     MAX_SPAN_S,
     SECCOMP_NAME,
     SHELL_NAME,
+    STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
     ExecKind,
     ExecState,
     Stream,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
@@ -87,6 +89,7 @@ Pids = NewType("Pids", int)
 OpenFiles = NewType("OpenFiles", int)
 TmpMegabytes = NewType("TmpMegabytes", int)
 ShmMegabytes = NewType("ShmMegabytes", int)
+StopGrace = NewType("StopGrace", int)
 MemoryInodes = NewType("MemoryInodes", int)
 Fixed = NewType("Fixed", object)
 Token = NewType("Token", str)
@@ -113,6 +116,7 @@ NetworkMode = NewType("NetworkMode", str)
 ExecMode = NewType("ExecMode", str)
 SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
+OutputFields = NewType("OutputFields", tuple[str, ...])
 OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
 NoHosts = NewType("NoHosts", list[str])
@@ -307,6 +311,16 @@ def _path_in_workspace(value: object) -> str:
     return TOP if value in ("", "/") else check_path(value)
 
 
+OUTPUT_FIELDS = ("output", "stdout", "stderr")
+"""Fields of a result that hold output."""
+
+
+def _output_fields(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or any(each not in OUTPUT_FIELDS for each in value) or len(value) > len(set(value)):
+        raise ValueError(f"must be an array of some of {', '.join(map(repr, OUTPUT_FIELDS))}, each once")
+    return tuple(value)
+
+
 _MODE = re.compile(r"[0-7]{3,4}\Z")
 _ESCAPE = re.compile("\0([89a-f][0-9a-f])")
 
@@ -476,6 +490,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OpenFiles: Between(*FIXED_BOUNDS["open_files"]),
     TmpMegabytes: Between(*FIXED_BOUNDS["tmp_mb"]),
     ShmMegabytes: Between(*FIXED_BOUNDS["shm_mb"]),
+    StopGrace: Between(*STOP_GRACE_BOUNDS_MS),
     MemoryInodes: Between(*FIXED_BOUNDS["tmp_inodes"]),
     Fixed: _fixed,
     Token: Matching(TOKEN, TOKEN_RULE),
@@ -505,6 +520,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
     Encoding: Choice(("utf-8", "base64")),
+    OutputFields: _output_fields,
     OnTimeout: Choice(("error", "result")),
     WhenLeft: Choice(("cancel", "detach")),
     NoHosts: _no_hosts,
@@ -529,6 +545,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FileArchiveFormat: Choice(("tar", "tar.zst", "zip")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     Stream: _member(Stream),
+    StreamsMode: _member(StreamsMode),
     ExecKind: _member(ExecKind),
     ExecState: _member(ExecState),
 }

@@ -38,7 +38,7 @@ from sandkasten.api.http.sse import (
     short_end,
     text_literals,
 )
-from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, Encoding, Offset, OutputBytes
+from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, OUTPUT_FIELDS, Encoding, Offset, OutputBytes, OutputFields
 from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
 from sandkasten.model.errors import CommandTimeout, SandkastenError
 from sandkasten.supervisor import ExecStream
@@ -46,16 +46,25 @@ from sandkasten.supervisor import ExecStream
 SLICE_BYTES = 64 * 1024
 """Output turned into text before other tasks get a turn."""
 
+MAX_CUT_LINE_BYTES = 4096
+"""Longest part of a line, at either side of a gap, that is left out with what the gap left out."""
+
 TIMED_OUT_CODE = 124
 """The exit code of timeout(1)."""
 
 
+PUBLISHED_OUTPUT = OutputFields(("output",))
+"""Fields of a result that hold output, for a client that asks for none: each byte is sent once."""
+
+
 @attrs.frozen(kw_only=True)
 class OutputFormat:
-    """The form of output that a client asks for: exact bytes, or text, raw or cleaned; and if a timeout is an error."""
+    """The form of output that a client asks for: exact bytes, or text, raw or cleaned; `fields` of a result that hold
+    it; and if a timeout is an error."""
 
     is_base64: bool = False
     is_raw: bool = False
+    fields: OutputFields = PUBLISHED_OUTPUT
     is_timeout_error: bool = True
 
 
@@ -75,6 +84,7 @@ class EndBody(Body):
     timeout_ms: int | None
     shell_restarted: bool
     usage: Usage
+    queued_ms: int
     signal: int | None = None
     victim: str | None = None
 
@@ -101,14 +111,15 @@ def timeout_error(end: ExecEnd, details: Mapping[str, Any]) -> CommandTimeout:  
 
 @attrs.frozen(kw_only=True)
 class ExecResultBody(EndBody):
-    """The end of a command and its output: text, or base64 if `encoding` says so."""
+    """The end of a command and its output: text, or base64 if `encoding` says so. Text says in a line of its own where
+    bytes are left out."""
 
     truncated: bool
     bytes_total: int
     bytes_omitted: int
-    output: str
-    stdout: str
-    stderr: str
+    output: str | None = None
+    stdout: str | None = None
+    stderr: str | None = None
     encoding: str | None = None
 
     @classmethod
@@ -119,16 +130,37 @@ class ExecResultBody(EndBody):
             truncated=result.truncated,
             bytes_total=result.bytes_total,
             bytes_omitted=result.bytes_omitted,
-            output=await _spell(result.output, output_format),
-            stdout=await _spell(result.stdout, output_format),
-            stderr=await _spell(result.stderr, output_format),
+            **{name: await _spell_field(result, name, output_format) for name in OUTPUT_FIELDS},
             encoding="base64" if output_format.is_base64 else None,
         )
 
 
-async def _spell(data: bytes, output_format: OutputFormat) -> str:
+async def _spell_field(result: ExecResult, name: str, output_format: OutputFormat) -> str | None:
+    if name not in output_format.fields:
+        return None
+    data, gap = getattr(result, name), result.gaps.get(name)
     if output_format.is_base64:
         return base64.b64encode(data).decode("ascii")
+    if gap is None:
+        return await _spell_text(data, output_format)
+    head, tail = data[: gap.offset], data[gap.offset :]
+    if line_end := head.rfind(b"\n", -MAX_CUT_LINE_BYTES) + 1:
+        head = head[:line_end]
+    if line_end := tail.find(b"\n", 0, MAX_CUT_LINE_BYTES) + 1:
+        tail = tail[line_end:]
+    size = _size(gap.omitted_bytes + len(data) - len(head) - len(tail))
+    begin, end = await _spell_text(head, output_format), await _spell_text(tail, output_format)
+    line = "" if not begin or begin.endswith("\n") else "\n"
+    return f"{begin}{line}… {size} left out …\n{end}"
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < 1000:
+        return f"{size_bytes} bytes"
+    return f"{size_bytes / 1000:.1f} kB" if size_bytes < 1_000_000 else f"{size_bytes / 1_000_000:.1f} MB"
+
+
+async def _spell_text(data: bytes, output_format: OutputFormat) -> str:
     text = OutputText(is_raw=output_format.is_raw)
     if len(data) <= SLICE_BYTES:
         return text.feed(data, is_last=True)

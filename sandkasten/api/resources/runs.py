@@ -2,7 +2,8 @@
 
 A run is begun by `exec` (answered at its end, or followed as events) or as a background process. From then on clients
 can look at it, follow it, signal it, send input and cancel it. A process is a run with URLs of its own, which lead to
-processes only. Of all runs only a blocking `exec` ends because its client left, unless the client said otherwise.
+processes only. Unless the client said otherwise, a run ends because its client left if it is a blocking `exec`, or one
+that is followed and has no id of the client's.
 
 `run_output.py` spells ends and output. All handlers here are raw: Quart would add 0.2 ms to a command, and cut an
 answer that a run keeps waiting.
@@ -33,6 +34,7 @@ from sandkasten.api.resources.fields import (
     ListLimit,
     Milliseconds,
     OnTimeout,
+    OutputFields,
     Path,
     Pattern,
     PortNumber,
@@ -50,6 +52,7 @@ from sandkasten.api.resources.fields import (
     read_request,
 )
 from sandkasten.api.resources.run_output import (
+    PUBLISHED_OUTPUT,
     UTF_8,
     EndBody,
     ExecResultBody,
@@ -75,6 +78,7 @@ from sandkasten.model import (
     ShellInfo,
     ShellSpec,
     Stream,
+    StreamsMode,
     TerminalSize,
     WaitFor,
 )
@@ -115,18 +119,22 @@ class ExecRequest:
     shell: ShellName | None = None
     user: User | None = None
     timeout_ms: Milliseconds | None = _MAXIMUM_MS
+    queue_timeout_ms: Milliseconds | None = None
     cwd: Path | None = None
     env: Environment | None = attrs.field(default=None, repr=False)
     stdin: Stdin | None = attrs.field(default=None, repr=False)
     tty: TerminalRequest | None = None
+    streams: StreamsMode | None = None
     exec_id: ExecId | None = None
     raw_output: bool | None = None
     encoding: Encoding | None = None
+    output_fields: OutputFields = PUBLISHED_OUTPUT
     on_timeout: OnTimeout | None = None
     on_disconnect: WhenLeft | None = None
 
-    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None) -> ExecSpec:
+    def to_spec(self, settings: ApiSettings, *, exec_id: str | None = None, reads_both: bool = False) -> ExecSpec:
         """Return the model's command; a timeout above the maximum is the maximum. `exec_id` is for a command without.
+        `reads_both`: the client reads both streams as one output.
 
         Raises:
             TooLarge: the command is longer than `max_command_bytes`.
@@ -145,6 +153,7 @@ class ExecRequest:
             shell=self.shell or DEFAULT_SHELL,
             stateless=None if self.mode is None else self.mode == "stateless",
             timeout_ms=None if is_unlimited else clamp_timeout(self.timeout_ms, settings),
+            queue_timeout_ms=self.queue_timeout_ms,
             unlimited=is_unlimited,
             cwd=self.cwd,
             env=self.env or {},
@@ -152,13 +161,18 @@ class ExecRequest:
             stdin=None if self.stdin is None or self.stdin.is_open else self.stdin.text.encode(),
             stdin_open=self.stdin is not None and self.stdin.is_open,
             terminal=None if self.tty is None else self.tty.size,
+            streams=self.streams,
+            reads_both=reads_both,
             exec_id=self.exec_id or exec_id,
             has_new_id=self.exec_id is None and exec_id is not None,
         )
 
-    def when_left(self, default: OnDisconnect) -> OnDisconnect:
-        """Return the fate of the command when its client leaves."""
-        return default if self.on_disconnect is None else OnDisconnect(self.on_disconnect)
+    def when_left(self, *, is_followed: bool) -> OnDisconnect:
+        """Return the fate of the command when its client leaves. One that is followed goes on if the client gave it an
+        id, by which the client finds it again."""
+        if self.on_disconnect is not None:
+            return OnDisconnect(self.on_disconnect)
+        return OnDisconnect.DETACH if is_followed and self.exec_id is not None else OnDisconnect.CANCEL
 
     def _check_place(self) -> None:
         """Refuse fields that mean nothing where the command runs."""
@@ -175,6 +189,7 @@ class ExecRequest:
         return OutputFormat(
             is_base64=self.encoding == "base64",
             is_raw=bool(self.raw_output),
+            fields=self.output_fields,
             is_timeout_error=self.on_timeout != "result",
         )
 
@@ -255,6 +270,7 @@ class ProcessRequest:
     env: Environment | None = attrs.field(default=None, repr=False)
     user: User | None = None
     tty: TerminalRequest | None = None
+    streams: StreamsMode | None = None
     keep_alive: bool | None = None
 
     def to_spec(self, settings: ApiSettings) -> ProcessSpec:
@@ -268,6 +284,7 @@ class ProcessRequest:
             env=self.env or {},
             user=self.user,
             terminal=None if self.tty is None else self.tty.size,
+            streams=self.streams,
             keep_alive=bool(self.keep_alive),
         )
 
@@ -454,8 +471,8 @@ async def _bodies(runs: Sequence[ExecInfo], spell: Callable[[ExecInfo], T]) -> l
 async def execute(exchange: Exchange) -> Answer:
     """Run a command and wait for its end."""
     request = await read_request(exchange, ExecRequest)
-    spec = request.to_spec(exchange.settings)
-    when_left = request.when_left(OnDisconnect.CANCEL)
+    spec = request.to_spec(exchange.settings, reads_both=request.output_fields == PUBLISHED_OUTPUT)
+    when_left = request.when_left(is_followed=False)
     work = functools.partial(exchange.supervisor.exec, exchange.session_id, spec, on_disconnect=when_left)
     result = await exchange.until_disconnect(work)
     output_format = request.output_format
@@ -476,7 +493,7 @@ async def execute_and_follow(exchange: Exchange) -> None:
         spec = attrs.evolve(spec, exec_id=make_exec_id(), has_new_id=True)
     supervisor, session_id, exec_id = exchange.supervisor, exchange.session_id, str(spec.exec_id)
     if position is None:
-        when_left = request.when_left(OnDisconnect.DETACH)
+        when_left = request.when_left(is_followed=True)
         open_run = functools.partial(supervisor.open_exec, session_id, spec, on_disconnect=when_left)
     else:
         open_run = functools.partial(supervisor.attach_exec, session_id, exec_id, after=position.sequence)

@@ -37,6 +37,7 @@ from sandkasten.api.resources.fields import (
     SeccompName,
     Shell,
     ShmMegabytes,
+    StopGrace,
     TmpMegabytes,
     Token,
     Ttl,
@@ -60,6 +61,7 @@ from sandkasten.model import (
     SessionSpec,
     SessionStats,
     Status,
+    StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import ENDED, LIVE
@@ -168,6 +170,8 @@ class CreateRequest:
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
+    stop_grace_ms: StopGrace | None = None
+    streams: StreamsMode | None = None
 
     def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
         """Return the model's spec.
@@ -195,6 +199,8 @@ class CreateRequest:
             root_inside=self.root_inside,
             filesystem=None if self.filesystem is None else self.filesystem.rules,
             seccomp=self.seccomp,
+            stop_grace_ms=self.stop_grace_ms,
+            streams=self.streams,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -327,6 +333,8 @@ class SessionBody(Body):
     filesystem: FileRules | None
     seccomp: str
     workspace_mode: str
+    stop_grace_ms: int
+    streams: str | None
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None

@@ -39,7 +39,7 @@ from sandkasten.api.websocket.exec_messages import (
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.messages import MessageRefused, Ping, Pong, encode_message, reason_of
 from sandkasten.api.websocket.outbox import Outbox
-from sandkasten.model import OnDisconnect, TerminalSize
+from sandkasten.model import TerminalSize
 from sandkasten.model.errors import Capacity, Conflict, ExecNotFound, SandkastenError, SessionExpired
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.run import make_exec_id
@@ -154,7 +154,7 @@ class _ExecSocket:
         self._require_free(message)
         request = message.request
         exec_id = request.exec_id or make_exec_id()  # orders may name the run before it has begun
-        on_disconnect = request.when_left(OnDisconnect.DETACH)
+        on_disconnect = request.when_left(is_followed=True)
         try:
             spec = request.to_spec(self._ws.settings, exec_id=exec_id)
             opener = self._supervisor.open_exec(self._ws.session_id, spec, on_disconnect=on_disconnect)

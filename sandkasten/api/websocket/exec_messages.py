@@ -180,7 +180,7 @@ CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
     )
 }
 
-NOT_IN_START = ("raw_output", "encoding")
+NOT_IN_START = ("raw_output", "encoding", "output_fields")
 """Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
 
 

@@ -19,7 +19,7 @@ from sandkasten.api.http.exchange import AsgiExchange
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
-from sandkasten.api.websocket.messages import ErrorMessage, encode_message
+from sandkasten.api.websocket.messages import ErrorMessage, encode_message, reason_of
 from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import ApiKey
@@ -57,6 +57,8 @@ class WebSocketExchange(AsgiExchange):
         self.needs_live_session = True
         self._needs = OPEN
         self.is_accepted = False
+        self.is_raw = False
+        """Whether the client asked for bytes alone: no message is sent."""
         self.code = 0
         self._authenticator = authenticator
         self._is_proven = False
@@ -87,14 +89,16 @@ class WebSocketExchange(AsgiExchange):
         self._needs = needs
         await self._admit()
 
-    async def accept(self, subprotocol: str) -> None:
-        """Accept the connection and, if the headers had no key, wait for the first message.
+    async def accept(self, subprotocol: str, *, raw: str | None = None) -> None:
+        """Accept the connection and, if the headers had no key, wait for the first message. `raw`: another subprotocol,
+        without messages; of two that are offered the client's first counts.
 
         Raises:
             ConnectionOver: the connection was refused and closed, or the client left.
         """
         offered = self.scope["subprotocols"]
-        chosen = subprotocol if subprotocol in offered else None
+        chosen = next((each for each in offered if each in (subprotocol, raw)), None)
+        self.is_raw = chosen is not None and chosen == raw
         await self._receive()  # ASGI: the first message is `websocket.connect`
         self.is_accepted = True
         accept: Message = {"type": "websocket.accept", "subprotocol": chosen, "headers": []}
@@ -169,10 +173,11 @@ class WebSocketExchange(AsgiExchange):
             await self._send({"type": "websocket.close", "code": self.code, "reason": reason})
 
     async def fail(self, error: Exception) -> None:
-        """Send an `error` message and close."""
+        """Send an `error` message and close; a raw connection has the error's text in the close frame alone."""
         message = ErrorMessage.of(error)
-        await self.send_frames(encode_message(message))
-        await self.close(close_code(error), message.message)
+        if not self.is_raw:
+            await self.send_frames(encode_message(message))
+        await self.close(close_code(error), reason_of(message) if self.is_raw else message.message)
 
     async def _next(self) -> str | bytes | None:
         if self._is_over:

@@ -110,9 +110,9 @@ class MessageRefused(Exception):
         self.kind = kind
 
 
-def reason_of(error: SandkastenError) -> str:
+def reason_of(error: SandkastenError | ErrorBody) -> str:
     """Return the reason in a close frame: the message of an error, and the problem of the first bad field."""
-    fields = [f"{name} {problem}" for name, problem in error.details.items() if isinstance(problem, str)]
+    fields = [f"{name} {problem}" for name, problem in (error.details or {}).items() if isinstance(problem, str)]
     return ": ".join([error.message, *fields[:1]])
 
 

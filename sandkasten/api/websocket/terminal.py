@@ -1,5 +1,6 @@
 """GET /v1/sessions/{id}/terminal/ws: one viewer of a terminal, its bytes both ways and a few messages.
 
+On a raw connection there are no messages: every frame of the client is typed, and the end is the close frame.
 Input waits in a bounded buffer while the program does not read, so that the task that receives never waits: a size, a
 ping and the end are always heard. Output keeps to the window the client asked for.
 """
@@ -30,6 +31,7 @@ from sandkasten.api.websocket.outbox import Lane, Outbox
 from sandkasten.api.websocket.terminal_messages import (
     INPUT,
     PROTOCOL,
+    RAW_PROTOCOL,
     GiveBack,
     GivenBack,
     ServerMessage,
@@ -55,8 +57,8 @@ PIECE_BYTES = 64 * KIB
 
 async def terminal_ws(ws: WebSocketExchange) -> None:
     """Serve one viewer."""
-    await ws.accept(PROTOCOL)
-    query = parse_query(ws.query)
+    await ws.accept(PROTOCOL, raw=RAW_PROTOCOL)
+    query = parse_query(ws.query, is_raw=ws.is_raw)
     async with ws.supervisor.open_terminal(ws.session_id, query.to_spec()) as viewer:
         await _Screen(ws, viewer, query).run()
 
@@ -90,6 +92,8 @@ class _Screen:
         self._tell(
             TerminalReady(self._viewer.terminal_id, size.cols, size.rows, self._is_taken_over, self._query.read_only)
         )
+        if self._query.take_over:
+            self._queue(TakeOver())
         try:
             async with trio.open_nursery() as nursery:
                 for task in (self._outbox.run, self._show, self._type, self._resize, self._close_when_told):
@@ -101,7 +105,14 @@ class _Screen:
             pass
 
     def _tell(self, message: ServerMessage) -> None:
-        self._outbox.put(encode_message(message))
+        """Send a message ahead of the output."""
+        if not self._ws.is_raw:
+            self._outbox.put(encode_message(message))
+
+    def _tell_in_order(self, message: ServerMessage) -> None:
+        """Send a message behind the output."""
+        if not self._ws.is_raw:
+            self._lane.put(encode_message(message))
 
     # To the screen ----------------------------------------------------------------------------------------------
 
@@ -110,10 +121,10 @@ class _Screen:
             async for data in self._viewer:
                 self._tell_changes()
                 await self._send(data)
-            self._lane.put(encode_message(Exit.of(await self._viewer.wait_end())))
+            self._tell_in_order(Exit.of(await self._viewer.wait_end()))
             self._close(CloseCode.NORMAL, "the terminal has ended")
         except SandkastenError as error:
-            self._lane.put(encode_message(ErrorMessage.of(error)))
+            self._tell_in_order(ErrorMessage.of(error))
             self._close(close_code(error), error.message)
 
     async def _send(self, data: bytes) -> None:
@@ -131,7 +142,7 @@ class _Screen:
     def _tell_changes(self) -> None:
         """Tell of changes since the last piece: lost output, and whether input reaches the shell."""
         if (skipped := self._viewer.skipped_bytes) > self._skipped_bytes:
-            self._lane.put(encode_message(Skipped(skipped - self._skipped_bytes)))
+            self._tell_in_order(Skipped(skipped - self._skipped_bytes))
             self._skipped_bytes = skipped
         self._tell_hands()
 
@@ -139,13 +150,13 @@ class _Screen:
         if self._viewer.is_taken_over != self._is_taken_over:
             self._is_taken_over = self._viewer.is_taken_over
             self._is_input_refused = False
-            self._lane.put(encode_message(TakenOver() if self._is_taken_over else GivenBack()))
+            self._tell_in_order(TakenOver() if self._is_taken_over else GivenBack())
 
     # From the keyboard ------------------------------------------------------------------------------------------
 
     def _take(self, message: str | bytes) -> None:
-        if isinstance(message, bytes):
-            self._queue(message)
+        if isinstance(message, bytes) or self._ws.is_raw:
+            self._queue(message if isinstance(message, bytes) else message.encode())
             return
         try:
             self._handle(message)
@@ -213,7 +224,7 @@ class _Screen:
             self._tell_hands()
             if not self._is_input_refused:  # told once, not for every key
                 self._is_input_refused = True
-                self._lane.put(encode_message(ErrorMessage.of(error, refused=INPUT)))  # behind `given_back`
+                self._tell_in_order(ErrorMessage.of(error, refused=INPUT))  # behind `given_back`
 
     async def _change_hands(self, order: TakeOver | GiveBack) -> None:
         await self._lane.wait_for_room()  # bounds the answers to a client that reads none
@@ -239,7 +250,7 @@ class _Screen:
         await self._viewer.give_back()
         self._tell_hands()
         if not was_taken_over:
-            self._lane.put(encode_message(GivenBack()))
+            self._tell_in_order(GivenBack())
 
     async def _resize(self) -> None:
         while True:

@@ -38,19 +38,24 @@ from sandkasten.model import TerminalSize, TerminalSpec
 from sandkasten.model.errors import SandkastenError
 
 PROTOCOL = "sandkasten.terminal.v1"
+RAW_PROTOCOL = f"{PROTOCOL}.raw"
+"""A terminal without messages, as the attach add-on of xterm.js speaks: every frame of a client is typed."""
+
 INPUT = "input"
 """The name of a client's binary frame in a refusal."""
 
 
 @attrs.frozen
 class TerminalQuery:
-    """The query of a terminal. `window` bounds the bytes on their way to the screen; None: no such limit."""
+    """The query of a terminal. `window` bounds the bytes on their way to the screen; None: no such limit. `take_over`:
+    input reaches the viewed shell from the start."""
 
     cols: Cells | None = None
     rows: Cells | None = None
     shell: ShellName | None = None
     terminal_id: ExecId | None = None
     read_only: bool = False
+    take_over: bool = False
     cwd: Path | None = None
     user: User | None = None
     window: WindowBytes | None = None
@@ -72,7 +77,7 @@ class TerminalQuery:
         )
 
 
-def parse_query(query: Mapping[str, str]) -> TerminalQuery:
+def parse_query(query: Mapping[str, str], *, is_raw: bool = False) -> TerminalQuery:
     """Return the query in a URL. Raises `InvalidRequest`."""
     refuse_unknown(query, TerminalQuery)
     parsed: TerminalQuery = build(TerminalQuery, query_values(query, TerminalQuery))
@@ -81,6 +86,10 @@ def parse_query(query: Mapping[str, str]) -> TerminalQuery:
     for name in ("cwd", "user"):
         if getattr(parsed, name) is not None and (parsed.shell or parsed.terminal_id) is not None:
             raise bad_fields(**{name: "must be absent with shell and terminal_id: it is there already"})
+    if parsed.take_over and (parsed.shell is None or parsed.read_only):
+        raise bad_fields(take_over="must be absent without shell, and with read_only")
+    if is_raw and parsed.window is not None:
+        raise bad_fields(window=f"must be absent with {RAW_PROTOCOL}, which has no message for credit")
     return parsed
 
 
