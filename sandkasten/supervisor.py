@@ -238,7 +238,8 @@ class Files(Protocol):
         ...
 
     def stream(self, request: FileRequest, *, patience_s: float = 60.0) -> AbstractAsyncContextManager[FileStream]:
-        """Begin a request with content. `patience_s`: until the next piece or the answer."""
+        """Begin a request with content. `patience_s`: until the next piece or the answer; a request with infinite
+        patience holds up neither a pause nor a stop of the daemon."""
         ...
 
 

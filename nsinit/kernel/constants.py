@@ -11,8 +11,10 @@ import platform
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
 _X86_64 |= {"syncfs": 306, "renameat2": 316, "capget": 125}
+_X86_64 |= {"inotify_init1": 294, "inotify_add_watch": 254, "inotify_rm_watch": 255}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
 _AARCH64 |= {"syncfs": 267, "renameat2": 276, "capget": 90}
+_AARCH64 |= {"inotify_init1": 26, "inotify_add_watch": 27, "inotify_rm_watch": 28}
 _NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
 SYS_capget = _NUMBERS["capget"]
@@ -23,6 +25,9 @@ SYS_setfsuid = _NUMBERS["setfsuid"]
 SYS_setfsgid = _NUMBERS["setfsgid"]
 SYS_seccomp = _NUMBERS["seccomp"]
 SYS_syncfs = _NUMBERS["syncfs"]
+SYS_inotify_init1 = _NUMBERS["inotify_init1"]
+SYS_inotify_add_watch = _NUMBERS["inotify_add_watch"]
+SYS_inotify_rm_watch = _NUMBERS["inotify_rm_watch"]
 SYS_renameat2 = _NUMBERS["renameat2"]
 SYS_pidfd_send_signal = 424
 SYS_open_tree = 428

@@ -44,6 +44,8 @@ _LOCKED_AT_ONCE = 64
 _SLEEP_S = 5
 """Seconds that a process holding a new namespace lives if nsinit dies before it opened the namespace."""
 
+INOTIFY_INSTANCES, INOTIFY_WATCHES = 16, 16_384
+"""Of each user of a session. Watches take the machine's memory."""
 _KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup", "time")
 
 
@@ -298,6 +300,8 @@ def _hold_namespace(control: socket.socket, base: int, parent_pid: int) -> None:
         for kind in _KINDS:
             # The limit of the caller's user namespace (sysctl/user.rst): 0 for every process in it, root included.
             write_file(f"/proc/sys/user/max_{kind}_namespaces", "0")
+        write_file("/proc/sys/user/max_inotify_instances", str(INOTIFY_INSTANCES))
+        write_file("/proc/sys/user/max_inotify_watches", str(INOTIFY_WATCHES))
         control.send(b"k")
         signal.pause()
     finally:

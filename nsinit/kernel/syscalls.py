@@ -470,6 +470,21 @@ def quotactl_fd(fd: int, command: int, identity: int, buffer: bytearray) -> None
     _call("quotactl_fd", k.SYS_quotactl_fd, fd, command, identity, byref(address))
 
 
+def inotify_init() -> int:
+    """inotify_init1(2), non-blocking, close-on-exec."""
+    return _call("inotify_init1", k.SYS_inotify_init1, os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def inotify_add_watch(fd: int, path: bytes, mask: int) -> int:
+    """inotify_add_watch(2); return the watch's number."""
+    return _call("inotify_add_watch", k.SYS_inotify_add_watch, fd, path, mask, detail=os.fsdecode(path))
+
+
+def inotify_rm_watch(fd: int, watch: int) -> None:
+    """inotify_rm_watch(2)."""
+    _call("inotify_rm_watch", k.SYS_inotify_rm_watch, fd, watch)
+
+
 def renameat2(
     old: str | bytes, new: str | bytes, flags: int, *, old_dir: int = k.AT_FDCWD, new_dir: int = k.AT_FDCWD
 ) -> None:

@@ -129,6 +129,15 @@ class RunnerKernel:
     def openat2(self, dirfd: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
         return syscalls.openat2(dirfd, path, flags, mode=mode, resolve=resolve)
 
+    def inotify_init(self) -> int:
+        return syscalls.inotify_init()
+
+    def inotify_add_watch(self, fd: int, path: bytes, mask: int) -> int:
+        return syscalls.inotify_add_watch(fd, path, mask)
+
+    def inotify_rm_watch(self, fd: int, watch: int) -> None:
+        syscalls.inotify_rm_watch(fd, watch)
+
     def rename_new(self, old_dir: int, old: bytes, new_dir: int, new: bytes) -> None:
         syscalls.renameat2(old, new, k.RENAME_NOREPLACE, old_dir=old_dir, new_dir=new_dir)
 

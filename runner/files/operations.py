@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, changes, contents, edit, search, view, zip_archive
+from runner.files import archive, changes, contents, edit, search, view, watch, zip_archive
 from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
 from runner.files.tree import Names, OrderedWalk, Walk, describe
 from runner.loop.context import Refused
@@ -47,6 +47,7 @@ from runner.wire.protocol import (
     StatFiles,
     Unpack,
     ViewFile,
+    WatchFiles,
 )
 
 MAX_LISTED = 1000
@@ -221,6 +222,7 @@ _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # 
     PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
     EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
     ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
+    WatchFiles: lambda request, work: watch.watch(request, work.resolver, work.kernel, work.start, work.output_fd),
     ListFiles: _list,
     GlobFiles: lambda request, work: search.glob(request, work.resolver),
     SearchFiles: lambda request, work: search.search(request, work.resolver, work.output_fd),

@@ -27,7 +27,16 @@ from runner.process.spawn import change_user, fork
 from runner.process.users import look_up
 from runner.streams.flow import Inflow, Outflow
 from runner.streams.streams import NO_STREAMS, ClientSide, Streams
-from runner.wire.protocol import ANSWERS, CHUNK_BYTES, MAX_FRAME_BYTES, Error, FileRequest, Kind, ProtocolError
+from runner.wire.protocol import (
+    ANSWERS,
+    CHUNK_BYTES,
+    MAX_FRAME_BYTES,
+    Error,
+    FileRequest,
+    Kind,
+    ProtocolError,
+    WatchFiles,
+)
 
 Work = Callable[[Callable[[object], None]], object]
 """Runs in the worker and returns the answer. May give a head, once, to the function. Raises `Refused` or `OSError`."""
@@ -170,6 +179,9 @@ def _close_others(kernel: Kernel, kept: tuple[int, ...]) -> None:
 MAX_JOBS = 16
 """At a time; each is a process."""
 
+MAX_WATCHES = 8
+"""Jobs that may watch files: they last, and others shall find room."""
+
 
 class FileJobs:
     """The requests under way."""
@@ -187,7 +199,10 @@ class FileJobs:
         account = account_of(self._context, request.user)
         if len(self._running) >= MAX_JOBS:
             raise Refused("TOO_MANY", f"{MAX_JOBS} requests for files are under way")
-        job = FileJob(self._context, sink, self._running.discard)
+        is_watch = isinstance(request, WatchFiles)
+        if is_watch and sum(each.is_watch for each in self._running) >= MAX_WATCHES:
+            raise Refused("TOO_MANY", f"{MAX_WATCHES} watches are under way")
+        job = FileJob(self._context, sink, self._running.discard, is_watch=is_watch)
         try:
             job.begin(request, account)
         except OSError as error:
@@ -236,9 +251,12 @@ class WorkerStreams(Streams):
 class FileJob(ClientSide):
     """One request. It is over when the worker's answer has come and all output was sent."""
 
-    def __init__(self, context: Context, sink: Sink, on_over: Callable[[FileJob], None]) -> None:
+    def __init__(
+        self, context: Context, sink: Sink, on_over: Callable[[FileJob], None], *, is_watch: bool = False
+    ) -> None:
         super().__init__(sink)
         self._context = context
+        self.is_watch = is_watch
         self._on_over = on_over
         self._worker: FileWorker | None = None
         self._answer: object = None

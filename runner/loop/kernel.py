@@ -70,6 +70,15 @@ class Kernel(Protocol):
     def rename_new(self, old_dir: int, old: bytes, new_dir: int, new: bytes) -> None:
         """renameat2(2), RENAME_NOREPLACE: rename a file in one open directory to a name in another, if that is free."""
 
+    def inotify_init(self) -> int:
+        """inotify_init1(2), non-blocking; the returned descriptor is the caller's."""
+
+    def inotify_add_watch(self, fd: int, path: bytes, mask: int) -> int:
+        """inotify_add_watch(2): watch a file; return its number, which is the old one if it was watched."""
+
+    def inotify_rm_watch(self, fd: int, watch: int) -> None:
+        """inotify_rm_watch(2)."""
+
     def syncfs(self, fd: int) -> None:
         """syncfs(2): wait until all that was written to the file system of `fd` is on the disk."""
 

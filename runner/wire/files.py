@@ -199,6 +199,19 @@ class SearchFiles(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class WatchFiles(FileRequest):
+    """Tell the changes of a file, or of a directory's entries, with `recursive` of all below, links not followed.
+    Answer: STARTED with `Watching`, DATA*, whose lines are `FileChange`, and `Done` when the file is gone. After
+    `silence_ms` without a change an empty line comes."""
+
+    has_head: ClassVar[bool] = True
+    gives_output: ClassVar[bool] = True
+    path: str
+    recursive: bool = False
+    silence_ms: int = 15_000
+
+
+@dataclass(frozen=True, slots=True)
 class StatFiles(FileRequest):
     """Describe the files at many paths; a link itself unless `follow`. Answer: `FileStats`, for as many of the paths,
     from the first on, as fit into it."""
@@ -377,6 +390,26 @@ class Searched:
     skipped: int
     truncated: bool
     timed_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """From now on every change is told."""
+
+    path: str
+
+
+ChangeKind = Literal["create", "write", "close", "remove", "rename", "chmod", "overflow"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileChange:
+    """A file was made (or came from elsewhere), written to, closed by a writer, removed (or left), renamed to `to`, or
+    has another mode or owner. `overflow`: some changes were lost, or some directories are not watched."""
+
+    kind: ChangeKind
+    path: str
+    to: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,14 @@ from typing import Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
 from runner.wire.files import (
+    ChangeKind,
     ChangeMode,
     ChangeOwner,
     CopyFile,
     Edited,
     EditedFile,
     EditFiles,
+    FileChange,
     FileEntry,
     FileInfo,
     FileKind,
@@ -63,6 +65,8 @@ from runner.wire.files import (
     Unpack,
     Viewed,
     ViewFile,
+    WatchFiles,
+    Watching,
     WriteFile,
 )
 
@@ -567,12 +571,14 @@ class Attached:
 
 
 __all__ = [
+    "ChangeKind",
     "ChangeMode",
     "ChangeOwner",
     "CopyFile",
     "EditFiles",
     "Edited",
     "EditedFile",
+    "FileChange",
     "FileEntry",
     "FileInfo",
     "FileKind",
@@ -608,6 +614,8 @@ __all__ = [
     "Unpack",
     "ViewFile",
     "Viewed",
+    "WatchFiles",
+    "Watching",
     "WriteFile",
     "encode_frame",
 ]
@@ -617,13 +625,13 @@ REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
     *(MakeDirectory, MoveFile, CopyFile, ChangeMode, ChangeOwner),
-    *(GlobFiles, SearchFiles),
+    *(GlobFiles, SearchFiles, WatchFiles),
     *(EditFiles, ViewFile, GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FoundFiles, FileMatch, Searched),
+    *(FoundFiles, FileMatch, Searched, Watching, FileChange),
     *(Edited, Unedited, Viewed, FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
 )
-"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`), EVENT (`PortOpened`, `PortClosed`), ERROR
-(`Error`), lines of DATA (`FileMatch`) and REPLY (all others)."""
+"""Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`, `Watching`), EVENT (`PortOpened`, `PortClosed`),
+ERROR (`Error`), lines of DATA (`FileMatch`, `FileChange`) and REPLY (all others)."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 
@@ -336,7 +336,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     # Files ------------------------------------------------------------------------------------------------------
 
     def files(self, session_id: str) -> LocalFiles:
-        return LocalFiles(lambda: self._loan(session_id))
+        return LocalFiles(lambda lasting: self._loan(session_id, lasting=lasting))
 
     def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
         return self._open_read(session_id, path, max_bytes)
@@ -355,13 +355,13 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             yield writer
 
     @asynccontextmanager
-    async def _loan(self, session_id: str) -> AsyncIterator[RunnerLink]:
-        with self._in_flight.one_more():
+    async def _loan(self, session_id: str, *, lasting: bool = False) -> AsyncIterator[RunnerLink]:
+        with nullcontext() if lasting else self._in_flight.one_more():
             entry = await self._live(session_id)
             done = trio.Event()
             try:
                 async with translating_death(entry.ref):
-                    yield await entry.ref.ask(Borrow(done))
+                    yield await entry.ref.ask(Borrow(done, lasting))
             finally:
                 done.set()
 

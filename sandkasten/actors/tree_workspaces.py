@@ -159,7 +159,7 @@ class WorkOfWorkspaces:
             yield writer
 
     def workspace_files(self, workspace_id: str, *, make: bool = False) -> LocalFiles:
-        return LocalFiles(lambda: self._made_files(workspace_id) if make else self._files(workspace_id))
+        return LocalFiles(lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id))
 
     @asynccontextmanager
     async def _made_files(self, workspace_id: str) -> AsyncIterator[RunnerLink]:

@@ -157,6 +157,8 @@ class _Front:
         if target is not None and (beneath := _beneath(target, SESSIONS)) is not None:
             exchange.session_id = beneath
             logcontext.session_id.set(beneath if SESSION_ID.match(beneath) else "")
+        if target is not None and (beneath := _beneath(target, WORKSPACES)) is not None:
+            exchange.workspace_id = beneath
         if route is not None:
             exchange.route = route.path
             exchange.needs_live_session = route.needs_live_session

@@ -28,8 +28,9 @@ from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
 from sandkasten.api.resources import file_search as search
 from sandkasten.api.resources import file_texts as texts
+from sandkasten.api.resources import file_watch as watches
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
-from sandkasten.api.websocket.events import events_ws
+from sandkasten.api.websocket.events import events_ws, watch_ws
 from sandkasten.api.websocket.exec import exec_ws
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.api.websocket.terminal import terminal_ws
@@ -100,6 +101,8 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
             answer=archives.UnpackedBody,
             statuses=_CREATED,
         ),
+        _raw("GET", f"{top}/fs/watch", watches.watch, look, query=watches.WatchQuery, answer_type=_EVENTS),
+        _websocket(f"{top}/fs/watch", watch_ws, look, query=watches.WatchQuery),
         _raw("POST", f"{top}/fs/glob", search.glob, look, body=search.GlobRequest, answer=search.GlobBody),
         _raw(
             *("POST", f"{top}/fs/search", search.search, look),

@@ -207,11 +207,11 @@ def websocket_paths(session_id: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("issued", "session", "expected"),
     [
-        (READ, "foreign", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "/v1/events": 101}),
-        (WRITE, "foreign", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "/v1/events": 101}),
-        (CONFINED, "foreign", {"exec/ws": 404, "terminal/ws": 404, "events": 404, "/v1/events": 101}),
-        (CONFINED, "own", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "/v1/events": 101}),
-        (CONFINED_READ, "own", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "/v1/events": 101}),
+        (READ, "foreign", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "fs/watch": 101, "/v1/events": 101}),
+        (WRITE, "foreign", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "fs/watch": 101, "/v1/events": 101}),
+        (CONFINED, "foreign", {"exec/ws": 404, "terminal/ws": 404, "events": 404, "fs/watch": 404, "/v1/events": 101}),
+        (CONFINED, "own", {"exec/ws": 101, "terminal/ws": 101, "events": 101, "fs/watch": 101, "/v1/events": 101}),
+        (CONFINED_READ, "own", {"exec/ws": 403, "terminal/ws": 403, "events": 101, "fs/watch": 101, "/v1/events": 101}),
     ],
 )
 async def test_websockets_ask_as_well_by_header_and_by_first_message(
@@ -221,6 +221,7 @@ async def test_websockets_ask_as_well_by_header_and_by_first_message(
     async with running_front() as running:
         session_id = await make_session(running, team="a" if session == "own" else "b")
         paths = websocket_paths(session_id)
+        expected = expected | {f"{WORKSPACES}/{{id}}/fs/watch": 101}  # whose it is, is told behind the handshake
         assert paths.keys() == expected.keys()
         for pattern, path in paths.items():
             assert await status_of_handshake(running, path, issued.token) == expected[pattern]

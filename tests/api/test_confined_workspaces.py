@@ -56,7 +56,9 @@ async def ask(client: httpx.AsyncClient, request: Request, workspace_id: str) ->
         case "PUT" | "PATCH", _:
             options = {"json": {}}
         case _, _ if pattern.startswith("fs"):
-            is_directory = pattern in ("fs", "fs/list", "fs/download", "fs/archive") and request.method != "DELETE"
+            is_directory = (
+                pattern in ("fs", "fs/list", "fs/download", "fs/archive", "fs/watch") and request.method != "DELETE"
+            )
             options = {"params": {"path": "" if is_directory else "f"}}
     return await client.request(request.method, f"{TOP}/{workspace_id}/{pattern}".rstrip("/"), **options)
 

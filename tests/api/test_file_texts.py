@@ -1,4 +1,4 @@
-"""Edits, views, globs, searches and archives of files over HTTP, in a session and in a workspace."""
+"""Edits, views, globs, searches, archives and changes of files over HTTP, in a session and in a workspace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import zipfile
 
 import pytest
 
-from tests.api.harness import running_front
+from tests.api.harness import KEY, running_front
 from tests.api.test_exec import make_session
+from tests.api.ws_client import handshake
 
 
 @pytest.mark.parametrize("kind", ["session", "workspace"])
@@ -126,3 +127,30 @@ async def test_an_archive_goes_out_and_in(kind: str, form: str) -> None:
         broken = await client.post(f"{url}/fs/archive", content=made.content[: len(made.content) // 2])
         assert (broken.status_code, broken.json()["error_code"]) == (400, "INVALID_REQUEST")
         assert (await client.post(f"{url}/fs/archive", content=b"")).status_code == 400
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_changes_are_told_as_events_and_messages(kind: str) -> None:
+    """`ready` first, names of any bytes spelled as everywhere, and the end with the watched directory."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client) if kind == "session" else "/v1/workspaces/watched"
+        await client.put(f"{url}/fs/file?path=f", content=b"x")
+        answer = await client.get(f"{url}/fs/watch?path=.&recursive=true")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
+        told = [
+            {"type": "ready", "path": "/workspace"},
+            {"type": "rename", "path": "/workspace/\0ff", "to": "/workspace/b"},
+            {"type": "remove", "path": "/workspace"},
+        ]
+        blocks = [block.split("\n") for block in answer.text.split("\n\n") if block and not block.startswith(":")]
+        assert [name.removeprefix("event: ") for name, _ in blocks] == [each["type"] for each in told]
+        assert [json.loads(data.removeprefix("data: ")) for _, data in blocks] == told
+        assert (await client.get(f"{url}/fs/watch?path=no")).status_code == 404
+        async with await running.connect() as stream:
+            await stream.send_all(handshake(f"{url}/fs/watch", {"Authorization": f"Bearer {KEY}"}))
+            seen = b""
+            while b'"remove"' not in seen:
+                piece = await stream.receive_some(65536)
+                assert piece
+                seen += piece
+            assert b"".join(json.dumps(each, separators=(",", ":")).encode() for each in told[:1]) in seen

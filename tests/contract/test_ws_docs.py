@@ -18,7 +18,7 @@ from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.routes import TABLE
 from sandkasten.api.websocket import channel, exec_messages, handshake, terminal, terminal_messages
 from sandkasten.api.websocket import messages as ws_messages
-from sandkasten.api.websocket.events import SUBPROTOCOL
+from sandkasten.api.websocket.events import SUBPROTOCOL, WATCH_SUBPROTOCOL
 from sandkasten.model import Cause, ExecEnd, TerminalSize, Usage
 
 TEXT = (Path(__file__).parents[2] / "docs/websocket.md").read_text()
@@ -116,7 +116,7 @@ def test_the_urls_and_subprotocols_are_documented() -> None:
     """One row for each route."""
     rows = {name.strip("`"): urls for urls, name, _ in table("# WebSockets")}
     raw = terminal_messages.RAW_PROTOCOL
-    assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, raw, SUBPROTOCOL}
+    assert set(rows) == {exec_messages.PROTOCOL, terminal_messages.PROTOCOL, raw, SUBPROTOCOL, WATCH_SUBPROTOCOL}
     paths = set(re.findall(r"`GET ([^`]+)`", " ".join(rows.values())))
     assert paths == {route.path for route in TABLE.routes if route.kind is RouteKind.WEBSOCKET}
 

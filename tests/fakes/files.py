@@ -43,6 +43,11 @@ class ScriptedFiles:
         self.bytes_written = 0
         self.is_keeping = True
         """Whether the content of files is kept, or only counted."""
+        self.changes = [
+            protocol.FileChange("rename", "/workspace/\udcff", "/workspace/b"),
+            protocol.FileChange("remove", "/workspace"),
+        ]
+        """Changes that a watch tells."""
 
     @cached_property
     def _places(self) -> dict[str, str]:
@@ -91,6 +96,8 @@ class ScriptedFiles:
                     return await self._read(request, send)
                 if isinstance(request, protocol.WriteFile):
                     return self._write(request, spool)
+                if isinstance(request, protocol.WatchFiles):
+                    return await self._watch(request, send)
                 assert isinstance(request, protocol.FileRequest)
                 heads: list[object] = []
                 answer: Any = self._perform(request, spool, heads.append)
@@ -116,6 +123,17 @@ class ScriptedFiles:
                 shutil.copyfileobj(out, spool)
                 spool.flush()
         return answer
+
+    async def _watch(self, request: protocol.WatchFiles, send: Send) -> protocol.Done:
+        """Tell the scripted changes, and then that the file is gone."""
+        fd, real = self._resolver.open_existing(self._resolver.encode(request.path))
+        os.close(fd)
+        path = self._inside(os.fsdecode(real))
+        await send(protocol.encode_frame(Kind.STARTED, protocol.ANSWERS.encode(protocol.Watching(path))))
+        for change in self.changes:
+            await send(protocol.encode_frame(Kind.DATA, protocol.ANSWERS.encode(change) + b"\n"))
+        await send(protocol.encode_frame(Kind.DATA, b"\n"))
+        return protocol.Done(path)
 
     def _placed(self, request: FileRequest) -> FileRequest:
         """Return a request with the places of its paths on this machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import shutil
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from nsinit.kernel import syscalls
+from nsinit.kernel.slots import INOTIFY_INSTANCES, INOTIFY_WATCHES
 from nsinit.sandbox.builder_steps import MASKED
-from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
 
@@ -383,3 +386,29 @@ for kind, flag in {KINDS}.items():
     answers = dict(line.split(" ", 1) for line in box.python(script).splitlines())
     box.teardown()
     assert answers == {"user": "0 fixed ENOSPC ENOSPC"} | dict.fromkeys(KINDS.keys() - {"user"}, "0 fixed EPERM ENOSPC")
+
+
+def test_inotify_of_one_session_is_bounded_and_none_of_anothers(server: Nsinit) -> None:
+    """A user that takes all there is leaves all of theirs to a neighbour and to the machine's root."""
+    attacker, other = (server.build(host_plan()) for _ in range(2))
+    take = """
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+held = 0
+while held < 500 and libc.inotify_init1(0) >= 0:
+    held += 1
+print(held, ctypes.get_errno(), flush=True)
+if os.path.exists("/tmp/stay"):
+    time.sleep(600)
+"""
+    attacker.run(f"cat > /tmp/take.py <<'end'\n{take}end\n")
+    attacker.run("touch /tmp/stay; python3 /tmp/take.py > /tmp/taken &")
+    wait_until(lambda: attacker.run("cat /tmp/taken").out.endswith("\n"), "the attacker has all it gets")
+    assert attacker.run("cat /tmp/taken").out == f"{INOTIFY_INSTANCES} {errno.EMFILE}\n"
+    assert other.python(take).strip() == f"{INOTIFY_INSTANCES} {errno.EMFILE}"
+    os.close(syscalls.inotify_init())
+    limits = other.run("cat /proc/sys/user/max_inotify_instances /proc/sys/user/max_inotify_watches").out.split()
+    assert limits == [str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)]
+    assert other.python("import os; print(os.access('/proc/sys/user/max_inotify_watches', os.W_OK))").strip() == "False"
+    for box in (attacker, other):
+        box.teardown()

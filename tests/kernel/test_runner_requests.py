@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from runner.files.worker import MAX_WATCHES
 from runner.wire.protocol import (
     ANSWERS,
     CHUNK_BYTES,
     ChangeMode,
     ChangeOwner,
     Done,
+    FileChange,
     FileEntry,
     FileMatch,
     FilePart,
@@ -37,8 +39,10 @@ from runner.wire.protocol import (
     StatFiles,
     Unmatched,
     Unpack,
+    WatchFiles,
+    Watching,
 )
-from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces
+from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
 
@@ -239,3 +243,35 @@ def test_zip_archives_are_made_and_taken_inside(client: Client) -> None:
     client.request(Unpack(10, 1000, "/etc/new"))
     client.send(Kind.END)
     assert code(client.next_message()) == "PERMISSION_DENIED"
+
+
+def test_changes_are_told_until_the_client_leaves(client: Client, sandbox: Sandbox) -> None:
+    """Of any path, as the user; eight at a time, and a place is free again when a client has left."""
+    client.run("mkdir closed; chmod 0 closed")
+    assert code(client.ask(WatchFiles("closed"))) == "PERMISSION_DENIED"
+    assert code(client.ask(WatchFiles("/proc/self"))) == "NOT_A_FILE"
+    watching = [sandbox.connect() for _ in range(MAX_WATCHES)]
+    for each in watching:
+        each.request(WatchFiles("/tmp", recursive=True))
+        assert each.next_message() == Watching("/tmp")
+    assert code(client.ask(WatchFiles("/tmp"))) == "TOO_MANY"
+    client.run("mkdir -p /tmp/d/e; echo x > /tmp/d/e/f")
+    wanted = {FileChange("create", "/tmp/d"), FileChange("create", "/tmp/d/e"), FileChange("create", "/tmp/d/e/f")}
+    told: set[object] = set()
+    while not told >= wanted:
+        kind, body = watching[0].next_frame()
+        assert kind is Kind.DATA
+        told |= {ANSWERS.decode(line) for line in body.splitlines() if line}
+    watching.pop().sock.close()
+    wait_until(lambda: code_or_none(sandbox, WatchFiles("/tmp")) is None)
+
+
+def code_or_none(sandbox: Sandbox, request: WatchFiles) -> str | None:
+    """Return how a watch is refused, None if it begins; it ends at once."""
+    client = sandbox.connect()
+    try:
+        client.request(request)
+        answer = client.next_message()
+        return None if isinstance(answer, Watching) else code(answer)
+    finally:
+        client.sock.close()

@@ -483,8 +483,11 @@ class SessionActor(Actor):
             case WatchPorts():
                 self._ports.ensure_watched()
                 return self._ports
-            case Borrow(done):
+            case Borrow(done, lasting=False):
                 return self._lend(done)
+            case Borrow(done):
+                self._attend(done)
+                return self.link
             case Attend(done):
                 return self._attend(done)
             case _:

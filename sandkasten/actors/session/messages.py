@@ -175,9 +175,11 @@ class WatchPorts(Ask[Ports]):
 
 @attrs.frozen
 class Borrow(Ask[RunnerLink]):
-    """Lend the link to PID 1 for a file transfer, an activity until the asker sets `done`, as it does in any case."""
+    """Lend the link to PID 1 for a file transfer, an activity until the asker sets `done`, as it does in any case.
+    What is `lasting` holds up no pause."""
 
     done: trio.Event
+    lasting: bool = False
 
 
 @attrs.frozen

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
@@ -191,13 +192,14 @@ class LocalFileStream:
 
 
 class LocalFiles:
-    """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files."""
+    """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; the argument tells whether
+    the loan lasts."""
 
-    def __init__(self, lend: Callable[[], AbstractAsyncContextManager[RunnerLink]]) -> None:
+    def __init__(self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]]) -> None:
         self._lend = lend
 
     async def ask(self, request: protocol.FileRequest, expected: type[T], *, patience_s: float = _ANSWER_S) -> T:
-        async with self._lend() as link:
+        async with self._lend(False) as link:
             _check_version(link)
             return await _ask(link, request, expected, patience_s=patience_s)
 
@@ -205,7 +207,7 @@ class LocalFiles:
     async def stream(
         self, request: protocol.FileRequest, *, patience_s: float = _ANSWER_S
     ) -> AsyncIterator[LocalFileStream]:
-        async with self._lend() as link, link.connection() as connection:
+        async with self._lend(patience_s == math.inf) as link, link.connection() as connection:
             _check_version(link)
             await connection.send_request(request)
             yield LocalFileStream(connection, patience_s)

@@ -38,7 +38,8 @@ class AsgiExchange:
     """A request for a handler, by HTTP or for a WebSocket.
 
     `key` is the caller's key, or `NOBODY` before authentication. `route` is the template of the path once a route was
-    found; `session_id` is set beneath a session. `use` counts the request among those of its key.
+    found; `session_id` is set beneath a session, `workspace_id` beneath a workspace. `use` counts the request among
+    those of its key.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class AsgiExchange:
         self.key = NOBODY
         self.route: str | None = None
         self.session_id = ""
+        self.workspace_id = ""
         self._receive = receive
         self._send = send
 
@@ -70,36 +72,6 @@ class AsgiExchange:
             InvalidRequest: the query is not UTF-8 or has too many fields.
         """
         return parse_query(self.scope["query_string"])
-
-
-class Exchange(AsgiExchange):
-    """One HTTP request, with all that the handler needs. `params` are the open segments of the path; `workspace_id` is
-    set beneath a workspace. `status` is set once the answer's head was sent."""
-
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        supervisor: Supervisor,
-        settings: ApiSettings,
-        shares: KeyShares,
-        metrics: FrontMetrics,
-        zstandard: Zstandard,
-    ) -> None:
-        super().__init__(scope, receive, send, supervisor=supervisor, settings=settings, shares=shares)
-        self.metrics = metrics
-        self.zstandard = zstandard
-        self.workspace_id = ""
-        self.params: Mapping[str, str] = {}
-        self.is_started = False
-        self.status = 0
-        self.ignored: Sequence[str] = ()
-        """Paths of the first fields of the body that mean nothing here, cut."""
-        self._is_body_done = False
-        self._body_bytes = 0
-        self._json_body: bytes | None = None
 
     @property
     def workspaces(self) -> WorkspaceSupervisor:
@@ -116,6 +88,35 @@ class Exchange(AsgiExchange):
         if not self.workspace_id:
             return self.supervisor.files(self.session_id)
         return self.workspaces.workspace_files(self.workspace_id, make=make)
+
+
+class Exchange(AsgiExchange):
+    """One HTTP request, with all that the handler needs. `params` are the open segments of the path. `status` is
+    set once the answer's head was sent."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        supervisor: Supervisor,
+        settings: ApiSettings,
+        shares: KeyShares,
+        metrics: FrontMetrics,
+        zstandard: Zstandard,
+    ) -> None:
+        super().__init__(scope, receive, send, supervisor=supervisor, settings=settings, shares=shares)
+        self.metrics = metrics
+        self.zstandard = zstandard
+        self.params: Mapping[str, str] = {}
+        self.is_started = False
+        self.status = 0
+        self.ignored: Sequence[str] = ()
+        """Paths of the first fields of the body that mean nothing here, cut."""
+        self._is_body_done = False
+        self._body_bytes = 0
+        self._json_body: bytes | None = None
 
     @property
     def method(self) -> str:

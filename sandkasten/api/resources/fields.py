@@ -679,6 +679,11 @@ def read_query(exchange: Exchange, cls: type[T]) -> T:
     return structure({**query_values(exchange.query, cls), **values}, cls, _converter, what="the query")
 
 
+def structure_query(query: Mapping[str, str], cls: type[T]) -> T:
+    """Return a query without repeated fields; raises as `structure`."""
+    return structure(query_values(query, cls), cls, _converter, what="the query")
+
+
 def query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
     """Return a query with the numbers and flags of `cls` as such, where they are spelled as one."""
     values: dict[str, object] = dict(query)

@@ -18,7 +18,7 @@ import attrs
 
 from runner.wire.protocol import FileEntry, FileStats, ListFiles, Listing, StatFile, StatFiles
 from sandkasten.api.http.errors import Answer, json_answer
-from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.exchange import AsgiExchange, Exchange
 from sandkasten.api.http.json import Body, scrub
 from sandkasten.api.resources.fields import (
     MAX_FILES,
@@ -225,7 +225,7 @@ async def entries_at(
     return found
 
 
-def inside(exchange: Exchange, placed: Placed, path: str) -> str:
+def inside(exchange: AsgiExchange, placed: Placed, path: str) -> str:
     """Return a path of a request as the sandbox has it."""
     path = posixpath.join(placed.cwd, path)
     if exchange.workspace_id and path.startswith("/") and path != TOP and not path.startswith(f"{TOP}/"):

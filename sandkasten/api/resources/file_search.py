@@ -173,7 +173,7 @@ def _line(body: Body) -> bytes:
 
 
 async def messages(stream: FileStream, expected: type[T]) -> AsyncGenerator[Sequence[T], None]:
-    """Yield the messages in the lines of an answer's content, as many at once as have come.
+    """Yield the messages in the lines of an answer's content, as many at once as have come; none for an empty line.
 
     Raises:
         RunnerProtocolError: a line is none, or too long.
@@ -184,7 +184,7 @@ async def messages(stream: FileStream, expected: type[T]) -> AsyncGenerator[Sequ
         if len(rest) > _MAX_LINE_BYTES:
             raise RunnerProtocolError("a line without an end")
         if lines:
-            yield [_decoded(line, expected) for line in lines]
+            yield [_decoded(line, expected) for line in lines if line]
 
 
 def _decoded(line: bytes, expected: type[T]) -> T:

@@ -1,28 +1,46 @@
-"""GET /v1/events and beneath a session, as a WebSocket: one text message for each event, `cursor` messages between."""
+"""Streams that take no messages: the events of the node or of a session, and the changes of files, as WebSockets: one
+text message for each, `cursor` messages between events."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 import trio
 
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.resources.events import EventsQuery, Follower, event_fields, to_json
-from sandkasten.api.resources.fields import refuse_unknown
+from sandkasten.api.resources.fields import refuse_unknown, structure_query
+from sandkasten.api.resources.file_watch import WatchQuery, changes
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event
 from sandkasten.model.errors import SandkastenError
 
 SUBPROTOCOL = "sandkasten.events.v1"
+WATCH_SUBPROTOCOL = "sandkasten.watch.v1"
 
 
 async def events_ws(ws: WebSocketExchange) -> None:
     """Follow events: one text message for each, `cursor` messages between."""
     await ws.accept(SUBPROTOCOL)
+    await _until_left(ws, _follow)
+
+
+async def watch_ws(ws: WebSocketExchange) -> None:
+    """Follow the changes of files: one text message for each, `ready` first."""
+    await ws.accept(WATCH_SUBPROTOCOL)
+    await _until_left(ws, _watch)
+
+
+async def _until_left(ws: WebSocketExchange, tell: Callable[[WebSocketExchange], Awaitable[None]]) -> None:
+    """Tell the client what there is until either side ends it."""
     failures: list[SandkastenError] = []
 
     async def follow(scope: trio.CancelScope) -> None:
         try:
-            await _follow(ws)
+            await tell(ws)
+            await ws.close()
         except SandkastenError as error:  # not through the nursery, which would wrap it into a group
             failures.append(error)
             scope.cancel()
@@ -34,6 +52,14 @@ async def events_ws(ws: WebSocketExchange) -> None:
         nursery.cancel_scope.cancel()
     if failures:
         raise failures[0]
+
+
+async def _watch(ws: WebSocketExchange) -> None:
+    refuse_unknown(ws.query, WatchQuery)
+    async with aclosing(changes(ws, structure_query(ws.query, WatchQuery))) as batches:
+        async for batch in batches:
+            for each in batch:
+                await ws.send_text(to_json(each))
 
 
 async def _follow(ws: WebSocketExchange) -> None:

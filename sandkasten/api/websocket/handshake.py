@@ -20,7 +20,7 @@ from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.http.websocket import CloseCode, Opcode, encode_frame
 from sandkasten.api.websocket.messages import ErrorMessage, encode_message, reason_of
-from sandkasten.model import SESSION_ID, errors
+from sandkasten.model import SESSION_ID, WORKSPACE_ID, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import ApiKey
 from sandkasten.model.lifecycle import LIVE, ended_error
@@ -137,6 +137,8 @@ class WebSocketExchange(AsgiExchange):
 
     async def _admit(self) -> None:
         await admit(self.key, self._needs, self.supervisor, session_id=self.session_id)
+        if self.workspace_id and not WORKSPACE_ID.match(self.workspace_id):
+            raise errors.WorkspaceNotFound("no such workspace")
         if not self.session_id:
             return
         if not SESSION_ID.match(self.session_id):

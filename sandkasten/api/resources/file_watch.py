@@ -1,0 +1,77 @@
+"""Changes of files as server-sent events, and the parts that the WebSocket shares.
+
+The first event, `ready`, comes when every change from then on is told. A client that reads too slowly is told
+`overflow`, since the kernel's queue inside is the only one. The stream ends when what is watched is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+import attrs
+
+from runner.wire.protocol import FileChange, WatchFiles, Watching
+from sandkasten.api.http.exchange import AsgiExchange, Exchange
+from sandkasten.api.http.sse import PING, SSE_HEADERS, error_event, event
+from sandkasten.api.resources.fields import FilePath, read_query, spell_path
+from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_search import messages
+from sandkasten.model.errors import SandkastenError
+
+_HERE = FilePath(".")
+
+
+@attrs.frozen(kw_only=True)
+class WatchQuery(Placed):
+    """The query of a watch; with `recursive` of everything below the directory."""
+
+    path: FilePath = _HERE
+    recursive: bool = False
+
+
+Told = Mapping[str, str]
+"""The fields of one message to the client, `type` among them."""
+
+
+async def watch(exchange: Exchange) -> None:
+    """Follow the changes of a file, or of the files in a directory, as server-sent events."""
+    query = read_query(exchange, WatchQuery)
+    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.until_disconnect(lambda: _stream(exchange, query))
+
+
+async def _stream(exchange: Exchange, query: WatchQuery) -> None:
+    try:
+        async with aclosing(changes(exchange, query)) as batches:
+            async for batch in batches:
+                if not exchange.is_started:
+                    await exchange.start(200, SSE_HEADERS)
+                    if exchange.method == "HEAD":
+                        break
+                await exchange.write(b"".join(event(each["type"], each) for each in batch) or PING)
+        await exchange.finish()
+    except SandkastenError as error:
+        if not exchange.is_started:
+            raise
+        await exchange.write(error_event(error))
+        await exchange.finish()
+
+
+async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[list[Told], None]:
+    """Yield what a client is told, `ready` first, and nothing in times of silence."""
+    silence_ms = int(exchange.settings.ping_interval_s * 1000)
+    path = inside(exchange, query, query.path)
+    request = WatchFiles(path, query.recursive, silence_ms, user=query.user)
+    async with exchange.files.stream(request, patience_s=math.inf) as stream:
+        head = await stream.head(Watching)
+        yield [{"type": "ready", "path": spell_path(head.path)}]
+        async with aclosing(messages(stream, FileChange)) as batches:
+            async for batch in batches:
+                yield [_told(each) for each in batch]
+
+
+def _told(change: FileChange) -> Told:
+    told = {"type": str(change.kind), "path": spell_path(change.path)}
+    return told | {"to": spell_path(change.to)} if change.to else told
