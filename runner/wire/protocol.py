@@ -26,9 +26,13 @@ from typing import Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
 from runner.wire.files import (
+    AppendUpload,
+    BeginUpload,
     ChangeMode,
     ChangeOwner,
+    CommitUpload,
     CopyFile,
+    DropUpload,
     Edited,
     EditedFile,
     EditFiles,
@@ -45,6 +49,7 @@ from runner.wire.files import (
     GlobFiles,
     ListFiles,
     Listing,
+    LookUpload,
     MakeDirectory,
     Measure,
     Measured,
@@ -61,6 +66,7 @@ from runner.wire.files import (
     Unedited,
     Unmatched,
     Unpack,
+    UploadState,
     Viewed,
     ViewFile,
     WriteFile,
@@ -567,9 +573,13 @@ class Attached:
 
 
 __all__ = [
+    "AppendUpload",
+    "BeginUpload",
     "ChangeMode",
     "ChangeOwner",
+    "CommitUpload",
     "CopyFile",
+    "DropUpload",
     "EditFiles",
     "Edited",
     "EditedFile",
@@ -589,6 +599,7 @@ __all__ = [
     "Kind",
     "ListFiles",
     "Listing",
+    "LookUpload",
     "MakeDirectory",
     "Measure",
     "Measured",
@@ -606,6 +617,7 @@ __all__ = [
     "Unedited",
     "Unmatched",
     "Unpack",
+    "UploadState",
     "ViewFile",
     "Viewed",
     "WriteFile",
@@ -616,13 +628,14 @@ __all__ = [
 REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
+    *(BeginUpload, AppendUpload, LookUpload, CommitUpload, DropUpload),
     *(MakeDirectory, MoveFile, CopyFile, ChangeMode, ChangeOwner),
     *(GlobFiles, SearchFiles),
     *(EditFiles, ViewFile, GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FoundFiles, FileMatch, Searched),
+    *(FoundFiles, FileMatch, Searched, UploadState),
     *(Edited, Unedited, Viewed, FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
 )
 """Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`), EVENT (`PortOpened`, `PortClosed`), ERROR
