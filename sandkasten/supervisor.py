@@ -53,6 +53,8 @@ from sandkasten.model.workspace import (
     FileInfo,
     FileListing,
     Packed,
+    Upload,
+    UploadSpec,
     Within,
     Workspace,
     WorkspacePatch,
@@ -220,7 +222,9 @@ class FileStream(Protocol):
         """Return the message after the content. Raises the refusal."""
         ...
 
-    async def send(self, data: bytes) -> None: ...
+    async def send(self, data: bytes) -> bool:
+        """Send a piece; false once the answer has come, which takes no more."""
+        ...
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
         """Tell that all content was sent, and return the answer. Raises the refusal."""
@@ -230,16 +234,34 @@ class FileStream(Protocol):
 class Files(Protocol):
     """Files of a session, or of a workspace without one. Requests and answers are those of the sandbox's PID 1.
 
-    Both methods raise SessionNotFound, SessionExpired or WorkspaceNotFound, Capacity, and the request's refusal.
+    All methods raise SessionNotFound, SessionExpired or WorkspaceNotFound, Capacity, and the request's refusal.
     """
 
-    async def ask(self, request: FileRequest, expected: type[T], *, patience_s: float = 60.0) -> T:
+    async def ask(
+        self, request: FileRequest, expected: type[T] | tuple[type[T], ...], *, patience_s: float = 60.0
+    ) -> T:
         """Perform a request without content and return its answer."""
         ...
 
     def stream(self, request: FileRequest, *, patience_s: float = 60.0) -> AbstractAsyncContextManager[FileStream]:
         """Begin a request with content. `patience_s`: until the next piece or the answer; a request with infinite
         patience holds up neither a pause nor a stop of the daemon."""
+        ...
+
+    async def begin_upload(self, spec: UploadSpec) -> Upload:
+        """Begin a file that comes in several requests (`AppendUpload`, `CommitUpload`, `DropUpload`).
+
+        Raises:
+            Capacity: `MAX_UPLOADS` have begun.
+        """
+        ...
+
+    async def upload(self, upload_id: str) -> Upload:
+        """Return an upload that has not ended. Raises `FileNotFound`."""
+        ...
+
+    async def end_upload(self, upload_id: str) -> None:
+        """Forget an upload, whose part file is gone."""
         ...
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
+from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
 
 _NEW_FILE_MODE = 0o644
 _SEND_BYTES = 8 * 1024 * 1024
@@ -88,20 +88,20 @@ def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatc
     except OSError as error:
         raise refusal(error, request.path) from None
     try:
-        if (unmatched := _compare(request, target)) is not None:
+        if (unmatched := compare(request, target)) is not None:
             return unmatched
         check_writable(target)
         fd = open_new(target.directory_fd, temporary)
         try:
             size = _receive(input_fd, fd)
-            if (unmatched := _compare(request, target)) is not None:  # once more: all that came took its time
+            if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
                 return unmatched
             try:
                 path = put_in_place(
                     fd, temporary, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
                 ).path
             except FileExistsError:
-                return Unmatched(_present(target))
+                return Unmatched(present(target))
             return FilePut(path, etag_of(os.fstat(fd)), size, created=target.mode is None)
         finally:
             if os.fstat(fd).st_nlink:
@@ -130,16 +130,17 @@ def _receive(source_fd: int, fd: int) -> int:
     return size
 
 
-def _compare(request: PutFile, target: FileTarget) -> Unmatched | None:
+def compare(request: PutFile | CommitUpload, target: FileTarget) -> Unmatched | None:
     """Return the version of the present file if it is not the one that the request is for."""
     if not (request.if_match or request.create_only):
         return None
-    etag = _present(target)
+    etag = present(target)
     is_right = not etag if request.create_only else bool(etag) and is_one_of(etag, request.if_match)
     return None if is_right else Unmatched(etag)
 
 
-def _present(target: FileTarget) -> str:
+def present(target: FileTarget) -> str:
+    """Return the version of the present file, empty if there is none."""
     status = status_of(target.name, target.directory_fd)
     return etag_of(status) if status else ""
 
@@ -170,8 +171,8 @@ def put_in_place(
     Raises:
         FileExistsError: with `create_only`, another file has the name.
     """
-    present = _NEW_FILE_MODE if target.mode is None else target.mode
-    os.fchmod(fd, present if mode is None else mode)
+    old = _NEW_FILE_MODE if target.mode is None else target.mode
+    os.fchmod(fd, old if mode is None else mode)
     if syncs:
         os.fsync(fd)
     _name(fd, temporary, target, create_only=create_only)

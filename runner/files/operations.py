@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.files import archive, changes, contents, edit, search, view, watch, zip_archive
+from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
 from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
 from runner.files.tree import Names, OrderedWalk, Walk, describe
 from runner.loop.context import Refused
@@ -23,9 +23,13 @@ from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
 from runner.wire.protocol import (
     CHUNK_BYTES,
+    AppendUpload,
+    BeginUpload,
     ChangeMode,
     ChangeOwner,
+    CommitUpload,
     CopyFile,
+    DropUpload,
     EditFiles,
     FileEntry,
     FileRequest,
@@ -34,6 +38,7 @@ from runner.wire.protocol import (
     GlobFiles,
     ListFiles,
     Listing,
+    LookUpload,
     MakeDirectory,
     Measure,
     Measured,
@@ -220,6 +225,11 @@ _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # 
     ChangeMode: lambda request, work: changes.change_mode(request, work.resolver),
     ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver),
     PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
+    BeginUpload: lambda request, work: uploads.begin(request, work.resolver),
+    AppendUpload: lambda request, work: uploads.append(request, work.resolver, work.input_fd),
+    LookUpload: lambda request, work: uploads.look(request, work.resolver),
+    CommitUpload: lambda request, work: uploads.commit(request, work.resolver),
+    DropUpload: lambda request, work: uploads.drop(request, work.resolver),
     EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
     ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
     WatchFiles: lambda request, work: watch.watch(request, work.resolver, work.kernel, work.start, work.output_fd),

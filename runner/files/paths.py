@@ -142,7 +142,7 @@ class Resolver:
                 real = self.check_inside(directory_fd)
                 link = _read_link(name, directory_fd)
                 if link is None:
-                    return FileTarget(directory_fd, real, name, _mode_of_file(name, directory_fd))
+                    return FileTarget(directory_fd, real, name, mode_of_file(name, directory_fd))
             except BaseException:
                 os.close(directory_fd)
                 raise
@@ -215,7 +215,12 @@ def status_of(name: bytes, directory_fd: int) -> os.stat_result | None:
         return None
 
 
-def _mode_of_file(name: bytes, directory_fd: int) -> int | None:
+def mode_of_file(name: bytes, directory_fd: int) -> int | None:
+    """Return the permission bits of a regular file in a directory, None if there is none.
+
+    Raises:
+        Refused: it is of another kind.
+    """
     status = status_of(name, directory_fd)
     if status is None:
         return None

@@ -99,6 +99,58 @@ class PutFile(FileRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginUpload(FileRequest):
+    """Make an empty part file beside the file that is to be written in several requests, and the directories above it.
+    `upload_id`: 32 hexadecimal digits. Answer: `UploadState` with the resolved path, by which the upload goes on."""
+
+    path: str
+    upload_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppendUpload(FileRequest):
+    """Append the DATA frames up to END to a part file that has `offset` bytes, until it has `max_bytes`. Bytes that
+    came before the connection was closed are kept. Answer: `UploadState`."""
+
+    takes_input: ClassVar[bool] = True
+    path: str
+    upload_id: str
+    offset: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpload(FileRequest):
+    """Look how much of a part file is there. Answer: `UploadState`."""
+
+    path: str
+    upload_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUpload(FileRequest):
+    """Put a part file in place of the file, as `PutFile` does; not one of another size or digest (hexadecimal SHA-256).
+    Answer: `FilePut`, `Unmatched` or `UploadState`."""
+
+    path: str
+    upload_id: str
+    size_bytes: int | None = None
+    sha256: str = ""
+    mode: int | None = None
+    if_match: tuple[str, ...] = ()
+    create_only: bool = False
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DropUpload(FileRequest):
+    """Remove a part file; none is no error. Answer: `Done`."""
+
+    path: str
+    upload_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class MakeDirectory(FileRequest):
     """Make a directory; with `parents` those above it, too, and one that is there is no error. Answer: `Done`."""
 
@@ -331,6 +383,16 @@ class FilePut:
     etag: str
     size_bytes: int
     created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """A part file and its size. `problem`: nothing was appended, since the size is not the `offset`; there was more
+    than fits; or the part file is not put in place, since its size or its digest is another one."""
+
+    path: str
+    size_bytes: int
+    problem: Literal["", "offset", "too_much", "size", "digest"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,14 @@ from typing import Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
 from runner.wire.files import (
+    AppendUpload,
+    BeginUpload,
     ChangeKind,
     ChangeMode,
     ChangeOwner,
+    CommitUpload,
     CopyFile,
+    DropUpload,
     Edited,
     EditedFile,
     EditFiles,
@@ -47,6 +51,7 @@ from runner.wire.files import (
     GlobFiles,
     ListFiles,
     Listing,
+    LookUpload,
     MakeDirectory,
     Measure,
     Measured,
@@ -63,6 +68,7 @@ from runner.wire.files import (
     Unedited,
     Unmatched,
     Unpack,
+    UploadState,
     Viewed,
     ViewFile,
     WatchFiles,
@@ -571,10 +577,14 @@ class Attached:
 
 
 __all__ = [
+    "AppendUpload",
+    "BeginUpload",
     "ChangeKind",
     "ChangeMode",
     "ChangeOwner",
+    "CommitUpload",
     "CopyFile",
+    "DropUpload",
     "EditFiles",
     "Edited",
     "EditedFile",
@@ -595,6 +605,7 @@ __all__ = [
     "Kind",
     "ListFiles",
     "Listing",
+    "LookUpload",
     "MakeDirectory",
     "Measure",
     "Measured",
@@ -612,6 +623,7 @@ __all__ = [
     "Unedited",
     "Unmatched",
     "Unpack",
+    "UploadState",
     "ViewFile",
     "Viewed",
     "WatchFiles",
@@ -624,13 +636,14 @@ __all__ = [
 REQUESTS = Vocabulary(
     *(Hello, Setup, SetEnv, Thawed, Exec, RunProgram, Signal, Cancel, Resize, OpenShell, CloseShell, Watch),
     *(ListRuns, AttachRun, ForgetRuns, ReadFile, WriteFile),
+    *(BeginUpload, AppendUpload, LookUpload, CommitUpload, DropUpload),
     *(MakeDirectory, MoveFile, CopyFile, ChangeMode, ChangeOwner),
     *(GlobFiles, SearchFiles, WatchFiles),
     *(EditFiles, ViewFile, GetFile, PutFile, ListFiles, StatFile, StatFiles, RemoveFile, Measure, Pack, Unpack),
 )
 ANSWERS = Vocabulary(
     *(HelloReply, Started, Attached, FileInfo, ExecReply, ShellInfo, RunList, Done, Error, PortOpened, PortClosed),
-    *(FoundFiles, FileMatch, Searched, Watching, FileChange),
+    *(FoundFiles, FileMatch, Searched, Watching, FileChange, UploadState),
     *(Edited, Unedited, Viewed, FilePart, FilePut, Unmatched, FileEntry, FileStats, Listing, Measured, Packed),
 )
 """Bodies of STARTED (`Started`, `Attached`, `FileInfo`, `FilePart`, `Watching`), EVENT (`PortOpened`, `PortClosed`),

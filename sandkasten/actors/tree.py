@@ -9,6 +9,7 @@
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps leftovers every minute
+    ├── uploads    removes part files that nobody goes on with
     ├── pulse      measures how late the event loop is
     └── …          children of the caller (the HTTP front)
 
@@ -57,6 +58,7 @@ from sandkasten.actors.workspaces.files import (
 )
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
+from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
@@ -158,6 +160,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
             ChildSpec("reaper", self._start_reaper),
+            ChildSpec("uploads", partial(sweep_uploads, self._store, self._files_at)),
             ChildSpec("pulse", partial(watch_loop, self._metrics)),
         )
 
@@ -336,7 +339,13 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     # Files ------------------------------------------------------------------------------------------------------
 
     def files(self, session_id: str) -> LocalFiles:
-        return LocalFiles(lambda lasting: self._loan(session_id, lasting=lasting))
+        return LocalFiles(lambda lasting: self._loan(session_id, lasting=lasting), self._store, session_id)
+
+    async def _files_at(self, place: str) -> LocalFiles | None:
+        """Return the files at the place of an upload, None for a paused session, which stays as it is."""
+        if place.startswith(WORKSPACE_PLACE):
+            return self.workspace_files(place.removeprefix(WORKSPACE_PLACE))
+        return None if (await self.get(place)).status is Status.PAUSED else self.files(place)
 
     def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
         return self._open_read(session_id, path, max_bytes)

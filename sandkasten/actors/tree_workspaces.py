@@ -25,6 +25,7 @@ from sandkasten.actors.workspaces.files import (
     open_writer,
 )
 from sandkasten.actors.workspaces.holds import Hold, Holds, Use
+from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE
 from sandkasten.admission import budget
 from sandkasten.config import MIB, Config
 from sandkasten.links.runner import RunnerLink
@@ -68,6 +69,7 @@ class WorkOfWorkspaces:
     """The part of `supervisor.Supervisor` about workspaces. The heir brings the fields and `destroy`."""
 
     _config: Config
+    _store: Ref
     _workspaces: Ref
     _holds: Holds
     _usages: dict[str, tuple[float, WorkspaceUsage]]
@@ -159,7 +161,11 @@ class WorkOfWorkspaces:
             yield writer
 
     def workspace_files(self, workspace_id: str, *, make: bool = False) -> LocalFiles:
-        return LocalFiles(lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id))
+        return LocalFiles(
+            lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id),
+            self._store,
+            f"{WORKSPACE_PLACE}{workspace_id}",
+        )
 
     @asynccontextmanager
     async def _made_files(self, workspace_id: str) -> AsyncIterator[RunnerLink]:
@@ -288,7 +294,7 @@ class WorkspacesWithin(WorkOfWorkspaces):
     """The same for an asker to whom only workspaces with certain labels exist."""
 
     def __init__(self, node: WorkOfWorkspaces, within: Within) -> None:
-        self._config, self._workspaces = node._config, node._workspaces
+        self._config, self._store, self._workspaces = node._config, node._store, node._workspaces
         self._holds, self._usages = node._holds, node._usages
         self._node, self._within = node, within
 

@@ -28,6 +28,7 @@ from sandkasten.api.resources import file_contents as contents
 from sandkasten.api.resources import file_entries as entries
 from sandkasten.api.resources import file_search as search
 from sandkasten.api.resources import file_texts as texts
+from sandkasten.api.resources import file_uploads as uploads
 from sandkasten.api.resources import file_watch as watches
 from sandkasten.api.resources.run_output import ExecResultBody, OutputBody, OutputQuery
 from sandkasten.api.websocket.events import events_ws, watch_ws
@@ -75,6 +76,7 @@ _PLACES = ((_SESSION, LOOK, ACT), (_WORKSPACE, FIND, MAKE))
 
 def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
     """Return the routes that are the same for files of a session and of a workspace."""
+    upload = f"{top}/fs/uploads/{{upload_id}}"
     return (
         _raw("GET", f"{top}/fs/file", contents.get, look, query=contents.GetQuery, answer_type=contents.BYTES),
         _raw(
@@ -84,6 +86,16 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
             answer=contents.PutBody,
             statuses=(200, 201),
         ),
+        _raw(
+            *("POST", f"{top}/fs/uploads", uploads.begin, act),
+            body=uploads.UploadRequest,
+            answer=uploads.UploadBody,
+            statuses=_CREATED,
+        ),
+        _raw("GET", upload, uploads.look, look, answer=uploads.UploadBody),
+        _raw("PATCH", upload, uploads.append, act, body_type=contents.BYTES, answer=uploads.UploadBody),
+        _raw("DELETE", upload, uploads.drop, act, answer=sessions.DoneBody),
+        _raw("POST", f"{upload}/commit", uploads.commit, act, answer=contents.PutBody, statuses=(200, 201)),
         _raw(
             "POST", f"{top}/fs/mkdir", changes.make_directory, act, body=changes.MakeRequest, answer=files.WrittenBody
         ),

@@ -100,6 +100,19 @@ class RunnerConnection:
         await self._send_in_turn(encode_frame(kind, body))
 
     @property
+    def has_arrived(self) -> bool:
+        """Whether something was received that is not handed out, or PID 1 has closed the connection."""
+        if self._decoder.buffered_bytes:
+            return True
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    @property
     def is_sending(self) -> bool:
         """Whether a frame is being sent, was left half sent, or waits to be sent."""
         return self._sending > 0 or bool(self._unsent)

@@ -60,6 +60,34 @@ class WorkspaceQuota:
         return cls(size_bytes, size_bytes // _BYTES_PER_FILE if files is None else files)
 
 
+MAX_UPLOADS = 16
+"""Uploads of one session or workspace that have begun and not ended."""
+
+UPLOAD_S = 24 * 3600.0
+"""Time that an upload may take; then its part file is removed."""
+
+
+@attrs.frozen
+class UploadSpec:
+    """A file that is to come in several requests: its path (surrogate-escaped), and what must be true of it in the end.
+    `user`: who writes it, by default the session's."""
+
+    path: str
+    size_bytes: int | None = None
+    sha256: str | None = None
+    mode: int | None = None
+    user: str | None = None
+
+
+@attrs.frozen
+class Upload:
+    """An upload that began. The path of its spec is resolved."""
+
+    id: str
+    spec: UploadSpec
+    begun_at: datetime
+
+
 @attrs.frozen
 class Workspace:
     """A workspace at one moment. `has_directory` is false for a record whose files are gone.

@@ -248,6 +248,16 @@ async def test_answers_are_as_described() -> None:
         check("post_v_workspaces_id_import", await client.post("/v1/workspaces/other/import", content=bytes(1024)))
         for of, top in (("sessions", path), ("workspaces", "/v1/workspaces/other")):
             check(f"post_v_{of}_id_fs_archive", await client.post(f"{top}/fs/archive", content=bytes(1024)))
+            begun = await client.post(f"{top}/fs/uploads", json={"path": "f"})
+            check(f"post_v_{of}_id_fs_uploads", begun)
+            upload, name = f"{top}/fs/uploads/{begun.json()['upload_id']}", f"v_{of}_id_fs_uploads_upload_id"
+            check(f"get_{name}", await client.get(upload))
+            check(f"patch_{name}", await client.patch(upload, content=b"x", headers={"Upload-Offset": "0"}))
+            check(f"post_{name}_commit", await client.post(f"{upload}/commit"))
+            begun = await client.post(f"{top}/fs/uploads", json={"path": "f"})
+            check(f"delete_{name}", await client.delete(f"{top}/fs/uploads/{begun.json()['upload_id']}"))
+            seen |= {f"post_v_{of}_id_fs_uploads", f"post_{name}_commit"}
+            seen |= {f"{method}_{name}" for method in ("get", "patch", "delete")}
         check("post_v_sessions_id_fs_upload", await client.post(f"{path}/fs/upload", **form))
         check("post_v_workspaces_id_fs_upload", await client.post("/v1/workspaces/other/fs/upload", **form))
         error = (await client.get("/v1/sessions/0123456789abcdef")).json()

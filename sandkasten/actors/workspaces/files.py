@@ -15,9 +15,10 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 import attrs
@@ -29,6 +30,7 @@ from runner.wire.protocol import CHUNK_BYTES, Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, build, teardown
+from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
@@ -53,7 +55,18 @@ from sandkasten.model.errors import (
     SandkastenError,
     TooLarge,
 )
-from sandkasten.model.workspace import FileHead, FileInfo, FileListing, Packed, WorkspaceUsage
+from sandkasten.model.workspace import (
+    MAX_UPLOADS,
+    UPLOAD_S,
+    FileHead,
+    FileInfo,
+    FileListing,
+    Packed,
+    Upload,
+    UploadSpec,
+    WorkspaceUsage,
+)
+from sandkasten.store.uploads import begin_upload, change_upload, end_upload, get_upload
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +191,12 @@ class LocalFileStream:
                 pass
         return require(self._answer, expected)
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes) -> bool:
         for start in range(0, len(data), CHUNK_BYTES):
+            if self._connection.has_arrived:
+                return False
             await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+        return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
         await self._connection.send(Kind.END)
@@ -192,13 +208,19 @@ class LocalFileStream:
 
 
 class LocalFiles:
-    """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; the argument tells whether
-    the loan lasts."""
+    """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; its argument tells whether
+    the loan lasts. `place` names the session or the workspace in the records of uploads."""
 
-    def __init__(self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]]) -> None:
-        self._lend = lend
+    def __init__(self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]], store: Ref, place: str) -> None:
+        self._lend, self._store, self._place = lend, store, place
 
-    async def ask(self, request: protocol.FileRequest, expected: type[T], *, patience_s: float = _ANSWER_S) -> T:
+    async def ask(
+        self,
+        request: protocol.FileRequest,
+        expected: type[T] | tuple[type[T], ...],
+        *,
+        patience_s: float = _ANSWER_S,
+    ) -> T:
         async with self._lend(False) as link:
             _check_version(link)
             return await _ask(link, request, expected, patience_s=patience_s)
@@ -211,6 +233,35 @@ class LocalFiles:
             _check_version(link)
             await connection.send_request(request)
             yield LocalFileStream(connection, patience_s)
+
+    async def begin_upload(self, spec: UploadSpec) -> Upload:
+        upload = Upload(secrets.token_hex(16), spec, datetime.now(UTC))
+        if not await self._store.ask(do(begin_upload, self._place, upload)):
+            raise Capacity("too many uploads have begun and not ended", limit=MAX_UPLOADS)
+        try:
+            begun = await self.ask(protocol.BeginUpload(spec.path, upload.id, user=spec.user), protocol.UploadState)
+        except SandkastenError as error:
+            refusal = error
+        else:
+            upload = attrs.evolve(upload, spec=attrs.evolve(spec, path=begun.path))
+            await self._store.ask_again(do(change_upload, upload))
+            return upload
+        await self.end_upload(upload.id)
+        raise refusal
+
+    async def upload(self, upload_id: str) -> Upload:
+        found = await self._store.ask_again(do(get_upload, self._place, upload_id))
+        if found is None or is_old(found):
+            raise FileNotFound("there is no such upload")
+        return found
+
+    async def end_upload(self, upload_id: str) -> None:
+        await self._store.ask_again(do(end_upload, upload_id))
+
+
+def is_old(upload: Upload) -> bool:
+    """Whether an upload has taken all the time that one may take."""
+    return datetime.now(UTC) - upload.begun_at > timedelta(seconds=UPLOAD_S)
 
 
 def _check_version(link: RunnerLink) -> None:
@@ -249,7 +300,9 @@ async def measure(link: RunnerLink) -> WorkspaceUsage:
     )
 
 
-async def _ask(link: RunnerLink, request: object, answer: type[T], *, patience_s: float = _ANSWER_S) -> T:
+async def _ask(
+    link: RunnerLink, request: object, answer: type[T] | tuple[type[T], ...], *, patience_s: float = _ANSWER_S
+) -> T:
     async with link.connection() as connection:
         await connection.send_request(request)
         return require(await connection.receive_answer(deadline=trio.current_time() + patience_s), answer)

@@ -57,7 +57,7 @@ class Decompressor:
         self._decoder = _new_decoder()
         self._is_between = True
 
-    async def feed(self, data: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def feed(self, data: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Decompress `data` and write the result."""
         while True:
             if self._decoder.eof:

@@ -130,6 +130,7 @@ PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
+Sha256 = NewType("Sha256", str)
 FileId = NewType("FileId", int)
 Line = NewType("Line", int)
 Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
@@ -532,6 +533,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     PathInWorkspace: _path_in_workspace,
     FilePath: _file_path,
     FileMode: _file_mode,
+    Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),
     FileId: Between(-1, MAX_FILE_ID),
     Line: Between(1, 2**31),
     Edits: _edits,

@@ -132,7 +132,7 @@ async def head_of(exchange: Exchange) -> bytes:
     return head
 
 
-async def forward(exchange: Exchange, head: bytes, send: Callable[[bytes], Awaitable[None]]) -> None:
+async def forward(exchange: Exchange, head: bytes, send: Callable[[bytes], Awaitable[object]]) -> None:
     """Send an archive that begins with `head` on, decompressed if it is compressed with zstd."""
     limit_bytes = exchange.settings.max_upload_bytes
     if not head.startswith(MAGIC):

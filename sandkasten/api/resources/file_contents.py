@@ -26,11 +26,12 @@ from sandkasten.model.errors import (
     RunnerProtocolError,
     SandboxError,
 )
+from sandkasten.supervisor import FileStream
 
 BYTES = "application/octet-stream"
-_ANY_SIZE = 1 << 60
+ANY_SIZE = 1 << 60
 """The session's disk is the bound."""
-_WRITE_S = 1800.0
+WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
 _ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
@@ -136,21 +137,42 @@ def _etags(exchange: Exchange, name: bytes) -> tuple[str, ...]:
 async def put(exchange: Exchange) -> Answer:
     """Write a file from the body, replacing one that is there; missing directories are made."""
     query = read_query(exchange, PutQuery)
-    absent = _etags(exchange, b"if-none-match")
-    if absent not in ((), ("*",)):
-        raise InvalidRequest("a condition can't be met", if_none_match="must be * for a write")
+    if_match, create_only = conditions_of(exchange)
     request = PutFile(
         inside(exchange, query, query.path),
         query.mode,
-        if_match=_etags(exchange, b"if-match"),
-        create_only=bool(absent),
+        if_match=if_match,
+        create_only=create_only,
         sync=bool(exchange.workspace_id),
         user=query.user,
     )
-    async with exchange.made_files().stream(request, patience_s=_WRITE_S) as stream:
-        while chunk := await exchange.read_chunk(limit_bytes=_ANY_SIZE):
-            await stream.send(chunk)
+    async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:
+        await receive_into(exchange, stream)
         done: FilePut | Unmatched = await stream.end((FilePut, Unmatched))
+    return put_answer(done)
+
+
+def conditions_of(exchange: Exchange) -> tuple[tuple[str, ...], bool]:
+    """Return the versions that a file to be written must have, and whether there must be none.
+
+    Raises:
+        InvalidRequest
+    """
+    absent = _etags(exchange, b"if-none-match")
+    if absent not in ((), ("*",)):
+        raise InvalidRequest("a condition can't be met", if_none_match="must be * for a write")
+    return _etags(exchange, b"if-match"), bool(absent)
+
+
+async def receive_into(exchange: Exchange, stream: FileStream) -> None:
+    """Send the body into the sandbox; the rest of it is not read once the sandbox has answered."""
+    while chunk := await exchange.read_chunk(limit_bytes=ANY_SIZE):
+        if not await stream.send(chunk):
+            return
+
+
+def put_answer(done: FilePut | Unmatched) -> Answer:
+    """Return the answer to a write. Raises `PreconditionFailed`."""
     if isinstance(done, Unmatched):
         raise PreconditionFailed("the file is of another version", etag=done.etag)
     body = PutBody(spell_path(done.path), done.etag, done.size_bytes)
