@@ -101,7 +101,7 @@ DAEMON: Final = Part(
 NSINIT: Final = Part(
     "nsinit",
     _names(_LIFE, _FILES, _WAITING, _TALKING, _CONNECTIONS, _KEEPING, _OWNING, _PROCESSES, _POWERS, _MOUNTS, "chroot")
-    | _names("sync landlock_create_ruleset landlock_add_rule landlock_restrict_self"),
+    | _names("sync sched_setaffinity landlock_create_ruleset landlock_add_rule landlock_restrict_self"),
     (*_NO_TYPING, *_families(_AF_UNIX, _AF_INET)),  # the internet's for the loopback of a sandbox
 )
 """nsinit, its chores, and mke2fs, e2fsck and resize2fs."""

@@ -52,6 +52,7 @@ def read_owner(directory: str) -> str:
 
 
 REQUIRED = ("memory", "cpu", "pids")
+_VISIBLE = ("memory", "cpu", "cpuacct", "pids")
 OPTIONAL = ("cpuacct", "blkio")
 """Controllers that count, and blkio limits, too. v1 keeps them apart; in v2 `cpu.stat` has cpuacct's numbers always."""
 WITH_V2 = ("io",)
@@ -80,6 +81,15 @@ class Tree:
 
     mode: CgroupMode
     dirs: dict[str, str]
+    cpuset: str = ""
+    """The directory of v1's cpuset, if there is that, which sessions share with nsinit."""
+
+    def visible(self, session_id: str) -> dict[str, str]:
+        """Return the session's directories that programs see below `/sys/fs/cgroup`, by their names there; "" is that
+        itself."""
+        if self.mode == "v2":
+            return {"": f"{self.dirs['unified']}/{session_id}"}
+        return {name: f"{directory}/{session_id}" for name, directory in self.dirs.items() if name in _VISIBLE}
 
     @property
     def unique(self) -> tuple[str, ...]:
@@ -149,7 +159,7 @@ def claim(located: Located, *, name: str, parent: str, beside: tuple[int, ...] =
     if located.unified is not None and located.unified_mount is not None:
         base = located.unified if parent == "auto" else _below(located.unified_mount, parent)
         dirs["unified"] = _make(base, name)
-    return Tree(mode, dirs)
+    return Tree(mode, dirs, located.v1.get("cpuset", ""))
 
 
 def bound_pids(tree: Tree) -> None:

@@ -47,6 +47,7 @@ _MEMORY_OF_A_SOCKET = 2 << 20
 @dataclass(frozen=True, slots=True)
 class Order:
     """Work on one sandbox, from stage `done` to stage `goal` (without a plan: blank). `disk`: limits of its disk.
+    `processors`: those that its programs run on.
 
     Descriptors that come along: pidfd of PID 1, user namespace, map of the machine's files, control socket, and the
     map of the workspace's files if the plan has a workspace.
@@ -58,6 +59,7 @@ class Order:
     done: Stage
     goal: Stage
     disk: DiskLimits
+    processors: tuple[int, ...] = ()
 
 
 ORDERS = Vocabulary(Order)
@@ -105,6 +107,7 @@ def _serve(order: Order, fds: list[int], machine: BuildFacts, kept: set[int], ho
     with socket.socket(fileno=control_fd) as connection:
         of_session = pidfd, userns_fd, system_userns_fd
         sandbox = SandboxBuild(machine, order.session_id, order.base, *of_session, connection, order.disk)
+        sandbox.processors = frozenset(order.processors)
         if workspace:
             (sandbox.workspace_userns_fd,) = workspace
         try:

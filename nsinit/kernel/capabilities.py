@@ -48,11 +48,13 @@ NSINIT_CAPABILITIES = (
     | 1 << k.CAP_SETUID
     | 1 << k.CAP_SYS_ADMIN
     | 1 << k.CAP_SYS_CHROOT
+    | 1 << k.CAP_SYS_NICE
     | 1 << k.CAP_SYS_PTRACE
     | 1 << k.CAP_SYS_RESOURCE
 )
-"""Capabilities of nsinit and every process that it starts: for mounts, namespaces, id maps, devices, reading about and
-ending sandboxes. An overlay copies up with the credentials of its mounter, so every right over files is among them."""
+"""Capabilities of nsinit and every process that it starts: for mounts, namespaces, id maps, devices, reading about,
+binding to processors, and ending sandboxes. An overlay copies up with the credentials of its mounter, so every right
+over files is among them."""
 
 START_CAPABILITIES = NSINIT_CAPABILITIES | 1 << k.CAP_SYSLOG
 """Capabilities of an nsinit that starts: CAP_SYSLOG opens the kernel's log (`kmsg`), and is given up then."""

@@ -27,6 +27,14 @@ ROOT = "root"
 DISK = "disk"
 DEVICES = "devices"
 VOLUME = "volume"
+SYS = "sys"
+"""A `/sys` with mount points for a session's cgroups and its list of processors."""
+CGROUPS = f"{SYS}/fs/cgroup"
+CPUSET = "cpuset"
+"""A directory with the values of the machine's own cpuset, and the name of the mount point that it covers."""
+_CPUSET_FILES = ("cpuset.cpus", "cpuset.mems", "cpuset.effective_cpus", "cpuset.effective_mems")
+_SYS = SYS, f"{SYS}/fs", CGROUPS, *(f"{SYS}/{each}" for each in ("devices", "devices/system", "devices/system/cpu"))
+_ONLINE = f"{_SYS[-1]}/online"
 STAGED_ROOT = "merged"
 LOWER = ("lower", "lower-2")
 UPPER = "upper"
@@ -75,16 +83,27 @@ def enter_own_namespaces(needed: tuple[str, ...], unwanted: Collection[str]) -> 
             _detach(mount.point)
 
 
-def make_stage(stage: str) -> None:
+def make_stage(stage: str, *, hierarchies: Collection[str] = (), cpuset: str = "") -> None:
     """Mount the private tmpfs, fill it and make it read-only: clones of its parts inherit the flag without another
-    call."""
+    call. `hierarchies`: the names that cgroup hierarchies have in a session's `/sys/fs/cgroup`; `cpuset`: the directory
+    of that one, if there is one."""
     inert = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
-    syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=64")
+    syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=128")
     mask = os.umask(0)
     try:
         for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, VOLUME, STAGED_ROOT, *LOWER, UPPER):
             os.mkdir(f"{stage}/{name}", 0o755)
         os.mkdir(f"{stage}/{EMPTY_DIRECTORY}", 0o555)
+        for name in (*_SYS, *(f"{CGROUPS}/{each}" for each in hierarchies)):
+            os.mkdir(f"{stage}/{name}", 0o755)
+        if cpuset:
+            for name in (f"{CGROUPS}/{CPUSET}", CPUSET):
+                os.mkdir(f"{stage}/{name}", 0o755)
+            for name in _CPUSET_FILES:
+                with open(f"{cpuset}/{name}", "rb") as source, open(f"{stage}/{CPUSET}/{name}", "xb") as file:
+                    file.write(source.read())
+                os.chmod(f"{stage}/{CPUSET}/{name}", 0o444)
+        os.close(os.open(f"{stage}/{_ONLINE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o444))
         os.close(os.open(f"{stage}/{EMPTY_FILE}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o000))
         for name, lines in zip(REPLACED, (_calm_stat(), _calm_vmstat(), _proc_lines(_NEW_UUID)), strict=True):
             with open(os.open(f"{stage}/{name}", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o444), "wb") as file:

@@ -65,6 +65,7 @@ IMAGE_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ..
     ("overlay root", builder_steps.mount_root),
     ("overlay usr", builder_steps.mount_usr),
     ("proc", builder_steps.place_proc),
+    ("sys", builder_steps.mount_sys),
     ("dev", builder_steps.place_dev),
     ("tmp", builder_steps.mount_tmp),
     ("run", builder_steps.mount_run),
@@ -77,6 +78,7 @@ with an image waits here."""
 
 LAST_STEPS: tuple[tuple[str, Callable[[SandboxBuild, SandboxPlan], object]], ...] = (
     ("image root", builder_steps.find_root),
+    ("views", builder_steps.mount_views),
     ("workspace", builder_steps.mount_workspace),
     ("read-only root", builder_steps.make_read_only),
     ("pivot root", builder_steps.pivot),

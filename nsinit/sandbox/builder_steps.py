@@ -13,11 +13,12 @@ import os
 import socket
 from dataclasses import dataclass
 
+from nsinit.cgroup.tree import Tree
 from nsinit.kernel import capabilities, mounts, stage, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.seccomp.filters import Filters
 from nsinit.own_filters import PartFilters
-from nsinit.sandbox import rootfs
+from nsinit.sandbox import rootfs, views
 from nsinit.steps import Crash, StepFailed
 from nsinit.storage import shells
 from nsinit.storage.mechanism import DiskFacts, Mechanism
@@ -70,6 +71,8 @@ class BuildFacts:
     io: IoLimits
     io_disk: str
     terminals: int
+    size: views.MachineSize
+    tree: Tree
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
     parts: PartFilters | None = None
@@ -89,6 +92,7 @@ class SandboxBuild:
     control: socket.socket
     disk: DiskLimits
     """Limits of the disk, unless the plan says otherwise."""
+    processors: frozenset[int] = frozenset()
     workspace_userns_fd: int = -1
     root_fd: int = -1
     usr_fd: int = -1
@@ -225,6 +229,34 @@ def place_dev(build: SandboxBuild, plan: SandboxPlan) -> None:
     mounts.attach(os.open(f"{build.machine.layout.stage}/{stage.OWN_DEV}", _POINT), _target(build, "dev"))
     shm_bytes = min(plan.shm_bytes, plan.limits.memory_bytes // 4)
     mounts.attach(_tmpfs(build, shm_bytes, inodes=plan.shm_inodes), open_in_root(build.root_fd, "dev/shm", _POINT))
+
+
+def mount_sys(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount a `/sys` with nothing in it but the session's own cgroups, read-only: clones of their directories, so that
+    neither a file system nor a path of the machine is added.
+
+    v1's cpuset is the machine's: its mount shows in the table, which is what runtimes look for, and is covered by a
+    directory with its values.
+    """
+    tree, stage_path = build.machine.tree, build.machine.layout.stage
+    mounts.attach(mounts.clone(-1, f"{stage_path}/{stage.SYS}", 0), _target(build, "sys"))
+    shown = [*tree.visible(build.session_id).items()]
+    if tree.cpuset:
+        shown += [(stage.CPUSET, tree.cpuset), (stage.CPUSET, f"{stage_path}/{stage.CPUSET}")]
+    for name, directory in shown:
+        mount_fd = mounts.clone(-1, directory, k.MOUNT_ATTR_RDONLY | mounts.INERT)
+        mounts.attach(mount_fd, open_in_root(build.root_fd, f"sys/fs/cgroup/{name}", _POINT))
+
+
+def mount_views(build: SandboxBuild, plan: SandboxPlan) -> None:
+    """Mount the files that tell of the session's memory and processors."""
+    os.close(open_directory(build.root_fd, views.DIRECTORY, owner=0))
+    views.write(build.root_fd, build.machine.size.views(plan.limits.memory_bytes, build.processors))
+    for name, place in views.PLACES.items():
+        source_fd = open_in_root(build.root_fd, f"{views.DIRECTORY}/{name}")
+        mount_fd = mounts.clone(source_fd, "", k.MOUNT_ATTR_RDONLY)
+        os.close(source_fd)
+        mounts.attach(mount_fd, open_in_root(build.root_fd, place))
 
 
 def mount_tmp(build: SandboxBuild, plan: SandboxPlan) -> None:

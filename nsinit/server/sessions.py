@@ -26,10 +26,12 @@ from nsinit.helpers.cgroup_maker import AddRunCgroup, EmptyMemory, RaiseLimits
 from nsinit.helpers.pool import HelperPool, OrderOutcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
+from nsinit.sandbox import views
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
+from nsinit.server.processors import Processors, bind, bind_all
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
@@ -90,6 +92,7 @@ class Sessions:
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
     pool: dict[str, UnfinishedSandbox] = field(default_factory=dict)
+    processors: Processors = field(default_factory=Processors)
     _filling: set[str] = field(default_factory=set)
     _building: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
@@ -156,6 +159,8 @@ class Sessions:
                     with sandbox.steps.step("limits"):
                         yield from self._change_limits(sandbox.cgroup, request.plan.limits)
                 sandbox.process.has_workspace = request.plan.workspace_id is not None
+                if request.plan.image_kind != "files":
+                    bind(sandbox.process.pid, self.processors.take(session_id, request.plan.limits))
                 outcome = yield from self._order(sandbox, request.plan, request.plan.disk, done, "whole")
                 return (yield from self._fill(sandbox, request, outcome))
             except StepFailed:
@@ -199,6 +204,7 @@ class Sessions:
         except OSError as error:
             raise failure_of("attach", error) from error
         if session_id not in self.processes:
+            self.processors.note(session_id, frozenset(os.sched_getaffinity(identity.pid)))
             self.births.slots.reserve(identity.base_uid)
             self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
         self._watch_memory()
@@ -217,6 +223,21 @@ class Sessions:
             yield from self._change_limits(cgroup, limits)
         except OSError as error:
             raise failure_of("set limits", error) from error
+        try:
+            yield from self._show_limits(cgroup, limits)
+        except (OSError, StepFailed) as error:  # they are in force all the same
+            log("warning", "limits not shown", session_id, reason=str(error))
+
+    def _show_limits(self, cgroup: SessionCgroup, limits: Limits) -> Generator[Wait, bool, None]:
+        """Have programs see the limits of a running session. Raises `OSError`, `StepFailed`."""
+        before, processors = self.processors.of(cgroup.session_id), self.processors.take(cgroup.session_id, limits)
+        if processors != before:
+            yield from bind_all(cgroup, processors)
+        root_fd = open_root(require_identity(cgroup, "set limits"))
+        try:
+            views.rewrite(root_fd, self.births.machine.size.views(limits.memory_bytes, processors))
+        finally:
+            os.close(root_fd)
 
     def set_frozen(self, session_id: str, *, frozen: bool) -> Generator[Wait, bool, None]:
         """Freeze or thaw a session that has a cgroup. Raises `StepFailed`."""
@@ -312,6 +333,7 @@ class Sessions:
             yield Wait(timeout_s=pause_s)
         leftovers += [f"{path}: still holds a process" for path in left]
         passing(machine.crash, "nsinit.destroy.cgroup_removed")
+        self.processors.forget(session_id)
         if not left:
             yield from self._give_back_slot(session_id, base)
         try:
@@ -405,7 +427,8 @@ class Sessions:
         self, sandbox: UnfinishedSandbox, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage
     ) -> Generator[Wait, bool, OrderOutcome]:
         """Hand an order for a sandbox to a builder. Raises `StepFailed`."""
-        order = Order(sandbox.session_id, sandbox.process.slot.base, plan, done, goal, disk)
+        processors = tuple(self.processors.of(sandbox.session_id))
+        order = Order(sandbox.session_id, sandbox.process.slot.base, plan, done, goal, disk, processors)
         return (yield from self.builders.hand_over(order, self.births.builder_fds(sandbox, plan)))
 
     def _fill(

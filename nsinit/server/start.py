@@ -28,7 +28,7 @@ from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
 from nsinit.log import log
 from nsinit.own_filters import BUILDER, CGROUP_MAKER, NSINIT, PartFilters
-from nsinit.sandbox import builder_steps, child
+from nsinit.sandbox import builder_steps, child, views
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
 from nsinit.server.births import Births
@@ -139,12 +139,14 @@ def _start(
         last_capability = read_last_capability()
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
-        needed = layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique
+        needed = layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique, *([tree.cpuset] if tree.cpuset else [])
         # A mount on a place itself may be the disk for it, and stays.
         unwanted = {each for each in host.find_mounts(layout) if os.path.dirname(each) != layout.data_dir}
         stage.enter_own_namespaces(needed, unwanted)
     with steps.step("stage"):
-        stage.make_stage(layout.stage)
+        stage.make_stage(layout.stage, hierarchies=[name for name in tree.visible("") if name], cpuset=tree.cpuset)
+        with open(f"{layout.stage}/stat", "rb") as file:
+            size = views.read_machine_size(file.read())
     with steps.step("disk"):
         disk, refused = choose.choose(layout, request.disk, disks)
         volumes.open(disk.mode, refused)
@@ -157,7 +159,7 @@ def _start(
         has_own_filters = request.own_filters if grant is None else grant.own_filters
         parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER) if has_own_filters else None
         machine = builder_steps.BuildFacts(
-            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, crash, parts
+            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, size, tree, crash, parts
         )
     table.free(slot)
     with steps.step("helpers"):

@@ -12,6 +12,7 @@ import pytest
 
 from nsinit.cgroup.tree import read_owner
 from nsinit.wire.protocol import Adopt, Ok, Prepare, Ready, SetLimits
+from runner.wire.protocol import ExecReply, RunProgram
 from tests.kernel.harness import (
     FORK_UNTIL_REFUSED,
     PATIENCE_S,
@@ -196,10 +197,16 @@ def test_limits_change_up_and_down_while_running(server: Nsinit, memory_bytes: i
 
 
 def test_nothing_of_a_cgroup_is_writable_inside(server: Nsinit) -> None:
-    """No cgroup file system is mounted in the sandbox at all."""
-    box = server.build(host_plan())
-    assert box.run("cut -d' ' -f3 /proc/self/mounts | grep -c cgroup").out == "0\n"
-    assert box.run("ls -A /sys").out == ""
+    """The session's own are mounted, each read-only, and by root inside neither a file can be written nor a directory
+    made."""
+    box = server.build(host_plan(root_inside=True))
+    options = box.run("grep /sys/fs/cgroup /proc/self/mounts | cut -d' ' -f3,4 | grep ^cgroup").out.splitlines()
+    assert options
+    assert all(each.split()[1].startswith("ro,") for each in options)
+    write = "find /sys -type f -writable; find /sys -type d -exec mkdir {}/own \\; 2>/dev/null; find /sys -name own"
+    reply, out, _ = box.request(RunProgram("w", ("sh", "-c", write), user="root"))
+    assert isinstance(reply, ExecReply)
+    assert out == b""
     box.teardown()
 
 

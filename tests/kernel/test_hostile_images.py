@@ -20,7 +20,7 @@ from tests.kernel.harness import (
 
 pytestmark = pytest.mark.skipif(not Path("/bin/busybox").exists(), reason="needs a static busybox")
 
-MOUNT_POINTS = ("dev", "proc", "tmp", "run", "home", "home/sandbox", "workspace", "etc")
+MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "home", "home/sandbox", "workspace", "etc")
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_accounts_of_an_image_are_left_alone(server: Nsinit) -> None:
 
 
 @needs_busybox
-@pytest.mark.parametrize("name", ["dev", "proc", "tmp", "run", "workspace", "home", "etc"])
+@pytest.mark.parametrize("name", ["dev", "proc", "sys", "tmp", "run", "workspace", "home", "etc"])
 def test_an_image_with_a_link_for_a_mount_point_is_refused(server: Nsinit, name: str) -> None:
     """`/dev -> /etc` and its like end the build; nothing is mounted or written where the link points."""
     rootfs = make_rootfs_image(server.data_dir, "hostile")

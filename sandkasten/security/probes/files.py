@@ -17,6 +17,7 @@ from sandkasten.security.probes.attempt import CANARY, Answers, NotApplicable, O
 from sandkasten.security.probes.kernel import answer, opening, reading
 
 _REFUSED = ("EPERM", "EACCES", "EROFS", "ENOENT", "ENOTDIR")
+_CGROUPS = "/sys/fs/cgroup"
 _PRIVATE = ("kcore", "kallsyms", "kmsg", "keys", "key-users", "timer_list", "sched_debug", "slabinfo", "vmallocinfo",
             "pagetypeinfo", "zoneinfo", "iomem", "ioports", "interrupts", "modules", "cmdline", "config.gz",
             "kpagecount", "kpageflags", "kpagecgroup", "latency_stats", "diskstats", "buddyinfo", "locks", "partitions",
@@ -112,12 +113,17 @@ def read_page_frames(target: OutsideFacts) -> Answers:
 # /sys -------------------------------------------------------------------------------------------------------------
 
 
-@attempt("sys.visible", "look at the host's hardware and firmware", "information leak", ("empty", "ENOENT"))
+@attempt("sys.visible", "look at the host's hardware and firmware", "information leak", ("of the session", "ENOENT"))
 def look_at_sys(target: OutsideFacts) -> Answers:
+    """The session's own cgroups and its list of processors are there, and else nothing."""
     try:
-        return {"/sys": "empty" if not os.listdir("/sys") else f"{len(os.listdir('/sys'))} entries"}
+        found = {os.path.join(place, name) for place, places, names in os.walk("/sys") for name in (*places, *names)}
     except OSError as error:
         return {"/sys": errno.errorcode[error.errno or 0]}
+    shown = ("/sys/devices/system/cpu/online", f"{_CGROUPS}/")
+    strange = [path for path in sorted(found) if not path.startswith(shown)]
+    strange = [path for path in strange if not any(each.startswith(f"{path}/") for each in shown)]
+    return {"/sys": ", ".join(strange) or "of the session"}
 
 
 @attempt("sys.helpers", "have the kernel run a helper, by uevent_helper or release_agent", "CVE-2022-0492", _REFUSED)
@@ -128,13 +134,36 @@ def set_helpers(target: OutsideFacts) -> Answers:
     return opening(names)
 
 
-@attempt("sys.cgroup-files", "change the own limits by a cgroup file system", "CVE-2022-0492", ("none",))
-def find_cgroup_mounts(target: OutsideFacts) -> Answers:
+@attempt("sys.mounts", "reach the kernel's own file systems", "CVE-2022-0492", ("none",))
+def find_kernel_mounts(target: OutsideFacts) -> Answers:
     with open("/proc/self/mountinfo") as file:
-        mounts = [
-            line for line in file if line.partition(" - ")[2].startswith(("cgroup", "sysfs", "debugfs", "tracefs"))
-        ]
+        mounts = [line for line in file if line.partition(" - ")[2].startswith(("sysfs", "debugfs", "tracefs"))]
     return {"mounts": "; ".join(mounts) or "none"}
+
+
+@attempt("sys.cgroup-files", "change the own limits by a cgroup file system", "CVE-2022-0492", ("none",))
+def write_cgroup_files(target: OutsideFacts) -> Answers:
+    """No file can be opened for writing, and no directory made."""
+    taken = []
+    for place, _, names in os.walk(_CGROUPS):
+        opened = opening(os.path.join(place, name) for name in names)
+        taken += [path for path, found in opened.items() if found not in _REFUSED]
+        if answer(os.mkdir, f"{place}/own") not in _REFUSED:
+            taken.append(f"{place}/own")
+    return {"files": ", ".join(taken) or "none"}
+
+
+@attempt("sys.cgroup-tree", "see a neighbour's cgroup, or a process in it", "information leak", ("none",))
+def look_at_cgroup_tree(target: OutsideFacts) -> Answers:
+    """The processes listed are the session's own; a process of another pid namespace would be listed as 0."""
+    strange = []
+    for place, _, names in os.walk(_CGROUPS):
+        if place.rpartition("/")[2].startswith("sandkasten"):
+            strange.append(place)
+        for name in {"cgroup.procs", "tasks"} & set(names):
+            with open(os.path.join(place, name)) as file:
+                strange += [f"{place}: {pid.strip()}" for pid in file if int(pid) == 0]
+    return {"tree": ", ".join(strange) or "none"}
 
 
 # Devices ----------------------------------------------------------------------------------------------------------
@@ -221,12 +250,23 @@ def open_host_files(target: OutsideFacts) -> Answers:
     "leaks.accounts",
     "read the host's password hashes and keys",
     "file system escape",
-    ("ENOENT", "EACCES", "empty", "ENOTDIR"),
+    ("ENOENT", "EACCES", "empty", "ENOTDIR", "no password opens an account"),
 )
 def read_accounts(target: OutsideFacts) -> Answers:
-    names = ("/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/ssh/ssh_host_ed25519_key", "/etc/machine-id",
+    """The image may have accounts of its own, which no password opens."""
+    names = ("/etc/sudoers", "/etc/ssh/ssh_host_ed25519_key", "/etc/machine-id",
              "/root/.ssh/id_rsa", "/root/.bash_history", "/var/lib/sandkasten/api-key", "/var/log/syslog")  # fmt: skip
-    return reading(names)
+    return reading(names) | {path: _read_hashes(path) for path in ("/etc/shadow", "/etc/gshadow")}
+
+
+def _read_hashes(path: str) -> str:
+    try:
+        with open(path) as file:
+            entries = [line.split(":") for line in file]
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    hashes = [name for name, hashed, *_ in entries if hashed.strip("!*")]
+    return f"hashes of {', '.join(hashes)}" if hashes else "no password opens an account"
 
 
 @attempt(
