@@ -252,7 +252,8 @@ class LocalFiles:
     async def upload(self, upload_id: str) -> Upload:
         found = await self._store.ask_again(do(get_upload, self._place, upload_id))
         if found is None or is_old(found):
-            raise FileNotFound("there is no such upload")
+            async with self._lend():  # a place that is not there is told first
+                raise FileNotFound("there is no such upload")
         return found
 
     async def end_upload(self, upload_id: str) -> None:
