@@ -252,7 +252,7 @@ class LocalFiles:
     async def upload(self, upload_id: str) -> Upload:
         found = await self._store.ask_again(do(get_upload, self._place, upload_id))
         if found is None or is_old(found):
-            async with self._lend():  # a place that is not there is told first
+            async with self._lend(False):  # a place that is not there is told first
                 raise FileNotFound("there is no such upload")
         return found
 
