@@ -75,10 +75,12 @@ class Resolver:
         self._workspace = os.fsencode(config.workspace)
         self._roots = (b"/",) if anywhere else tuple(os.fsencode(root) for root in config.file_roots)
         self._anywhere = anywhere
+        self._is_rooted = config.files_only
         self._kernel = kernel
 
     def encode(self, path: str) -> bytes:
-        """Return the absolute path that a request means.
+        """Return the absolute path that a request means. Where there are only files, `/` is the workspace as well:
+        `/a` is `/workspace/a`, while `/workspace/a` stays what it is.
 
         Raises:
             Refused: INVALID_PATH.
@@ -89,7 +91,9 @@ class Resolver:
             raise Refused("INVALID_PATH", "the path holds a lone surrogate") from None
         if not encoded or b"\0" in encoded:
             raise Refused("INVALID_PATH", "the path is empty or holds a NUL character")
-        return os.path.join(self._workspace, encoded)
+        if self._is_rooted and not (encoded + b"/").startswith(self._workspace + b"/"):
+            encoded = encoded.lstrip(b"/")
+        return os.path.join(self._workspace, encoded) if encoded else self._workspace
 
     def is_root(self, path: bytes) -> bool:
         """Return whether an absolute path names one of the allowed roots as such."""

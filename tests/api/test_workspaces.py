@@ -31,7 +31,7 @@ async def test_the_routes_of_the_published_clients() -> None:
         written = await client.post(f"{TOP}/user-1/fs/write", json={"path": "a/b.txt", "text": "hi"})
         assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
         sent = await client.post(f"{TOP}/user-1/fs/upload", files={"file": ("c.bin", b"\0")}, data={"path": "up"})
-        assert sent.json() == {"ok": True, "paths": ["/workspace/up/c.bin"]}
+        assert sent.json() == {"ok": True, "paths": ["up/c.bin"]}
         entries = (await client.get(f"{TOP}/user-1/fs", params={"path": "/"})).json()["entries"]
         assert [(each["name"], each["is_dir"]) for each in entries] == [("a", True), ("up", True)]
         read = (await client.get(f"{TOP}/user-1/fs/read", params={"path": "a/b.txt"})).json()

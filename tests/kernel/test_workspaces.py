@@ -66,6 +66,17 @@ async def test_files_need_no_session(supervisor: LocalSupervisor, config: Config
         await supervisor.list_files("another")
 
 
+@pytest.mark.parametrize("path", ["a/b", "/a/b", "//a/b", "/workspace/a/b", "/a/../a/b"])
+async def test_the_workspace_is_the_root_of_its_files(supervisor: LocalSupervisor, path: str) -> None:
+    """As for users of the routes before sessions; what leads above it is refused."""
+    assert await write(supervisor, path, b"here") == "/workspace/a/b"
+    assert await read(supervisor, path) == b"here"
+    with pytest.raises(errors.PathOutside):
+        await write(supervisor, "/../a", b"")
+    with pytest.raises(errors.FileNotFound):
+        await read(supervisor, "/etc/passwd")
+
+
 async def test_sessions_with_different_ids_see_the_same_owner(supervisor: LocalSupervisor, config: Config) -> None:
     """Two sessions have different host ids; a file of the one is the other's own. What root inside makes belongs to no
     user of the machine, and has no set-id bit that means anything there."""

@@ -94,7 +94,7 @@ class FileBody(Body):
 
 @attrs.frozen
 class UploadedBody(Body):
-    """Files were written; `paths` are resolved, in the form's order."""
+    """Files were written; `paths` are resolved, in the form's order. In a workspace they are relative to it."""
 
     ok: Literal[True]
     paths: Sequence[str]
@@ -168,6 +168,8 @@ async def upload(exchange: Exchange) -> Answer:
     """Upload files as a form: parts `file` or `files`, and the field `path`, their directory."""
     async with contextlib.AsyncExitStack() as stack:
         paths = await _Upload(exchange, stack).run()
+    if exchange.workspace_id:
+        paths = [path.removeprefix(f"{TOP}/") for path in paths]
     return json_answer(UploadedBody(True, paths))
 
 
