@@ -44,6 +44,17 @@ async def test_what_is_written_is_exact(body: dict[str, str], content: bytes) ->
         assert stored(running) == {"/workspace/dir/a": content}
 
 
+async def test_a_write_gives_the_mode_that_is_asked_for() -> None:
+    """A mode that is none is refused."""
+    async with running_front() as running, running.client() as client:
+        answer = await write(running, client, path="bin/a", text="#!/bin/sh\n", mode="750")
+        assert (answer.status_code, answer.json()) == (200, {"ok": True, "path": "/workspace/bin/a"})
+        (runner,) = running.tree.runners.values()
+        assert runner.files.path("bin/a").stat().st_mode & 0o7777 == 0o750
+        refused = await write(running, client, path="a", text="", mode="rwx")
+        assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [

@@ -24,6 +24,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
+from runner.wire.protocol import FilePut, PutFile
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import JSON, Exchange
 from sandkasten.api.http.json import Body, encode_json
@@ -31,13 +32,16 @@ from sandkasten.api.resources.fields import (
     MAX_PATH_BYTES,
     TOP,
     Base64,
+    FileMode,
     Offset,
     Path,
     bad_query,
     check_path,
     read_query,
     read_request,
+    spell_path,
 )
+from sandkasten.api.resources.file_contents import WRITE_S
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
@@ -53,9 +57,10 @@ _END = b'"}'
 
 @attrs.frozen
 class WriteRequest:
-    """A file to write: a path, and the content as text or base64."""
+    """A file to write: a path, and the content as text or base64. `mode` is octal, as for `PUT …/fs/file`."""
 
     path: Path
+    mode: FileMode | None = None
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)
 
@@ -104,11 +109,21 @@ async def write(exchange: Exchange) -> Answer:
     """Write a file, replacing one that is there; missing directories are made."""
     request = await read_request(exchange, WriteRequest, limit_bytes=exchange.settings.max_json_bytes)
     content = memoryview(request.content)
+    if request.mode is not None:
+        return json_answer(WrittenBody(True, await _put(exchange, request.path, request.mode, content)))
     async with open_write(exchange, request.path) as writer:
         for start in range(0, len(content), PIECE_BYTES):
             await writer.send(bytes(content[start : start + PIECE_BYTES]))
         path = await writer.commit()
     return json_answer(WrittenBody(True, path))
+
+
+async def _put(exchange: Exchange, path: str, mode: int, content: memoryview) -> str:
+    """Write a file with a mode, anywhere where the user may, and return its resolved path."""
+    request = PutFile(path, mode, sync=bool(exchange.workspace_id))
+    async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:
+        await stream.send(bytes(content))
+        return spell_path((await stream.end(FilePut)).path)
 
 
 async def read(exchange: Exchange) -> None:
