@@ -55,6 +55,16 @@ async def test_what_is_no_edit_is_refused(edits: object) -> None:
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
 
 
+async def test_a_rehearsal_makes_no_workspace() -> None:
+    """An edit makes the workspace that is not there; with `dry_run` nothing is made."""
+    async with running_front() as running, running.client() as client:
+        url, edits = "/v1/workspaces/new", [{"path": "f", "op": "create", "text": "x"}]
+        answer = await client.post(f"{url}/fs/edit", json={"edits": edits, "dry_run": True})
+        assert (answer.status_code, answer.json()["error_code"]) == (404, "WORKSPACE_NOT_FOUND")
+        assert (await client.get("/v1/workspaces")).json()["workspaces"] == []
+        assert (await client.post(f"{url}/fs/edit", json={"edits": edits})).status_code == 200
+
+
 async def test_a_view_is_numbered() -> None:
     """Lines of a file, or what is in a directory."""
     async with running_front() as running, running.client() as client:

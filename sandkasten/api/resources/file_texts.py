@@ -125,7 +125,7 @@ async def edit(exchange: Exchange) -> Answer:
     request = await read_request(exchange, EditRequest)
     edits = [{**each, "path": inside(exchange, request, each["path"])} for each in request.edits]
     wanted = EditFiles(request.dry_run, sync=bool(exchange.workspace_id), user=request.user)
-    async with exchange.made_files().stream(wanted, patience_s=_EDIT_S) as stream:
+    async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
         await stream.send(json.dumps(edits).encode("ascii"))
         answer: Edited | Unedited = await stream.end((Edited, Unedited))
     if isinstance(answer, Unedited):
