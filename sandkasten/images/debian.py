@@ -15,6 +15,7 @@ from pathlib import Path
 
 DPKG = "usr/bin/dpkg"
 DPKG_STATUS = "var/lib/dpkg/status"
+EMPTY = "var/lib/dpkg/available"
 _MAX_STATUS_BYTES = 64 * 1024 * 1024
 _APT_ID, _MAIL_ID, SHADOW_ID, _STAFF_ID = 42, 8, 42, 50
 
@@ -83,7 +84,7 @@ FILES = {
     **{f"etc/pam.d/{name}": text for name, text in PAM.items()},
     "etc/apt/apt.conf.d/50sandbox": f'APT::Update::Pre-Invoke {{ "{_NO_NETWORK}"; }};\n',
     "etc/apt/sources.list": "",
-    "var/lib/dpkg/available": "",
+    EMPTY: "",
     "var/lib/dpkg/diversions": "",
     "var/lib/dpkg/info/format": "1\n",
     "var/lib/dpkg/statoverride": "",
