@@ -117,7 +117,7 @@ class ExecSpec:
     stdin: bytes | None = attrs.field(default=None, repr=False)
     stdin_open: bool = False
     terminal: TerminalSize | None = None
-    streams: StreamsMode | None = None
+    streams: StreamsMode | None = attrs.field(default=None, converter=attrs.converters.optional(StreamsMode))
     reads_both: bool = False
     exec_id: str | None = None
     has_new_id: bool = attrs.field(default=False, eq=False)
@@ -158,7 +158,7 @@ class ProcessSpec:
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     user: str | None = None
     terminal: TerminalSize | None = None
-    streams: StreamsMode | None = None
+    streams: StreamsMode | None = attrs.field(default=None, converter=attrs.converters.optional(StreamsMode))
     keep_alive: bool = False
 
 
