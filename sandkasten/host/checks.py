@@ -199,7 +199,7 @@ def _judged(check_id: str, ok: bool, seen: str) -> Check:
 
 
 CONTAINER_FIX = (
-    "start the container as root with --privileged, --cgroupns=host and a volume for the data directory; one without "
+    "run this on the machine itself or in a virtual machine; no container around the daemon is tested, and one without "
     "privilege can't make sandboxes"
 )
 _WSL_FIX = """\
@@ -511,7 +511,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         ),
         # aids of the operator
         "kernel_log": CheckRow(
-            "kernel log", "", "a command that ran out of memory is not named", "in a container: --privileged"
+            "kernel log", "", "a command that ran out of memory is not named", "run this outside of a container"
         ),
         "descriptors": CheckRow(
             "descriptors",
@@ -549,7 +549,7 @@ def advise(check_id: str, number: int, host: Host) -> str:
     if check_id in ("namespaces", "user_namespace", "capability_drop", "loopback") and (fix := _namespace_fix(host)):
         return fix
     if number == errno.ENOSYS and host.is_filtered:
-        return f"a container's filter refuses the call: start it with --security-opt seccomp=unconfined; or {usual}"
+        return f"a filter around this process refuses the call: run this outside of its container; or {usual}"
     if number in REFUSED and host.container:
         return CONTAINER_FIX
     return usual

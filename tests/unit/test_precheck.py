@@ -99,12 +99,12 @@ def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
 
 
 def test_missing_capabilities_are_named() -> None:
-    """Root in a container without SYS_ADMIN is told what is missing, and what to pass to the container."""
+    """Root in a container without SYS_ADMIN is told what is missing, and where to run instead."""
     assert judge("capabilities", Host(status="CapEff:\t000001ffffffffff\n")).verdict is Verdict.WORKS
     check = judge("capabilities", Host(status="CapEff:\t00000000a80425fb\n", container="docker"))
     assert check.verdict is Verdict.MISSING
     assert "CAP_SYS_ADMIN" in check.seen
-    assert "--privileged" in check.fix
+    assert "virtual machine" in check.fix
     assert judge("capabilities", Host()).verdict is Verdict.MISSING
 
 
@@ -149,7 +149,7 @@ def test_what_is_around_is_recognised(tmp_path: Path, name: str, container: str,
     assert (host.container, host.is_wsl) == (container, is_wsl)
     check = judge("wsl" if is_wsl else "container", host)
     assert check.verdict is Verdict.FALLS_BACK
-    assert ("kernelCommandLine" if is_wsl else "--privileged") in check.fix
+    assert ("kernelCommandLine" if is_wsl else "virtual machine") in check.fix
     assert judge("wsl", Host()).verdict is judge("container", Host()).verdict is Verdict.WORKS
 
 
@@ -163,8 +163,8 @@ def test_the_same_failure_has_another_cure_elsewhere(tmp_path: Path) -> None:
     assert "\n  userns,\n" in advise("user_namespace", errno.EACCES, ubuntu)
     assert os.path.realpath(sys.executable) in advise("user_namespace", errno.EACCES, ubuntu)
     assert advise("overlay", errno.EACCES, ubuntu) == CATALOGUE["overlay"].fix
-    assert "--privileged" in advise("overlay", errno.EPERM, docker)
-    assert "--security-opt seccomp=unconfined" in advise("mounts", errno.ENOSYS, docker)
+    assert "virtual machine" in advise("overlay", errno.EPERM, docker)
+    assert "outside of its container" in advise("mounts", errno.ENOSYS, docker)
     assert advise("mounts", errno.ENOSYS, Host()) == CATALOGUE["mounts"].fix
 
 
