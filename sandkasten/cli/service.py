@@ -36,7 +36,7 @@ def install_service(arguments: argparse.Namespace) -> int:
     program = Path(sys.executable).with_name("sandkasten")
     if not arguments.dry_run and arguments.destdir is None and os.geteuid() != 0:
         raise Stop("units of the system belong to root: run this with sudo, or see --dry-run and --destdir")
-    if any(program.is_relative_to(each) for each in _HIDDEN):
+    if arguments.destdir is None and any(program.is_relative_to(each) for each in _HIDDEN):
         raise Stop(
             f"the daemon's unit hides {program} from the daemon, as it does every home directory: "
             "install sandkasten in a directory such as /opt/sandkasten"

@@ -95,7 +95,7 @@ async def test_a_key_that_expires_while_it_is_used_ends_as_well() -> None:
     """At the next look at the clock, without anybody's request."""
     async with running_front() as running:
         await make_session(running)
-        soon = datetime.now(UTC) + timedelta(seconds=0.3)
+        soon = datetime.now(UTC) + timedelta(seconds=patience(0.5))
         running.ring.replace([attrs.evolve(READ.key, expires_at=soon)])
         async with talk(running, "/v1/events", key=READ.token) as listener:
             await listener.hear_text("cursor")

@@ -310,10 +310,12 @@ async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_p
     }.items():
         with pytest.raises(refusal):
             await read(supervisor, path)
-    for path in ("root", "up", "/", "/proc", ".."):
-        with pytest.raises(errors.PathOutside):
+    for path in ("root", "up", "/proc", "..", "/.."):
+        with pytest.raises(
+            errors.FileNotFound if path == "/proc" else errors.PathOutside
+        ):  # a link to where nothing is
             await supervisor.list_files(WORKSPACE, path)
-    for path in ("root/x", "up/x", "/tmp/x", "../x"):
+    for path in ("root/x", "up/x", "/root/x", "../x", "/../x"):
         with pytest.raises((errors.PathOutside, errors.PermissionDenied)):
             await write(supervisor, path, b"x")
     assert await read(supervisor, "fine") == b"in\n"
