@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from runner.files.tree import TreeFile, Walk, is_of_kernel
+from runner.files.tree import READ, TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.wire.protocol import CHUNK_BYTES, Packed, Unpack
@@ -30,7 +30,6 @@ from runner.wire.tarheaders import StrictHeader
 _MAX_LINKED = 200_000
 """Most files with several names that are remembered. A further one is packed once for each name."""
 PERMISSIONS = 0o777
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
 """Errors of open(2) and readlink(2) for a name that is gone, or a link, a file or a socket by now."""
 _NOTHING: IO[bytes] = io.BytesIO()
@@ -98,7 +97,7 @@ def opened(found: TreeFile) -> Iterator[tuple[os.stat_result, IO[bytes]]]:
         yield found.status, _NOTHING
         return
     try:
-        fd = os.open(found.name, _READ, dir_fd=found.parent_fd)
+        fd = os.open(found.name, READ, dir_fd=found.parent_fd)
     except OSError as error:
         if error.errno in _CHANGED:
             raise Changed from None

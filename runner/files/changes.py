@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from runner.files.contents import MAX_MODE, temporary_name
 from runner.files.paths import Resolver, parent_of, refusal, status_of
-from runner.files.tree import Walk, open_directory
+from runner.files.tree import READ, Walk, open_directory
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.wire.protocol import ChangeMode, ChangeOwner, CopyFile, Done, MakeDirectory, MoveFile, RemoveFile
@@ -26,7 +26,6 @@ _FICLONE = 0x40049409
 _COPY_BYTES = 8 * 1024 * 1024
 _COPIED_BITS = 0o1777
 _MAX_ID = 65535
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -216,7 +215,7 @@ def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd:
         return
     if not stat.S_ISREG(status.st_mode):
         raise Refused("NOT_A_FILE", f"neither file, directory nor link: {os.fsdecode(source)[:200]}")
-    with open(os.open(source, _READ, dir_fd=source_fd), "rb", buffering=0) as old:
+    with open(os.open(source, READ, dir_fd=source_fd), "rb", buffering=0) as old:
         if not stat.S_ISREG(os.fstat(old.fileno()).st_mode):
             raise Refused("NOT_A_FILE", f"replaced meanwhile: {os.fsdecode(source)[:200]}")
         with open(os.open(target, _CREATE, 0o600, dir_fd=target_fd), "wb", buffering=0) as new:

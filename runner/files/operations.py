@@ -17,7 +17,7 @@ from typing import Any
 
 from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
 from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
-from runner.files.tree import Names, OrderedWalk, Walk, describe
+from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
@@ -57,12 +57,7 @@ from runner.wire.protocol import (
 
 MAX_LISTED = 1000
 MAX_LISTED_DEPTH = 32
-_LISTING_BYTES = 160 * 1024
-"""Well below `MAX_FRAME_BYTES`, as JSON."""
 _ENTRY_BYTES = 200
-_JSON_BYTES = 6
-"""Most that a byte of a name takes as JSON."""
-_CLOCK_EVERY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,7 @@ def _entry_at(path: str, resolver: Resolver, names: Names) -> FileEntry:
 
 def _stat_many(request: StatFiles, work: FileWork) -> FileStats:
     entries: list[FileEntry | None] = []
-    names, room = work.names, _LISTING_BYTES
+    names, room = work.names, PAGE_BYTES
     for path in request.paths:
         try:
             entry = _entry_at(path, work.resolver, names)
@@ -169,13 +164,13 @@ def _followed(path: str, resolver: Resolver, names: Names) -> FileEntry:
 def _size_of(entry: FileEntry) -> int:
     """Return an upper bound of an entry's size as JSON."""
     texts = entry.name, entry.target, entry.path, entry.user_name, entry.group_name
-    return _ENTRY_BYTES + _JSON_BYTES * sum(len(os.fsencode(text)) for text in texts)
+    return _ENTRY_BYTES + JSON_BYTES * sum(len(os.fsencode(text)) for text in texts)
 
 
 def _list(request: ListFiles, work: FileWork) -> Listing:
     limit, depth = min(max(request.limit, 1), MAX_LISTED), min(max(request.depth, 1), MAX_LISTED_DEPTH)
     entries: list[FileEntry] = []
-    room, names = _LISTING_BYTES, work.names
+    room, names = PAGE_BYTES, work.names
     with directory_of(request.path, work.resolver) as (fd, real):
         for path, parent_fd, name in OrderedWalk(real, depth).below(fd, after=os.fsencode(request.after)):
             if request.glob and not fnmatch.fnmatchcase(
@@ -204,7 +199,7 @@ def _measure(request: Measure, work: FileWork) -> Measured:
             if found.is_left:
                 continue
             entries += 1
-            if entries > request.max_entries or (entries % _CLOCK_EVERY == 0 and time.monotonic() > give_up_at):
+            if entries > request.max_entries or (entries % CLOCK_EVERY == 0 and time.monotonic() > give_up_at):
                 return Measured(entries - 1, files, size, disk, complete=False)
             status = found.status
             if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):

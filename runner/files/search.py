@@ -22,25 +22,27 @@ from itertools import islice
 from typing import IO
 
 from runner.files.paths import Resolver, directory_of, open_regular
-from runner.files.tree import OrderedWalk
+from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, READ, OrderedWalk
 from runner.loop.context import Refused
-from runner.wire.protocol import ANSWERS, FileMatch, FoundFiles, GlobFiles, Searched, SearchFiles
+from runner.wire.protocol import (
+    ANSWERS,
+    MAX_CONTEXT,
+    MAX_MATCHES,
+    MAX_SEARCHED_BYTES,
+    FileMatch,
+    FoundFiles,
+    GlobFiles,
+    Searched,
+    SearchFiles,
+)
 
 MAX_FOUND = 1000
-MAX_MATCHES = 10_000
-MAX_CONTEXT = 10
-MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_LINE_BYTES = 1000
 """Most of a line that is sent. A message of a match then fits into one frame, whatever its bytes are."""
 _MAX_ALTERNATIVES = 64
 _GLOB_S = 10.0
-_FOUND_BYTES = 160 * 1024
-_JSON_BYTES = 6
-"""Most that a byte of a name takes as JSON."""
-_CLOCK_EVERY = 256
 _LEAD_BYTES = 100
 """Of a long line, the bytes before the match that are sent."""
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _OUT_BYTES = 64 * 1024
 
@@ -131,18 +133,18 @@ def glob(request: GlobFiles, resolver: Resolver) -> FoundFiles:
     limit = min(max(request.limit, 1), MAX_FOUND)
     give_up_at = time.monotonic() + _GLOB_S
     found: list[str] = []
-    room = _FOUND_BYTES
+    room = PAGE_BYTES
     with directory_of(request.path, resolver) as (fd, real):
         walk = OrderedWalk(real, enters=pattern.may_hold).below(fd, after=os.fsencode(request.after))
         last = request.after
         for count, (path, _, _) in enumerate(walk, 1):
             if pattern.matches(path):
-                room -= _JSON_BYTES * len(path)
+                room -= JSON_BYTES * len(path)
                 if len(found) == limit or (room < 0 and found):
                     return FoundFiles(os.fsdecode(real), tuple(found), last)
                 found.append(os.fsdecode(path))
             last = os.fsdecode(path)
-            if count % _CLOCK_EVERY == 0 and time.monotonic() > give_up_at:
+            if count % CLOCK_EVERY == 0 and time.monotonic() > give_up_at:
                 return FoundFiles(os.fsdecode(real), tuple(found), last)
     return FoundFiles(os.fsdecode(real), tuple(found), "")
 
@@ -195,7 +197,7 @@ class _Search:
         self._request, self._out = request, out
         self._limit = min(max(request.max_matches, 1), MAX_MATCHES)
         self._context = min(max(request.context, 0), MAX_CONTEXT)
-        self._file_bytes = min(max(request.max_file_bytes, 1), MAX_FILE_BYTES)
+        self._file_bytes = min(max(request.max_file_bytes, 1), MAX_SEARCHED_BYTES)
         self._matches = self._files = self._searched = self._skipped = 0
         self._glob: Pattern | None = None
         self._regex = re.compile(b"")
@@ -240,7 +242,7 @@ class _Search:
         try:
             if not stat.S_ISREG(os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
                 return True
-            fd = os.open(name, _READ, dir_fd=parent_fd)
+            fd = os.open(name, READ, dir_fd=parent_fd)
         except FileNotFoundError:
             return True
         except OSError:  # of a file that the user may not read, or one that is no file any more

@@ -22,10 +22,18 @@ from runner.wire.protocol import FileEntry, FileKind
 MAX_DEPTH = 4096
 MAX_ORDERED_DEPTH = 256
 _NAMES_AT_ONCE = 8192
+PAGE_BYTES = 160 * 1024
+"""Bound of a list in one message: well below `MAX_FRAME_BYTES`, as JSON."""
+JSON_BYTES = 6
+"""Most that a byte of a name takes as JSON."""
+CLOCK_EVERY = 256
+"""Files of a walk between two looks at the clock."""
 _NOT_ENTERED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors of a name that is no directory, not any more, or one that the user may not read."""
 _UNSETTLED_NS = 20_000_000
 _WORD = 2**64 - 1
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""Flags of open(2) for a name whose kind may have changed: no link is followed, and no FIFO or device waited for."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

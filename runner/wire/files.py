@@ -228,6 +228,12 @@ class GlobFiles(FileRequest):
     limit: int = 1000
 
 
+MAX_MATCHES = 10_000
+MAX_CONTEXT = 10
+MAX_SEARCHED_BYTES = 64 * 1024 * 1024
+"""Bounds of a search: lines, lines around each, and the largest file."""
+
+
 @dataclass(frozen=True, slots=True)
 class SearchFiles(FileRequest):
     """Find the lines of a regular file, or of all below a directory, that hold a text, with `regex` a regular

@@ -26,6 +26,9 @@ from typing import Literal
 
 from runner.wire.codec import ProtocolError, Vocabulary
 from runner.wire.files import (
+    MAX_CONTEXT,
+    MAX_MATCHES,
+    MAX_SEARCHED_BYTES,
     AppendUpload,
     BeginUpload,
     ChangeKind,
@@ -83,7 +86,7 @@ ask of it only what its version knows."""
 OLDEST_VERSION = 2
 KEPT_RUNS_VERSION = 3
 """First version with tickets, by which runs outlive their connection."""
-FILES_VERSION = 4
+FILES_VERSION = 5
 """First version that takes every `FileRequest` in a sandbox with programs."""
 MERGED_VERSION = 5
 """First version that merges the streams of a run, and bounds its wait for the shell."""
@@ -577,6 +580,9 @@ class Attached:
 
 
 __all__ = [
+    "MAX_CONTEXT",
+    "MAX_MATCHES",
+    "MAX_SEARCHED_BYTES",
     "AppendUpload",
     "BeginUpload",
     "ChangeKind",

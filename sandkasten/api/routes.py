@@ -283,7 +283,7 @@ TABLE = RouteTable(
             *("POST", f"{_WORKSPACE}/import", workspaces.import_archive, MAKE),
             query=workspaces.ImportQuery,
             body_type=_ZSTD,
-            answer=workspaces.ImportedBody,
+            answer=archives.UnpackedBody,
             statuses=_CREATED,
         ),
     )

@@ -94,11 +94,10 @@ class ExecSpec:
 
     `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). A
     command that is still behind others of its shell after `queue_timeout_ms` is refused as `ShellBusy`; None or 0:
-    after its time limit if the caller waits for its end, else never. `env`
-    and `cwd` hold for this run only. `streams` None: as the session says, or else merged if the caller `reads_both` as
-    one output, and separate if not. `stdin` None is `/dev/null` unless
-    `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams are a terminal of that
-    size and all output is `Stream.STDOUT`.
+    after its time limit if the caller waits for its end, else never. `env` and `cwd` hold for this run only. `streams`
+    None: as the session says, or else merged if the caller `reads_both` as one output, and separate if not. `stdin`
+    None is `/dev/null` unless `stdin_open`: then more input may be sent until it is closed. With `terminal` the streams
+    are a terminal of that size and all output is `Stream.STDOUT`.
 
     `exec_id` None lets the supervisor choose one. With a chosen id, a repeated request joins the run instead of running
     twice, unless `has_new_id` says that `make_exec_id` made the id for this request.

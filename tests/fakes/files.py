@@ -33,10 +33,11 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class ScriptedFiles:
-    """Files below the allowed roots, which are directories in `top`; the workspace may lie elsewhere."""
+    """Files below the allowed roots, which are directories in `top`; the workspace may lie elsewhere. `files_only`: no
+    program runs there, and `/` is the workspace."""
 
-    def __init__(self, top: Path, workspace: Path | None = None) -> None:
-        self._top, self._workspace = top, workspace
+    def __init__(self, top: Path, workspace: Path | None = None, *, files_only: bool = False) -> None:
+        self._top, self._workspace, self._files_only = top, workspace, files_only
         self._kernel = RunnerKernel(filters_commands=False)
         self.write_gate = trio.Event()
         self.write_gate.set()
@@ -66,6 +67,8 @@ class ScriptedFiles:
 
     def path(self, path: str) -> Path:
         """Return the place of a file on this machine; one outside of the roots is where it says."""
+        if self._files_only and not f"{path}/".startswith(f"{WORKSPACE}/"):
+            path = path.lstrip("/")
         inside = posixpath.normpath(posixpath.join(WORKSPACE, path))
         for root, place in self._places.items():
             if inside == root or inside.startswith(f"{root}/"):

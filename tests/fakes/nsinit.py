@@ -191,7 +191,8 @@ class FakeNsinit:
     async def _build(self, plan: protocol.SandboxPlan, workspace: Path | None) -> None:
         self.plans.append(plan)
         self._write_counters(self._cgroups / plan.session_id, _counters(plan.limits))
-        files = ScriptedFiles(self._files / plan.session_id, workspace)
+        is_files = plan.image_kind == "files"
+        files = ScriptedFiles(self._files / plan.session_id, workspace, files_only=is_files)
         runner = self.runners[plan.session_id] = ScriptedRunner(self._nursery, files, self._script_of, self._note_run)
         run_dir = self._paths.run_dir(plan.session_id)
         run_dir.mkdir(parents=True)

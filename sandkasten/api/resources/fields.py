@@ -24,6 +24,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
+from runner.wire.protocol import MAX_CONTEXT, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
 from sandkasten.model import (
@@ -65,9 +66,6 @@ MAX_PATHS = 1000
 MAX_DEPTH = 32
 MAX_FILE_ID = 65535
 MAX_EDITS = 100
-MAX_MATCHES = 10_000
-MAX_CONTEXT = 10
-MAX_SEARCHED_BYTES = 64 * 1024 * 1024
 _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"

@@ -19,7 +19,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.fields import FileArchiveFormat, FilePath, read_query
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileStream
 
@@ -27,7 +27,6 @@ TYPES = {"tar": "application/x-tar", "tar.zst": "application/zstd", "zip": "appl
 _TAKEN = frozenset({*TYPES.values(), "application/octet-stream"})
 _ZIPS = (b"PK\x03\x04", b"PK\x05\x06")
 """First bytes of a zip archive: of its first file, or of its table if it has none."""
-_HERE = FilePath(".")
 _TAR = FileArchiveFormat("tar")
 _MAX_ENTRIES = 1_000_000
 _TREE_S = 1800.0
@@ -38,7 +37,7 @@ _TREE_S = 1800.0
 class PackQuery(Placed):
     """The query of an archive of a directory."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
     format: FileArchiveFormat = _TAR
 
 
@@ -46,7 +45,7 @@ class PackQuery(Placed):
 class UnpackQuery(Placed):
     """The query of an archive to unpack below a directory."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
 
 
 @attrs.frozen
@@ -63,7 +62,7 @@ async def pack(exchange: Exchange) -> None:
     """Download a directory as an archive."""
     query = read_query(exchange, PackQuery)
     kind: Literal["tar", "zip"] = "zip" if query.format == "zip" else "tar"
-    request = Pack(inside(exchange, query, query.path), kind, user=query.user)
+    request = Pack(query.at(query.path), kind, user=query.user)
     await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
     await exchange.until_disconnect(lambda: _send(exchange, request, query.format))
 
@@ -103,7 +102,7 @@ async def unpack(exchange: Exchange) -> Answer:
     request = Unpack(
         _MAX_ENTRIES,
         exchange.settings.max_import_bytes,
-        inside(exchange, query, query.path),
+        query.at(query.path),
         "zip" if head.startswith(_ZIPS) else "tar",
         sync=bool(exchange.workspace_id),
         user=query.user,

@@ -20,7 +20,7 @@ from runner.wire.protocol import (
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.resources.fields import FileId, FileMode, FilePath, read_query, read_request, spell_path
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.files import WrittenBody
 
 _SAME = FileId(-1)
@@ -76,42 +76,42 @@ class RemovalQuery(Placed):
 async def make_directory(exchange: Exchange) -> Answer:
     """Make a directory, with `parents` also those above it."""
     request = await read_request(exchange, MakeRequest)
-    path = inside(exchange, request, request.path)
+    path = request.at(request.path)
     return await _perform(exchange, MakeDirectory(path, request.parents, request.mode, user=request.user))
 
 
 async def move(exchange: Exchange) -> Answer:
     """Move a file or directory."""
     request = await read_request(exchange, MoveRequest)
-    names = inside(exchange, request, request.from_), inside(exchange, request, request.to)
+    names = request.at(request.from_), request.at(request.to)
     return await _perform(exchange, MoveFile(*names, request.overwrite, user=request.user))
 
 
 async def copy(exchange: Exchange) -> Answer:
     """Copy a file, or a directory with all that is below it."""
     request = await read_request(exchange, MoveRequest)
-    names = inside(exchange, request, request.from_), inside(exchange, request, request.to)
+    names = request.at(request.from_), request.at(request.to)
     return await _perform(exchange, CopyFile(*names, request.overwrite, user=request.user))
 
 
 async def remove(exchange: Exchange) -> Answer:
     """Remove a file, or with `recursive` a directory."""
     query = read_query(exchange, RemovalQuery)
-    path = inside(exchange, query, query.path)
+    path = query.at(query.path)
     return await _perform(exchange, RemoveFile(path, query.recursive, user=query.user))
 
 
 async def change_mode(exchange: Exchange) -> Answer:
     """Set the permission bits of a file."""
     request = await read_request(exchange, ModeRequest)
-    path = inside(exchange, request, request.path)
+    path = request.at(request.path)
     return await _perform(exchange, ChangeMode(path, request.mode, request.recursive, user=request.user))
 
 
 async def change_owner(exchange: Exchange) -> Answer:
     """Set the user and the group of a file."""
     request = await read_request(exchange, OwnerRequest)
-    path = inside(exchange, request, request.path)
+    path = request.at(request.path)
     return await _perform(exchange, ChangeOwner(path, request.uid, request.gid, request.recursive, user=request.user))
 
 

@@ -18,7 +18,7 @@ from sandkasten.api.http.errors import Answer, Headers, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import FileMode, FilePath, read_query, spell_path
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import Placed
 from sandkasten.model.errors import (
     InvalidRequest,
     PreconditionFailed,
@@ -67,7 +67,7 @@ async def get(exchange: Exchange) -> None:
     query = read_query(exchange, GetQuery)
     start, end = _range_of(exchange.header(b"range"))
     request = GetFile(
-        inside(exchange, query, query.path),
+        query.at(query.path),
         start=start,
         end=end,
         if_none_match=_etags(exchange, b"if-none-match"),
@@ -139,7 +139,7 @@ async def put(exchange: Exchange) -> Answer:
     query = read_query(exchange, PutQuery)
     if_match, create_only = conditions_of(exchange)
     request = PutFile(
-        inside(exchange, query, query.path),
+        query.at(query.path),
         query.mode,
         if_match=if_match,
         create_only=create_only,

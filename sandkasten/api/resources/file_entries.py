@@ -18,11 +18,10 @@ import attrs
 
 from runner.wire.protocol import FileEntry, FileStats, ListFiles, Listing, StatFile, StatFiles
 from sandkasten.api.http.errors import Answer, json_answer
-from sandkasten.api.http.exchange import AsgiExchange, Exchange
+from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, scrub
 from sandkasten.api.resources.fields import (
     MAX_FILES,
-    TOP,
     Depth,
     FilePath,
     FilesLimit,
@@ -38,7 +37,7 @@ from sandkasten.api.resources.fields import (
 from sandkasten.model.errors import RunnerProtocolError
 from sandkasten.model.workspace import FileInfo
 
-_HERE = FilePath(".")
+HERE = FilePath(".")
 _ALL = FilesLimit(MAX_FILES)
 _ONE = Depth(1)
 _ANY = Glob("")
@@ -54,14 +53,18 @@ class Placed:
     relative paths begin."""
 
     user: User | None = None
-    cwd: FilePath = _HERE
+    cwd: FilePath = HERE
+
+    def at(self, path: str) -> str:
+        """Return a path of the request as the sandbox is asked for it."""
+        return posixpath.join(self.cwd, path)
 
 
 @attrs.frozen(kw_only=True)
 class ListQuery(Placed):
     """The query of a list of files. `glob` is of names, or of paths below the directory if it has a `/`."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
     depth: Depth = _ONE
     limit: FilesLimit = _ALL
     cursor: str | None = None
@@ -72,7 +75,7 @@ class ListQuery(Placed):
 class StatQuery(Placed):
     """The query of one file's properties; `follow`: of what a link leads to."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
     follow: bool = False
 
 
@@ -178,7 +181,7 @@ async def list_files(exchange: Exchange) -> Answer:
     """List the files below a directory; with `depth` also those of its directories."""
     query = read_query(exchange, ListQuery)
     request = ListFiles(
-        inside(exchange, query, query.path),
+        query.at(query.path),
         after=decode_cursor(query.cursor),
         limit=query.limit,
         depth=query.depth,
@@ -194,7 +197,7 @@ async def list_files(exchange: Exchange) -> Answer:
 async def stat(exchange: Exchange) -> Answer:
     """Read the type, size, mode, owner, time and version of a file."""
     query = read_query(exchange, StatQuery)
-    path = inside(exchange, query, query.path)
+    path = query.at(query.path)
     if query.follow:
         (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
         if entry is not None:
@@ -206,7 +209,7 @@ async def stat(exchange: Exchange) -> Answer:
 async def stat_many(exchange: Exchange) -> Answer:
     """Read the properties of many files; null for each that is not there."""
     request = await read_request(exchange, StatRequest)
-    paths = tuple(inside(exchange, request, path) for path in request.paths)
+    paths = tuple(request.at(path) for path in request.paths)
     found = await entries_at(exchange, paths, follow=request.follow, user=request.user)
     return json_answer(StatsBody([None if each is None else FileInfoBody.of_entry(each, each.path) for each in found]))
 
@@ -223,14 +226,6 @@ async def entries_at(
             raise RunnerProtocolError("entries that nobody asked for, or none")
         found += answer.entries
     return found
-
-
-def inside(exchange: AsgiExchange, placed: Placed, path: str) -> str:
-    """Return a path of a request as the sandbox has it."""
-    path = posixpath.join(placed.cwd, path)
-    if exchange.workspace_id and path.startswith("/") and path != TOP and not path.startswith(f"{TOP}/"):
-        path = path.lstrip("/") or "."
-    return path
 
 
 def _moment(microseconds: int) -> datetime | None:

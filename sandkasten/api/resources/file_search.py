@@ -30,14 +30,13 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.model.errors import RunnerProtocolError, SandkastenError
 from sandkasten.supervisor import FileStream
 
 T = TypeVar("T")
 
 NDJSON = "application/x-ndjson"
-_HERE = FilePath(".")
 _ANY = Glob("")
 _ALL = FilesLimit(MAX_FILES)
 _MATCHES = MatchLimit(1000)
@@ -51,7 +50,7 @@ class GlobRequest(Placed):
     """A pattern of paths below a directory."""
 
     pattern: Glob
-    path: FilePath = _HERE
+    path: FilePath = HERE
     limit: FilesLimit = _ALL
     cursor: str | None = None
 
@@ -71,7 +70,7 @@ class SearchRequest(Placed):
     """A text, with `regex` a regular expression, that lines of files are searched for."""
 
     pattern: Pattern
-    path: FilePath = _HERE
+    path: FilePath = HERE
     regex: bool = False
     case: bool = True
     glob: Glob = _ANY
@@ -117,7 +116,7 @@ async def glob(exchange: Exchange) -> Answer:
     """List the paths below a directory that a pattern fits."""
     wanted = await read_request(exchange, GlobRequest)
     request = GlobFiles(
-        inside(exchange, wanted, wanted.path),
+        wanted.at(wanted.path),
         wanted.pattern,
         after=decode_cursor(wanted.cursor),
         limit=wanted.limit,
@@ -132,7 +131,7 @@ async def search(exchange: Exchange) -> None:
     """Find lines of files; stream them, and the totals last."""
     wanted = await read_request(exchange, SearchRequest)
     request = SearchFiles(
-        inside(exchange, wanted, wanted.path),
+        wanted.at(wanted.path),
         wanted.pattern,
         wanted.regex,
         wanted.case,

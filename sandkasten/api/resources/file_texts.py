@@ -21,11 +21,10 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
-from sandkasten.api.resources.file_entries import Placed, entries_at, inside
+from sandkasten.api.resources.file_entries import HERE, Placed, entries_at
 from sandkasten.model.errors import Ambiguous, Conflict, FileNotFound, PreconditionFailed, RunnerProtocolError
 
 _FIRST = Line(1)
-_HERE = FilePath(".")
 _MAX_TEXT_BYTES = 2 * 1024 * 1024
 _MAX_PATHS = 1000
 _DEPTH = 2
@@ -36,7 +35,7 @@ _EDIT_S = 600.0
 class ViewQuery(Placed):
     """The query of a view: lines `from` to `to`, counted from 1."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
     from_: Line = _FIRST
     to: Line | None = None
 
@@ -86,7 +85,7 @@ async def view(exchange: Exchange) -> Answer:
     query = read_query(exchange, ViewQuery)
     if query.to is not None and query.to < query.from_:
         raise bad_query("to", "is before the first line")
-    path = inside(exchange, query, query.path)
+    path = query.at(query.path)
     (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
     if entry is None:
         raise FileNotFound(f"no such file or directory: {spell_path(query.path)[:200]}")
@@ -123,7 +122,7 @@ async def _view_lines(exchange: Exchange, query: ViewQuery, path: str) -> ViewBo
 async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
     request = await read_request(exchange, EditRequest)
-    edits = [{**each, "path": inside(exchange, request, each["path"])} for each in request.edits]
+    edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
     wanted = EditFiles(request.dry_run, sync=bool(exchange.workspace_id), user=request.user)
     async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
         await stream.send(json.dumps(edits).encode("ascii"))

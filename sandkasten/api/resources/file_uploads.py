@@ -27,7 +27,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import FileMode, FilePath, Offset, Sha256, read_request, spell_path
 from sandkasten.api.resources.file_contents import ANY_SIZE, WRITE_S, conditions_of, put_answer, receive_into
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, InvalidRequest, TooLarge
 from sandkasten.model.workspace import UPLOAD_S, Upload, UploadSpec
@@ -61,7 +61,7 @@ class UploadBody(Body):
 async def begin(exchange: Exchange) -> Answer:
     """Begin an upload; missing directories are made."""
     request = await read_request(exchange, UploadRequest)
-    path = inside(exchange, request, request.path)
+    path = request.at(request.path)
     spec = UploadSpec(path, request.size, request.sha256, request.mode, request.user)
     return _answer(await exchange.made_files().begin_upload(spec), 0, status=201)
 

@@ -16,18 +16,16 @@ from runner.wire.protocol import FileChange, WatchFiles, Watching
 from sandkasten.api.http.exchange import AsgiExchange, Exchange
 from sandkasten.api.http.sse import PING, SSE_HEADERS, error_event, event
 from sandkasten.api.resources.fields import FilePath, read_query, spell_path
-from sandkasten.api.resources.file_entries import Placed, inside
+from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.api.resources.file_search import messages
 from sandkasten.model.errors import SandkastenError
-
-_HERE = FilePath(".")
 
 
 @attrs.frozen(kw_only=True)
 class WatchQuery(Placed):
     """The query of a watch; with `recursive` of everything below the directory."""
 
-    path: FilePath = _HERE
+    path: FilePath = HERE
     recursive: bool = False
 
 
@@ -62,7 +60,7 @@ async def _stream(exchange: Exchange, query: WatchQuery) -> None:
 async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[list[Told], None]:
     """Yield what a client is told, `ready` first, and nothing in times of silence."""
     silence_ms = int(exchange.settings.ping_interval_s * 1000)
-    path = inside(exchange, query, query.path)
+    path = query.at(query.path)
     request = WatchFiles(path, query.recursive, silence_ms, user=query.user)
     async with exchange.files.stream(request, patience_s=math.inf) as stream:
         head = await stream.head(Watching)

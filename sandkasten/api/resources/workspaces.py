@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Literal
 
 import attrs
 
@@ -36,7 +35,7 @@ from sandkasten.api.resources.fields import (
     read_query,
     read_request,
 )
-from sandkasten.api.resources.file_archives import TYPES, check_type, forward, head_of
+from sandkasten.api.resources.file_archives import TYPES, UnpackedBody, check_type, forward, head_of
 from sandkasten.api.resources.file_entries import EntryBody
 from sandkasten.api.resources.files import WrittenBody
 from sandkasten.api.resources.sessions import DoneBody
@@ -197,16 +196,6 @@ class FilesBody(Body):
     next_cursor: str | None = None
 
 
-@attrs.frozen
-class ImportedBody(Body):
-    """An archive was unpacked."""
-
-    ok: Literal[True]
-    entries: int
-    size_bytes: int
-    skipped: int
-
-
 # Workspaces -------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +328,7 @@ async def import_archive(exchange: Exchange) -> Answer:
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await forward(exchange, await head_of(exchange), archive.send)
         packed: Packed = await archive.commit()
-    return json_answer(ImportedBody.take(packed, ok=True), status=201)
+    return json_answer(UnpackedBody.take(packed, ok=True), status=201)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------
