@@ -155,11 +155,7 @@ class Shells:
             raise Refused("BAD_REQUEST", "the default shell stays")
         if queue is None or queue.shell.is_closed:
             raise Refused("NOT_RUNNING", f"no shell {request.name!r}")
-        try:
-            queue.close(lambda: self._on_closed(request.name, sink))
-        except OSError as error:  # `/proc` cannot be read, after root's `chmod 0 /`, say
-            del self._queues[request.name]
-            raise Refused("NOT_RUNNING", "its processes cannot be seen") from error  # the daemon kills the cgroup
+        queue.close(lambda: self._on_closed(request.name, sink))
 
     def _on_closed(self, name: str, sink: Sink) -> None:
         del self._queues[name]

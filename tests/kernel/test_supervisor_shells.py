@@ -96,6 +96,29 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
         await supervisor.destroy(session.id)
 
 
+async def test_closing_a_shell_that_root_hides_ends_its_commands(supervisor: LocalSupervisor) -> None:
+    """The running and the waiting command of a shell end with it, though PID 1 cannot read `/proc`."""
+    session = await supervisor.create(SessionSpec(user="root"))
+    await supervisor.open_shell(session.id, ShellSpec("second"))
+    causes: list[Cause] = []
+
+    async def wait_turn() -> None:
+        causes.append((await supervisor.exec(session.id, ExecSpec("echo hi", shell="second"))).end.cause)
+
+    async def is_waiting() -> bool:
+        return len((await supervisor.shells(session.id))[1].queued) == 1
+
+    with trio.fail_after(patience(5)):
+        spec = ExecSpec("chmod 0 /; echo closed; sleep 1000", shell="second")
+        async with supervisor.open_exec(session.id, spec) as running, trio.open_nursery() as nursery:
+            await anext(aiter(running))
+            nursery.start_soon(wait_turn)
+            await until(is_waiting)
+            await supervisor.close_shell(session.id, "second")
+            causes.append((await running.wait_end()).cause)
+    assert causes == [Cause.CANCELLED, Cause.CANCELLED]
+
+
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
     """A server in one shell is reached from the other shell, on the session's own loopback."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
