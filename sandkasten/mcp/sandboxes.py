@@ -1,0 +1,124 @@
+"""Which sandbox a call is about: found by its label, made at first use, made anew after its end.
+
+The newest protocol has no session, so no state may hang on one. A sandbox has a name, and the name is the label `mcp`
+of a session. What is remembered here only saves the search: another process, or the same one after a restart, finds
+the same sandbox. Without a name there is one for each API key, `default`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sandkasten import errors
+from sandkasten.sdk import SandboxClient, Session
+from sandkasten.sdk.types import SessionInfo
+
+DEFAULT = "default"
+LABEL = "mcp"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+MAX_REMEMBERED = 1000
+_LIVE = ("creating", "running", "paused")
+_KEY = re.compile(r"sk_([0-9a-f]{12})_")
+
+
+class NoSandbox(Exception):
+    """There is no such sandbox, and none may be made; the message is for the model."""
+
+
+@dataclass
+class Sandboxes:
+    """The sandboxes within reach of one API key.
+
+    `may_make`: the key may make sessions. `image`: of new sandboxes.
+    """
+
+    client: SandboxClient
+    key_id: str
+    may_make: bool = True
+    image: str = "python"
+    _found: dict[str, str] = field(default_factory=dict)
+
+    async def find(self, name: str) -> SessionInfo | None:
+        """Return the live sandbox of a name, None if there is none. Raises `errors.SandkastenError`."""
+        live, _ = await self._look(name)
+        return live
+
+    async def session(self, name: str) -> tuple[Session, str]:
+        """Return the sandbox of a name, made if there is none, and a note for the model: empty, or that it is new.
+
+        Raises:
+            NoSandbox: there is none, and the key may make none.
+            errors.SandkastenError: the server refuses.
+        """
+        if (known := self._found.get(name)) is not None:
+            return Session(self.client, known), ""
+        live, ended = await self._look(name)
+        if live is not None:
+            return self._remember(name, live.id), ""
+        session = await self._make(name, ended, self.image)
+        if ended is None:
+            return session, ""
+        return session, f"[the sandbox {name!r} had ended ({ended.end_reason}); this is a new one: files are gone]"
+
+    async def make(self, name: str, image: str | None) -> Session:
+        """Make the sandbox of a name.
+
+        Raises:
+            NoSandbox: the key may make none, or the name is taken.
+            errors.SandkastenError: the server refuses.
+        """
+        live, ended = await self._look(name)
+        if live is not None:
+            raise NoSandbox(f"there is a sandbox {name!r} already: use it, or end it first")
+        return await self._make(name, ended, image or self.image)
+
+    def forget(self, name: str) -> None:
+        """Search for the sandbox at its next use: it has ended."""
+        self._found.pop(name, None)
+
+    async def all(self) -> Mapping[str, SessionInfo]:
+        """Return the live sandboxes within reach by name; of two of one name the older. Raises as `find`."""
+        found: dict[str, SessionInfo] = {}
+        async for info in self.client.sessions(label=LABEL):
+            name = info.labels[LABEL]
+            if name != DEFAULT or info.key_id == self.key_id:
+                found[name] = info  # the list begins with the newest
+        return dict(sorted(found.items()))
+
+    async def _look(self, name: str) -> tuple[SessionInfo | None, SessionInfo | None]:
+        """Return the live sandbox of a name, and the one that ended last."""
+        live = ended = None
+        async for info in self.client.sessions(label=f"{LABEL}={name}", status="all"):
+            if name == DEFAULT and info.key_id != self.key_id:
+                continue
+            if info.status in _LIVE:
+                live = info
+            elif ended is None:
+                ended = info
+        return live, ended
+
+    async def _make(self, name: str, ended: SessionInfo | None, image: str) -> Session:
+        if not self.may_make:
+            raise NoSandbox(f"there is no sandbox {name!r}, and this API key may make none")
+        # Calls that come at once, here or elsewhere, make one session: they name the same predecessor.
+        token = f"mcp-{self.key_id}-{name}-{'first' if ended is None else ended.id}"
+        try:
+            session = await self.client.create_session(image=image, labels={LABEL: name}, idempotency_key=token)
+        except errors.SessionExpired as gone:  # it ended between the two calls, and is in the list now
+            raise errors.Capacity("the sandbox ended while it was being made; call again") from gone
+        return self._remember(name, session.id)
+
+    def _remember(self, name: str, session_id: str) -> Session:
+        if len(self._found) >= MAX_REMEMBERED:
+            self._found.clear()
+        self._found[name] = session_id
+        return Session(self.client, session_id)
+
+
+def key_id_of(api_key: str | None) -> str:
+    """Return the id under which the server lists what a key has made (docs/keys.md); the id is no secret."""
+    if not api_key:
+        return "local"
+    return found[1] if (found := _KEY.match(api_key)) else "configured"
