@@ -44,7 +44,7 @@ def _why_no_kernel() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what lies under `kernel/` and `e2e/`, and skip it with the probed reason where it can't run.
+    """Mark what lies under `kernel/` and `e2e/`; skip that, and what is marked so, with the probed reason if need be.
 
     Where workers share the files, those that take longest come first, so that none is left to run alone at the end.
     """
@@ -55,8 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = _folder(item)
         if folder in ("kernel", "e2e"):
             item.add_marker(getattr(pytest.mark, folder))
-            if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if reason is not None and (folder in ("kernel", "e2e") or item.get_closest_marker("e2e")):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _place(item: pytest.Item) -> int:

@@ -392,6 +392,28 @@ class WebSocket:
             await self._response.aclose()
 
 
+class Recovery:
+    """Waits between the connections of a stream: longer ones while nothing comes, for `timeout` seconds at most."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._lost_at: float | None = None
+        self._wait_s = FIRST_WAIT_S
+
+    def progress(self) -> None:
+        """Forget earlier losses, since something came."""
+        self._lost_at, self._wait_s = None, FIRST_WAIT_S
+
+    async def wait(self, error: Lost) -> None:
+        """Wait before the next connection. Raises the error if the time is over."""
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        if self._timeout is not None and now + self._wait_s >= self._lost_at + self._timeout:
+            raise error
+        await waiting.sleep(self._wait_s * random.uniform(0.5, 1.0))
+        self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)
+
+
 class Pump:
     """Reading of one WebSocket on behalf of all who wait for its messages, without a task of its own.
 
