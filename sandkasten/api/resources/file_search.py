@@ -23,9 +23,9 @@ from sandkasten.api.resources.fields import (
     FilesLimit,
     Glob,
     MatchLimit,
+    NameCursor,
     Pattern,
     SearchedBytes,
-    decode_cursor,
     encode_cursor,
     read_request,
     spell_path,
@@ -52,7 +52,7 @@ class GlobRequest(Placed):
     pattern: Glob
     path: FilePath = HERE
     limit: FilesLimit = _ALL
-    cursor: str | None = None
+    cursor: NameCursor | None = None
 
 
 @attrs.frozen
@@ -118,7 +118,7 @@ async def glob(exchange: Exchange) -> Answer:
     request = GlobFiles(
         wanted.at(wanted.path),
         wanted.pattern,
-        after=decode_cursor(wanted.cursor),
+        after=wanted.cursor or "",
         limit=wanted.limit,
         user=wanted.user,
     )

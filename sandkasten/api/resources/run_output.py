@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self
+from typing import Any, NewType, Self
 
 import attrs
 import trio
@@ -38,7 +38,15 @@ from sandkasten.api.http.sse import (
     short_end,
     text_literals,
 )
-from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, OUTPUT_FIELDS, Encoding, Offset, OutputBytes, OutputFields
+from sandkasten.api.resources.fields import (
+    MAX_OUTPUT_BYTES,
+    OUTPUT_FIELDS,
+    Encoding,
+    Offset,
+    OutputBytes,
+    OutputFields,
+    add_kinds,
+)
 from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
 from sandkasten.model.errors import CommandTimeout, SandkastenError
 from sandkasten.supervisor import ExecStream
@@ -366,6 +374,19 @@ class Position:
         if any(self.sent.values()):
             text += f".{self.sent[Stream.STDOUT]}.{self.sent[Stream.STDERR]}"
         return text
+
+
+OutputPosition = NewType("OutputPosition", Position)
+LastPosition = NewType("LastPosition", Position)
+"""In a header, which may be empty: then there is none."""
+START = OutputPosition(Position())
+
+add_kinds(
+    {
+        OutputPosition: lambda value: Position.parse(str(value)),
+        LastPosition: lambda value: Position.parse(str(value)) if value else None,
+    }
+)
 
 
 class Transcript:

@@ -11,7 +11,7 @@ import trio
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.websocket import CloseCode
 from sandkasten.api.resources.events import EventsQuery, Follower, event_fields, to_json
-from sandkasten.api.resources.fields import refuse_unknown, structure_query
+from sandkasten.api.resources.fields import parse_known_query
 from sandkasten.api.resources.file_watch import WatchQuery, changes
 from sandkasten.api.websocket.handshake import WebSocketExchange
 from sandkasten.model import Event
@@ -55,20 +55,17 @@ async def _until_left(ws: WebSocketExchange, tell: Callable[[WebSocketExchange],
 
 
 async def _watch(ws: WebSocketExchange) -> None:
-    refuse_unknown(ws.query, WatchQuery)
-    async with aclosing(changes(ws, structure_query(ws.query, WatchQuery))) as batches:
+    async with aclosing(changes(ws, parse_known_query(ws.query, WatchQuery))) as batches:
         async for batch in batches:
             for each in batch:
                 await ws.send_text(to_json(each))
 
 
 async def _follow(ws: WebSocketExchange) -> None:
-    refuse_unknown(ws.query, EventsQuery)
-    query = EventsQuery(ws.query.get("cursor"), ws.query.get("types"))
-    types = query.wanted
+    query = parse_known_query(ws.query, EventsQuery)
     async with ws.supervisor.events(session_id=ws.session_id or None, after=query.cursor) as events:
         shown = EventFilter(ws.key, ws.supervisor)
-        follower = Follower(events, types, shown, silence_s=ws.settings.ping_interval_s)
+        follower = Follower(events, query.types, shown, silence_s=ws.settings.ping_interval_s)
         while True:
             item = await follower.next()
             if isinstance(item, Event):
