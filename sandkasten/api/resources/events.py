@@ -53,6 +53,10 @@ class EventBody(Body):
     data: Mapping[str, Any]
 
 
+EVENTS: Mapping[str, EventType] = {kind.value: kind for kind in EventType}
+"""The messages of the journal: each is an `EventBody`, with `data` by its type."""
+
+
 async def stream(exchange: Exchange) -> None:
     """Follow events as server-sent events, from the beginning, behind `cursor` or behind Last-Event-ID."""
     await exchange.until_disconnect(lambda: _stream(exchange))

@@ -345,11 +345,11 @@ def _output_fields(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-_MODE = re.compile(r"[0-7]{3,4}\Z")
+MODE = re.compile(r"[0-7]{3,4}\Z")
 _ESCAPE = re.compile("\0([89a-f][0-9a-f])")
 
 
-def _file_path(value: object) -> str:
+def file_path(value: object) -> str:
     """Return a path, surrogate-escaped. NUL and two hexadecimal digits stand for a byte that is not UTF-8."""
     text = _string(value)
     if len(text.encode()) > MAX_PATH_BYTES:
@@ -369,35 +369,39 @@ def spell_path(path: str) -> str:
 def _paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_PATHS:
         raise ValueError(f"must be a list of 1 to {MAX_PATHS} paths")
-    return tuple(_file_path(each) for each in value)
+    return tuple(file_path(each) for each in value)
 
 
 def _file_mode(value: object) -> int:
-    if not _MODE.match(_string(value)):
+    if not MODE.match(_string(value)):
         raise ValueError("must be 3 or 4 octal digits")
     return int(str(value), 8)
 
 
-def _some_text(value: object) -> str:
+def some_text(value: object) -> str:
     if not value:
         raise ValueError("must not be empty")
     return _encodable(value)
 
 
-def _edit_count(value: object) -> object:
+def edit_count(value: object) -> object:
     if value != "all" and (value != 1 or isinstance(value, bool)):
         raise ValueError("must be 1 or 'all'")
     return value
 
 
-_EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
-    "replace": {"old": _some_text, "new": _encodable, "count": _edit_count},
-    "insert": {"line": Between(0, 2**31), "text": _encodable},
-    "create": {"text": _encodable},
-    "delete": {},
-    "patch": {"patch": _some_text},
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _encodable}
+EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
+    "replace": {**_ANY_EDIT, "old": some_text, "new": _encodable, "count": edit_count},
+    "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": _encodable},
+    "create": {**_ANY_EDIT, "text": _encodable},
+    "delete": _ANY_EDIT,
+    "patch": {**_ANY_EDIT, "patch": some_text},
 }
-"""Fields of each kind of edit. `count` may be left out."""
+"""Fields of each kind of edit."""
+
+MAY_LACK = frozenset({"if_match", "count"})
+"""Fields of an edit that may be left out."""
 
 
 def _edits(value: object) -> list[dict[str, Any]]:  # JSON values
@@ -407,12 +411,11 @@ def _edits(value: object) -> list[dict[str, Any]]:  # JSON values
 
 
 def _edit(value: object, where: str) -> dict[str, Any]:  # JSON values
-    checks = _EDITS.get(str(value.get("op"))) if isinstance(value, dict) else None
+    checks = EDITS.get(str(value.get("op"))) if isinstance(value, dict) else None
     if checks is None or not isinstance(value, dict):
-        raise ValueError(f"{where}must be an object whose op is one of {', '.join(_EDITS)}")
+        raise ValueError(f"{where}must be an object whose op is one of {', '.join(EDITS)}")
     checked: dict[str, Any] = {"op": value["op"]}
-    checks = {"path": _file_path, "if_match": _encodable, **checks}
-    for name in checks.keys() - {"if_match", "count"} - value.keys():
+    for name in checks.keys() - MAY_LACK - value.keys():
         raise ValueError(f"{where}{name} is missing")
     for name in value.keys() - {"op"}:
         if name not in checks:
@@ -554,7 +557,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
     PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
-    FilePath: _file_path,
+    FilePath: file_path,
     FileMode: _file_mode,
     Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),
     FileId: Between(-1, MAX_FILE_ID),

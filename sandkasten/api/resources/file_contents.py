@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from email.utils import formatdate
-from typing import NewType
+from typing import ClassVar, NewType
 
 import attrs
 
@@ -34,7 +34,7 @@ ANY_SIZE = 1 << 60
 WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
-_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
+ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
 _MAX_ETAGS = 64
 
 ByteRange = NewType("ByteRange", tuple[int | None, int | None])
@@ -53,8 +53,8 @@ def _byte_range(value: object) -> tuple[int | None, int | None]:
 
 def _etags(value: object) -> tuple[str, ...]:
     text = str(value)
-    found = tuple(_ETAG.findall(text))
-    if _ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
+    found = tuple(ETAG.findall(text))
+    if ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
         raise ValueError("must be ETags, or *")
     return found
 
@@ -98,6 +98,7 @@ class WriteHead:
 class PutBody(Body):
     """A file was written; `path` is resolved."""
 
+    gives: ClassVar[tuple[str, ...]] = ("etag",)
     path: str
     etag: str
     size: int

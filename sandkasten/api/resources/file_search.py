@@ -6,14 +6,14 @@ last line instead.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
 import attrs
 
 from runner.wire.protocol import ANSWERS, FileMatch, FoundFiles, GlobFiles, ProtocolError, Searched, SearchFiles
-from sandkasten.api.http.errors import Answer, error_body, json_answer
+from sandkasten.api.http.errors import Answer, ErrorBody, error_body, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, encode_json
 from sandkasten.api.resources.fields import (
@@ -110,6 +110,10 @@ class SearchedBody(Body):
     """The last line of a search."""
 
     totals: TotalsBody
+
+
+LINES: Mapping[str, type[Body]] = {"match": MatchBody, "totals": SearchedBody, "error": ErrorBody}
+"""Kinds of lines of a search."""
 
 
 async def glob(exchange: Exchange) -> Answer:

@@ -8,6 +8,7 @@ committed within a day is removed.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import ClassVar
 
 import attrs
 
@@ -65,6 +66,7 @@ class AppendHead:
 class UploadBody(Body):
     """An upload, of which `offset` bytes have come; `path` is resolved."""
 
+    gives: ClassVar[tuple[str, ...]] = (OFFSET_HEADER,)
     upload_id: str
     path: str
     offset: int

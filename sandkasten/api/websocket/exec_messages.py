@@ -65,11 +65,24 @@ _TAGS = {Stream.STDOUT: Tag.STDOUT, Stream.STDERR: Tag.STDERR}
 # Of clients -----------------------------------------------------------------------------------------------------------
 
 
+NOT_IN_START = ("raw_output", "encoding", "output_fields")
+"""Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
+
+
+@attrs.frozen
+class Carried:
+    """A class whose fields a message has besides its own, and those of them that it has `without`."""
+
+    cls: type[Any]  # an attrs class
+    without: tuple[str, ...]
+
+
 @attrs.frozen
 class ChannelStart:
     """Run a command; besides these fields those of `POST …/exec`."""
 
     kind: ClassVar[str] = "start"
+    carries: ClassVar[Carried] = Carried(ExecRequest, NOT_IN_START)
     id: ChannelNumber
     credit: CreditBytes | None = None
     max_frame: FrameBytes | None = None
@@ -178,9 +191,6 @@ CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
         Ping,
     )
 }
-
-NOT_IN_START = ("raw_output", "encoding", "output_fields")
-"""Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
 
 
 def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
