@@ -121,6 +121,8 @@ class ShellNotFound(ClientError):
 
 
 class TerminalNotFound(ClientError):
+    """The session has no terminal of that id."""
+
     code = "TERMINAL_NOT_FOUND"
 
 
@@ -131,10 +133,14 @@ class CursorGone(ClientError):
 
 
 class FileNotFound(ClientError):
+    """There is no such file, directory or upload."""
+
     code = "FILE_NOT_FOUND"
 
 
 class IsADirectory(ClientError):
+    """The path is a directory."""
+
     code = "IS_DIRECTORY"
 
 
@@ -145,10 +151,14 @@ class NotAFile(ClientError):
 
 
 class PermissionDenied(ClientError):
+    """The user of the sandbox may not do that to the path; of a WebSocket: the page's origin is not allowed."""
+
     code = "PERMISSION_DENIED"
 
 
 class NotADirectory(ClientError):
+    """The path, or a part of it that must be one, is no directory."""
+
     code = "NOT_A_DIRECTORY"
 
 
@@ -294,6 +304,8 @@ class QuotaExceeded(Unavailable):
 
 
 class DiskFull(Unavailable):
+    """There is no room for that in the session or the workspace."""
+
     code = "DISK_FULL"
     retryable = False
 

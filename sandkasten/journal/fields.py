@@ -60,6 +60,22 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
     }
 )
 
+COMMON_FIELDS = frozenset({TRACE_ID, KEY_ID, TRUNCATED})
+"""Fields that any event may have."""
+
+FIELD_TYPES: Mapping[str, type] = MappingProxyType(
+    {
+        **dict.fromkeys(("acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str),
+        **dict.fromkeys(("image", "kind", "name", "reason", "shell", "victim", "workspace_id", TRACE_ID, KEY_ID), str),
+        **dict.fromkeys(("cols", "cpu_ms", "duration_ms", "exit_code", "failures", "oom_kills"), int),
+        **dict.fromkeys(("peak_memory_bytes", "pid", "port", "remaining_s", "rows", "signal", "stderr_bytes"), int),
+        **dict.fromkeys(("stdout_bytes", "timeout_ms", "written_bytes"), int),
+        **dict.fromkeys(("keep_alive", "shell_restarted", TRUNCATED), bool),
+        "ttl_s": float,
+    }
+)
+"""The type of each field, in JSON."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_GROWTH = 3
 """Growth of JSON when every character beyond ASCII is escaped: 2 bytes of UTF-8 to 6, 3 to 6, 4 to 12."""

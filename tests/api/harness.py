@@ -21,6 +21,7 @@ from sandkasten.api.http.guard import App
 from sandkasten.api.http.server import serve
 from sandkasten.api.http.settings import ApiSettings
 from sandkasten.config import Config
+from tests.api.described import Described
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.waiting import patience
 
@@ -73,6 +74,7 @@ class RunningTree(Running):
     """A front with the daemon's tree behind it."""
 
     tree: ScriptedTree = attrs.field(kw_only=True)
+    described: Described = attrs.field(kw_only=True)
 
     @property
     def supervisor(self) -> LocalSupervisor:
@@ -122,14 +124,16 @@ async def _serve(app: App, settings: ApiSettings, *, task_status: trio.TaskStatu
 @asynccontextmanager
 async def running_front(**changes: Any) -> AsyncIterator[RunningTree]:  # Any: fields of ApiSettings or Config
     """Serve the front over the daemon's tree with scripted sandboxes; `changes` are settings of the front or of the
-    tree.
+    tree. What is answered and not described fails the test.
     """
     of_tree = {name: changes.pop(name) for name in _SETTINGS_OF_TREE & changes.keys()}
     async with open_scripted(**of_tree) as tree:
         app = make_app(tree.supervisor, settings=make_settings(**changes), shares=tree.supervisor.shares)
-        async with running_app(app, **changes) as running:
+        described = Described(app)
+        async with running_app(described, **changes) as running:
             running.ring = tree.supervisor.shares.ring
-            yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree)
+            yield RunningTree(**attrs.asdict(running, recurse=False), tree=tree, described=described)
+        assert described.problems == [], described.problems
 
 
 async def read_to_end(stream: trio.SocketStream) -> bytes:

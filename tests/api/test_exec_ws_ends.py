@@ -229,7 +229,7 @@ async def test_why_a_connection_is_closed_names_the_field() -> None:
         await client.say("start", id=0, cmd="x")
         assert await client.hear_close() == (
             4400,
-            "the request has bad fields: id must be an integer from 1 to 2147483648",
+            "the request has bad fields: id must be between 1 and 2147483648",
         )
 
 

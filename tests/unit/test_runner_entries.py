@@ -15,7 +15,7 @@ from runner.files.tree import etag_of
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles, Listing, StatFiles
-from sandkasten.api.resources.fields import FilePath, make_converter, spell_path
+from sandkasten.api.resources.fields import FilePath, check_of, spell_path
 
 
 def work_in(top: Path, *, anywhere: bool = False) -> FileWork:
@@ -82,8 +82,9 @@ def test_names_of_any_bytes_are_found_again(tmp_path: Path) -> None:
     spelled = [spell_path(each.name) for each in listing.entries]
     assert len(set(spelled)) == len(names)
     assert all(each.encode() for each in spelled)
-    read = make_converter()
-    assert sorted(os.fsencode(read.structure(each, FilePath)) for each in spelled) == sorted(names)
+    read = check_of(FilePath)
+    assert read is not None
+    assert sorted(os.fsencode(str(read(each))) for each in spelled) == sorted(names)
 
 
 def test_many_properties_fit_into_one_answer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 import cattrs
@@ -30,9 +30,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 class Body:
     """Base of the attrs classes that answers are made of. A field with the default None is left out when it is None;
-    a field without a default is always there, and may be null."""
+    a field without a default is always there, and may be null. `gives` names headers that come with the body."""
 
     __slots__ = ()
+    gives: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def take(cls, source: object, /, **others: Any) -> Self:  # others: fields of the class

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import attrs
 
 from sandkasten.api.http.auth import Needs
+from sandkasten.model.errors import SandkastenError
 
 _ABSOLUTE = re.compile(r"https?://([A-Za-z0-9._~:\[\]-]+)(/.*)?\Z", re.IGNORECASE)
 """Scheme, authority and path. No user (RFC 9110 §4.2.4) and nothing encoded in the authority."""
@@ -64,6 +65,23 @@ class RouteKind(enum.Enum):
     WEBSOCKET = enum.auto()
 
 
+@attrs.frozen(kw_only=True)
+class Messages:
+    """What is said in a stream, each message by its name: by the server and, over a WebSocket, by the client.
+
+    A message is an attrs class or a type of event. `binary` says what binary frames are, where there are any.
+    """
+
+    server: Mapping[str, object]
+    client: Mapping[str, object] = attrs.field(factory=dict)
+    protocols: tuple[str, ...] = ()
+    binary: str | None = None
+
+
+def _types(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
 Handler = Callable[[Any], Awaitable[Any]]
 """Takes the exchange of its kind; `routes.py` checks the types of each handler."""
 
@@ -72,9 +90,10 @@ Handler = Callable[[Any], Awaitable[Any]]
 class Route:
     """One method of one path: who answers, what that needs of the key, what is read and what is answered.
 
-    `path` is a template: `{name}` is any one segment that is not empty. A GET route serves HEAD as well. `query` and
-    `body` are the classes that read the request, `answer` is the class of the JSON body. `body_type` and `answer_type`
-    are the media types of bodies that are not JSON.
+    `path` is a template: `{name}` is any one segment that is not empty. A GET route serves HEAD as well. `query`,
+    `head` (headers) and `body` are the classes that read the request, `answer` is the class of the JSON body.
+    `body_type` and `answer_type` are the media types of bodies that are not JSON. `errors` are those that other routes
+    with the same needs don't answer with (`openapi.errors_of`), `gives` the headers of the answer.
     """
 
     kind: RouteKind
@@ -83,11 +102,15 @@ class Route:
     handler: Handler
     needs: Needs
     query: type | None = None
+    head: type | None = None
     body: type | None = None
-    body_type: str | None = None
+    body_type: tuple[str, ...] = attrs.field(default=(), converter=_types)
     answer: object = None
-    answer_type: str | None = None
+    answer_type: tuple[str, ...] = attrs.field(default=(), converter=_types)
     statuses: tuple[int, ...] = (200,)
+    gives: tuple[str, ...] = ()
+    errors: tuple[type[SandkastenError], ...] = ()
+    messages: Messages | None = None
     needs_live_session: bool = True
     """Of a WebSocket: an ended session is refused before the handler is asked."""
 

@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
 import orjson
 
-from sandkasten.api.http.errors import Headers, error_body
-from sandkasten.api.http.json import encode_json, to_plain
+from sandkasten.api.http.errors import ErrorBody, Headers, error_body
+from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.model import Stream
 from sandkasten.model.errors import SandkastenError
 
@@ -45,10 +46,27 @@ def event(name: str, data: Mapping[str, object]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
 
 
+@attrs.frozen(kw_only=True)
+class ErrorEvent(ErrorBody):
+    """An error that ends the stream. `error` repeats the message for older clients."""
+
+    error: str
+
+
 def error_event(error: SandkastenError) -> bytes:
-    """Return the event of an error; `error` repeats the message for older clients."""
+    """Return the event of an error."""
     body = error_body(error)
-    return event("error", to_plain(body) | {"error": body.message})
+    return event("error", to_plain(ErrorEvent(**attrs.asdict(body, recurse=False), error=body.message)))
+
+
+@attrs.frozen
+class ChunkEvent(Body):
+    """Output of a run, as text or base64; `timestamp` is in milliseconds since 1970, the event's id a place in the
+    output."""
+
+    chunk: str
+    timestamp: int
+    stream: Stream
 
 
 def short_end(end: dict[str, Any]) -> dict[str, Any]:  # JSON values
@@ -62,7 +80,7 @@ def short_end(end: dict[str, Any]) -> dict[str, Any]:  # JSON values
 
 
 def chunk_event(stream: Stream, literal: str, position: str) -> bytes:
-    """Return one chunk of output: `literal` is its JSON, `position` the id behind which a client can go on."""
+    """Return a `ChunkEvent`: `literal` is the chunk's JSON, `position` the id behind which a client can go on."""
     data = f'{{"chunk":{literal},"timestamp":{int(time.time() * 1000)},"stream":"{stream.value}"}}'
     return f"event: chunk\nid: {position}\ndata: {data}\n\n".encode("ascii")
 

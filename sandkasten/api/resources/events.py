@@ -21,7 +21,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.sse import SSE_HEADERS, error_event
-from sandkasten.api.resources.fields import bad_query, read_query
+from sandkasten.api.resources.fields import EventTypes, read_head, read_query
 from sandkasten.model import Event, EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
@@ -29,21 +29,17 @@ from sandkasten.supervisor import EventStream
 
 @attrs.frozen
 class EventsQuery:
-    """The query of a stream of events: the cursor behind which it begins, and types with commas between."""
+    """The query of a stream of events: the cursor behind which it begins, and the types, by default all."""
 
     cursor: str | None = None
-    types: str | None = None
+    types: EventTypes | None = None
 
-    @property
-    def wanted(self) -> frozenset[EventType] | None:
-        """The types that are asked for, None for all. Raises `InvalidRequest`."""
-        if self.types is None:
-            return None
-        try:
-            return frozenset(EventType(name.strip()) for name in self.types.split(","))
-        except ValueError:
-            names = ", ".join(EventType)
-            raise bad_query("types", f"must be a list, with commas, of {names}") from None
+
+@attrs.frozen
+class EventsHead:
+    """The cursor of the last event that a client has, which goes before that of the query."""
+
+    last_event_id: str | None = None
 
 
 @attrs.frozen
@@ -57,6 +53,10 @@ class EventBody(Body):
     data: Mapping[str, Any]
 
 
+EVENTS: Mapping[str, EventType] = {kind.value: kind for kind in EventType}
+"""The messages of the journal: each is an `EventBody`, with `data` by its type."""
+
+
 async def stream(exchange: Exchange) -> None:
     """Follow events as server-sent events, from the beginning, behind `cursor` or behind Last-Event-ID."""
     await exchange.until_disconnect(lambda: _stream(exchange))
@@ -64,12 +64,11 @@ async def stream(exchange: Exchange) -> None:
 
 async def _stream(exchange: Exchange) -> None:
     query = read_query(exchange, EventsQuery)
-    types = query.wanted
-    after = exchange.header(b"last-event-id") or query.cursor
+    after = read_head(exchange, EventsHead).last_event_id or query.cursor
     try:
         async with exchange.supervisor.events(session_id=exchange.session_id or None, after=after) as events:
             shown = EventFilter(exchange.key, exchange.supervisor)
-            follower = Follower(events, types, shown, silence_s=exchange.settings.ping_interval_s)
+            follower = Follower(events, query.types, shown, silence_s=exchange.settings.ping_interval_s)
             await exchange.start(200, SSE_HEADERS)
             if exchange.method == "HEAD":
                 await exchange.finish()

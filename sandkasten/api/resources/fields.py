@@ -33,11 +33,14 @@ from sandkasten.model import (
     LIMIT_BOUNDS,
     MAX_SPAN_S,
     SECCOMP_NAME,
+    SESSION_ID,
     SHELL_NAME,
     STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
+    EventType,
     ExecKind,
     ExecState,
+    Status,
     Stream,
     StreamsMode,
 )
@@ -70,6 +73,7 @@ _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
+MAX_READ_BYTES = 2**53
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
 TOP = "/workspace"
@@ -141,6 +145,14 @@ SearchedBytes = NewType("SearchedBytes", int)
 ArchiveFormat = NewType("ArchiveFormat", str)
 FileArchiveFormat = NewType("FileArchiveFormat", str)
 WindowBytes = NewType("WindowBytes", int)
+SessionId = NewType("SessionId", str)
+ReadBytes = NewType("ReadBytes", int)
+EventTypes = NewType("EventTypes", frozenset[EventType])
+StatusFilter = NewType("StatusFilter", str)
+LabelFilter = NewType("LabelFilter", str)
+LabelPair = NewType("LabelPair", str)
+NameCursor = NewType("NameCursor", str)
+OffsetText = NewType("OffsetText", str)
 
 
 @attrs.frozen
@@ -240,6 +252,19 @@ class Choice:
         return text
 
 
+@attrs.frozen
+class CommaList:
+    """A check for words of an enumeration, with commas between."""
+
+    members: type[enum.StrEnum]
+
+    def __call__(self, value: object) -> frozenset[object]:
+        try:
+            return frozenset(self.members(word.strip()) for word in _string(value).split(","))
+        except ValueError:
+            raise ValueError(f"must be a list, with commas, of {', '.join(self.members)}") from None
+
+
 def _member(cls: type[enum.StrEnum]) -> Callable[[object], object]:
     check = Choice(tuple(member.value for member in cls))
     return lambda value: cls(check(value))
@@ -320,11 +345,11 @@ def _output_fields(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-_MODE = re.compile(r"[0-7]{3,4}\Z")
+MODE = re.compile(r"[0-7]{3,4}\Z")
 _ESCAPE = re.compile("\0([89a-f][0-9a-f])")
 
 
-def _file_path(value: object) -> str:
+def file_path(value: object) -> str:
     """Return a path, surrogate-escaped. NUL and two hexadecimal digits stand for a byte that is not UTF-8."""
     text = _string(value)
     if len(text.encode()) > MAX_PATH_BYTES:
@@ -344,35 +369,39 @@ def spell_path(path: str) -> str:
 def _paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_PATHS:
         raise ValueError(f"must be a list of 1 to {MAX_PATHS} paths")
-    return tuple(_file_path(each) for each in value)
+    return tuple(file_path(each) for each in value)
 
 
 def _file_mode(value: object) -> int:
-    if not _MODE.match(_string(value)):
+    if not MODE.match(_string(value)):
         raise ValueError("must be 3 or 4 octal digits")
     return int(str(value), 8)
 
 
-def _some_text(value: object) -> str:
+def some_text(value: object) -> str:
     if not value:
         raise ValueError("must not be empty")
     return _encodable(value)
 
 
-def _edit_count(value: object) -> object:
+def edit_count(value: object) -> object:
     if value != "all" and (value != 1 or isinstance(value, bool)):
         raise ValueError("must be 1 or 'all'")
     return value
 
 
-_EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
-    "replace": {"old": _some_text, "new": _encodable, "count": _edit_count},
-    "insert": {"line": Between(0, 2**31), "text": _encodable},
-    "create": {"text": _encodable},
-    "delete": {},
-    "patch": {"patch": _some_text},
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _encodable}
+EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
+    "replace": {**_ANY_EDIT, "old": some_text, "new": _encodable, "count": edit_count},
+    "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": _encodable},
+    "create": {**_ANY_EDIT, "text": _encodable},
+    "delete": _ANY_EDIT,
+    "patch": {**_ANY_EDIT, "patch": some_text},
 }
-"""Fields of each kind of edit. `count` may be left out."""
+"""Fields of each kind of edit."""
+
+MAY_LACK = frozenset({"if_match", "count"})
+"""Fields of an edit that may be left out."""
 
 
 def _edits(value: object) -> list[dict[str, Any]]:  # JSON values
@@ -382,12 +411,11 @@ def _edits(value: object) -> list[dict[str, Any]]:  # JSON values
 
 
 def _edit(value: object, where: str) -> dict[str, Any]:  # JSON values
-    checks = _EDITS.get(str(value.get("op"))) if isinstance(value, dict) else None
+    checks = EDITS.get(str(value.get("op"))) if isinstance(value, dict) else None
     if checks is None or not isinstance(value, dict):
-        raise ValueError(f"{where}must be an object whose op is one of {', '.join(_EDITS)}")
+        raise ValueError(f"{where}must be an object whose op is one of {', '.join(EDITS)}")
     checked: dict[str, Any] = {"op": value["op"]}
-    checks = {"path": _file_path, "if_match": _encodable, **checks}
-    for name in checks.keys() - {"if_match", "count"} - value.keys():
+    for name in checks.keys() - MAY_LACK - value.keys():
         raise ValueError(f"{where}{name} is missing")
     for name in value.keys() - {"op"}:
         if name not in checks:
@@ -406,12 +434,12 @@ def _glob(value: object) -> str:
     return text
 
 
-def decode_cursor(cursor: str | None) -> str:
-    """Return the name behind which a page begins. Raises `InvalidRequest`."""
+def _name_cursor(value: object) -> str:
+    """Return the name behind which a page begins."""
     try:
-        return os.fsdecode(base64.b64decode(cursor or "", altchars=b"-_", validate=True))
+        return os.fsdecode(base64.b64decode(_string(value), altchars=b"-_", validate=True))
     except (binascii.Error, ValueError):
-        raise bad_query("cursor", "is none of this server's") from None
+        raise ValueError("is none of this server's") from None
 
 
 def encode_cursor(name: str) -> str:
@@ -529,7 +557,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
     PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
-    FilePath: _file_path,
+    FilePath: file_path,
     FileMode: _file_mode,
     Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),
     FileId: Between(-1, MAX_FILE_ID),
@@ -544,6 +572,14 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ArchiveFormat: Choice(("tar", "tar.zst")),
     FileArchiveFormat: Choice(("tar", "tar.zst", "zip")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
+    SessionId: Matching(SESSION_ID, "must be 16 to 32 hexadecimal digits in lower case"),
+    ReadBytes: Between(1, MAX_READ_BYTES),
+    EventTypes: CommaList(EventType),
+    StatusFilter: Choice((*Status, "all")),
+    LabelFilter: Matching(re.compile("[^=]"), "must be NAME or NAME=VALUE"),
+    LabelPair: Matching(re.compile("[^=]+="), "must be NAME=VALUE"),
+    NameCursor: _name_cursor,
+    OffsetText: Matching(re.compile(r"[0-9]{1,16}\Z"), "must be a number of bytes"),
     Stream: _member(Stream),
     StreamsMode: _member(StreamsMode),
     ExecKind: _member(ExecKind),
@@ -556,26 +592,23 @@ def check_of(kind: object) -> Callable[[object], object] | None:
     return _CHECKS.get(kind)
 
 
-def make_converter() -> cattrs.Converter:
-    """Return a converter that knows every kind of field above, and attrs classes as JSON objects."""
-    converter = cattrs.Converter(detailed_validation=True)
-    for kind, check in _CHECKS.items():
-        converter.register_structure_hook(kind, _hook(check))
-    converter.register_structure_hook_factory(attrs.has, lambda cls: _object_hook(cls, converter))
-    return converter
+def add_kinds(checks: Mapping[Any, Callable[[object], object]]) -> None:  # keys: types and NewTypes
+    """Add the kinds of field of another module, before any of its classes is read."""
+    _CHECKS.update(checks)
+    for kind, check in checks.items():
+        _converter.register_structure_hook(kind, _hook(check))
 
 
 def _hook(check: Callable[[object], object]) -> Callable[[object, type], object]:
     return lambda value, _type: check(value)
 
 
-def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, type], object]:
+def _object_hook(cls: type) -> Callable[[object, type], object]:
     """Return what makes a `cls` of an object. The field `for_` is named `for` there, and `cls.aliases` has further
     names of fields."""
     names = {field.name: override(rename=field.name[:-1]) for field in attrs.fields(cls) if field.name.endswith("_")}
     fields: Callable[[Mapping[str, Any], type], object]  # Any: JSON
-    fields = make_dict_structure_fn(cls, converter, **names)  # type: ignore[arg-type]
-
+    fields = make_dict_structure_fn(cls, _converter, **names)  # type: ignore[arg-type]
     aliases = _aliases(cls)
 
     def structure(value: object, _type: type) -> object:
@@ -591,6 +624,11 @@ def _object_hook(cls: type, converter: cattrs.Converter) -> Callable[[object, ty
     return structure
 
 
+_converter = cattrs.Converter(detailed_validation=True)
+_converter.register_structure_hook_factory(attrs.has, _object_hook)
+add_kinds(_CHECKS)
+
+
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
 
@@ -598,7 +636,7 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
     """Return the request in the exchange's JSON body, and tell the exchange which of the fields are ignored.
 
     Raises:
-        InvalidRequest: as `structure`.
+        InvalidRequest: as `parse`.
         TooLarge, InvalidRequest, ClientGone: as `Exchange.read_json_body`.
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
@@ -608,8 +646,12 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
 
 
 def parse(value: Mapping[str, Any], cls: type[T]) -> T:  # Any: JSON
-    """Return the request in a JSON object; raises as `structure`."""
-    return structure(value, cls, _converter)
+    """Return the request in a JSON object.
+
+    Raises:
+        InvalidRequest: `details` maps the path of each bad field to what is wrong with it.
+    """
+    return _structure(value, cls, "the request")
 
 
 def ignored_fields(value: Mapping[str, Any], cls: type, above: str = "") -> Sequence[str]:  # Any: JSON
@@ -642,19 +684,12 @@ def _aliases(cls: type) -> Mapping[str, str]:
     return getattr(cls, "aliases", {})
 
 
-def structure(
-    value: Mapping[str, Any], cls: type[T], converter: cattrs.Converter, *, what: str = "the request"
-) -> T:  # Any: JSON
-    """Return the request in a JSON object; `converter` is one that `make_converter` made.
-
-    Raises:
-        InvalidRequest: `details` maps the path of each bad field to what is wrong with it.
-    """
+def _structure(value: Mapping[str, Any], cls: type[T], what: str) -> T:  # Any: JSON
     try:
-        return converter.structure(value, cls)
+        return _converter.structure(value, cls)
     except cattrs.BaseValidationError as error:
         problems = (line.rpartition(" @ $.") for line in cattrs.transform_error(error, format_exception=_describe))
-        details = {path.removesuffix("_"): problem for problem, _, path in problems}
+        details = {path.partition("[")[0].removesuffix("_"): problem for problem, _, path in problems}
         raise InvalidRequest(f"{what} has bad fields", **details) from None
 
 
@@ -669,22 +704,28 @@ def _describe(error: BaseException, _type: type | None) -> str:
     return str(error) if isinstance(error, ValueError) else "has the wrong type"
 
 
-# Queries --------------------------------------------------------------------------------------------------------------
+# Queries and heads ----------------------------------------------------------------------------------------------------
 
 
 def read_query(exchange: Exchange, cls: type[T]) -> T:
-    """Return the exchange's query; raises as `structure` and `Exchange.query`."""
-    repeated = _repeated(cls)  # type: ignore[arg-type]  # a class is hashable
-    values = {name: exchange.query_all(name) for name in repeated if name in exchange.query}
-    return structure({**query_values(exchange.query, cls), **values}, cls, _converter, what="the query")
+    """Return the exchange's query; raises as `parse` and `Exchange.query`."""
+    repeated = {name: exchange.query_all(name) for name in _repeated(cls) if name in exchange.query}  # type: ignore[arg-type]  # a class is hashable
+    return _structure({**_query_values(exchange.query, cls), **repeated}, cls, "the query")
 
 
-def structure_query(query: Mapping[str, str], cls: type[T]) -> T:
-    """Return a query without repeated fields; raises as `structure`."""
-    return structure(query_values(query, cls), cls, _converter, what="the query")
+def parse_known_query(query: Mapping[str, str], cls: type[T]) -> T:
+    """Return a query without repeated fields, all of them known; raises as `parse`."""
+    refuse_unknown(query, cls)
+    return _structure(_query_values(query, cls), cls, "the query")
 
 
-def query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
+def read_head(exchange: Exchange, cls: type[T]) -> T:
+    """Return the headers that have the names of the fields of `cls`; raises as `parse`."""
+    given = ((field.name, exchange.header(field.name.replace("_", "-").encode())) for field in attrs.fields(cls))  # type: ignore[arg-type]  # an attrs class
+    return _structure({name: value for name, value in given if value is not None}, cls, "the request's head")
+
+
+def _query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
     """Return a query with the numbers and flags of `cls` as such, where they are spelled as one."""
     values: dict[str, object] = dict(query)
     for name, check in _not_text(cls).items():
@@ -740,6 +781,3 @@ def _repeated(cls: type) -> Sequence[str]:
 def _hints(cls: type) -> list[tuple[str, object]]:
     hints = get_type_hints(cls)
     return [(field.name, hints[field.name]) for field in attrs.fields(cls)]
-
-
-_converter = make_converter()

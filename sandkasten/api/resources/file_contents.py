@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from email.utils import formatdate
+from typing import ClassVar, NewType
 
 import attrs
 
@@ -17,10 +18,9 @@ from runner.wire.protocol import Done, FilePart, FilePut, GetFile, PutFile, Unma
 from sandkasten.api.http.errors import Answer, Headers, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import FileMode, FilePath, read_query, spell_path
+from sandkasten.api.resources.fields import Choice, FileMode, FilePath, add_kinds, read_head, read_query, spell_path
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.model.errors import (
-    InvalidRequest,
     PreconditionFailed,
     RangeNotSatisfiable,
     RunnerProtocolError,
@@ -34,8 +34,32 @@ ANY_SIZE = 1 << 60
 WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
-_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
+ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
 _MAX_ETAGS = 64
+
+ByteRange = NewType("ByteRange", tuple[int | None, int | None])
+ETags = NewType("ETags", tuple[str, ...])
+NoFile = NewType("NoFile", str)
+_NO_ETAGS = ETags(())
+
+
+def _byte_range(value: object) -> tuple[int | None, int | None]:
+    """Return the first and the last byte of the one range that is asked for; nothing for several, or for other units:
+    then the whole file is the answer."""
+    found = _RANGE.match(str(value))
+    start, end = (int(each) if each else None for each in found.groups()) if found else (None, None)
+    return (None, None) if start is not None and end is not None and end < start else (start, end)
+
+
+def _etags(value: object) -> tuple[str, ...]:
+    text = str(value)
+    found = tuple(ETAG.findall(text))
+    if ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
+        raise ValueError("must be ETags, or *")
+    return found
+
+
+add_kinds({ByteRange: _byte_range, ETags: _etags, NoFile: Choice(("*",))})
 
 
 @attrs.frozen(kw_only=True)
@@ -54,9 +78,27 @@ class PutQuery(Placed):
 
 
 @attrs.frozen
+class GetHead:
+    """The part of a file that is asked for, and the versions that the client has."""
+
+    range: ByteRange | None = None
+    if_range: str = ""
+    if_none_match: ETags = _NO_ETAGS
+
+
+@attrs.frozen
+class WriteHead:
+    """The versions that a file to be written must have, or `*` that there must be none."""
+
+    if_match: ETags = _NO_ETAGS
+    if_none_match: NoFile | None = None
+
+
+@attrs.frozen
 class PutBody(Body):
     """A file was written; `path` is resolved."""
 
+    gives: ClassVar[tuple[str, ...]] = ("etag",)
     path: str
     etag: str
     size: int
@@ -65,13 +107,14 @@ class PutBody(Body):
 async def get(exchange: Exchange) -> None:
     """Read a file, or with `Range` a part."""
     query = read_query(exchange, GetQuery)
-    start, end = _range_of(exchange.header(b"range"))
+    head = read_head(exchange, GetHead)
+    start, end = head.range or (None, None)
     request = GetFile(
         query.at(query.path),
         start=start,
         end=end,
-        if_none_match=_etags(exchange, b"if-none-match"),
-        if_range=exchange.header(b"if-range") or "",
+        if_none_match=head.if_none_match,
+        if_range=head.if_range,
         head_only=exchange.method == "HEAD",
         user=query.user,
     )
@@ -111,38 +154,15 @@ def _head_of(head: FilePart) -> tuple[int, Headers]:
     return 206, (*headers, ("content-range", f"bytes {head.offset}-{last}/{head.size_bytes}"))
 
 
-def _range_of(header: str | None) -> tuple[int | None, int | None]:
-    """Return the first and the last byte of the one range that is asked for; nothing for several, or for other units:
-    then the whole file is the answer."""
-    found = _RANGE.match(header or "")
-    start, end = (int(each) if each else None for each in found.groups()) if found else (None, None)
-    if start is not None and end is not None and end < start:
-        return None, None
-    return start, end
-
-
-def _etags(exchange: Exchange, name: bytes) -> tuple[str, ...]:
-    """Return the versions in a header.
-
-    Raises:
-        InvalidRequest: there is something else in it.
-    """
-    text = exchange.header(name) or ""
-    found = tuple(_ETAG.findall(text))
-    if _ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
-        raise InvalidRequest("a condition can't be read", **{name.decode().replace("-", "_"): "must be ETags, or *"})
-    return found
-
-
 async def put(exchange: Exchange) -> Answer:
     """Write a file from the body, replacing one that is there; missing directories are made."""
     query = read_query(exchange, PutQuery)
-    if_match, create_only = conditions_of(exchange)
+    conditions = read_head(exchange, WriteHead)
     request = PutFile(
         query.at(query.path),
         query.mode,
-        if_match=if_match,
-        create_only=create_only,
+        if_match=conditions.if_match,
+        create_only=conditions.if_none_match is not None,
         sync=bool(exchange.workspace_id),
         user=query.user,
     )
@@ -150,18 +170,6 @@ async def put(exchange: Exchange) -> Answer:
         await receive_into(exchange, stream)
         done: FilePut | Unmatched = await stream.end((FilePut, Unmatched))
     return put_answer(done)
-
-
-def conditions_of(exchange: Exchange) -> tuple[tuple[str, ...], bool]:
-    """Return the versions that a file to be written must have, and whether there must be none.
-
-    Raises:
-        InvalidRequest
-    """
-    absent = _etags(exchange, b"if-none-match")
-    if absent not in ((), ("*",)):
-        raise InvalidRequest("a condition can't be met", if_none_match="must be * for a write")
-    return _etags(exchange, b"if-match"), bool(absent)
 
 
 async def receive_into(exchange: Exchange, stream: FileStream) -> None:

@@ -26,9 +26,9 @@ from sandkasten.api.resources.fields import (
     FilePath,
     FilesLimit,
     Glob,
+    NameCursor,
     Paths,
     User,
-    decode_cursor,
     encode_cursor,
     read_query,
     read_request,
@@ -38,6 +38,7 @@ from sandkasten.model.errors import RunnerProtocolError
 from sandkasten.model.workspace import FileInfo
 
 HERE = FilePath(".")
+FIRST_PAGE = NameCursor("")
 _ALL = FilesLimit(MAX_FILES)
 _ONE = Depth(1)
 _ANY = Glob("")
@@ -67,7 +68,7 @@ class ListQuery(Placed):
     path: FilePath = HERE
     depth: Depth = _ONE
     limit: FilesLimit = _ALL
-    cursor: str | None = None
+    cursor: NameCursor = FIRST_PAGE
     glob: Glob = _ANY
 
 
@@ -182,7 +183,7 @@ async def list_files(exchange: Exchange) -> Answer:
     query = read_query(exchange, ListQuery)
     request = ListFiles(
         query.at(query.path),
-        after=decode_cursor(query.cursor),
+        after=query.cursor,
         limit=query.limit,
         depth=query.depth,
         glob=query.glob,

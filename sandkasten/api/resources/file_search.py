@@ -6,14 +6,14 @@ last line instead.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
 import attrs
 
 from runner.wire.protocol import ANSWERS, FileMatch, FoundFiles, GlobFiles, ProtocolError, Searched, SearchFiles
-from sandkasten.api.http.errors import Answer, error_body, json_answer
+from sandkasten.api.http.errors import Answer, ErrorBody, error_body, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, encode_json
 from sandkasten.api.resources.fields import (
@@ -23,9 +23,9 @@ from sandkasten.api.resources.fields import (
     FilesLimit,
     Glob,
     MatchLimit,
+    NameCursor,
     Pattern,
     SearchedBytes,
-    decode_cursor,
     encode_cursor,
     read_request,
     spell_path,
@@ -52,7 +52,7 @@ class GlobRequest(Placed):
     pattern: Glob
     path: FilePath = HERE
     limit: FilesLimit = _ALL
-    cursor: str | None = None
+    cursor: NameCursor | None = None
 
 
 @attrs.frozen
@@ -112,13 +112,17 @@ class SearchedBody(Body):
     totals: TotalsBody
 
 
+LINES: Mapping[str, type[Body]] = {"match": MatchBody, "totals": SearchedBody, "error": ErrorBody}
+"""Kinds of lines of a search."""
+
+
 async def glob(exchange: Exchange) -> Answer:
     """List the paths below a directory that a pattern fits."""
     wanted = await read_request(exchange, GlobRequest)
     request = GlobFiles(
         wanted.at(wanted.path),
         wanted.pattern,
-        after=decode_cursor(wanted.cursor),
+        after=wanted.cursor or "",
         limit=wanted.limit,
         user=wanted.user,
     )

@@ -7,8 +7,8 @@ committed within a day is removed.
 
 from __future__ import annotations
 
-import re
 from datetime import datetime, timedelta
+from typing import ClassVar
 
 import attrs
 
@@ -25,15 +25,23 @@ from runner.wire.protocol import (
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import FileMode, FilePath, Offset, Sha256, read_request, spell_path
-from sandkasten.api.resources.file_contents import ANY_SIZE, WRITE_S, conditions_of, put_answer, receive_into
+from sandkasten.api.resources.fields import (
+    FileMode,
+    FilePath,
+    Offset,
+    OffsetText,
+    Sha256,
+    read_head,
+    read_request,
+    spell_path,
+)
+from sandkasten.api.resources.file_contents import ANY_SIZE, WRITE_S, WriteHead, put_answer, receive_into
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.sessions import DoneBody
-from sandkasten.model.errors import Conflict, InvalidRequest, TooLarge
+from sandkasten.model.errors import Conflict, TooLarge
 from sandkasten.model.workspace import UPLOAD_S, Upload, UploadSpec
 
 OFFSET_HEADER = "upload-offset"
-_OFFSET = re.compile(r"[0-9]{1,16}\Z")
 
 
 @attrs.frozen(kw_only=True)
@@ -48,9 +56,17 @@ class UploadRequest(Placed):
 
 
 @attrs.frozen
+class AppendHead:
+    """The number of bytes that an upload has before those of the body."""
+
+    upload_offset: OffsetText
+
+
+@attrs.frozen
 class UploadBody(Body):
     """An upload, of which `offset` bytes have come; `path` is resolved."""
 
+    gives: ClassVar[tuple[str, ...]] = (OFFSET_HEADER,)
     upload_id: str
     path: str
     offset: int
@@ -68,13 +84,11 @@ async def begin(exchange: Exchange) -> Answer:
 
 async def append(exchange: Exchange) -> Answer:
     """Append the body to an upload that has `Upload-Offset` bytes."""
-    text = exchange.header(OFFSET_HEADER.encode()) or ""
-    if not _OFFSET.match(text):
-        raise InvalidRequest("the place of the bytes is not told", upload_offset="must be a header with a number")
+    offset = int(read_head(exchange, AppendHead).upload_offset)
     upload = await _upload(exchange)
     size = upload.spec.size_bytes
     request = AppendUpload(
-        upload.spec.path, upload.id, int(text), ANY_SIZE if size is None else size, user=upload.spec.user
+        upload.spec.path, upload.id, offset, ANY_SIZE if size is None else size, user=upload.spec.user
     )
     async with exchange.files.stream(request, patience_s=WRITE_S) as stream:
         await receive_into(exchange, stream)
@@ -95,7 +109,7 @@ async def look(exchange: Exchange) -> Answer:
 
 async def commit(exchange: Exchange) -> Answer:
     """Put an upload in place of the file, if it is whole; the conditions are those of a write."""
-    if_match, create_only = conditions_of(exchange)
+    conditions = read_head(exchange, WriteHead)
     await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # its body means nothing
     upload = await _upload(exchange)
     spec = upload.spec
@@ -105,8 +119,8 @@ async def commit(exchange: Exchange) -> Answer:
         spec.size_bytes,
         spec.sha256 or "",
         spec.mode,
-        if_match=if_match,
-        create_only=create_only,
+        if_match=conditions.if_match,
+        create_only=conditions.if_none_match is not None,
         sync=bool(exchange.workspace_id),
         user=spec.user,
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Literal, get_args
 
 import attrs
 
-from runner.wire.protocol import FileChange, WatchFiles, Watching
+from runner.wire.protocol import ChangeKind, FileChange, WatchFiles, Watching
 from sandkasten.api.http.exchange import AsgiExchange, Exchange
+from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.sse import PING, SSE_HEADERS, error_event, event
 from sandkasten.api.resources.fields import FilePath, read_query, spell_path
 from sandkasten.api.resources.file_entries import HERE, Placed
@@ -29,8 +31,17 @@ class WatchQuery(Placed):
     recursive: bool = False
 
 
-Told = Mapping[str, str]
-"""The fields of one message to the client, `type` among them."""
+@attrs.frozen
+class ChangeBody(Body):
+    """A change of a file; `ready`: everything from now on is told. `to` is the new name of a file that was renamed."""
+
+    type: Literal["ready"] | ChangeKind
+    path: str
+    to: str | None = None
+
+
+CHANGES: Mapping[str, type[Body]] = dict.fromkeys(("ready", *get_args(ChangeKind)), ChangeBody)
+"""The messages of a watch, by their types."""
 
 
 async def watch(exchange: Exchange) -> None:
@@ -48,7 +59,7 @@ async def _stream(exchange: Exchange, query: WatchQuery) -> None:
                     await exchange.start(200, SSE_HEADERS)
                     if exchange.method == "HEAD":
                         break
-                await exchange.write(b"".join(event(each["type"], each) for each in batch) or PING)
+                await exchange.write(b"".join(event(each.type, to_plain(each)) for each in batch) or PING)
         await exchange.finish()
     except SandkastenError as error:
         if not exchange.is_started:
@@ -57,19 +68,14 @@ async def _stream(exchange: Exchange, query: WatchQuery) -> None:
         await exchange.finish()
 
 
-async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[list[Told], None]:
+async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[list[ChangeBody], None]:
     """Yield what a client is told, `ready` first, and nothing in times of silence."""
     silence_ms = int(exchange.settings.ping_interval_s * 1000)
     path = query.at(query.path)
     request = WatchFiles(path, query.recursive, silence_ms, user=query.user)
     async with exchange.files.stream(request, patience_s=math.inf) as stream:
         head = await stream.head(Watching)
-        yield [{"type": "ready", "path": spell_path(head.path)}]
+        yield [ChangeBody("ready", spell_path(head.path))]
         async with aclosing(messages(stream, FileChange)) as batches:
             async for batch in batches:
-                yield [_told(each) for each in batch]
-
-
-def _told(change: FileChange) -> Told:
-    told = {"type": str(change.kind), "path": spell_path(change.path)}
-    return told | {"to": spell_path(change.to)} if change.to else told
+                yield [ChangeBody(each.kind, spell_path(each.path), spell_path(each.to) or None) for each in batch]

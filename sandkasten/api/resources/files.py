@@ -33,8 +33,8 @@ from sandkasten.api.resources.fields import (
     TOP,
     Base64,
     FileMode,
-    Offset,
     Path,
+    ReadBytes,
     bad_query,
     check_path,
     read_query,
@@ -77,7 +77,7 @@ class ReadQuery:
     """The query of a file's content. `max_bytes` is at most `max_read_bytes` of the configuration."""
 
     path: Path
-    max_bytes: Offset | None = None
+    max_bytes: ReadBytes | None = None
 
 
 @attrs.frozen
@@ -131,7 +131,7 @@ async def read(exchange: Exchange) -> None:
     settings = exchange.settings
     query = read_query(exchange, ReadQuery)
     max_bytes = settings.default_read_bytes if query.max_bytes is None else query.max_bytes
-    if not 1 <= max_bytes <= settings.max_read_bytes:
+    if max_bytes > settings.max_read_bytes:
         raise bad_query("max_bytes", f"must be between 1 and {settings.max_read_bytes}")
     await exchange.read_body(limit_bytes=settings.max_request_bytes)  # a GET's body means nothing
     await exchange.until_disconnect(lambda: _send_file(exchange, query.path, max_bytes))

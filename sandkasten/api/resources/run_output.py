@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self
+from typing import Any, NewType, Self
 
 import attrs
 import trio
@@ -28,6 +28,8 @@ from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.sse import (
     PING,
     SSE_HEADERS,
+    ChunkEvent,
+    ErrorEvent,
     base64_literals,
     chunk_event,
     error_event,
@@ -35,7 +37,15 @@ from sandkasten.api.http.sse import (
     short_end,
     text_literals,
 )
-from sandkasten.api.resources.fields import MAX_OUTPUT_BYTES, OUTPUT_FIELDS, Encoding, Offset, OutputBytes, OutputFields
+from sandkasten.api.resources.fields import (
+    MAX_OUTPUT_BYTES,
+    OUTPUT_FIELDS,
+    Encoding,
+    Offset,
+    OutputBytes,
+    OutputFields,
+    add_kinds,
+)
 from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
 from sandkasten.model.errors import CommandTimeout, SandkastenError
 from sandkasten.sdk.text import OutputText
@@ -92,6 +102,17 @@ class EndBody(Body):
         is_timed_out = end.cause is Cause.TIMED_OUT
         exit_code = TIMED_OUT_CODE if is_timed_out else end.exit_code
         return cls.take(end, exit_code=exit_code, timed_out=is_timed_out, **others)
+
+
+@attrs.frozen(kw_only=True)
+class DoneEvent(EndBody):
+    """The end of a run that was followed. `cwd_truncated`: the directory was cut to fit into the event."""
+
+    cwd_truncated: bool | None = None
+
+
+RUN_EVENTS: Mapping[str, type[Body]] = {"chunk": ChunkEvent, "done": DoneEvent, "error": ErrorEvent}
+"""The events of a run, by name."""
 
 
 def is_timeout_error(end: ExecEnd, output_format: OutputFormat) -> bool:
@@ -176,7 +197,7 @@ DEFAULT_OUTPUT_BYTES = OutputBytes(MAX_OUTPUT_BYTES // 4)
 UTF_8 = Encoding("utf-8")
 _FROM_THE_START = Offset(0)
 _CHARACTER_BYTES = 4
-_OCTETS = "application/octet-stream"
+OCTETS = "application/octet-stream"
 
 
 @attrs.frozen
@@ -241,14 +262,14 @@ async def _answer_octets(exchange: Exchange, found: OutputSlice) -> None:
     headers: Headers = tuple(
         (f"x-{name.replace('_', '-')}", str(value).lower()) for name, value in offsets if value is not None
     )
-    await exchange.start(200, (("content-type", _OCTETS), ("content-length", str(len(found.data))), *headers))
+    await exchange.start(200, (("content-type", OCTETS), ("content-length", str(len(found.data))), *headers))
     await exchange.finish(found.data)
 
 
 def _accepts_octets(exchange: Exchange) -> bool:
     """Return whether the client asks for plain bytes by name (RFC 9110 §12.5.1)."""
     ranges = (exchange.header(b"accept") or "").lower().split(",")
-    return _OCTETS in (media_range.partition(";")[0].strip() for media_range in ranges)
+    return OCTETS in (media_range.partition(";")[0].strip() for media_range in ranges)
 
 
 # Output as events -----------------------------------------------------------------------------------------------------
@@ -256,7 +277,7 @@ def _accepts_octets(exchange: Exchange) -> bool:
 MAX_HELD_BYTES = 32
 """Bytes held back that a position may spell out for each stream; a CR, half a character or a colour fits."""
 
-_SPELLING = re.compile(
+POSITION = re.compile(
     rf"(\d{{1,15}})(?:~((?:[0-9a-f]{{2}}){{0,{MAX_HELD_BYTES}}})~((?:[0-9a-f]{{2}}){{0,{MAX_HELD_BYTES}}}))?"
     r"(?:\.(\d{1,15})\.(\d{1,15}))?\Z",
     re.ASCII,
@@ -281,7 +302,7 @@ class Position:
     @classmethod
     def parse(cls, text: str) -> Position:
         """Return the position in `text`. Raises `ValueError`."""
-        match = _SPELLING.match(text)
+        match = POSITION.match(text)
         if match is None:
             raise ValueError("is no position in a stream of output")
         sequence, held_out, held_err, sent_out, sent_err = match.groups()
@@ -298,6 +319,19 @@ class Position:
         if any(self.sent.values()):
             text += f".{self.sent[Stream.STDOUT]}.{self.sent[Stream.STDERR]}"
         return text
+
+
+OutputPosition = NewType("OutputPosition", Position)
+LastPosition = NewType("LastPosition", Position)
+"""In a header, which may be empty: then there is none."""
+START = OutputPosition(Position())
+
+add_kinds(
+    {
+        OutputPosition: lambda value: Position.parse(str(value)),
+        LastPosition: lambda value: Position.parse(str(value)) if value else None,
+    }
+)
 
 
 class Transcript:
@@ -472,7 +506,7 @@ class RunEvents:
 
     def _ending_event(self, ending: _Ending) -> bytes:
         if isinstance(ending, ExecEnd):
-            fields = short_end(to_plain(EndBody.of(ending)))
+            fields = short_end(to_plain(DoneEvent.of(ending, cwd_truncated=None)))
             if not is_timeout_error(ending, self._format):
                 return event("done", fields)
             ending = timeout_error(ending, fields)

@@ -48,15 +48,19 @@ from sandkasten.api.resources.fields import (
     WhenLeft,
     bad_fields,
     bad_query,
+    read_head,
     read_query,
     read_request,
 )
 from sandkasten.api.resources.run_output import (
     PUBLISHED_OUTPUT,
+    START,
     UTF_8,
     EndBody,
     ExecResultBody,
+    LastPosition,
     OutputFormat,
+    OutputPosition,
     OutputQuery,
     Position,
     RunEvents,
@@ -327,25 +331,24 @@ class ProcessesQuery:
 class FollowQuery:
     """The query of a run's events: from which place on, of which stream, and how they are spelled."""
 
-    after: str = "0"
+    after: OutputPosition = START
     stream: Stream | None = None
     encoding: Encoding = UTF_8
     raw_output: bool = False
     on_timeout: OnTimeout = _ERROR
 
     @property
-    def position(self) -> Position:
-        """The place in the run's output. Raises `InvalidRequest`."""
-        try:
-            return Position.parse(self.after)
-        except ValueError as error:
-            raise bad_query("after", str(error)) from None
-
-    @property
     def output_format(self) -> OutputFormat:
         return OutputFormat(
             is_base64=self.encoding == "base64", is_raw=self.raw_output, is_timeout_error=self.on_timeout != "result"
         )
+
+
+@attrs.frozen
+class FollowHead:
+    """The place of the last event that a client has, which goes before that of the query."""
+
+    last_event_id: LastPosition | None = None
 
 
 @attrs.frozen
@@ -356,7 +359,7 @@ class LogsQuery(OutputQuery):
     """
 
     follow: bool = False
-    after: str = "0"
+    after: OutputPosition = START
     raw_output: bool = False
     on_timeout: OnTimeout = _ERROR
 
@@ -496,7 +499,7 @@ async def execute_and_follow(exchange: Exchange) -> None:
     """Run a command and send its output as events; with Last-Event-ID follow one that was begun before."""
     request = await read_request(exchange, ExecRequest)
     spec = request.to_spec(exchange.settings)
-    position = _last_event_id(exchange)
+    position = read_head(exchange, FollowHead).last_event_id
     if position is not None and spec.exec_id is None:
         raise bad_fields(exec_id="is required with Last-Event-ID")
     if spec.exec_id is None:
@@ -537,7 +540,7 @@ async def follow_run(exchange: Exchange) -> None:
     """Follow a run as events, from its beginning, `after` a place or Last-Event-ID on."""
     await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
     query = read_query(exchange, FollowQuery)
-    position = _last_event_id(exchange) or query.position
+    position = read_head(exchange, FollowHead).last_event_id or query.after
     wanted = _exec_id(exchange)
     open_run = functools.partial(exchange.supervisor.attach_exec, exchange.session_id, wanted, after=position.sequence)
     transcript = Transcript(query.output_format, position, only=query.stream)
@@ -589,15 +592,6 @@ async def _find_runs(
 
 def _exec_id(exchange: Exchange) -> str:
     return exchange.params["exec_id"]
-
-
-def _last_event_id(exchange: Exchange) -> Position | None:
-    """Return the place in the Last-Event-ID header, if there is one. Raises `InvalidRequest`."""
-    text = exchange.header(b"last-event-id")
-    try:
-        return Position.parse(text) if text else None
-    except ValueError as error:
-        raise bad_fields(last_event_id=str(error)) from None
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NewType
 
 import attrs
 
@@ -14,8 +14,6 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
 from sandkasten.api.resources.fields import (
-    TOKEN,
-    TOKEN_RULE,
     Cores,
     DiskInodes,
     DiskMegabytes,
@@ -24,6 +22,7 @@ from sandkasten.api.resources.fields import (
     ExecMode,
     Fixed,
     IdleTimeout,
+    LabelFilter,
     Labels,
     Lifetime,
     ListLimit,
@@ -37,6 +36,7 @@ from sandkasten.api.resources.fields import (
     SeccompName,
     Shell,
     ShmMegabytes,
+    StatusFilter,
     StopGrace,
     TmpMegabytes,
     Token,
@@ -44,8 +44,9 @@ from sandkasten.api.resources.fields import (
     User,
     WorkspaceId,
     WorkspaceModeName,
+    add_kinds,
     bad_fields,
-    bad_query,
+    read_head,
     read_query,
     read_request,
 )
@@ -72,6 +73,9 @@ from sandkasten.model.session import EndReason
 DEFAULT_LIST = ListLimit(1000)
 NEXT_CURSOR = "x-next-cursor"
 """Header with the `cursor` of the next page; absent on the last one."""
+
+ListCursor = NewType("ListCursor", Place)
+add_kinds({ListCursor: lambda value: parse_cursor(str(value))})
 
 _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -178,8 +182,7 @@ class CreateRequest:
 
         Raises:
             InvalidImage: the image's name is malformed.
-            InvalidRequest: the idempotency keys of body and header differ, or the header's is malformed, or two idle
-                timeouts differ.
+            InvalidRequest: the idempotency keys of body and header differ, or two idle timeouts differ.
         """
         if self.image is not None and not IMAGE_NAME.match(self.image):
             raise InvalidImage("the image name is malformed", image=self.image[:100])
@@ -203,6 +206,13 @@ class CreateRequest:
             streams=self.streams,
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
+
+
+@attrs.frozen
+class CreateHead:
+    """The idempotency key of a create, which the body may have as well."""
+
+    idempotency_key: Token | None = None
 
 
 @attrs.frozen
@@ -244,17 +254,17 @@ class PauseRequest:
 class SessionsQuery:
     """The query of a list of sessions. `label` is `NAME` or `NAME=VALUE`, and may come more than once."""
 
-    status: str | None = None
-    label: tuple[str, ...] = ()
+    status: StatusFilter | None = None
+    label: tuple[LabelFilter, ...] = ()
     limit: ListLimit = DEFAULT_LIST
-    cursor: str | None = None
+    cursor: ListCursor | None = None
 
     def to_query(self) -> SessionQuery:
-        """Return the model's query. Raises `InvalidRequest`."""
+        """Return the model's query."""
         return SessionQuery(
             statuses=_statuses(self.status),
-            labels=tuple(_label(text) for text in self.label),
-            after=_place(self.cursor),
+            labels=tuple(LabelSelector(*text.split("=", 1)) for text in self.label),
+            after=self.cursor,
             limit=self.limit,
         )
 
@@ -275,8 +285,6 @@ def _span(seconds: int | None) -> float | None:
 
 
 def _one_key(in_body: str | None, in_header: str | None) -> str | None:
-    if in_header is not None and not TOKEN.match(in_header):
-        raise InvalidRequest("the Idempotency-Key header is malformed", idempotency_key=TOKEN_RULE)
     if None not in (in_body, in_header) and in_body != in_header:
         raise InvalidRequest("two different idempotency keys", idempotency_key="body and header differ")
     return in_body if in_body is not None else in_header
@@ -285,27 +293,7 @@ def _one_key(in_body: str | None, in_header: str | None) -> str | None:
 def _statuses(text: str | None) -> frozenset[Status]:
     if text is None:
         return LIVE
-    if text == "all":
-        return LIVE | ENDED
-    try:
-        return frozenset({Status(text)})
-    except ValueError:
-        choices = ", ".join([*Status, "all"])
-        raise bad_query("status", f"must be one of {choices}") from None
-
-
-def _label(text: str) -> LabelSelector:
-    name, is_equal, value = text.partition("=")
-    if not name:
-        raise bad_query("label", "must be NAME or NAME=VALUE")
-    return LabelSelector(name, value if is_equal else None)
-
-
-def _place(text: str | None) -> Place | None:
-    try:
-        return None if text is None else parse_cursor(text)
-    except ValueError as problem:
-        raise bad_query("cursor", str(problem)) from None
+    return LIVE | ENDED if text == "all" else frozenset({Status(text)})
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -393,9 +381,8 @@ def server_timing(timings_ms: Mapping[str, float]) -> str:
 async def create(exchange: Exchange) -> Answer:
     """Create a session."""
     request = await read_request(exchange, CreateRequest)
-    spec = request.to_spec(
-        default_limits=exchange.settings.default_limits, key_header=exchange.header(b"idempotency-key")
-    )
+    key_header = read_head(exchange, CreateHead).idempotency_key
+    spec = request.to_spec(default_limits=exchange.settings.default_limits, key_header=key_header)
     session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
     headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
     return json_answer(SessionBody.of(session), status=201, headers=headers)

@@ -22,21 +22,21 @@ from sandkasten.api.resources.fields import (
     TOP,
     ArchiveFormat,
     FilesLimit,
+    LabelPair,
     Labels,
     ListLimit,
+    NameCursor,
     PathBelow,
     PathInWorkspace,
     QuotaBytes,
     QuotaFiles,
     WorkspaceId,
-    bad_query,
-    decode_cursor,
     encode_cursor,
     read_query,
     read_request,
 )
 from sandkasten.api.resources.file_archives import TYPES, UnpackedBody, check_type, forward, head_of
-from sandkasten.api.resources.file_entries import EntryBody
+from sandkasten.api.resources.file_entries import FIRST_PAGE, EntryBody
 from sandkasten.api.resources.files import WrittenBody
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, InvalidRequest
@@ -91,9 +91,9 @@ class WorkspacePatchRequest:
 class WorkspacesQuery:
     """The query of a list of workspaces. `label` is `NAME=VALUE`."""
 
-    label: str | None = None
+    label: LabelPair | None = None
     limit: ListLimit = DEFAULT_LIST
-    cursor: str | None = None
+    cursor: NameCursor = FIRST_PAGE
     usage: bool = False
 
 
@@ -117,7 +117,7 @@ class FilesQuery:
 
     path: PathInWorkspace = _ITSELF
     limit: FilesLimit = _ALL_FILES
-    cursor: str | None = None
+    cursor: NameCursor = FIRST_PAGE
 
 
 @attrs.frozen
@@ -202,9 +202,9 @@ class FilesBody(Body):
 async def list_workspaces(exchange: Exchange) -> Answer:
     """List workspaces in the order of their ids; with `usage` also what they take on disk."""
     query = read_query(exchange, WorkspacesQuery)
-    limit, wanted = query.limit, _label(query.label)
+    limit, wanted = query.limit, query.label
     found: list[Workspace] = []
-    after, is_more = decode_cursor(query.cursor), True
+    after, is_more = str(query.cursor), True
     while is_more and len(found) <= limit:
         page = await exchange.workspaces.workspaces(after=after, limit=limit + 1)
         is_more = len(page) > limit
@@ -275,7 +275,7 @@ async def list_files(exchange: Exchange) -> Answer:
     """List a directory, in the order of the names' bytes."""
     query = read_query(exchange, FilesQuery)
     listing = await exchange.workspaces.list_files(
-        exchange.workspace_id, query.path, after=decode_cursor(query.cursor), limit=query.limit
+        exchange.workspace_id, query.path, after=query.cursor, limit=query.limit
     )
     cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
     return json_answer(FilesBody(listing.path, [EntryBody.of(each) for each in listing.entries], cursor))
@@ -342,17 +342,9 @@ def _quota(request: WorkspaceRequest | WorkspacePutRequest) -> WorkspaceQuota | 
     return WorkspaceQuota.of(request.quota_bytes, request.quota_files)
 
 
-def _label(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    name, sign, value = text.partition("=")
-    if not name or not sign:
-        raise bad_query("label", "must be NAME=VALUE")
-    return name, value
-
-
-def _has(workspace: Workspace, label: tuple[str, str] | None) -> bool:
-    return label is None or workspace.labels.get(label[0]) == label[1]
+def _has(workspace: Workspace, label: str | None) -> bool:
+    name, _, value = (label or "").partition("=")
+    return label is None or workspace.labels.get(name) == value
 
 
 def _before(workspace_id: str) -> str:

@@ -3,22 +3,37 @@ text message for each, `cursor` messages between events."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from typing import ClassVar
 
+import attrs
 import trio
 
+from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.websocket import CloseCode
-from sandkasten.api.resources.events import EventsQuery, Follower, event_fields, to_json
-from sandkasten.api.resources.fields import refuse_unknown, structure_query
+from sandkasten.api.resources.events import EVENTS, EventsQuery, Follower, event_fields, to_json
+from sandkasten.api.resources.fields import parse_known_query
 from sandkasten.api.resources.file_watch import WatchQuery, changes
 from sandkasten.api.websocket.handshake import WebSocketExchange
+from sandkasten.api.websocket.messages import encode_message
 from sandkasten.model import Event
 from sandkasten.model.errors import SandkastenError
 
 SUBPROTOCOL = "sandkasten.events.v1"
 WATCH_SUBPROTOCOL = "sandkasten.watch.v1"
+
+
+@attrs.frozen
+class CursorMessage(Body):
+    """The place from which a client can go on after a silence."""
+
+    kind: ClassVar[str] = "cursor"
+    cursor: str
+
+
+EVENT_MESSAGES: Mapping[str, object] = {**EVENTS, CursorMessage.kind: CursorMessage}
 
 
 async def events_ws(ws: WebSocketExchange) -> None:
@@ -55,23 +70,20 @@ async def _until_left(ws: WebSocketExchange, tell: Callable[[WebSocketExchange],
 
 
 async def _watch(ws: WebSocketExchange) -> None:
-    refuse_unknown(ws.query, WatchQuery)
-    async with aclosing(changes(ws, structure_query(ws.query, WatchQuery))) as batches:
+    async with aclosing(changes(ws, parse_known_query(ws.query, WatchQuery))) as batches:
         async for batch in batches:
             for each in batch:
-                await ws.send_text(to_json(each))
+                await ws.send_text(to_json(to_plain(each)))
 
 
 async def _follow(ws: WebSocketExchange) -> None:
-    refuse_unknown(ws.query, EventsQuery)
-    query = EventsQuery(ws.query.get("cursor"), ws.query.get("types"))
-    types = query.wanted
+    query = parse_known_query(ws.query, EventsQuery)
     async with ws.supervisor.events(session_id=ws.session_id or None, after=query.cursor) as events:
         shown = EventFilter(ws.key, ws.supervisor)
-        follower = Follower(events, types, shown, silence_s=ws.settings.ping_interval_s)
+        follower = Follower(events, query.types, shown, silence_s=ws.settings.ping_interval_s)
         while True:
             item = await follower.next()
             if isinstance(item, Event):
                 await ws.send_text(to_json(event_fields(item)))
             elif item.is_new:
-                await ws.send_text(to_json({"type": "cursor", "cursor": item.cursor}))
+                await ws.send_frames(encode_message(CursorMessage(item.cursor)))

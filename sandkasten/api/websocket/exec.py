@@ -54,7 +54,7 @@ END_S = 1.0
 
 
 async def exec_ws(ws: WebSocketExchange) -> None:
-    """Serve one connection."""
+    """Run commands over one connection: output as bytes with credit, input, signals."""
     await ws.accept(PROTOCOL)
     refuse_unknown(ws.query, None)
     await _ExecSocket(ws).run()

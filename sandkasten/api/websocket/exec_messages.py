@@ -16,7 +16,7 @@ import attrs
 
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.websocket import Opcode, encode_frame_head
-from sandkasten.api.resources.fields import ExecId, SignalNumber, bad_fields
+from sandkasten.api.resources.fields import ExecId, SignalNumber, bad_fields, parse
 from sandkasten.api.resources.runs import ExecRequest
 from sandkasten.api.websocket import messages
 from sandkasten.api.websocket.messages import (
@@ -32,7 +32,6 @@ from sandkasten.api.websocket.messages import (
     Ping,
     Pong,
     Sequence,
-    build,
     named_channel,
     parse_control,
 )
@@ -66,11 +65,24 @@ _TAGS = {Stream.STDOUT: Tag.STDOUT, Stream.STDERR: Tag.STDERR}
 # Of clients -----------------------------------------------------------------------------------------------------------
 
 
+NOT_IN_START = ("raw_output", "encoding", "output_fields")
+"""Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
+
+
+@attrs.frozen
+class Carried:
+    """A class whose fields a message has besides its own, and those of them that it has `without`."""
+
+    cls: type[Any]  # an attrs class
+    without: tuple[str, ...]
+
+
 @attrs.frozen
 class ChannelStart:
     """Run a command; besides these fields those of `POST …/exec`."""
 
     kind: ClassVar[str] = "start"
+    carries: ClassVar[Carried] = Carried(ExecRequest, NOT_IN_START)
     id: ChannelNumber
     credit: CreditBytes | None = None
     max_frame: FrameBytes | None = None
@@ -180,9 +192,6 @@ CLIENT_MESSAGES: Mapping[str, type[Any]] = {  # attrs classes
     )
 }
 
-NOT_IN_START = ("raw_output", "encoding", "output_fields")
-"""Fields of `POST …/exec` that mean nothing on a WebSocket, where output is bytes."""
-
 
 def wire_fields(cls: type[Any]) -> Mapping[str, bool]:  # an attrs class
     """Return the fields of a client's message, and whether each is required."""
@@ -218,7 +227,7 @@ def _parse_text(message: str) -> ClientMessage:
     try:
         if cls is ChannelStart:
             return _build_start(value)
-        built: ClientMessage = build(cls, value)
+        built: ClientMessage = parse(value, cls)
     except SandkastenError as error:
         raise MessageRefused(error, channel=named_channel(value), kind=cls.kind) from None
     return built
@@ -227,8 +236,8 @@ def _parse_text(message: str) -> ClientMessage:
 def _build_start(value: Fields) -> StartCommand:
     if meaningless := [name for name in NOT_IN_START if value.get(name) is not None]:
         raise bad_fields(**dict.fromkeys(meaningless, "means nothing here: output is bytes"))
-    start: ChannelStart = build(ChannelStart, value)
-    return StartCommand(start.id, start.credit, start.max_frame, request=build(ExecRequest, value))
+    start: ChannelStart = parse(value, ChannelStart)
+    return StartCommand(start.id, start.credit, start.max_frame, request=parse(value, ExecRequest))
 
 
 # Of the server --------------------------------------------------------------------------------------------------------

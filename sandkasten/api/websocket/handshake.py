@@ -8,7 +8,9 @@ Connections that have not shown a key are counted and timed. Knows no message bu
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
+import attrs
 import orjson
 import trio
 
@@ -33,6 +35,14 @@ MAX_AUTH_CHARS = 4096
 
 MAX_UNPROVEN_BYTES = 8 * 1024
 """Bytes that a client may send before its key has come, pings and heads of frames included."""
+
+
+@attrs.frozen
+class Auth:
+    """The key, in the first message of a client that sent no `Authorization`. No other message comes before it."""
+
+    kind: ClassVar[str] = "auth"
+    key: str
 
 
 class ConnectionOver(Exception):
@@ -210,7 +220,7 @@ def _auth_key(message: str | bytes) -> str | None:
         value = orjson.loads(message)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(value, dict) or value.get("type") != "auth":
+    if not isinstance(value, dict) or value.get("type") != Auth.kind:
         return None
     key = value.get("key")
     return key if isinstance(key, str) else ""

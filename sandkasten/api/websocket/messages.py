@@ -6,7 +6,7 @@ message is an attrs class whose optional fields are left out when they are None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NewType, Self
 
 import attrs
@@ -15,7 +15,7 @@ import orjson
 from sandkasten.api.http.errors import ErrorBody, error_body
 from sandkasten.api.http.json import Body, encode_json, to_plain
 from sandkasten.api.http.websocket import Opcode, encode_frame
-from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Cells, make_converter, structure
+from sandkasten.api.resources.fields import MAX_WINDOW_BYTES, MIN_WINDOW_BYTES, Between, Cells, add_kinds
 from sandkasten.api.resources.run_output import EndBody
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
@@ -136,11 +136,6 @@ def parse_control(message: str, kinds: Mapping[str, type[Any]]) -> tuple[type[An
     return cls, value
 
 
-def build(cls: type[Any], value: Fields) -> Any:  # an instance of the attrs class
-    """Return the message. Raises `InvalidRequest`."""
-    return structure(value, cls, _converter)
-
-
 def named_channel(value: Fields) -> int | None:
     """Return the channel in a message, even if the rest of the message is malformed."""
     number = value.get("id")
@@ -152,24 +147,18 @@ def encode_message(message: Any) -> bytes:  # an instance of a server's class
     return encode_frame(Opcode.TEXT, encode_json({"type": message.kind, **to_plain(message)}))
 
 
-def _integer(low: int, high: int) -> Callable[[object, object], int]:
-    def check(value: object, _type: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"must be an integer from {low} to {high}")
-        return value
-
-    return check
-
-
-def _ping_text(value: object, _type: object) -> str:
+def _ping_text(value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_PING_CHARS:
         raise ValueError(f"must be a string of at most {MAX_PING_CHARS} characters")
     return value
 
 
-_converter = make_converter()
-_converter.register_structure_hook(ChannelNumber, _integer(1, MAX_CHANNEL))
-_converter.register_structure_hook(CreditBytes, _integer(0, MAX_CREDIT_BYTES))
-_converter.register_structure_hook(FrameBytes, _integer(MIN_FRAME_BYTES, MAX_FRAME_BYTES))
-_converter.register_structure_hook(Sequence, _integer(0, MAX_SEQUENCE))
-_converter.register_structure_hook(PingText, _ping_text)
+add_kinds(
+    {
+        ChannelNumber: Between(1, MAX_CHANNEL),
+        CreditBytes: Between(0, MAX_CREDIT_BYTES),
+        FrameBytes: Between(MIN_FRAME_BYTES, MAX_FRAME_BYTES),
+        Sequence: Between(0, MAX_SEQUENCE),
+        PingText: _ping_text,
+    }
+)

@@ -56,7 +56,7 @@ PIECE_BYTES = 64 * KIB
 
 
 async def terminal_ws(ws: WebSocketExchange) -> None:
-    """Serve one viewer."""
+    """View a terminal and type into it."""
     await ws.accept(PROTOCOL, raw=RAW_PROTOCOL)
     query = parse_query(ws.query, is_raw=ws.is_raw)
     async with ws.supervisor.open_terminal(ws.session_id, query.to_spec()) as viewer:

@@ -20,8 +20,8 @@ from sandkasten.api.resources.fields import (
     User,
     WindowBytes,
     bad_fields,
-    query_values,
-    refuse_unknown,
+    parse,
+    parse_known_query,
 )
 from sandkasten.api.websocket.messages import (
     Credit,
@@ -31,7 +31,6 @@ from sandkasten.api.websocket.messages import (
     Ping,
     Pong,
     Resize,
-    build,
     parse_control,
 )
 from sandkasten.model import TerminalSize, TerminalSpec
@@ -79,8 +78,7 @@ class TerminalQuery:
 
 def parse_query(query: Mapping[str, str], *, is_raw: bool = False) -> TerminalQuery:
     """Return the query in a URL. Raises `InvalidRequest`."""
-    refuse_unknown(query, TerminalQuery)
-    parsed: TerminalQuery = build(TerminalQuery, query_values(query, TerminalQuery))
+    parsed = parse_known_query(query, TerminalQuery)
     if parsed.shell is not None and parsed.terminal_id is not None:
         raise bad_fields(terminal_id="must be absent with shell")
     for name in ("cwd", "user"):
@@ -122,7 +120,7 @@ def parse_message(message: str) -> ClientMessage:
     """
     cls, value = parse_control(message, CLIENT_MESSAGES)
     try:
-        built: ClientMessage = build(cls, value)
+        built: ClientMessage = parse(value, cls)
     except SandkastenError as error:
         raise MessageRefused(error, kind=cls.kind) from None
     return built
