@@ -113,19 +113,29 @@ async def serve(
     gets signs of life.
     """
     from sandkasten.api.app import make_app  # importing the web framework takes 0.3 s, and library users need none
+    from sandkasten.api.http.mcp import McpFront
     from sandkasten.api.http.server import serve as serve_http
 
     _raise_descriptor_limit()
     settings = _front_settings(config)
+    mcp = McpFront()
+
+    def listens(addresses: Sequence[str]) -> None:
+        mcp.listens_on(addresses[0])
+        started(addresses)
 
     def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
-        app = make_app(supervisor, settings=settings, shares=supervisor.shares)
+        app = make_app(supervisor, settings=settings, shares=supervisor.shares, mcp=mcp)
         watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
-            await serve_http(app, settings, early=early, task_status=_Announcement(task_status, started))
+            await serve_http(app, settings, early=early, task_status=_Announcement(task_status, listens))
 
-        return (ChildSpec("keys", watch.run), ChildSpec("api", start_api))
+        return (
+            ChildSpec("keys", watch.run),
+            ChildSpec("mcp", mcp.run, may_keep_failing=True),
+            ChildSpec("api", start_api),
+        )
 
     async with open_tree(config, machine, profiles, start_nsinit, order, more=front, told=told) as supervisor:
         await keep_beating(supervisor, notifier or Notifier())

@@ -70,6 +70,12 @@ class RouteNotFound(ClientError):
     code = "NOT_FOUND"
 
 
+class NotInstalled(ClientError):
+    """The server lacks a part that is installed apart; `details.extra` names it."""
+
+    code = "NOT_INSTALLED"
+
+
 class MethodNotAllowed(ClientError):
     """The URL exists, the method does not."""
 

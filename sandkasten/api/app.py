@@ -23,6 +23,7 @@ from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_too_large
 from sandkasten.api.http.exchange import JSON, Exchange, one_header
 from sandkasten.api.http.guard import App, Message, Receive, Scope, Send
+from sandkasten.api.http.mcp import McpFront
 from sandkasten.api.http.measured import NOWHERE, FrontMetrics
 from sandkasten.api.http.routing import Route, RouteKind, RouteMatch, Target, parse_target
 from sandkasten.api.http.settings import ApiSettings
@@ -46,19 +47,24 @@ PUBLIC_PATHS = frozenset(route.path for route in TABLE.routes if route.needs.rea
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
-def make_app(supervisor: Supervisor, *, settings: ApiSettings, shares: KeyShares | None = None) -> App:
-    """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has in use."""
-    return _Front(supervisor, settings, shares or KeyShares(KeyRing()))
+def make_app(
+    supervisor: Supervisor, *, settings: ApiSettings, shares: KeyShares | None = None, mcp: McpFront | None = None
+) -> App:
+    """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has in use. `mcp`
+    is run by the caller.
+    """
+    return _Front(supervisor, settings, shares or KeyShares(KeyRing()), mcp or McpFront())
 
 
 class _Front:
-    def __init__(self, supervisor: Supervisor, settings: ApiSettings, shares: KeyShares) -> None:
+    def __init__(self, supervisor: Supervisor, settings: ApiSettings, shares: KeyShares, mcp: McpFront) -> None:
         self._supervisor = supervisor
         self._settings = settings
         self._shares = shares
         self._authenticator = Authenticator(Gate(settings.api_key, shares.ring), shares)
         self._metrics = FrontMetrics()
         self._zstandard = Zstandard()
+        self._mcp = mcp
         self._quart = make_quart()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +88,7 @@ class _Front:
             shares=self._shares,
             metrics=self._metrics,
             zstandard=self._zstandard,
+            mcp=self._mcp,
         )
         self._metrics.begin_request()
         try:

@@ -27,7 +27,7 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.routing import Messages, Route, RouteKind, RouteTable
 from sandkasten.api.http.sse import ErrorEvent
 from sandkasten.api.openapi import document
-from sandkasten.api.resources import events, files, keys, node, runs, sessions, workspaces
+from sandkasten.api.resources import events, files, keys, mcp, node, runs, sessions, workspaces
 from sandkasten.api.resources import file_archives as archives
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
@@ -280,6 +280,17 @@ TABLE = RouteTable(
         _json("GET", "/v1/pools", node.pools, SEE_NODE, answer=list[PoolInfo]),
         _json("GET", "/v1/keys", keys.list_keys, RULE_NODE, answer=keys.KeysBody),
         *_event_routes("/v1/events", FIND),
+        *(
+            _raw(
+                *(method, "/mcp", mcp.serve_mcp, FIND),
+                query=mcp.McpQuery,
+                body_type="application/json" if method == "POST" else (),
+                answer_type=("application/json", _EVENTS),
+                statuses=(200, 202),
+                errors=(errors.NotInstalled,),
+            )
+            for method in ("POST", "GET", "DELETE")
+        ),
         # Sessions
         _json(
             *("GET", SESSIONS, sessions.list_sessions, FIND),

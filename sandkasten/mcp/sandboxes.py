@@ -17,7 +17,8 @@ from sandkasten.sdk.types import SessionInfo
 
 DEFAULT = "default"
 LABEL = "mcp"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+NAME = re.compile(rf"{NAME_PATTERN}\Z")
 MAX_REMEMBERED = 1000
 _LIVE = ("creating", "running", "paused")
 _KEY = re.compile(r"sk_([0-9a-f]{12})_")

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 
 from sandkasten import errors
-from sandkasten.mcp.sandboxes import DEFAULT, NAME, NoSandbox, Sandboxes
+from sandkasten.mcp.sandboxes import DEFAULT, NAME_PATTERN, NoSandbox, Sandboxes
 from sandkasten.mcp.text import MAX_CHARS, clean, ending, shorten, words_of_size
 from sandkasten.sdk import Run, Session
 from sandkasten.sdk.types import ExecResult
@@ -418,7 +418,7 @@ _PATH: Schema = {"type": "string", "minLength": 1}
 _YES: Schema = {"type": "boolean"}
 _INT: Schema = {"type": "integer", "minimum": 0}
 _MS: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS}
-_SANDBOX: Schema = {"type": "string", "pattern": NAME.pattern.removesuffix(r"\Z") + "$"}
+_SANDBOX: Schema = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
 _RUN: Schema = {"type": "string", "minLength": 1, "maxLength": 128}
 
 
@@ -467,7 +467,7 @@ TOOLS: Mapping[str, Tool] = {
         Tool("kill", "End a run and all that it started.", {"exec_id": _RUN}, _kill, required=("exec_id",)),
         Tool(
             "read",
-            "Read a text file with line numbers, an image, or a directory. view_range: first and last line, -1: the end.",
+            "Read a text file with line numbers, an image or a directory. view_range: first and last line, -1=end.",
             {
                 "file_path": _PATH,
                 "view_range": {

@@ -63,6 +63,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.RunnerProtocolError: 500,
     errors.StoreFailed: 500,
     errors.LauncherGone: 500,
+    errors.NotInstalled: 501,
     errors.Capacity: 503,
     errors.ActorGone: 503,
     errors.NsinitLost: 503,

@@ -105,10 +105,12 @@ class Exchange(AsgiExchange):
         shares: KeyShares,
         metrics: FrontMetrics,
         zstandard: Zstandard,
+        mcp: App,
     ) -> None:
         super().__init__(scope, receive, send, supervisor=supervisor, settings=settings, shares=shares)
         self.metrics = metrics
         self.zstandard = zstandard
+        self.mcp = mcp
         self.params: Mapping[str, str] = {}
         self.is_started = False
         self.status = 0
@@ -219,15 +221,18 @@ class Exchange(AsgiExchange):
         await self.start(answer.status, headers)
         await self.finish(answer.body)
 
-    async def hand_over(self, app: App, *, limit_bytes: int) -> None:
+    async def hand_over(self, app: App, *, limit_bytes: int, tells_of_leaving: bool = False) -> None:
         """Let another ASGI application answer, after a body of up to `limit_bytes`.
 
-        The application gets the body in one piece, since Quart would buffer without bound, and is not told when the
-        client leaves, since quart-trio would drop the answer of a client that only ended its own side.
+        The application gets the body in one piece, since Quart would buffer without bound. Without `tells_of_leaving`
+        the application does not learn that the client left, since quart-trio would drop the answer of a client that
+        only ended its own side.
         """
         bodies = [await self.read_json_body(limit_bytes=limit_bytes)]
 
         async def receive() -> Message:
+            if not bodies and tells_of_leaving:
+                return await self._receive()
             if not bodies:
                 await trio.sleep_forever()
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}

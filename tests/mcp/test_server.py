@@ -1,0 +1,404 @@
+"""MCP by the official client: over HTTP and over standard input and output, in both eras of the protocol."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import httpx2
+import pytest
+
+from sandkasten.api.http import mcp as front
+from sandkasten.errors import NotInstalled
+from sandkasten.mcp.server import _described
+from sandkasten.mcp.tools import TOOLS, chosen
+from tests.e2e.conftest import daemon as daemon  # one daemon for this file
+from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.e2e.test_keys import key
+from tests.waiting import patience
+
+mcp = pytest.importorskip("mcp", reason="the extra [mcp] is not installed")
+import mcp_types as types  # noqa: E402
+from mcp import Client  # noqa: E402
+from mcp.client.stdio import StdioServerParameters  # noqa: E402
+from mcp.client.streamable_http import streamable_http_client  # noqa: E402
+from mcp.shared.exceptions import MCPError  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+ERAS = ("legacy", "auto")
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def on_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on asyncio: the official client leaves generators unfinished, of which trio warns."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:  # of the test
+        anyio.run(functools.partial(test, *arguments, **named))
+
+    return run
+
+
+@dataclass
+class Talk:
+    """A connection of the official client, with what tests ask most."""
+
+    client: Client
+
+    async def call(self, tool: str, **arguments: Any) -> str:  # JSON values
+        """Return the text of a call that must not be an error."""
+        return await self._text(tool, arguments, is_error=False)
+
+    async def fail(self, tool: str, **arguments: Any) -> str:  # JSON values
+        """Return the text of a call that must be an error."""
+        return await self._text(tool, arguments, is_error=True)
+
+    async def _text(self, tool: str, arguments: dict[str, Any], *, is_error: bool) -> str:
+        result = await self.client.call_tool(tool, arguments)
+        content = result.content[0]
+        assert isinstance(content, types.TextContent)
+        assert result.is_error == is_error, content.text
+        return content.text
+
+    async def facts(self, tool: str, **arguments: Any) -> Mapping[str, Any]:  # JSON values
+        """Return the structured content of a call."""
+        return dict((await self.client.call_tool(tool, arguments)).structured_content)
+
+
+@contextlib.asynccontextmanager
+async def over_http(daemon: Daemon, era: str = "auto", *, token: str = KEY, query: str = "") -> AsyncIterator[Talk]:
+    """Connect to `/mcp` of the daemon."""
+    headers = {"Authorization": f"Bearer {token}"}
+    async with httpx2.AsyncClient(headers=headers, timeout=patience(30)) as http:
+        transport = streamable_http_client(f"{daemon.wait_url()}/mcp{query}", http_client=http)
+        async with Client(transport, mode=era) as client:
+            yield Talk(client)
+
+
+@contextlib.asynccontextmanager
+async def over_stdio(daemon: Daemon, era: str = "auto", *, token: str = KEY) -> AsyncIterator[Talk]:
+    """Start the server as a child that speaks on its standard input and output."""
+    program = (
+        "import os, anyio\n"
+        "from sandkasten.mcp.server import serve_stdio\n"
+        "from sandkasten.sdk import SandboxClient\n"
+        "async def main():\n"
+        "    async with SandboxClient.from_env() as client:\n"
+        "        await serve_stdio(client, os.environ['SANDKASTEN_API_KEY'])\n"
+        "anyio.run(main)\n"
+    )
+    variables = {"SANDKASTEN_URL": daemon.wait_url(), "SANDKASTEN_API_KEY": token}
+    server = StdioServerParameters(command=sys.executable, args=["-c", program], env=variables)
+    async with Client(server, mode=era) as client:
+        yield Talk(client)
+
+
+@pytest.fixture(autouse=True)
+def no_session_stays(daemon: Daemon) -> Iterator[None]:
+    yield
+    with daemon.client() as client:
+        for session in client.get("/v1/sessions").json():
+            client.delete(f"/v1/sessions/{session['id']}")
+
+
+@pytest.mark.parametrize("connect", [over_http, over_stdio])
+@pytest.mark.parametrize("era", ERAS)
+@on_asyncio
+async def test_a_model_works_in_its_sandbox(daemon: Daemon, connect: Any, era: str) -> None:
+    """One story over each transport in each era: shell, files, search, background, image, resources."""
+    async with connect(daemon, era) as talk:
+        text = await talk.call("bash", command="cd /tmp; export WHO=me; echo hi; false")
+        assert text.endswith("hi\n[exit 1, 0.0 s, cwd /tmp]")
+        facts = await talk.facts("bash", command="echo $WHO")
+        assert (facts["output"], facts["exit_code"], facts["cwd"], facts["cause"]) == ("me\n", 0, "/tmp", "exited")
+        assert "timed out after 0.3 s, shell kept" in await talk.call("bash", command="sleep 9", timeout_ms=300)
+
+        assert "8 bytes" in await talk.call("write", file_path="src/a.txt", content="one\ntwo\n")
+        assert "\ttwo" in await talk.call("read", file_path="src/a.txt", view_range=[2, -1])
+        assert "+zwei" in await talk.call("edit", file_path="src/a.txt", old_string="two", new_string="zwei")
+        assert await talk.call("glob", pattern="**/*.txt") == "/workspace/src/a.txt"
+        assert "/workspace/src/a.txt:2:zwei" in await talk.call("grep", pattern="zw.i$")
+
+        run = (await talk.facts("bash", command="read line; echo got $line; exec sleep 60", background=True))["exec_id"]
+        await talk.call("write_stdin", exec_id=run, text="it\n")
+        assert (await talk.call("bash_output", exec_id=run, wait_ms=5000)).startswith("got it\n[running]")
+        assert "cancelled" in await talk.call("kill", exec_id=run)
+
+        await talk.call("bash", command=f"echo {base64.b64encode(PIXEL).decode()} | base64 -d > /workspace/p.png")
+        image = (await talk.client.call_tool("read", {"file_path": "p.png"})).content[1]
+        assert isinstance(image, types.ImageContent)
+        assert (image.mime_type, base64.b64decode(image.data)) == ("image/png", PIXEL)
+
+        told: list[str] = []
+
+        async def progress(_done: float, _total: float | None, message: str | None) -> None:
+            told.append(message or "")
+
+        await talk.client.call_tool("bash", {"command": "echo begin; sleep 0.8"}, progress_callback=progress)
+        assert told
+        assert told[0] == "6 bytes; begin"
+
+        content = (await talk.client.read_resource("sandbox://default/files/src/a.txt")).contents[0]
+        assert isinstance(content, types.TextResourceContents)
+        assert content.text == "one\nzwei\n"
+        with pytest.raises(MCPError, match="no such file"):
+            await talk.client.read_resource("sandbox://default/files/none")
+
+
+@pytest.mark.parametrize("era", ERAS)
+@on_asyncio
+async def test_a_cancelled_call_ends_the_run_and_keeps_the_shell(daemon: Daemon, era: str) -> None:
+    """By a notification in the older era, by the closed answer in the newer one."""
+    async with over_http(daemon, era) as talk:
+        await talk.call("bash", command="cd /tmp; sleep() { command sleep 61; }")
+        with anyio.move_on_after(0.7):
+            await talk.call("bash", command="sleep")
+        with anyio.fail_after(patience(10)):
+            while "61" in await talk.call("bash", command="pgrep -af 'sleep 6[1]'"):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+        assert "cwd /tmp" in await talk.call("bash", command="type sleep >/dev/null")
+
+
+@on_asyncio
+async def test_a_long_answer_is_cut_and_the_rest_can_be_read(daemon: Daemon) -> None:
+    """Half from the head and half from the tail, with what was left out between."""
+    async with over_http(daemon) as talk:
+        facts = await talk.facts("bash", command="seq 1 20000")
+        assert facts["truncated"]
+        assert len(facts["output"]) < 30_200
+        assert f"bash_output exec_id={facts['exec_id']} offset=15000" in facts["output"]
+        part = await talk.facts("bash_output", exec_id=facts["exec_id"], offset=15000)
+        assert part["bytes_total"] == facts["bytes_total"] == 108_894
+        assert "\n3223\n" in part["output"][:20]  # a byte offset may fall into a line
+
+
+@on_asyncio
+async def test_a_sandbox_that_ended_is_made_anew_and_the_answer_says_so(daemon: Daemon) -> None:
+    """In its first line, whether the end was seen by this server or by another."""
+    async with over_http(daemon) as talk:
+        await talk.call("bash", command="touch here")
+        with daemon.client() as client:
+            (session,) = client.get("/v1/sessions").json()
+            client.delete(f"/v1/sessions/{session['id']}")
+        text = await talk.call("bash", command="ls")
+        assert text.startswith("[the sandbox 'default' had ended (user); this is a new one: files are gone]\n[exit 0")
+        assert "had ended" not in await talk.call("bash", command="ls")
+
+
+@on_asyncio
+async def test_a_name_in_the_url_is_a_sandbox_that_all_find(daemon: Daemon) -> None:
+    """Calls that come at once, over different connections, make one session; the tool `sandboxes` rules them."""
+    async with over_http(daemon, query="?sandbox=build") as one, over_http(daemon, query="?sandbox=build") as two:
+        async with anyio.create_task_group() as group:
+            for talk in (one, two, one, two):
+                group.start_soon(_touch, talk)
+        with daemon.client() as client:
+            assert [each["labels"] for each in client.get("/v1/sessions").json()] == [{"mcp": "build"}]
+        assert "here" in await two.call("bash", command="ls")
+        await one.call("sandboxes", action="create", sandbox="other")
+        assert "already" in await one.fail("sandboxes", action="create", sandbox="other")
+        assert [row.partition(":")[0] for row in (await one.call("sandboxes", action="list")).splitlines()] == [
+            "build",
+            "other",
+        ]
+        assert "limits: cpu" in await one.call("sandboxes", action="info", sandbox="other")
+        await one.call("bash", command="touch mine", sandbox="other")
+        assert "mine" not in await one.call("bash", command="ls")
+        await one.call("sandboxes", action="end", sandbox="other")
+        assert "no sandbox" in await one.fail("sandboxes", action="info", sandbox="other")
+
+
+async def _touch(talk: Talk) -> None:
+    await talk.call("bash", command="touch here")
+
+
+@on_asyncio
+async def test_other_shells_and_a_fresh_one(daemon: Daemon) -> None:
+    """A shell is made by its name; `restart` ends what hangs in it."""
+    async with over_http(daemon) as talk:
+        await talk.call("bash", command="cd /tmp", shell="second")
+        assert "cwd /workspace" in await talk.call("bash", command=":")
+        assert "cwd /tmp" in await talk.call("bash", command=":", shell="second")
+        async with anyio.create_task_group() as group:
+            group.start_soon(_hang, talk)
+            with anyio.fail_after(patience(10)):
+                while "sleep" not in await talk.call("bash", command="pgrep -a sleep", shell="second"):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            assert "restarted" in await talk.call("bash", restart=True)
+        assert "cwd /workspace" in await talk.call("bash", command=":")
+        assert "restarted" in await talk.call("bash", restart=True, shell="second")
+        assert "cwd /workspace" in await talk.call("bash", command=":", shell="second")
+
+
+async def _hang(talk: Talk) -> None:
+    assert "cancelled" in await talk.call("bash", command="sleep 60")
+
+
+@on_asyncio
+async def test_a_patch_changes_several_files_or_none(daemon: Daemon) -> None:
+    """The tool is there if the URL asks for it."""
+    async with over_http(daemon, query="?tools=apply_patch,bash") as talk:
+        assert [tool.name for tool in (await talk.client.list_tools()).tools] == ["bash", "apply_patch"]
+        await talk.call("bash", command="printf 'a\\nb\\n' > x; touch gone")
+        patch = (
+            "*** Begin Patch\n*** Add File: new/y\n+first\n*** Delete File: gone\n"
+            "*** Update File: x\n@@\n a\n-b\n+B\n*** End Patch\n"
+        )
+        await talk.call("apply_patch", input=patch)
+        assert (
+            await talk.call("bash", command="ls; cat x new/y") == "new\nx\na\nB\nfirst\n[exit 0, 0.0 s, cwd /workspace]"
+        )
+        assert "gone" in await talk.fail("apply_patch", input=patch.replace("Add File: new/y", "Add File: z"))
+        assert "z" not in await talk.call("bash", command="ls")
+        for bad in ("nothing", "*** Begin Patch\n+x\n*** End Patch", "*** Begin Patch\n*** Move to: /x\n*** End Patch"):
+            assert "patch" in await talk.fail("apply_patch", input=bad)
+
+
+@on_asyncio
+async def test_ports_can_be_waited_for(daemon: Daemon) -> None:
+    """A server in the background, and a port on which nothing will listen."""
+    async with over_http(daemon) as talk:
+        await talk.facts("bash", command="python3 -m http.server 8123 --bind 127.0.0.1", background=True)
+        assert "127.0.0.1:8123" in await talk.call("ports", wait_for=8123, timeout_ms=int(patience(10) * 1000))
+        assert "nothing listens on port 1" in await talk.fail("ports", wait_for=1, timeout_ms=1)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "says"),
+    [
+        ("bash", {}, "needs a `command`"),
+        ("bash", {"command": 3}, "command: 3 is not of type"),
+        ("bash", {"command": "x", "nonsense": 1}, "nonsense"),
+        ("bash", {"command": "x", "timeout_ms": -1}, "timeout_ms"),
+        ("bash", {"command": "x", "sandbox": "../etc"}, "sandbox"),
+        ("read", {}, "file_path"),
+        ("read", {"file_path": "x", "view_range": [1]}, "view_range"),
+        ("read", {"file_path": "/proc/1/environ"}, ""),
+        ("read", {"file_path": "none"}, "find the path with glob"),
+        ("edit", {"file_path": "none", "old_string": "", "new_string": ""}, "old_string"),
+        ("grep", {"pattern": "("}, ""),
+        ("kill", {"exec_id": "none"}, "no such run"),
+        ("write_stdin", {"exec_id": "none", "text": "x"}, "no such run"),
+        ("sandboxes", {"action": "explode"}, "explode"),
+        ("ports", {"wait_for": 10**9}, "wait_for"),
+        ("glob", {"pattern": "\0"}, ""),
+    ],
+)
+@on_asyncio
+async def test_arguments_of_any_shape_are_answered_in_words(
+    daemon: Daemon, tool: str, arguments: dict[str, Any], says: str
+) -> None:
+    """As an error of the tool that a model can mend, never as one of the protocol."""
+    async with over_http(daemon) as talk:
+        assert says in await talk.fail(tool, **arguments)
+
+
+@on_asyncio
+async def test_access_is_that_of_the_key(daemon: Daemon) -> None:
+    """A key that reads sees only what reads and makes nothing; each key has a `default` of its own; a session of the
+    older protocol is of use to the key that opened it alone."""
+    reader = key(daemon.data_dir, "create", "--name", f"reader{time.time_ns()}", "--read-only")
+    other = key(daemon.data_dir, "create", "--name", f"other{time.time_ns()}")
+    await _until_known(daemon, other)
+    async with over_http(daemon, token=reader) as talk:
+        names = [tool.name for tool in (await talk.client.list_tools()).tools]
+        assert names == ["bash_output", "read", "glob", "grep", "ports"]
+        assert "may make none" in await talk.fail("glob", pattern="*")
+        with pytest.raises(MCPError, match="no tool 'bash'"):
+            await talk.client.call_tool("bash", {"command": ":"})
+    async with over_http(daemon) as mine, over_http(daemon, token=other) as theirs:
+        await mine.call("bash", command="touch mine")
+        assert "mine" not in await theirs.call("bash", command="ls")
+    with daemon.client() as client:
+        assert len(client.get("/v1/sessions").json()) == 2
+        opened = client.post("/mcp", json=_initialize(), headers=_ACCEPT)
+        session = opened.headers["mcp-session-id"]
+        listing = {"jsonrpc": "2.0", "id": 2, "method": "tools/list"}
+        own = client.post("/mcp", json=listing, headers={**_ACCEPT, "mcp-session-id": session})
+        stolen = {**_ACCEPT, "mcp-session-id": session, "Authorization": f"Bearer {other}"}
+        assert (own.status_code, client.post("/mcp", json=listing, headers=stolen).status_code) == (200, 404)
+
+
+_ACCEPT = {"Accept": "application/json, text/event-stream"}
+
+
+def _initialize() -> Mapping[str, Any]:  # JSON values
+    params = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    return {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}
+
+
+async def _until_known(daemon: Daemon, token: str) -> None:
+    """Wait until the daemon has read a new key."""
+    async with httpx.AsyncClient(base_url=daemon.wait_url(), headers={"Authorization": f"Bearer {token}"}) as client:
+        with anyio.fail_after(patience(10)):
+            while (await client.get("/v1/sessions")).status_code == 401:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+
+def test_requests_that_are_not_served(daemon: Daemon) -> None:
+    """No key, an unknown tool or name in the URL, a body too large or no JSON: refused, and the server lives."""
+    with daemon.client() as client:
+        assert httpx.post(f"{daemon.wait_url()}/mcp", json=_initialize(), headers=_ACCEPT).status_code == 401
+        for query in ("?tools=nothing", "?sandbox=a/b", "?sandbox=", "?what=1"):
+            answer = client.post(f"/mcp{query}", json=_initialize(), headers=_ACCEPT)
+            assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST"), query
+        assert client.post("/mcp", content=b"x" * (5 << 20), headers=_ACCEPT).status_code == 413
+        for body in (b"", b"{", b"[]", b'{"jsonrpc": "2.0"}', b"\xff"):
+            headers = {**_ACCEPT, "Content-Type": "application/json"}
+            assert client.post("/mcp", content=body, headers=headers).status_code == 400, body
+        assert client.post("/mcp", json=_initialize(), headers=_ACCEPT).status_code == 200
+
+
+def test_the_list_of_tools_is_short() -> None:
+    """It costs every conversation its length: at most 10 kB for all of them, output schemas included."""
+    described = [_described(tool).model_dump(by_alias=True, exclude_none=True, mode="json") for tool in TOOLS.values()]
+    assert len(json.dumps(described, separators=(",", ":"))) < 10_000
+    assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]
+
+
+async def test_without_the_extra_the_answer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """501 with the sentence, not a traceback."""
+    monkeypatch.setattr(front, "find_spec", lambda _name: None)
+    with pytest.raises(NotInstalled, match=r"sandkasten-runtime\[server,mcp\]"):
+        await front.McpFront()({}, _nothing, _nothing)
+
+
+async def _nothing(*_: object) -> Any:
+    raise AssertionError
+
+
+def test_the_daemon_stops_beside_open_conversations(own_daemon: Daemon) -> None:
+    """A stop in good order is not held up by a client that listens for notifications."""
+    daemon = own_daemon
+    with daemon.client() as client:
+        session = client.post("/mcp", json=_initialize(), headers=_ACCEPT).headers["mcp-session-id"]
+        headers = {"Accept": "text/event-stream", "mcp-session-id": session}
+        with contextlib.suppress(httpx.RemoteProtocolError), client.stream("GET", "/mcp", headers=headers) as stream:
+            assert stream.status_code == 200
+            began = time.monotonic()
+            assert daemon.stop() == 0
+            assert time.monotonic() - began < patience(10)
+
+
+@pytest.fixture
+def own_daemon() -> Iterator[Daemon]:
+    with (
+        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
+        running_daemon(Path(directory), SANDKASTEN_SERVER_GRACEFUL_TIMEOUT_S="0.3") as daemon,
+    ):
+        daemon.wait_url()
+        yield daemon
