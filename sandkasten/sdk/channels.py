@@ -37,7 +37,7 @@ _REFUSALS = 2
 
 
 @dataclass(frozen=True)
-class Position:
+class OutputPlace:
     """A place in a run's output: whole pieces up to `after` were taken, and `cut` bytes of the next one."""
 
     after: int = 0
@@ -45,12 +45,12 @@ class Position:
 
 
 @dataclass
-class Channel:
+class RunChannel:
     """State of one run on one WebSocket: what came, from `start` on, and was not taken."""
 
     number: int
-    start: Position
-    pieces: deque[tuple[Piece, Position]] = field(default_factory=deque)
+    start: OutputPlace
+    pieces: deque[tuple[Piece, OutputPlace]] = field(default_factory=deque)
     """Output, each piece with the position behind it."""
     exec_id: str = ""
     end: RunEnd | None = None
@@ -69,7 +69,7 @@ class Channel:
         came += len(frame.data)
         self.partial = (frame.seq, came) if frame.more else (0, 0)
         if fresh := bytes(frame.data[twice:]):
-            place = Position(frame.seq - 1, came) if frame.more else Position(frame.seq)
+            place = OutputPlace(frame.seq - 1, came) if frame.more else OutputPlace(frame.seq)
             self.pieces.append((Piece(frame.stream, fresh, frame.seq, int(time.time() * 1000)), place))
 
     def tell(self, value: Mapping[str, Any], message: str) -> None:
@@ -89,7 +89,7 @@ class ExecSocket:
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
         self.pump = Pump(socket, self._take)
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, RunChannel] = {}
         self._last = 0
         self._used_at = time.monotonic()
 
@@ -108,18 +108,18 @@ class ExecSocket:
         if (channel := self.channels.get(value.get("id", 0))) is not None:
             channel.tell(value, message)
 
-    def open(self, start: Position) -> Channel:
+    def open(self, start: OutputPlace) -> RunChannel:
         """Return a new channel for a run whose output was taken up to `start`."""
         self._last += 1
-        channel = self.channels[self._last] = Channel(self._last, start)
+        channel = self.channels[self._last] = RunChannel(self._last, start)
         return channel
 
-    def leave(self, channel: Channel) -> None:
+    def leave(self, channel: RunChannel) -> None:
         """Forget a channel; what still comes for it is dropped."""
         self.channels.pop(channel.number, None)
         self._used_at = time.monotonic()
 
-    async def say(self, channel: Channel, **message: object) -> None:
+    async def say(self, channel: RunChannel, **message: object) -> None:
         """Send a message of a channel. Raises `Lost`."""
         try:
             await self._socket.send(json.dumps({"id": channel.number, **message}, separators=(",", ":")))
@@ -200,7 +200,7 @@ class RunLink:
                 if self._socket is not None:
                     await self._socket.close()
                     self._socket = None
-                request = self.session.call("GET", "/exec/ws", repeat=False)
+                request = self.session.call("GET", "/exec/ws")
                 self._socket = ExecSocket(await self.session.transport.websocket(request, EXEC_PROTOCOL))
                 self._refusals = 0
             if len(self._socket.channels) >= CHANNELS:
@@ -226,9 +226,9 @@ class ChannelFeed:
         self._begin = begin
         self._has_own_id = has_own_id
         self._recovery = Recovery(link.session.transport.timeout)
-        self._joined: tuple[ExecSocket, Channel] | None = None
+        self._joined: tuple[ExecSocket, RunChannel] | None = None
         self._has_begun = begin is None
-        self._position = Position()
+        self._position = OutputPlace()
         self._taken = 0
         self.exec_id = exec_id
 
@@ -236,7 +236,7 @@ class ChannelFeed:
         """Begin or join the run, if this was not done. Errors as of `RunLink.socket`."""
         await self._join()
 
-    async def _join(self) -> tuple[ExecSocket, Channel]:
+    async def _join(self) -> tuple[ExecSocket, RunChannel]:
         if self._joined is not None:
             return self._joined
         socket = await self._link.socket()
@@ -270,8 +270,8 @@ class ChannelFeed:
                     raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
                 await self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
                 continue
-            self._recovery.progress()
             if channel.pieces:
+                self._recovery.progress()
                 piece, self._position = channel.pieces.popleft()
                 self._taken += len(piece.data)
                 if self._taken >= CREDIT_BYTES // 8:
@@ -281,12 +281,15 @@ class ChannelFeed:
             if channel.end is not None:
                 return channel.end
             assert channel.error is not None
+            if not self._has_begun and isinstance(channel.error, errors.Capacity | errors.QuotaExceeded):
+                await self._recovery.wait(channel.error)  # a refused command has not begun
+                continue
             if not (isinstance(channel.error, errors.ExecIdsExhausted) and self._has_own_id and self._begin):
                 raise channel.error
             self._link.go_on_without_ids()
             self._begin, self._has_own_id = without_id(self._begin), False
 
-    async def _grant(self, socket: ExecSocket, channel: Channel) -> None:
+    async def _grant(self, socket: ExecSocket, channel: RunChannel) -> None:
         granted, self._taken = self._taken, 0
         try:
             await socket.say(channel, type="credit", bytes=granted)

@@ -516,12 +516,17 @@ async def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progre
 
 
 async def _counted(pieces: AsyncIterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
+    """Yield what an iterator of the caller's gives, and close the iterator, if it can be closed."""
     moved = 0
-    async for data in pieces:
-        moved += len(data)
-        yield data
-        if progress is not None:
-            progress(moved, None)
+    try:
+        async for data in pieces:
+            moved += len(data)
+            yield data
+            if progress is not None:
+                progress(moved, None)
+    finally:
+        if (aclose := getattr(pieces, "aclose", None)) is not None:
+            await aclose()
 
 
 async def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:

@@ -511,12 +511,17 @@ def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progress | N
 
 
 def _counted(pieces: Iterator[bytes], progress: Progress | None) -> Iterator[bytes]:
+    """Yield what an iterator of the caller's gives, and close the iterator, if it can be closed."""
     moved = 0
-    for data in pieces:
-        moved += len(data)
-        yield data
-        if progress is not None:
-            progress(moved, None)
+    try:
+        for data in pieces:
+            moved += len(data)
+            yield data
+            if progress is not None:
+                progress(moved, None)
+    finally:
+        if (close := getattr(pieces, "close", None)) is not None:
+            close()
 
 
 def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Iterator[bytes]:

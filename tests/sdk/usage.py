@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,27 @@ async def the_rest(client: SandboxClient) -> None:
 
 
 USES = (commands, streams, runs, terminals, the_rest)
+
+
+async def a_restart(client: SandboxClient, begun: threading.Event) -> None:
+    """A stream, a waiting command and a process go on while the daemon is killed and another starts."""
+    box = await client.create_session()
+    process = await box.process("for n in $(seq 100); do echo $n; sleep 0.05; done")
+    seen: list[str] = []
+    async for chunk in box.exec_stream("for n in $(seq 100); do echo $n; sleep 0.05; done"):
+        seen.append(chunk.output)
+        if len(seen) == 5:
+            begun.set()
+    numbers = "".join(f"{number}\n" for number in range(1, 101))
+    assert "".join(seen) == numbers
+    assert chunk.done
+    assert "".join([str(each.data) async for each in process]) == numbers
+    await box.destroy()
+
+
+async def a_restart_during_a_command(client: SandboxClient, begun: threading.Event) -> None:
+    """The answer to a command comes from the next daemon."""
+    box = await client.create_session()
+    begun.set()
+    assert (await box.exec("echo begun; sleep 4; echo ended")).output == "begun\nended\n"
+    await box.destroy()
