@@ -16,17 +16,18 @@ from tests.api.ws_client import client_frame, close_code, handshake
 
 _LOOKS_AT_FILES = ("fs/stat", "fs/glob", "fs/search")
 LOOKING_POSTS = {
+    "/mcp",
     "execs/{exec_id}/wait",
     "processes/{exec_id}/wait",
     *_LOOKS_AT_FILES,
     *(f"{WORKSPACES}/{{id}}/{each}" for each in _LOOKS_AT_FILES),
 }
-"""Routes that only look, though their parameters come in the body of a POST."""
+"""Routes that only look, though their parameters come in the body of a POST, or that ask the key for each step."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys"}
 ABOUT_THE_NODE = {"/readyz", "/v1/system", "/v1/node", "/v1/pools", "/metrics"} | ADMINISTRATION
 ABOUT_WORKSPACES = {route.path for route in TABLE.routes if route.path.startswith(WORKSPACES)}
-ABOUT_NO_SESSION = {"/healthz", "/openapi.json", SESSIONS, "/v1/events"} | ABOUT_THE_NODE | ABOUT_WORKSPACES
+ABOUT_NO_SESSION = {"/healthz", "/openapi.json", "/mcp", SESSIONS, "/v1/events"} | ABOUT_THE_NODE | ABOUT_WORKSPACES
 """Of those about workspaces, `test_confined_workspaces` asks whose they are."""
 _PARAMETER = re.compile(r"\{\w+\}")
 _BENEATH = f"{SESSIONS}/{{id}}"

@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("store", "journal", "counters", "supervisor"),
         Layer("config", "log"),
         Layer("model", "crash", "logcontext"),
-        Layer("client", "session", "types", "exceptions", "sync"),
+        Layer("client", "session", "types", "exceptions", "sync", "mcp"),
         Layer("sdk"),
         Layer("errors"),
     ),
@@ -50,6 +50,11 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("transport"),
         Layer("wire", "waiting", "archives"),
         Layer("types", "text"),
+    ),
+    "sandkasten.mcp": (
+        Layer("server"),
+        Layer("tools"),
+        Layer("sandboxes", "text"),
     ),
     "sandkasten.api": (
         Layer("app"),

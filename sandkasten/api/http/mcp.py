@@ -42,6 +42,7 @@ class McpFront:
 
     def __init__(self) -> None:
         self._url = ""
+        self._is_run = False
         self._is_wanted = trio.Event()
         self._is_ready = trio.Event()
         self._mounted: Mounted | None = None
@@ -52,6 +53,7 @@ class McpFront:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Wait for the first client, then serve until cancelled."""
+        self._is_run = True
         task_status.started()
         await self._is_wanted.wait()
         server = await trio.to_thread.run_sync(import_module, "sandkasten.mcp.server")
@@ -77,7 +79,7 @@ class McpFront:
         if find_spec("mcp") is None:
             raise NotInstalled("MCP needs an extra: pip install 'sandkasten-runtime[server,mcp]'", extra="mcp")
         self._is_wanted.set()
-        with trio.move_on_after(_IMPORT_S):
+        with trio.move_on_after(_IMPORT_S if self._is_run else 0):
             await self._is_ready.wait()
         if self._mounted is None:
             raise Overloaded("the MCP server is not ready")
