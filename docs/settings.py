@@ -28,7 +28,7 @@ EXAMPLE = ROOT / "config/sandkasten.example.yaml"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 _ROW = re.compile(r"^\| `([a-z_.]+)`<br>.* \| (.*) \|$", re.MULTILINE)
 _LINK, _REFERENCE = re.compile(r"\[([^\]]*)\]\([^)]*\)"), re.compile(r" \(\[[^\]]*\]\([^)]*\)\)")
-_TYPES = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Path: "path", tuple: "list"}
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "text", Literal: "text", Path: "path", tuple: "list"}
 _WIDTH = 110
 
 
@@ -87,9 +87,8 @@ def _setting(field: attrs.Attribute[Any], hints: Mapping[str, Any], section: obj
     expected = hints[field.name]
     if typing.get_origin(expected) in (typing.Union, types.UnionType):
         expected = next(each for each in typing.get_args(expected) if typing.get_origin(each) is not Literal)
-    kind = typing.get_origin(expected) or expected
-    name = "text" if kind is Literal else "mapping" if kind not in _TYPES else _TYPES[kind]
-    return Setting(prefix + field.name, name, getattr(section, field.name), getattr(field.validator, "passes", ""))
+    kind = _TYPES.get(typing.get_origin(expected) or expected, "mapping")
+    return Setting(prefix + field.name, kind, getattr(section, field.name), getattr(field.validator, "passes", ""))
 
 
 def sentences(page: str) -> Mapping[str, str]:
