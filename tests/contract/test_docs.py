@@ -17,13 +17,14 @@ from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import TABLE
 from sandkasten.cli.main import _parser
-from sandkasten.config import Config
+from sandkasten.config import MIB, Config
 from sandkasten.config.files import load_config
 from tests.e2e.daemon import SCRIPT, running_daemon
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CONFIG = Config()
 TRIED_ELSEWHERE = {
     ("README.md", "python"): "tests/e2e/test_published_client.py",
     ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
@@ -171,6 +172,33 @@ def test_the_readme_quotes_the_goals_of_the_last_report() -> None:
     quoted = README.partition("<!-- goals: begin -->")[2].partition("<!-- goals: end -->")[0].strip()
     assert f"docs/benchmarks/{report.name}" in README
     assert quoted == goals
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "value", "told"),
+    [
+        ("concepts", "120 s unless asked otherwise", CONFIG.defaults.max_exec_timeout_ms, 120_000),
+        ("concepts", "idle timeout (half an hour unless set)", CONFIG.session_ttl_seconds, 1800),
+        ("concepts", "maximum lifetime (none unless set)", CONFIG.maximum.max_lifetime_seconds, None),
+        ("concepts", "record stays for a week", CONFIG.records.keep_seconds, 7 * 86_400),
+        ("concepts", "15 minutes after its end", CONFIG.runs.keep_seconds, 900),
+        ("troubleshooting", "512 by default", CONFIG.defaults.mem_limit_mb, 512),
+        ("troubleshooting", "timeout of half an hour", CONFIG.session_ttl_seconds, 1800),
+        ("troubleshooting", "120 s unless asked otherwise", CONFIG.defaults.max_exec_timeout_ms, 120_000),
+        ("api", "for 15 minutes (`runs.keep_seconds`)", CONFIG.runs.keep_seconds, 900),
+        ("api", "64 MiB (`runs.keep_mb`)", CONFIG.runs.keep_mb, 64),
+        ("api", "`runs.max_exec_ids` (a million)", CONFIG.runs.max_exec_ids, 1_000_000),
+        ("api", "above 5 MiB (`server.output_cap_bytes`)", CONFIG.server.output_cap_bytes, 5 * MIB),
+        ("api", "`server.max_json_bytes` (16 MiB)", CONFIG.server.max_json_bytes, 16 * MIB),
+        ("events", "newest 100 000 events (`events.keep`", CONFIG.events.keep, 100_000),
+    ],
+)
+def test_the_defaults_that_pages_tell_are_those_of_the_settings(
+    page: str, sentence: str, value: object, told: object
+) -> None:
+    """Where a page outside of the reference tells a default, it is the one of the class."""
+    assert sentence in " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert value == told
 
 
 def test_what_counts_as_proof_leaves_no_test_out() -> None:

@@ -75,7 +75,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 class _Loaded(HTMLParser):
-    """What a page makes a browser fetch, in `urls`."""
+    """Collector of the files that a page makes a browser fetch, in `urls`."""
 
     def __init__(self) -> None:
         super().__init__()
