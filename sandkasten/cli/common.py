@@ -33,7 +33,8 @@ class Stop(Exception):
 def load(arguments: argparse.Namespace) -> Config:
     """Read the configuration and apply the command line to it. `arguments.config` is the file that was found."""
     from sandkasten.config import ConfigError
-    from sandkasten.config.files import find_file, load_config
+    from sandkasten.config.files import load_config
+    from sandkasten.installation import find_file
 
     given = vars(arguments)
     overrides = {key: given.get(key) for key in ("data_dir", "listen")}

@@ -18,17 +18,11 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from sandkasten.config import Config, ConfigError
+from sandkasten.installation import ENV_FILE
 
 T = TypeVar("T")
 
 ENV_PREFIX = "SANDKASTEN_"
-ENV_FILE = "SANDKASTEN_CONFIG"
-SEARCH_PATH = (
-    Path("sandkasten.yaml"),
-    Path(".sandkasten/sandkasten.yaml"),
-    Path("/etc/sandkasten/sandkasten.yaml"),
-)
-"""`make run` writes the second, in the directory of the checkout."""
 OLDER_SPELLINGS = {
     "limits.cpu_quota": "defaults.cpu_limit",
     "limits.mem_limit_mb": "defaults.mem_limit_mb",
@@ -61,34 +55,6 @@ def env_name(key: str) -> str:
     """Return the environment variable of a dotted key."""
     section, _, leaf = key.rpartition(".")
     return ENV_PREFIX + (leaf if not section or section in _PLAIN_SECTIONS else f"{section}_{leaf}").upper()
-
-
-def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the configuration file to use: the named one, the environment's, or the first of the search path.
-
-    Raises:
-        ConfigError: a file that was not named is another user's, or its directory can't be entered. So nobody chooses
-            root's configuration by a file in the directory that root happens to be in.
-    """
-    if explicit is not None:
-        return explicit
-    if environ.get(ENV_FILE):
-        return Path(environ[ENV_FILE])
-    caller = environ.get("SUDO_UID", "")
-    trusted = {0, os.geteuid(), int(caller) if caller.isdecimal() else 0}
-    for path in SEARCH_PATH:
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror}; run this with sudo, or name a --config") from None
-        if not stat.S_ISREG(status.st_mode):
-            continue
-        if status.st_uid not in trusted:
-            raise ConfigError(f"{path} belongs to user {status.st_uid}; if it is to count, name it with --config")
-        return path
-    return None
 
 
 def load_config(

@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("links", "admission", "host", "images", "output", independent=False),
         Layer("store", "journal", "counters", "supervisor"),
         Layer("config", "log"),
-        Layer("model", "crash", "logcontext"),
+        Layer("model", "crash", "logcontext", "installation"),
     ),
     "sandkasten.actors": (
         Layer("tree"),
