@@ -1,7 +1,8 @@
-"""Which server a client speaks to, and with which key: named servers in a file of the user's, or the one of this machine.
+"""Servers that a client may speak to, with their keys: by name in a file of the user's, or the one of this machine.
 
-The first that is given counts: arguments, the environment (`SANDKASTEN_URL`, `SANDKASTEN_CONTEXT`, or the name of a local
-configuration), the context that `sandkasten context use` chose, the installation of this machine (`installation.py`).
+The first that is given counts: arguments, the environment (`SANDKASTEN_URL`, `SANDKASTEN_CONTEXT`, or the name of a
+local configuration), the context that `sandkasten context use` chose, the installation of this machine
+(`installation.py`).
 The file is `$XDG_CONFIG_HOME/sandkasten/contexts.json`; a context has its key in it, in another file, or from a command
 that prints it. A file with keys that others may read is refused, as is another user's, since it names commands.
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,6 +85,8 @@ def _key_of(name: str, context: Context) -> str | None:
         except OSError as error:
             raise ConfigError(f"context {name!r}: can't read {context.api_key_file}: {error.strerror}") from None
     if context.api_key_command is not None:
+        import subprocess  # 5 ms, for few
+
         try:
             done = subprocess.run(
                 ["/bin/sh", "-c", context.api_key_command], stdout=subprocess.PIPE, timeout=_COMMAND_S, check=False

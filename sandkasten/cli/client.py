@@ -38,6 +38,8 @@ _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
 _LAST = "-"
 _KEPT_LAST = 32
 _SHOWN_MATCHES = 4
+_NEEDLESS = ("trio", "h2")
+"""Packages that httpcore2 imports wherever they are installed, which takes 100 ms: this process has neither use."""
 _ADVICE = {
     "UNAUTHORIZED": "give the server's key by `sandkasten context add`, or in SANDKASTEN_API_KEY",
     "FORBIDDEN": "this needs a key with more rights",
@@ -61,11 +63,10 @@ def add_client_options(parser: argparse.ArgumentParser, *, json: bool = True) ->
         parser.add_argument("--json", action="store_true", help="print JSON: one object, or one a line")
 
 
-def add_session(parser: argparse.ArgumentParser, **options: str) -> None:
-    """Add the argument that names a session."""
-    parser.add_argument(
-        "session", metavar="SESSION", help="the beginning of an id, a label (job=7), or - for the last one used", **options
-    )
+def add_session(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
+    """Add the argument that names a session, or several."""
+    about = "the beginning of an id, a label (job=7), or - for the last one used"
+    parser.add_argument("session", metavar="SESSION", nargs=nargs, help=about)
 
 
 def verb(work: ClientVerb) -> Callable[[argparse.Namespace], int]:
@@ -111,6 +112,8 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
     """Run a verb with a client of the chosen server, and return its exit status. Raises `Stop`."""
     server = server_of(arguments)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal's encoding may lack much
+    for name in _NEEDLESS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented for the import statement
     try:
         import anyio
 
@@ -153,7 +156,7 @@ def _explained(error: BaseException, server: Server) -> Stop | None:
         return Stop(printable_line(error.message) + (f": {advice}" if advice else "") + _about(error), FAULT)
     if isinstance(error, errors.ConnectionFailed) and "no server answers" in error.message:
         return Stop(
-            f"no server answers at {server.url} ({server.chosen_by}): start one with \"sandkasten serve\", "
+            f'no server answers at {server.url} ({server.chosen_by}): start one with "sandkasten serve", '
             'or choose another with "sandkasten context use"',
             FAULT,
         )

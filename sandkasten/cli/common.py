@@ -29,9 +29,7 @@ def printable_line(text: str) -> str:
     """Return a line with escapes such as `\\x1b` and `\\u202e` for unprintable characters."""
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 class Stop(Exception):

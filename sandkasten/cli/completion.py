@@ -16,7 +16,9 @@ _CONTEXTS = "sandkasten context list 2>/dev/null | tail -n +2 | cut -c10- | cut 
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = 'bash: eval "$(sandkasten completion bash)"; zsh likewise; fish: sandkasten completion fish | source'
+    parser.epilog = (
+        'bash: eval "$(sandkasten completion bash)"; zsh likewise; fish: sandkasten completion fish | source'
+    )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     parser.set_defaults(command=completion)
 
@@ -69,7 +71,8 @@ class _Words:
 
 def _bash(verbs: list[_Words]) -> Iterator[str]:
     yield "_sandkasten() {"
-    yield '  local current="${COMP_WORDS[COMP_CWORD]}" verb="${COMP_WORDS[1]}" before="${COMP_WORDS[COMP_CWORD-1]}" words='
+    yield '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="${COMP_WORDS[1]}"'
+    yield "  local words="
     yield '  if [ "$COMP_CWORD" -eq 1 ]; then'
     yield f'    words="{" ".join(each.verb for each in verbs)} --help --version"'
     yield f'  elif [ "$before" = --context ]; then words="$({_CONTEXTS})"'
@@ -91,7 +94,7 @@ def _bash(verbs: list[_Words]) -> Iterator[str]:
 
 def _fish(verbs: list[_Words]) -> Iterator[str]:
     yield "complete -c sandkasten -e"
-    yield f"complete -c sandkasten -f -l context -x -a \"({_CONTEXTS.replace('$', chr(92) + '$')})\""
+    yield f'complete -c sandkasten -f -l context -x -a "({_CONTEXTS.replace("$", chr(92) + "$")})"'
     for each in verbs:
         about = VERBS[each.verb][1].replace("'", "\\'")
         yield f"complete -c sandkasten -f -n __fish_use_subcommand -a {each.verb} -d '{about}'"

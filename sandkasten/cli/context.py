@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _known(contexts: Contexts, name: str, *others: str) -> None:
     if name not in contexts.by_name and name not in others:
-        raise Stop(f"there is no context {printable_line(name)!r}: `sandkasten context list` shows those there are", FAULT)
+        raise Stop(
+            f"there is no context {printable_line(name)!r}: `sandkasten context list` shows those there are", FAULT
+        )
 
 
 def _add(contexts: Contexts, arguments: argparse.Namespace) -> None:
@@ -82,10 +84,7 @@ def _add(contexts: Contexts, arguments: argparse.Namespace) -> None:
 
 
 def _ask_for_key() -> str | None:
-    if sys.stdin.isatty():
-        key = getpass.getpass("API key (empty for none): ")
-    else:
-        key = sys.stdin.readline()
+    key = getpass.getpass("API key (empty for none): ") if sys.stdin.isatty() else sys.stdin.readline()
     return key.strip() or None
 
 

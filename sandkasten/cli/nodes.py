@@ -81,9 +81,9 @@ _CAPACITY = (
 
 def add_events(parser: argparse.ArgumentParser) -> None:
     add_session(parser, nargs="?")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens; without, only what is kept")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens; else print what is kept")
     parser.add_argument("--since", metavar="CURSOR", help="begin behind this event; 0 is the oldest one that is kept")
-    parser.add_argument("--type", action="append", default=[], metavar="TYPE", help="such as exec.ended; may be repeated")
+    parser.add_argument("--type", action="append", default=[], metavar="TYPE", help="such as exec.ended; may repeat")
     add_client_options(parser)
     parser.set_defaults(command=verb(show_events))
 

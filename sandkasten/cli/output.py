@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import time
 import unicodedata
@@ -55,7 +54,7 @@ def coloured(text: str, colour: str | None) -> str:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows below their headers, as wide as their cells; `-` for nothing. The last column is cut to the terminal."""
+    """Print rows below their headers, with `-` for nothing. The last column is cut to the terminal."""
     for line in table(headers, rows):
         print(line)
     sys.stdout.flush()
@@ -65,21 +64,27 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     """Return the lines of a table. See `print_table`."""
     cells = [[_cell(each) for each in row] for row in rows]
     widths = [max(map(_width, column)) for column in zip(headers, *cells, strict=True)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    room = _columns(sys.stdout) if sys.stdout.isatty() else None
     lines = [coloured(_line(headers, widths, room, plain=True), "dim")]
     return lines + [_line(row, widths, room) for row in cells]
 
 
 def _line(row: Sequence[str], widths: Sequence[int], room: int | None, *, plain: bool = False) -> str:
     *first, last = row
-    parts = [_coloured_status(cell, plain) + " " * (width - _width(cell)) for cell, width in zip(first, widths, strict=False)]
+    parts: list[str] = []
+    for cell, width in zip(first, widths, strict=False):
+        parts.append(_coloured_status(cell, plain=plain) + " " * (width - _width(cell)))
     if room is not None:
         last = _cut(last, max(room - sum(widths[:-1]) - 2 * len(first), 8))
     return "  ".join([*parts, last])
 
 
-def _coloured_status(cell: str, plain: bool) -> str:
+def _coloured_status(cell: str, *, plain: bool = False) -> str:
     return cell if plain else coloured(cell, _STATUS_COLOURS.get(cell))
+
+
+def _columns(stream: TextIO) -> int:
+    return os.get_terminal_size(stream.fileno()).columns or 80
 
 
 def _cell(value: object) -> str:
@@ -108,7 +113,7 @@ def pairs(facts: Mapping[str, object]) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         if value not in (None, ""):
-            print(f"{coloured(name.ljust(width), 'dim')}  {_coloured_status(printable_line(str(value)), False)}")
+            print(f"{coloured(name.ljust(width), 'dim')}  {_coloured_status(printable_line(str(value)))}")
     sys.stdout.flush()
 
 
@@ -169,7 +174,7 @@ class Progress:
         now = time.monotonic()
         if self._is_on and now - self._drawn_at >= _REDRAW_S:
             self._drawn_at = now
-            sys.stderr.write(f"\r{_cut(self._text(now), shutil.get_terminal_size().columns - 1)}\x1b[K")
+            sys.stderr.write(f"\r{_cut(self._text(now), _columns(sys.stderr) - 1)}\x1b[K")
             sys.stderr.flush()
 
     def close(self) -> None:

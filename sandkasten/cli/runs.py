@@ -271,7 +271,10 @@ def _is_one_output() -> bool:
 
 
 async def _print_result(
-    session: Session, command: str | list[str], arguments: argparse.Namespace, **options: Any  # of Session.exec
+    session: Session,
+    command: str | list[str],
+    arguments: argparse.Namespace,
+    **options: Any,  # of Session.exec
 ) -> int:
     stdin = sys.stdin.read() if _passes_input(arguments) else None
     timeout_ms = (arguments.timeout or 0) * 1000
@@ -391,10 +394,10 @@ def add_shell(parser: argparse.ArgumentParser) -> None:
     add_session(parser, nargs="?")
     parser.add_argument("--image", metavar="IMAGE", help="of the session that is made without SESSION")
     look = parser.add_mutually_exclusive_group()
-    look.add_argument("--watch", action="store_true", help="look at the session's persistent shell, where an agent works")
+    look.add_argument("--watch", action="store_true", help="look at the persistent shell, where an agent works")
     look.add_argument("--take-over", action="store_true", help="type into that shell; commands wait meanwhile")
     look.add_argument("--join", metavar="TERMINAL", help="another view of an open terminal, such as one that was left")
-    parser.add_argument("--shell", metavar="NAME", default="default", help="which persistent shell to watch or take over")
+    parser.add_argument("--shell", metavar="NAME", default="default", help="the persistent shell to watch or take over")
     parser.add_argument("-u", "--user", metavar="USER", help="user inside, such as root")
     parser.add_argument("-w", "--workdir", metavar="DIR", help="directory inside")
     add_create_options(parser)
@@ -425,9 +428,7 @@ async def _shell_in(session: Session, arguments: argparse.Namespace) -> int | No
     options = {"user": arguments.user, "cwd": arguments.workdir}
     if views or arguments.join:
         options = {"shell": arguments.shell} if views else {"terminal_id": arguments.join}
-    opened = session.terminal(
-        cols=cols, rows=rows, read_only=arguments.watch, take_over=arguments.take_over, **options
-    )
+    opened = session.terminal(cols=cols, rows=rows, read_only=arguments.watch, take_over=arguments.take_over, **options)
     async with opened as inside:
         with RawTerminal() as terminal:
             if views or arguments.join:
@@ -460,7 +461,9 @@ async def logs(arguments: argparse.Namespace, client: SandboxClient) -> int:
     session = await find_session(client, arguments.session, ended=True)
     infos = [each for each in await session.runs() if _is_wanted(each, arguments)]
     if arguments.run is not None and len(infos) != 1:
-        raise Stop(f"{len(infos)} kept runs fit {printable_line(arguments.run)!r}: give another beginning of an id", FAULT)
+        raise Stop(
+            f"{len(infos)} kept runs fit {printable_line(arguments.run)!r}: give another beginning of an id", FAULT
+        )
     is_one = arguments.run is not None
     printers = {each.exec_id: _Printer(arguments, each.exec_id, is_one) for each in infos}
     if not arguments.follow:

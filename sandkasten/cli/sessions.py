@@ -111,8 +111,8 @@ async def show_info(arguments: argparse.Namespace, client: SandboxClient) -> int
             "workspace": info.workspace_id and f"{info.workspace_id} ({info.workspace_mode})",
             "directory": info.cwd,
             "user": info.user,
-            "limits": f"{limits.get('cpu')} cpu, {limits.get('memory_mb')} MiB memory, {limits.get('disk_mb')} MiB disk, "
-            f"{limits.get('pids')} processes",
+            "limits": f"{limits.get('cpu')} cpu, {limits.get('memory_mb')} MiB memory, "
+            f"{limits.get('disk_mb')} MiB disk, {limits.get('pids')} processes",
             "use": stats and _use_text(stats),
         }
     )
@@ -325,8 +325,8 @@ async def resume(arguments: argparse.Namespace, client: SandboxClient) -> int:
 
 def add_extend(parser: argparse.ArgumentParser) -> None:
     add_session(parser)
-    parser.add_argument("span", metavar="SPAN", type=_span_or_never, help="idle timeout from now on: 30m, 12h, 7d, never")
-    parser.add_argument("--lifetime", action="store_true", help="change the longest life, from the session's begin, instead")
+    parser.add_argument("span", metavar="SPAN", type=_span_or_never, help="idle timeout: 30m, 12h, 7d, never")
+    parser.add_argument("--lifetime", action="store_true", help="change the longest life, from the begin, instead")
     add_client_options(parser)
     parser.set_defaults(command=verb(extend))
 

@@ -86,17 +86,15 @@ class Keys:
         return bytes([_DETACH_FIRST]) if waited else b""
 
 
+_SWITCH = re.compile(rb"\x1b\[\?([0-9;]{1,64})([hl])")
+_LONGEST_SWITCH = 80
+_CURSOR = 25
+_MODES = frozenset({1, 9, 47, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 1047, 1049, 2004, 2026, _CURSOR})
+"""Cursor keys, mouse, screens, focus, paste, held updates: all off in a shell, but for the cursor, which is shown."""
+
+
 class Modes:
     """Private modes that output switches on, so that what a program left on can be switched off."""
-
-    _SWITCH = re.compile(rb"\x1b\[\?([0-9;]{1,64})([hl])")
-    _AFTER = {
-        **{mode: b"\x1b[?%dl" for mode in (1, 9, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 2004)},
-        **{mode: b"\x1b[?%dl" for mode in (47, 1047, 1049, 2026)},
-        25: b"\x1b[?%dh",
-    }
-    """What is sent for a mode that is not as it was: cursor keys, mouse, focus, paste, screens; the cursor is shown."""
-    _LONGEST = 80
 
     def __init__(self) -> None:
         self._changed: set[int] = set()
@@ -106,16 +104,16 @@ class Modes:
         """Notice the switches in a piece of output; one may be cut anywhere."""
         text = self._tail + data if self._tail else data
         if b"\x1b[?" in text:
-            for numbers, what in self._SWITCH.findall(text):
-                for mode in {int(each) for each in numbers.split(b";") if each} & self._AFTER.keys():
-                    is_changed = (what == b"h") != (mode == 25)
+            for numbers, what in _SWITCH.findall(text):
+                for mode in {int(each) for each in numbers.split(b";") if each} & _MODES:
+                    is_changed = (what == b"h") != (mode == _CURSOR)
                     (self._changed.add if is_changed else self._changed.discard)(mode)
-        start = text.rfind(b"\x1b", -self._LONGEST)
-        self._tail = text[start:] if start >= 0 and not self._SWITCH.match(text[start:]) else b""
+        start = text.rfind(b"\x1b", -_LONGEST_SWITCH)
+        self._tail = text[start:] if start >= 0 and not _SWITCH.match(text[start:]) else b""
 
     def undo(self) -> bytes:
         """Return what makes the terminal usable again, whatever was cut off in the middle (ST ends a string)."""
-        switches = b"".join(self._AFTER[mode] % mode for mode in sorted(self._changed))
+        switches = b"".join(b"\x1b[?%d%c" % (mode, b"h" if mode == _CURSOR else b"l") for mode in sorted(self._changed))
         self._changed.clear()
         return b"\x1b\\\x1b[0m" + switches
 
@@ -213,11 +211,10 @@ async def attach(
                 if scope.cancelled_caught:
                     await typed_in.send(keys.flush())
                     continue
-                if not data:
-                    return end(128 + signal.SIGHUP)
                 sent, is_over = keys.feed(data)
-                if is_over:
-                    return end(DETACHED)
+                if is_over or not data:
+                    end(DETACHED if data else 128 + signal.SIGHUP)
+                    break
                 if sent:
                     await typed_in.send(sent)
 
@@ -226,12 +223,13 @@ async def attach(
                 await send(data)
 
         async def show() -> None:
-            async for data in output:
-                try:
+            try:
+                async for data in output:
                     await terminal.write(data)
-                except OSError:
-                    return end(128 + signal.SIGHUP)
-            end(0)
+            except OSError:
+                end(128 + signal.SIGHUP)
+            else:
+                end(0)
 
         async def heed_signals() -> None:
             # A stop by the keyboard can't be, in raw mode; one by kill(1) is passed on to ourselves after cleaning up.
@@ -241,7 +239,7 @@ async def attach(
                         terminal.leave()
                         os.kill(os.getpid(), signal.SIGSTOP)
                     elif number in _FINAL:
-                        return end(128 + number)
+                        end(128 + number)
                     else:
                         if number == signal.SIGCONT:
                             terminal.enter()
@@ -256,13 +254,13 @@ async def attach(
 
 
 async def forward_signals(send: Callable[[str], Awaitable[None]], give_up: Callable[[int], None]) -> None:
-    """Pass signals on by their names, for ever; `give_up` gets the number of the one that was sent too often."""
+    """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
     with anyio.open_signal_receiver(*_FORWARDED) as signals:
         async for number in signals:
             seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if seen >= _PATIENCE:
-                return give_up(number)
+                give_up(128 + number)
             await send(signal.Signals(number).name)
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,15 +70,24 @@ async def _into(session: Session, source: str, target: str, user: str | None, pr
     if source == _PIPE:
         await session.files.unpack(pipe(), target, user=user, progress=progress)
         return target
-    local = Path(source)
-    if not local.exists():
-        raise Stop(f"there is no {printable_line(source)}", FAULT)
+    name, is_content = _local_name(source)
     there = await _remote(session, target, user)
-    is_content = source.endswith("/.") or source == "."
-    if (there is not None and there.is_dir and not (is_content and local.is_dir())) or target.endswith("/"):
-        target = f"{target.rstrip('/')}/{local.resolve().name}"
-    await session.files.copy_in(local, target, user=user, progress=progress)
+    if target.endswith("/") or (there is not None and there.is_dir and not is_content):
+        target = f"{target.rstrip('/')}/{name}"
+    await session.files.copy_in(Path(source), target, user=user, progress=progress)
     return target
+
+
+def _local_name(source: str) -> tuple[str, bool]:
+    """Return the name of a file or directory, and whether the content of the directory is meant. Raises `Stop`."""
+    path = Path(source)
+    if not path.exists():
+        raise Stop(f"there is no {printable_line(source)}", FAULT)
+    return path.resolve().name, path.is_dir() and _means_content(source)
+
+
+def _means_content(path: str) -> bool:
+    return path == "." or path.endswith("/.")
 
 
 async def _out_of(session: Session, source: str, target: str, user: str | None, progress: Progress) -> str:
@@ -93,12 +102,16 @@ async def _out_of(session: Session, source: str, target: str, user: str | None, 
             async with session.files.open(source, user=user) as stream:
                 await _save_as_tar(stream, found, progress)
         return _PIPE
-    local = Path(target)
-    is_content = source.endswith("/.") or source == "."
-    if (local.is_dir() and not (is_content and found.is_dir)) or target.endswith("/"):
-        local = local / os.path.basename(found.path)
-    await session.files.copy_out(source, local, user=user, progress=progress)
-    return str(local)
+    target = _local_target(target, found, source)
+    await session.files.copy_out(source, target, user=user, progress=progress)
+    return target
+
+
+def _local_target(target: str, found: FileInfo, source: str) -> str:
+    """Return what a copy is called here: a directory that is there gets it, but for the content of a directory."""
+    if target.endswith("/") or (os.path.isdir(target) and not (found.is_dir and _means_content(source))):
+        return os.path.join(target, found.path.rpartition("/")[2])
+    return target
 
 
 async def _remote(session: Session, path: str, user: str | None) -> FileInfo | None:
@@ -126,25 +139,25 @@ async def save(stream: AsyncIterator[bytes], file: str, progress: Progress) -> i
     """
     from sandkasten.cli.terminal import OUT, write_all
 
-    moved = 0
-    with contextlib.closing(progress):
-        if file == _PIPE:
-            if os.isatty(OUT):
-                raise Stop("standard output is a terminal, and this is an archive: send it to a file", BAD_ARGUMENTS)
-            async for data in stream:
-                await write_all(OUT, data)
-                progress(moved := moved + len(data), None)
-            return moved
-        part = Path(f"{file}.part")
-        try:
-            with part.open("wb") as out:
-                async for data in stream:
-                    await write_all(out.fileno(), data)
-                    progress(moved := moved + len(data), None)
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
-    return moved
+    if file == _PIPE and os.isatty(OUT):
+        raise Stop("standard output is a terminal, and this is an archive: send it to a file", BAD_ARGUMENTS)
+    with contextlib.closing(progress), contextlib.nullcontext(OUT) if file == _PIPE else _part_of(file) as fd:
+        async for data in stream:
+            await write_all(fd, data)
+            progress(progress.moved + len(data), None)
+    return progress.moved
+
+
+@contextlib.contextmanager
+def _part_of(file: str) -> Iterator[int]:
+    """Open a file beside another, whose name it takes at the end of the block."""
+    part = Path(f"{file}.part")
+    try:
+        with part.open("wb") as out:
+            yield out.fileno()
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -> None:
@@ -172,7 +185,7 @@ async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -
 
 def add_port(parser: argparse.ArgumentParser) -> None:
     add_session(parser)
-    parser.add_argument("ports", nargs="*", metavar="[LOCAL:]REMOTE", help="forward them; without any, list what listens")
+    parser.add_argument("ports", nargs="*", metavar="[LOCAL:]REMOTE", help="without any: list what listens")
     parser.add_argument("--address", default="127.0.0.1", metavar="HOST", help="where to listen (127.0.0.1)")
     add_client_options(parser)
     parser.set_defaults(command=verb(port))
