@@ -193,6 +193,7 @@ TABLE = RouteTable(
         _raw("POST", f"{_RUN}/signal", runs.send_signal, ACT, body=runs.SignalRequest, answer=sessions.DoneBody),
         _raw("POST", f"{_RUN}/cancel", runs.cancel_run, ACT, body=runs.CancelRequest, answer=runs.RunBody),
         _raw("POST", f"{_RUN}/stdin", runs.send_stdin, ACT, body=runs.StdinRequest, answer=sessions.DoneBody),
+        _raw("POST", f"{_RUN}/wait", runs.wait_for_run, LOOK, body=runs.WaitRequest, answer=runs.RunWaitedBody),
         _raw("POST", f"{_RUN}/resize", runs.resize, ACT, body=runs.TerminalRequest, answer=sessions.DoneBody),
         _raw("GET", f"{_SESSION}/shells", runs.list_shells, LOOK, answer=runs.ShellsBody),
         _raw(

@@ -16,6 +16,7 @@ from tests.api.ws_client import client_frame, close_code, handshake
 
 _LOOKS_AT_FILES = ("fs/stat", "fs/glob", "fs/search")
 LOOKING_POSTS = {
+    "execs/{exec_id}/wait",
     "processes/{exec_id}/wait",
     *_LOOKS_AT_FILES,
     *(f"{WORKSPACES}/{{id}}/{each}" for each in _LOOKS_AT_FILES),

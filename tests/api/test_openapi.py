@@ -202,6 +202,7 @@ async def test_answers_are_as_described() -> None:
             ("get_v_sessions_id_execs_exec_id", "GET", f"{path}/execs/e", None),
             ("get_v_sessions_id_execs_exec_id_output", "GET", f"{path}/execs/e/output", None),
             ("post_v_sessions_id_execs_exec_id_cancel", "POST", f"{path}/execs/e/cancel", None),
+            ("post_v_sessions_id_execs_exec_id_wait", "POST", f"{path}/execs/e/wait", {"for": "exit"}),
             ("post_v_sessions_id_shells", "POST", f"{path}/shells", {"name": "s"}),
             ("get_v_sessions_id_shells", "GET", f"{path}/shells", None),
             ("delete_v_sessions_id_shells_name", "DELETE", f"{path}/shells/s", None),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
+from sandkasten import errors
 from sandkasten.api.http.errors import INTERNAL_CODE, STATUS, error_answer
-from sandkasten.model import errors
-from sandkasten.model.errors import SandkastenError
+from sandkasten.errors import SandkastenError
 
 PUBLISHED = {
     "INVALID_REQUEST": 400,
@@ -61,7 +61,15 @@ def subclasses(cls: type[SandkastenError]) -> Iterator[type[SandkastenError]]:
             yield from subclasses(child)
 
 
-LEAVES = [cls for cls in subclasses(SandkastenError) if not cls.__subclasses__()]
+OF_CLIENTS = {
+    *(errors.SandkastenAPIError, errors.SandkastenStreamError, errors.ConnectionFailed, errors.DeadlineExceeded),
+    *(errors.Uncertain, errors.CommandFailed),
+}
+"""Errors that no server raises."""
+
+LEAVES = [
+    cls for cls in subclasses(SandkastenError) if not cls.__subclasses__() and not issubclass(cls, tuple(OF_CLIENTS))
+]
 CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed]
 
 
@@ -80,6 +88,17 @@ def test_every_row_is_a_class_that_can_be_raised() -> None:
 def test_a_code_has_one_status(cls: type[SandkastenError]) -> None:
     """The published table, row by row."""
     assert STATUS[cls] == PUBLISHED[cls.code]
+
+
+@pytest.mark.parametrize("code", PUBLISHED.keys() - {INTERNAL_CODE})
+def test_a_code_of_an_answer_is_its_leaf_again(code: str) -> None:
+    """`except` of a leaf holds in process and over HTTP, and so does that of the published class."""
+    answer = error_answer(errors.leaf_of(code)("what failed", field="bad"))  # type: ignore[misc]  # a code is there
+    again = errors.api_error(answer.body.decode(), answer.status)
+    assert isinstance(again, errors.SandkastenAPIError)
+    assert isinstance(again, errors.leaf_of(code) or ())
+    assert (again.code, again.status_code, again.message) == (code, PUBLISHED[code], "what failed")
+    assert again.details == {"field": "bad"}
 
 
 def test_every_published_code_exists() -> None:

@@ -26,7 +26,11 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("links", "admission", "host", "images", "output", independent=False),
         Layer("store", "journal", "counters", "supervisor"),
         Layer("config", "log"),
-        Layer("model", "crash", "logcontext", "installation"),
+        Layer("model", "crash", "logcontext"),
+        Layer("client", "session", "types", "exceptions", "sync"),
+        Layer("sdk"),
+        Layer("contexts"),
+        Layer("installation", "errors"),
     ),
     "sandkasten.actors": (
         Layer("tree"),
@@ -37,6 +41,15 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("services"),
         Layer("supervision"),
         Layer("core"),
+    ),
+    "sandkasten.sdk": (
+        Layer("client"),
+        Layer("session"),
+        Layer("run", "files", "terminal"),
+        Layer("streams"),
+        Layer("transport"),
+        Layer("wire", "waiting"),
+        Layer("types"),
     ),
     "sandkasten.api": (
         Layer("app"),
@@ -173,6 +186,28 @@ def circles() -> set[frozenset[str]]:
             if module in reachable[module] or any(module in reachable.get(other, ()) for other in reachable[module])
         }
     return set()
+
+
+def test_the_clients_import_the_errors_and_nothing_else_of_ours() -> None:
+    """The SDK runs where no server is installed."""
+    edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
+    ours = {imported for _, imported in edges if top(imported) in ("sandkasten", "nsinit", "runner")}
+    assert {name for name in ours if not name.startswith(("sandkasten.sdk", "sandkasten.sync"))} == {
+        "sandkasten.errors"
+    }
+    assert {name for _, name in imports("sandkasten.errors") if top(name) not in sys.stdlib_module_names} == set()
+
+
+def test_one_file_of_the_clients_knows_their_http_library() -> None:
+    """A change of the library is a change of one file, and its twin."""
+    edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
+    outside = {
+        (top(imported), importer) for importer, imported in edges if top(imported) not in sys.stdlib_module_names
+    }
+    assert {edge for edge in outside if edge[0] != "sandkasten"} == {
+        ("anyio", "sandkasten.sdk.waiting"),
+        *((name, f"sandkasten.{twin}.transport") for name in ("httpcore2", "wsproto") for twin in ("sdk", "sync")),
+    }
 
 
 def test_what_is_sent_into_sessions_is_standard_library_only() -> None:

@@ -14,8 +14,8 @@ def test_all_exports_are_shown_and_there() -> None:
     """`dir` names them before they are imported."""
     assert set(sandkasten.__all__) <= set(dir(sandkasten))
     assert all(getattr(sandkasten, name) is not None for name in sandkasten.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'SandboxClient'"):
-        _ = sandkasten.SandboxClient
+    with pytest.raises(AttributeError, match="no attribute 'Sandbox'"):
+        _ = sandkasten.Sandbox
 
 
 def test_a_program_on_asyncio_is_told_what_to_do(tmp_path: Path) -> None:

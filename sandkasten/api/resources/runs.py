@@ -80,6 +80,7 @@ from sandkasten.model import (
     Stream,
     StreamsMode,
     TerminalSize,
+    Waited,
     WaitFor,
 )
 from sandkasten.model.errors import ExecNotFound, TooLarge
@@ -428,6 +429,15 @@ class WaitedBody(Body):
 
 
 @attrs.frozen
+class RunWaitedBody(Body):
+    """The end of a wait: whether the condition came true, the run then, and the line that matched."""
+
+    happened: bool
+    run: RunBody
+    line: str | None = None
+
+
+@attrs.frozen
 class ShellBody(Body):
     """A named shell. `running` is null while the shell waits for a command; `queued` are ids of runs."""
 
@@ -653,17 +663,26 @@ async def kill_process(exchange: Exchange) -> Answer:
 async def wait_for_process(exchange: Exchange) -> Answer:
     """Wait for a process's end, a listener on a port, or a line of output that matches."""
     request = await read_request(exchange, WaitRequest)
-    condition = request.to_condition()
     await _process(exchange)
+    waited = await _wait(exchange, request)
+    return json_answer(WaitedBody(waited.happened, ProcessBody.of(waited.run), waited.line))
+
+
+async def wait_for_run(exchange: Exchange) -> Answer:
+    """Wait for a run's end, a listener on a port, or a line of output that matches."""
+    waited = await _wait(exchange, await read_request(exchange, WaitRequest))
+    return json_answer(RunWaitedBody(waited.happened, RunBody.of(waited.run), waited.line))
+
+
+async def _wait(exchange: Exchange, request: WaitRequest) -> Waited:
     work = functools.partial(
         exchange.supervisor.wait_process,
         exchange.session_id,
         _exec_id(exchange),
-        condition,
+        request.to_condition(),
         timeout_s=clamp_timeout(request.timeout_ms, exchange.settings) / 1000,
     )
-    waited = await exchange.until_disconnect(work)
-    return json_answer(WaitedBody(waited.happened, ProcessBody.of(waited.run), waited.line))
+    return await exchange.until_disconnect(work)
 
 
 async def list_ports(exchange: Exchange) -> Answer:

@@ -1,0 +1,473 @@
+"""Files of a session or of a workspace: contents of any size as streams, directories, archives, search and edits.
+
+Contents are never held whole unless the caller asks for them so: `write` sends a local file in pieces, `copy_in` and
+`copy_out` move directories as archives that are made and unpacked as they go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self, cast
+
+from sandkasten import errors
+from sandkasten.sdk import waiting
+from sandkasten.sdk.streams import ResumedEvents
+from sandkasten.sdk.transport import Endpoint, HttpStream, Transport
+from sandkasten.sdk.types import (
+    FileEdit,
+    FileInfo,
+    FileView,
+    Match,
+    Matches,
+    UnpackedArchive,
+    WatchedChange,
+    WrittenFile,
+)
+from sandkasten.sdk.wire import HttpCall, given
+
+PIECE_BYTES = 1024 * 1024
+"""Bytes that are read from a local file at once."""
+
+Progress = Callable[[int, int | None], object]
+"""Called with the bytes moved so far and their number in all, None if that is not known."""
+
+Source = str | bytes | Path | BinaryIO | AsyncIterator[bytes]
+"""Content to write: text, bytes, the path of a local file, an open file, or pieces that are made as they are taken."""
+
+
+class FileStream:
+    """A file that is being read: `async with files.open(path) as stream: async for piece in stream`.
+
+    `size` is in bytes, None if the server does not tell; `etag` is the version that is read.
+    """
+
+    def __init__(self, transport: Transport, request: HttpCall) -> None:
+        """Internal: use `Files.open`."""
+        self._transport, self._request = transport, request
+        self._reply: HttpStream | None = None
+        self.size: int | None = None
+        self.etag = ""
+
+    async def __aenter__(self) -> Self:
+        self._reply = await self._transport.open(self._request)
+        length = self._reply.headers.get("content-length")
+        self.size = None if length is None else int(length)
+        self.etag = self._reply.headers.get("etag", "")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._reply is not None:
+            await self._reply.aclose()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        assert self._reply is not None, "a file is opened by `async with`"
+        if not (data := await self._reply.read()):
+            raise StopAsyncIteration
+        return data
+
+
+class WatchedChanges:
+    """WatchedChanges of watched files: `async with files.watch(path) as changes: async for change in changes`.
+
+    The first change is `ready`: all that happens from then on is told. After a lost connection, too, `ready` comes
+    first, and what happened between is not told.
+    """
+
+    def __init__(self, transport: Transport, request: HttpCall) -> None:
+        """Internal: use `Files.watch`."""
+        self._stream = ResumedEvents(transport, request)
+
+    async def __aenter__(self) -> Self:
+        await self._stream.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> AsyncIterator[WatchedChange]:
+        return self
+
+    async def __anext__(self) -> WatchedChange:
+        found = await self._stream.next()
+        if found.name == "error":
+            await self._stream.aclose()
+            raise errors.api_error(found.data, None, streamed=True)
+        return WatchedChange.take(found.value)
+
+
+class Files:
+    """Files of one session or workspace.
+
+    Relative paths begin at `/workspace`, or at `cwd` where a method takes one. `user` is the user as whom a file is
+    reached, by default the session's; only `root` may change owners.
+    """
+
+    def __init__(self, owner: Endpoint) -> None:
+        """Internal: use `Session.files` or `Workspace.files`."""
+        self._place = owner.below("/fs")
+
+    # Contents ---------------------------------------------------------------------------------------------------------
+
+    def open(
+        self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None, cwd: str | None = None
+    ) -> FileStream:
+        """Return a file to be read in pieces, or `length` bytes of it from `offset` on.
+
+        Raises (when it is opened):
+            FileNotFound, IsADirectory, NotAFile, PermissionDenied: as the names say.
+            RangeNotSatisfiable: `offset` is behind the end.
+        """
+        end = "" if length is None else str(offset + length - 1)
+        headers = {"range": f"bytes={offset}-{end}"} if offset or length is not None else {}
+        query = given(path=path, user=user, cwd=cwd)
+        return FileStream(
+            self._place.transport, self._place.call("GET", "/file", query=query, headers=headers, patience_s=None)
+        )
+
+    async def read_bytes(
+        self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None, cwd: str | None = None
+    ) -> bytes:
+        """Return the content of a file, or a part of it. Errors as of `open`."""
+        if length == 0:
+            return b""
+        async with self.open(path, offset=offset, length=length, user=user, cwd=cwd) as stream:
+            return b"".join([piece async for piece in stream])
+
+    async def read_text(
+        self, path: str, *, encoding: str = "utf-8", user: str | None = None, cwd: str | None = None
+    ) -> str:
+        """Return the content of a file as text. Raises `UnicodeDecodeError`, and the errors of `open`."""
+        return (await self.read_bytes(path, user=user, cwd=cwd)).decode(encoding)
+
+    async def write(
+        self,
+        path: str,
+        content: Source,
+        *,
+        mode: int | None = None,
+        if_match: str | None = None,
+        new: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
+        progress: Progress | None = None,
+    ) -> WrittenFile:
+        """Write a file of any size; one that is there is replaced in one step when all has come.
+
+        Args:
+            content: text, bytes, a `Path` of a local file, an open binary file, or an iterator of bytes.
+            mode: permission bits, such as 0o755; by default those of the file that is there, or 0644.
+            if_match: write only if the file has this `etag`.
+            new: write only if there is no file.
+
+        The call is repeated when the connection is lost, if the content can be had again: an iterator can't, nor an
+        open file that can't seek.
+
+        Raises:
+            PreconditionFailed: `if_match` or `new` does not hold.
+            Uncertain: the connection was lost, and the content can't be had again.
+        """
+        headers = given(**{"if-match": if_match, "if-none-match": "*" if new else None})
+        query = given(path=path, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
+        request = self._place.call("PUT", "/file", query=query, headers=headers, patience_s=None)
+        # A condition holds once: a repetition would find the file that the lost request wrote.
+        request.repeat = if_match is None and not new
+        return WrittenFile.take((await self._upload(request, content, progress)).value)
+
+    async def _upload(self, request: HttpCall, content: Source, progress: Progress | None) -> Any:  # an WholeAnswer
+        request.headers.setdefault("content-type", "application/octet-stream")
+        if isinstance(content, str):
+            content = content.encode()
+        if isinstance(content, bytes):
+            request.body = content
+            if progress is not None:
+                progress(0, len(content))
+            answer = await self._place.transport.send(request)
+            if progress is not None:
+                progress(len(content), len(content))
+            return answer
+        if isinstance(content, Path):
+            with await waiting.in_thread(_open, content) as opened:
+                return await self._upload(request, opened, progress)
+        if hasattr(content, "read"):
+            file = cast("BinaryIO", content)
+            start, size = await waiting.in_thread(_extent, file)
+            if size is None:
+                request.repeat = False
+            else:
+                request.headers["content-length"] = str(size)
+            request.source = lambda: _pieces(file, start, size, progress)
+        else:
+            request.repeat = False
+            request.source = lambda: _counted(content, progress)
+        return await self._place.transport.send(request)
+
+    # Entries ----------------------------------------------------------------------------------------------------------
+
+    async def stat(
+        self, path: str, *, follow: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> FileInfo:
+        """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
+        query = given(path=path, follow=follow or None, user=user, cwd=cwd)
+        return FileInfo.take(await self._place.ask("GET", "/stat", query=query))
+
+    async def stat_many(
+        self, paths: Sequence[str], *, follow: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> list[FileInfo | None]:
+        """Return the entries of at most 1000 paths in their order; None for a path without a file."""
+        body = given(paths=list(paths), follow=follow or None, user=user, cwd=cwd)
+        entries = (await self._place.ask("POST", "/stat", body))["entries"]
+        return [None if each is None else FileInfo.take(each) for each in entries]
+
+    async def exists(self, path: str, *, user: str | None = None, cwd: str | None = None) -> bool:
+        """Return whether there is a file, directory or link of that path."""
+        return (await self.stat_many([path], user=user, cwd=cwd))[0] is not None
+
+    async def mkdir(
+        self,
+        path: str,
+        *,
+        parents: bool = True,
+        mode: int | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> str:
+        """Make a directory and return its resolved path; with `parents` it may be there already.
+
+        Raises:
+            Conflict: there is such a directory, and `parents` is false.
+        """
+        body = given(path=path, parents=parents, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
+        return str((await self._place.ask("POST", "/mkdir", body, repeat=parents))["path"])
+
+    async def move(
+        self, source: str, target: str, *, overwrite: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> str:
+        """Give a file or directory another name, also in another file system, and return the resolved new path.
+
+        Raises:
+            Conflict: the new name is taken. NotEmpty: by a directory with entries, in spite of `overwrite`.
+            Uncertain: the connection was lost.
+        """
+        return await self._rename("/move", source, target, overwrite, user, cwd, repeat=False)
+
+    async def copy(
+        self, source: str, target: str, *, overwrite: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> str:
+        """Copy a file or directory within the session. As `move`."""
+        return await self._rename("/copy", source, target, overwrite, user, cwd, repeat=overwrite)
+
+    async def _rename(
+        self, name: str, source: str, target: str, overwrite: bool, user: str | None, cwd: str | None, *, repeat: bool
+    ) -> str:
+        body = {"from": source, "to": target, "overwrite": overwrite} | given(user=user, cwd=cwd)
+        return str((await self._place.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
+
+    async def remove(
+        self, path: str, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> None:
+        """Remove a file, a link or an empty directory; with `recursive` a directory and all below it.
+
+        Raises:
+            FileNotFound, NotEmpty: as the names say.
+        """
+        query = given(path=path, recursive=recursive or None, user=user, cwd=cwd)
+        await self._place.ask("DELETE", "", query=query, patience_s=None)
+
+    async def chmod(
+        self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> None:
+        """WatchedChange permission bits, such as 0o755."""
+        body = given(path=path, mode=f"{mode:04o}", recursive=recursive or None, user=user, cwd=cwd)
+        await self._place.ask("POST", "/chmod", body)
+
+    async def chown(
+        self,
+        path: str,
+        *,
+        uid: int | None = None,
+        gid: int | None = None,
+        recursive: bool = False,
+        user: str | None = "root",
+        cwd: str | None = None,
+    ) -> None:
+        """WatchedChange the owner, the group, or both."""
+        body = given(path=path, uid=uid, gid=gid, recursive=recursive or None, user=user, cwd=cwd)
+        await self._place.ask("POST", "/chown", body)
+
+    # Texts ------------------------------------------------------------------------------------------------------------
+
+    async def view(
+        self,
+        path: str,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> FileView:
+        """Return numbered lines of a text from `first` to `last`, or the paths of a directory two levels deep."""
+        query = given(path=path, from_=first, to=last, user=user, cwd=cwd)
+        return FileView.take(await self._place.ask("GET", "/view", query=query))
+
+    async def edit(
+        self,
+        edits: Sequence[Mapping[str, Any]],
+        *,
+        dry_run: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> list[FileEdit]:
+        """Make all of the edits, or none; docs/api.md#files describes them (`{"path", "op": "replace", "old", "new"}`).
+
+        Raises:
+            Ambiguous: the text is there more than once. Conflict: it is not there.
+            PreconditionFailed: the file has another `etag` than an edit says.
+            Uncertain: the connection was lost.
+        """
+        body = given(edits=[dict(each) for each in edits], dry_run=dry_run or None, user=user, cwd=cwd)
+        answer = await self._place.ask("POST", "/edit", body, repeat=dry_run)
+        return [FileEdit.take(each) for each in answer["files"]]
+
+    async def glob(self, pattern: str, path: str = "", *, user: str | None = None, cwd: str | None = None) -> list[str]:
+        """Return the paths below a directory that a pattern with `*`, `**`, `?`, `[…]` and `{a,b}` fits."""
+        body = given(pattern=pattern, path=path or None, user=user, cwd=cwd)
+        found: list[str] = []
+        while True:
+            answer = await self._place.ask("POST", "/glob", body)
+            found += answer["paths"]
+            if not (cursor := answer.get("next_cursor")):
+                return found
+            body["cursor"] = cursor
+
+    async def search(
+        self,
+        pattern: str,
+        path: str = "",
+        *,
+        regex: bool = False,
+        case: bool = True,
+        glob: str | None = None,
+        context: int = 0,
+        max_matches: int | None = None,
+        everything: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> Matches:
+        """Return the lines that hold a text, or match a regular expression. docs/api.md#files has the limits."""
+        body = given(pattern=pattern, path=path or None, regex=regex, case=case, glob=glob, context=context, user=user)
+        body |= given(max_matches=max_matches, everything=everything or None, cwd=cwd)
+        answer = await self._place.transport.send(self._place.call("POST", "/search", body))
+        lines = [json.loads(line) for line in answer.body.splitlines()]
+        if not lines or "totals" not in lines[-1]:
+            raise errors.api_error(json.dumps(lines[-1] if lines else None), None, streamed=True)
+        return Matches.take(lines.pop()["totals"], found=[Match.take(each) for each in lines])
+
+    def watch(
+        self, path: str = "", *, recursive: bool = False, user: str | None = None, cwd: str | None = None
+    ) -> WatchedChanges:
+        """Return the changes of a file or of a directory's entries, with `recursive` of all below it."""
+        query = given(path=path or None, recursive=recursive or None, user=user, cwd=cwd)
+        return WatchedChanges(self._place.transport, self._place.call("GET", "/watch", query=query))
+
+    # Archives ---------------------------------------------------------------------------------------------------------
+
+    def archive(
+        self,
+        path: str = "",
+        *,
+        format: Literal["tar", "tar.zst", "zip"] = "tar",
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> FileStream:
+        """Return a directory as an archive, to be read in pieces."""
+        query = given(path=path or None, format=format, user=user, cwd=cwd)
+        return FileStream(self._place.transport, self._place.call("GET", "/archive", query=query, patience_s=None))
+
+    async def unpack(
+        self,
+        archive: Source,
+        path: str = "",
+        *,
+        user: str | None = None,
+        cwd: str | None = None,
+        progress: Progress | None = None,
+    ) -> UnpackedArchive:
+        """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing."""
+        query = given(path=path or None, user=user, cwd=cwd)
+        headers = {"content-type": "application/x-tar"}
+        request = self._place.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        return UnpackedArchive.take((await self._upload(request, archive, progress)).value)
+
+    # Last, since the name hides the type in what follows.
+
+    async def list(
+        self,
+        path: str = "",
+        *,
+        depth: int = 1,
+        glob: str | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> list[FileInfo]:
+        """Return the entries of a directory, with `depth` also those of its directories, in the order of their paths.
+
+        `glob` chooses by name, or by the path below `path` if it has a `/`.
+        """
+        query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
+        found: list[FileInfo] = []
+        while True:
+            answer = await self._place.ask("GET", "/list", query=query)
+            found += [FileInfo.take(each) for each in answer["entries"]]
+            if not (cursor := answer.get("next_cursor")):
+                return found
+            query["cursor"] = cursor
+
+
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def _extent(file: BinaryIO) -> tuple[int, int | None]:
+    """Return where an open file stands and how many bytes follow, None if it can't seek."""
+    try:
+        start = file.tell()
+        end = file.seek(0, os.SEEK_END)
+        file.seek(start)
+    except (OSError, AttributeError, ValueError):
+        return 0, None
+    return start, end - start
+
+
+async def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progress | None) -> AsyncIterator[bytes]:
+    if size is not None:
+        await waiting.in_thread(file.seek, start)
+    sent = 0
+    while size is None or sent < size:
+        most = PIECE_BYTES if size is None else min(PIECE_BYTES, size - sent)
+        data = await waiting.in_thread(file.read, most)
+        if not data:
+            break
+        sent += len(data)
+        yield data
+        if progress is not None:
+            progress(sent, size)
+
+
+async def _counted(pieces: AsyncIterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
+    sent = 0
+    async for data in pieces:
+        sent += len(data)
+        yield data
+        if progress is not None:
+            progress(sent, None)

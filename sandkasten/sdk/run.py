@@ -1,0 +1,219 @@
+"""A run: a command, a background process or the program of a terminal, which goes on while its caller does more."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from sandkasten import errors
+from sandkasten.sdk import waiting
+from sandkasten.sdk.streams import EventFeed
+from sandkasten.sdk.transport import Endpoint
+from sandkasten.sdk.types import Output, OutputPart, RunEnd, RunInfo, StreamName, Waited
+from sandkasten.sdk.wire import Decoder, HttpCall, given, part
+
+log = logging.getLogger("sandkasten.sdk")
+
+CANCEL_S = 2.0
+"""Time that is given to the cancellation of a run whose caller has given up."""
+SEND_BYTES = 256 * 1024
+_WAIT_MS = 60_000
+
+
+class Run:
+    """A run of a session.
+
+    `async with session.start(...) as run:` begins the run and, if it has not ended by then, cancels it at the end of
+    the block, unless it is to be `detach`ed. `async for output in run:` reads its output; a reader that is slow holds
+    up the run once a mebibyte waits. Every method may be used on a run that another program began
+    (`session.run(exec_id)`).
+    """
+
+    def __init__(self, session: Endpoint, exec_id: str, *, begin: HttpCall | None, raw: bool, detach: bool) -> None:
+        """Internal: use `Session.start`, `Session.process` or `Session.run`."""
+        self._session = session
+        self._place = session.below(f"/execs/{part(exec_id)}")
+        self._id = exec_id
+        self._begin = begin
+        self._raw = raw
+        self._detach = detach
+        self._decoder = Decoder(raw=raw)
+        self._feed: EventFeed | None = None
+        self._rest: Iterator[Output] = iter(())
+        self._end: RunEnd | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of the run, by which it can be found again."""
+        return self._id
+
+    @property
+    def end(self) -> RunEnd | None:
+        """The end of the run, once this object has seen it: after `wait`, or after the last piece of output."""
+        return self._end
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._end is None and not self._detach:
+            await give_up(self._session, self._id)
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop reading; the run goes on."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            await feed.aclose()
+
+    async def _open(self) -> EventFeed:
+        if self._feed is None:
+            query = {"encoding": "base64", "on_timeout": "result"}
+            begin = self._begin or self._place.call("GET", "/stream", query=query)
+            feed = EventFeed(self._session.transport, begin, is_base64=True)
+            try:
+                await feed.open()
+            except BaseException:
+                if self._begin is not None:
+                    await give_up(self._session, self._id)
+                raise
+            self._feed = feed
+        return self._feed
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        """Return the next piece of output. A cancelled call loses none."""
+        while True:
+            if (rest := next(self._rest, None)) is not None:
+                return rest
+            if self._end is not None:
+                raise StopAsyncIteration
+            feed = await self._open()
+            piece = await feed.next()
+            if isinstance(piece, RunEnd):
+                self._end, self._rest = piece, self._decoder.rest()
+            else:
+                assert isinstance(piece.data, bytes)
+                if (output := self._decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
+                    return output
+
+    async def wait(self) -> RunEnd:
+        """Return the end of the run. Output that was not read by then is dropped; `output` reads it again.
+
+        Raises:
+            ConnectionFailed: the connection was lost for longer than the client's timeout.
+            SandkastenAPIError: the run is not kept any more, or its session has ended.
+        """
+        async for _ in self:
+            pass
+        assert self._end is not None
+        return self._end
+
+    async def wait_for(
+        self,
+        *,
+        port: int | None = None,
+        pattern: str | re.Pattern[str] | None = None,
+        exit: bool = False,
+        timeout_ms: int | None = 60_000,
+    ) -> Waited:
+        """Wait until something listens on a port of the session, a line of output matches, or the run ends.
+
+        Exactly one of the three is to be given; `pattern` is in the syntax of RE2. The wait ends with the run, or after
+        `timeout_ms`, None for never; `happened` of the result tells which. It reads no output of this object.
+        """
+        text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+        condition = given(port=port, pattern=text, for_="exit" if exit else None)
+        left_ms = timeout_ms
+        while True:
+            now_ms = _WAIT_MS if left_ms is None else min(left_ms, _WAIT_MS)
+            body = condition | {"timeout_ms": max(now_ms, 1)}
+            answer = await self._place.ask("POST", "/wait", body, patience_s=now_ms / 1000)
+            waited = Waited.take(answer, run=RunInfo.take(answer["run"]))
+            left_ms = None if left_ms is None else left_ms - now_ms
+            if waited.happened or waited.run.state == "ended" or (left_ms is not None and left_ms <= 0):
+                return waited
+
+    async def info(self) -> RunInfo:
+        """Return what the server knows of the run."""
+        return RunInfo.take(await self._place.ask("GET"))
+
+    async def output(
+        self, *, offset: int = 0, limit: int | None = None, stream: StreamName | None = None
+    ) -> OutputPart:
+        """Return a part of the run's kept output, of both streams in order of arrival or of one; never waits.
+
+        `offset` and `limit` count bytes; without `limit` a part has up to 1 MiB, at most it may have 4 MiB.
+        """
+        query = given(offset=offset, limit=limit, stream=stream)
+        headers = {"accept": "application/octet-stream"}
+        request = self._place.call("GET", "/output", query=query, headers=headers)
+        answer = await self._place.transport.send(request)
+        numbers = {name: int(answer.headers[f"x-{name.replace('_', '-')}"]) for name in _OFFSETS}
+        return OutputPart(answer.body, **numbers, is_final=answer.headers["x-is-final"] == "true")
+
+    async def send(self, data: str | bytes) -> None:
+        """Send input to the run, which was started with `stdin=True`, or is a process; returns once the run took it.
+
+        Raises:
+            Uncertain: the connection was lost; `acknowledged` bytes were taken before, and perhaps more.
+        """
+        content = data.encode() if isinstance(data, str) else data
+        for start in range(0, len(content), SEND_BYTES):
+            text = base64.b64encode(content[start : start + SEND_BYTES]).decode("ascii")
+            try:
+                await self._order("stdin", {"content_base64": text})
+            except errors.Uncertain as error:
+                error.acknowledged = start
+                raise
+
+    async def close_input(self) -> None:
+        """End the input of the run."""
+        await self._order("stdin", {"close": True})
+
+    async def signal(self, signal: int | str) -> None:
+        """Send a signal, by number or name (`INT`, `SIGINT`). Errors as of `send`."""
+        await self._order("signal", {"signal": signal})
+
+    async def resize(self, cols: int, rows: int) -> None:
+        """Give the run's terminal another size in character cells."""
+        await self._place.ask("POST", "/resize", {"cols": cols, "rows": rows})
+
+    async def cancel(self, *, now: bool = False) -> RunInfo:
+        """End the run with all that it started, and return it ended; `now` kills without asking first."""
+        return RunInfo.take(await self._place.ask("POST", "/cancel", {"now": now}))
+
+    async def _order(self, name: Literal["stdin", "signal"], body: dict[str, Any]) -> None:
+        await self._place.ask("POST", f"/{name}", body, repeat=False)
+
+
+_CANCEL_WAITS_S = (0.05, 0.15, 0.3)
+"""Waits for a run that is to be cancelled and is not there yet: its request may still be on the way."""
+
+
+async def give_up(session: Endpoint, exec_id: str) -> None:
+    """Cancel a run whose caller does not want it any more, within a bounded time and whatever happens."""
+    order = session.call("POST", f"/execs/{part(exec_id)}/cancel", {"now": False})
+    with waiting.shield(CANCEL_S):
+        for wait_s in (*_CANCEL_WAITS_S, None):
+            try:
+                await session.transport.send(order, within_s=CANCEL_S)
+            except errors.ExecNotFound:
+                if wait_s is not None:
+                    await waiting.sleep(wait_s)
+                    continue
+            except errors.SandkastenError as error:
+                log.info("run %s was not cancelled: %s", exec_id, error)
+            return
+
+
+_OFFSETS = ("offset", "next_offset", "first_offset", "total_bytes")

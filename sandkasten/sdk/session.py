@@ -1,0 +1,522 @@
+"""A session: commands, runs, shells, files and what the session itself can do."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
+
+from sandkasten import errors
+from sandkasten.sdk import waiting
+from sandkasten.sdk.files import Files, Progress
+from sandkasten.sdk.run import CANCEL_S, Run, give_up
+from sandkasten.sdk.streams import EventFeed, Events
+from sandkasten.sdk.terminal import Terminal
+from sandkasten.sdk.transport import Endpoint, HasTransport
+from sandkasten.sdk.types import (
+    UNSET,
+    ExecBytes,
+    ExecChunk,
+    ExecResult,
+    Port,
+    ReadResult,
+    RunEnd,
+    RunInfo,
+    SessionInfo,
+    SessionStats,
+    ShellInfo,
+    Unset,
+)
+from sandkasten.sdk.wire import (
+    command,
+    exec_bytes,
+    exec_patience_s,
+    exec_result,
+    given,
+    new_id,
+    part,
+    set_values,
+)
+
+log = logging.getLogger("sandkasten.sdk")
+
+DEFAULT_TIMEOUT_MS = 30_000
+
+
+class Session:
+    """A session with a persistent shell and files.
+
+    `async with await client.create_session() as session:` ends the session at the end of the block. Paths may be
+    relative to `/workspace`. Every method may raise the errors of `sandkasten.errors`; those named below are special.
+    """
+
+    def __init__(self, client: HasTransport, session_id: str) -> None:
+        """Internal: use `SandboxClient.create_session` or `SandboxClient.get_session`."""
+        self._client = client
+        self._id = session_id
+        self._place = Endpoint(client._transport, f"/v1/sessions/{part(session_id)}")
+        self._has_ids = True
+
+    @property
+    def id(self) -> str:
+        """The id of the session."""
+        return self._id
+
+    @property
+    def files(self) -> Files:
+        """The files of the session, of any size."""
+        return Files(self._place)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.destroy()
+        except errors.SandkastenError as failure:
+            if error is None:
+                raise
+            log.warning("session %s was not ended: %s", self._id, failure)
+        except BaseException:
+            await self._abandon()
+            raise
+
+    async def _abandon(self) -> None:
+        """End the session within a bounded time, for a caller that is cancelled."""
+        with waiting.shield(CANCEL_S):
+            try:
+                await self._place.transport.send(self._place.call("DELETE"), within_s=CANCEL_S)
+            except errors.SandkastenError as failure:
+                log.warning("session %s was not ended: %s", self._id, failure)
+
+    # Commands ---------------------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_ms: int | None = DEFAULT_TIMEOUT_MS,
+        raw_output: bool = False,
+        separate: bool = False,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        shell: str | None = None,
+        stateless: bool | None = None,
+        user: str | None = None,
+        on_timeout: Literal["error", "result"] = "error",
+        queue_timeout_ms: int | None = None,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """Run a command and return its result.
+
+        Args:
+            cmd: a script for the session's persistent shell, or a program with its arguments (a list).
+            timeout_ms: the command's time; 0 is the server's maximum, None is no limit, where the server allows it.
+            raw_output: keep escape sequences and CRLF in the output.
+            separate: also fill `stdout` and `stderr` of the result.
+            cwd, env, stdin: for this command alone.
+            shell: a persistent shell of this name (`Session.shell` opens one).
+            stateless: run the script in a fresh shell beside the persistent ones.
+            user: the user of a program or a stateless script, such as `root`.
+            on_timeout: raise `errors.CommandTimeout`, or return a result that says `timed_out`.
+            queue_timeout_ms: the longest wait for the shell, then `errors.ShellBusy`; by default the command's time.
+            exec_id: an id of the caller's; a later call with the same id and command joins the run.
+
+        The call is repeated when the connection is lost, and the command runs once. When the caller gives up (is
+        cancelled, or its time is over), the command is cancelled.
+
+        Raises:
+            CommandTimeout: the command ran out of time; `details` has its output until then.
+        """
+        fields = {"output_fields": ["output", "stdout", "stderr"]} if separate else {}
+        body = fields | given(
+            raw_output=raw_output or None,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            stdin=stdin,
+            shell=shell,
+            mode=_mode(stateless),
+            user=user,
+            on_timeout=on_timeout,
+            queue_timeout_ms=queue_timeout_ms,
+        )
+        return exec_result(await self._execute(cmd, timeout_ms, body, exec_id))
+
+    async def exec_bytes(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_ms: int | None = DEFAULT_TIMEOUT_MS,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        shell: str | None = None,
+        stateless: bool | None = None,
+        user: str | None = None,
+        on_timeout: Literal["error", "result"] = "error",
+        exec_id: str | None = None,
+    ) -> ExecBytes:
+        """Run a command and return its output as exact bytes, each stream by itself. Otherwise as `exec`."""
+        body = {"output_fields": ["stdout", "stderr"], "encoding": "base64"} | given(
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            stdin=stdin,
+            shell=shell,
+            mode=_mode(stateless),
+            user=user,
+            on_timeout=on_timeout,
+        )
+        return exec_bytes(await self._execute(cmd, timeout_ms, body, exec_id))
+
+    async def _execute(
+        self, cmd: str | Sequence[str], timeout_ms: int | None, options: dict[str, Any], exec_id: str | None
+    ) -> dict[str, Any]:  # JSON objects
+        patience_s = exec_patience_s(timeout_ms, options.get("queue_timeout_ms"))
+        while True:
+            chosen = exec_id or (new_id() if self._has_ids else None)
+            body = command(cmd) | {"timeout_ms": timeout_ms} | options
+            body |= {"exec_id": chosen, "on_disconnect": "detach"} if chosen else {}
+            try:
+                return dict(
+                    await self._place.ask("POST", "/exec", body, patience_s=patience_s, repeat=chosen is not None)
+                )
+            except errors.ExecIdsExhausted:
+                if exec_id is not None or chosen is None:
+                    raise
+                self._go_on_without_ids()
+            except errors.SandkastenAPIError:
+                raise
+            except BaseException:
+                if chosen is not None:
+                    await give_up(self._place, chosen)
+                raise
+
+    def _go_on_without_ids(self) -> None:
+        self._has_ids = False
+        log.warning("session %s takes no more ids: its commands are not repeated from now on", self._id)
+
+    async def exec_stream(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_ms: int | None = DEFAULT_TIMEOUT_MS,
+        raw_output: bool = False,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        shell: str | None = None,
+        stateless: bool | None = None,
+        user: str | None = None,
+        exec_id: str | None = None,
+    ) -> AsyncIterator[ExecChunk]:
+        """Run a command and yield its output as it comes; the last piece has `done` and the end of the command.
+
+        Arguments as of `exec`. A lost connection is resumed where it broke off. A caller that leaves the loop early
+        cancels the command; `async with contextlib.aclosing(...)` around the loop makes that happen at once.
+
+        Raises:
+            SandkastenStreamError: the stream ended with an error, such as `CommandTimeout`.
+        """
+        body = given(
+            raw_output=raw_output or None,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            stdin=stdin,
+            shell=shell,
+            mode=_mode(stateless),
+            user=user,
+        )
+        chosen = exec_id or new_id()
+        body |= command(cmd) | {"timeout_ms": timeout_ms, "exec_id": chosen, "on_disconnect": "detach"}
+        feed = EventFeed(self._place.transport, self._place.call("POST", "/exec/stream", body), is_base64=False)
+        has_ended = False
+        try:
+            while not has_ended:
+                piece = await feed.next()
+                if isinstance(piece, RunEnd):
+                    has_ended = True
+                    yield ExecChunk("", 0, True, piece.exit_code, piece.cwd, piece.duration_ms, end=piece)
+                else:
+                    yield ExecChunk(str(piece.data), piece.timestamp, stream=piece.stream)
+        except errors.SandkastenAPIError:
+            has_ended = True
+            raise
+        finally:
+            await feed.aclose()
+            if not has_ended:
+                await give_up(self._place, chosen)
+
+    # Runs -------------------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_ms: int | None = 0,
+        stdin: bool | str = False,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        shell: str | None = None,
+        stateless: bool | None = None,
+        user: str | None = None,
+        tty: tuple[int, int] | None = None,
+        merged: bool | None = None,
+        raw: bool = False,
+        detach: bool = False,
+        exec_id: str | None = None,
+    ) -> Run:
+        """Return a command that begins with `async with` or the first piece of output that is asked for.
+
+        Args:
+            timeout_ms: the command's time; 0 is the server's maximum.
+            stdin: input of the command; True keeps it open for `Run.send`.
+            tty: columns and rows of a terminal for the command.
+            merged: both streams are one pipe, in exact order.
+            raw: output is bytes, not text.
+            detach: the command goes on when the block is left.
+
+        The other arguments are those of `exec`. For what has no limit in time, see `process`.
+        """
+        chosen = exec_id or new_id()
+        body = command(cmd) | {"timeout_ms": timeout_ms, "exec_id": chosen, "on_disconnect": "detach"}
+        body |= {"encoding": "base64", "on_timeout": "result"} | given(
+            stdin=stdin or None,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            shell=shell,
+            mode=_mode(stateless),
+            user=user,
+            tty=_size(tty),
+            streams=_streams(merged),
+        )
+        begin = self._place.call("POST", "/exec/stream", body)
+        return Run(self._place, chosen, begin=begin, raw=raw, detach=detach)
+
+    async def process(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        process_id: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        tty: tuple[int, int] | None = None,
+        merged: bool | None = None,
+        keep_alive: bool = False,
+        raw: bool = False,
+    ) -> Run:
+        """Start a process in the background, beside the shells and without a limit in time, and return its run.
+
+        Its input is open. It ends with the session, or by `Run.cancel`; `keep_alive` makes it hold off the session's
+        idle timeout. Used in `async with`, the process goes on when the block is left.
+        """
+        chosen = process_id or new_id()
+        body = (
+            command(cmd)
+            | {"process_id": chosen, "keep_alive": keep_alive}
+            | given(
+                cwd=cwd,
+                env=None if env is None else dict(env),
+                user=user,
+                tty=_size(tty),
+                streams=_streams(merged),
+            )
+        )
+        try:
+            await self._place.ask("POST", "/processes", body)
+        except errors.SandkastenAPIError:
+            raise
+        except BaseException:
+            await give_up(self._place, chosen)
+            raise
+        return Run(self._place, chosen, begin=None, raw=raw, detach=True)
+
+    def run(self, exec_id: str, *, raw: bool = False) -> Run:
+        """Return the run of that id, whoever began it. Nothing is asked of the server before it is used."""
+        return Run(self._place, exec_id, begin=None, raw=raw, detach=True)
+
+    async def runs(
+        self,
+        *,
+        kind: Literal["command", "process", "terminal"] | None = None,
+        state: Literal["queued", "running", "ended"] | None = None,
+        limit: int | None = None,
+    ) -> list[RunInfo]:
+        """Return the latest runs that are kept, oldest first."""
+        query = given(kind=kind, state=state, limit=limit)
+        return [RunInfo.take(each) for each in (await self._place.ask("GET", "/execs", query=query))["execs"]]
+
+    async def processes(
+        self, *, state: Literal["queued", "running", "ended"] | None = None, limit: int | None = None
+    ) -> list[RunInfo]:
+        """Return the latest background processes that are kept, oldest first."""
+        answer = await self._place.ask("GET", "/processes", query=given(state=state, limit=limit))
+        return [RunInfo.take(each) for each in answer["processes"]]
+
+    async def ports(self) -> list[Port]:
+        """Return the TCP ports on which processes of the session listen."""
+        return [Port.take(each) for each in (await self._place.ask("GET", "/ports"))["ports"]]
+
+    async def shells(self) -> list[ShellInfo]:
+        """Return the persistent shells, the default one first."""
+        return [ShellInfo.take(each) for each in (await self._place.ask("GET", "/shells"))["shells"]]
+
+    async def shell(
+        self,
+        name: str,
+        *,
+        program: Literal["bash", "sh"] | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> ShellInfo:
+        """Open a further persistent shell; commands reach it by `exec(..., shell=name)`.
+
+        Raises:
+            Conflict: there is a shell of that name.
+            Uncertain: the connection was lost.
+        """
+        body = given(name=name, shell=program, cwd=cwd, env=None if env is None else dict(env), user=user)
+        return ShellInfo.take(await self._place.ask("POST", "/shells", body, repeat=False))
+
+    async def close_shell(self, name: str) -> None:
+        """Close a shell that `shell` opened, with the command that runs in it."""
+        await self._place.ask("DELETE", f"/shells/{part(name)}")
+
+    def terminal(
+        self,
+        *,
+        cols: int = 80,
+        rows: int = 24,
+        shell: str | None = None,
+        terminal_id: str | None = None,
+        read_only: bool = False,
+        take_over: bool = False,
+        cwd: str | None = None,
+        user: str | None = None,
+    ) -> Terminal:
+        """Return a terminal, opened by `async with`: of a new shell, or one more viewer.
+
+        Args:
+            shell: view this persistent shell; `take_over` types into it from the start.
+            terminal_id: join this open terminal.
+            read_only: view without input.
+            cwd, user: of a new shell.
+        """
+        query = given(cols=cols, rows=rows, shell=shell, terminal_id=terminal_id, cwd=cwd, user=user)
+        query |= given(read_only=read_only or None, take_over=take_over or None)
+        return Terminal(self._place, query)
+
+    # Files, as the published client has them --------------------------------------------------------------------------
+
+    async def write(self, path: str, content: str | bytes) -> None:
+        """Write a small file, replacing one that is there; missing directories are made. See `files.write`."""
+        data = content.encode() if isinstance(content, str) else content
+        body = {"path": path, "content_base64": base64.b64encode(data).decode("ascii")}
+        await self._place.ask("POST", "/fs/write", body)
+
+    async def read(self, path: str, *, max_bytes: int | None = None) -> ReadResult:
+        """Return the content of a small file, at most `max_bytes` of it (by default 10 MiB). See `files.read_bytes`."""
+        answer = await self._place.ask("GET", "/fs/read", query={"path": path, "max_bytes": max_bytes})
+        return ReadResult(
+            base64.b64decode(answer["content_base64"]), answer.get("path", path), bool(answer["truncated"])
+        )
+
+    async def upload(
+        self,
+        file: str | Path | BinaryIO,
+        *,
+        dest_path: str = "/workspace",
+        filename: str | None = None,
+        progress: Progress | None = None,
+    ) -> list[str]:
+        """Upload a local file, by its path or as an open file, into a directory, and return the paths of what was made.
+
+        Raises:
+            FileNotFoundError: there is no such local file.
+            ValueError: an open file without a name needs `filename`.
+        """
+        if isinstance(file, str | Path):
+            if not await waiting.in_thread(Path(file).is_file):
+                raise FileNotFoundError(f"there is no file {file}")
+            name = filename or Path(file).name
+        else:
+            name = filename or Path(str(getattr(file, "name", "") or "")).name
+            if not name:
+                raise ValueError("give the filename of an open file that has no name")
+        written = await self.files.write(f"{dest_path.rstrip('/')}/{Path(name).name}", file, progress=progress)
+        return [written.path]
+
+    # The session itself -----------------------------------------------------------------------------------------------
+
+    async def info(self) -> SessionInfo:
+        """Return the session as the server describes it, also after its end."""
+        return SessionInfo.take(await self._place.ask("GET", ""))
+
+    async def stats(self) -> SessionStats:
+        """Return the session's use of resources."""
+        return SessionStats.take(await self._place.ask("GET", "/stats"))
+
+    async def update(
+        self,
+        *,
+        idle_timeout_seconds: float | Unset | None = UNSET,
+        max_lifetime_seconds: float | Unset | None = UNSET,
+        labels: Mapping[str, str] | Unset = UNSET,
+        limits: Mapping[str, float] | Unset = UNSET,
+        env: Mapping[str, str | None] | Unset = UNSET,
+    ) -> SessionInfo:
+        """WatchedChange the session: all that is given, or nothing and an error.
+
+        None means never for a time, and removes a variable.
+        """
+        body = set_values(
+            idle_timeout_seconds=idle_timeout_seconds,
+            max_lifetime_seconds=max_lifetime_seconds,
+            labels=labels if isinstance(labels, Unset) else dict(labels),
+            limits=limits if isinstance(limits, Unset) else dict(limits),
+            env=env if isinstance(env, Unset) else dict(env),
+        )
+        return SessionInfo.take(await self._place.ask("PATCH", "", body))
+
+    async def pause(self, *, auto_resume: bool = True, stop_lease: bool = False) -> SessionInfo:
+        """Freeze every process of the session.
+
+        With `auto_resume` the next request that needs them resumes the session; `stop_lease` suspends the idle timeout.
+        """
+        body = {"auto_resume": auto_resume, "stop_lease": stop_lease}
+        return SessionInfo.take(await self._place.ask("POST", "/pause", body))
+
+    async def resume(self) -> SessionInfo:
+        """Thaw the processes of a paused session."""
+        return SessionInfo.take(await self._place.ask("POST", "/resume"))
+
+    async def destroy(self) -> None:
+        """End the session. May be repeated."""
+        await self._place.ask("DELETE", "")
+
+    async def diagnostics(self) -> dict[str, Any]:  # JSON values
+        """Return a diagnosis of the session, as docs/observability.md describes it."""
+        return dict(await self._place.ask("GET", "/diagnostics"))
+
+    def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+        """Return the events of the session. Arguments as of `SandboxClient.events`."""
+        return Events(self._place.below("/events"), cursor, types)
+
+
+def _mode(stateless: bool | None) -> str | None:
+    return None if stateless is None else "stateless" if stateless else "stateful"
+
+
+def _size(tty: tuple[int, int] | None) -> dict[str, int] | None:
+    return None if tty is None else {"cols": tty[0], "rows": tty[1]}
+
+
+def _streams(merged: bool | None) -> str | None:
+    return None if merged is None else "merged" if merged else "separate"

@@ -1,0 +1,186 @@
+"""Output of a run as it comes: server-sent events that are resumed where a connection broke off."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from sandkasten import errors
+from sandkasten.sdk import waiting
+from sandkasten.sdk.transport import FIRST_WAIT_S, LONGEST_WAIT_S, SILENCE_S, Endpoint, HttpStream, Lost, Transport
+from sandkasten.sdk.types import Event, RunEnd, StreamName
+from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
+
+
+@dataclass(slots=True)
+class Piece:
+    """Piece of output: bytes, or text if that was asked for. `timestamp` is the server's, in Unix milliseconds."""
+
+    stream: StreamName
+    data: bytes | str
+    seq: int
+    timestamp: int
+
+
+class ResumedEvents:
+    """Server-sent events of one call, over as many connections as it takes.
+
+    A lost connection is followed by another, which says the id of the last event. That goes on for the client's timeout
+    without an event. `call` is repeated as it is, so it must be one that a repetition does no harm.
+    """
+
+    def __init__(self, transport: Transport, call: HttpCall) -> None:
+        self._transport = transport
+        self._call = call
+        self._call.silence_s = SILENCE_S
+        self._reply: HttpStream | None = None
+        self._decoder = EventDecoder()
+        self._events: deque[ServerEvent] = deque()
+        self._lost_at: float | None = None
+        self._wait_s = FIRST_WAIT_S
+        self.headers: Mapping[str, str] = {}
+        self.last_id = call.headers.get("last-event-id", "")
+
+    async def open(self) -> None:
+        """Connect, if there is no connection. Errors as of `Transport.send`."""
+        if self._reply is None:
+            if self.last_id:
+                self._call.headers["last-event-id"] = self.last_id
+            self._decoder = EventDecoder()
+            self._reply = await self._transport.open(self._call)
+            self.headers = self._reply.headers
+
+    async def next(self) -> ServerEvent:
+        """Return the next event. A cancelled call loses none.
+
+        Raises:
+            ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Others as of `Transport.send`.
+        """
+        while not self._events:
+            await self.open()
+            assert self._reply is not None
+            try:
+                data = await self._reply.read()
+            except Lost as error:
+                await self._recover(error)
+                continue
+            except BaseException:
+                await self.aclose()
+                raise
+            if not data:
+                await self._recover(Lost("the server ended the stream", was_sent=True))
+                continue
+            self._events.extend(self._decoder.feed(data))
+        self._lost_at, self._wait_s = None, FIRST_WAIT_S
+        event = self._events.popleft()
+        if event.id:
+            self.last_id = event.id
+        return event
+
+    async def _recover(self, error: Lost) -> None:
+        await self.aclose()
+        self._lost_at = self._lost_at or time.monotonic()
+        timeout = self._transport.timeout
+        if timeout is not None and time.monotonic() + self._wait_s >= self._lost_at + timeout:
+            raise error
+        await waiting.sleep(self._wait_s)
+        self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)
+
+    async def aclose(self) -> None:
+        """Close the connection; a further `next` opens another."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            await reply.aclose()
+
+
+class EventFeed:
+    """Output of a run, read from an `EventStream` of chunks."""
+
+    def __init__(self, transport: Transport, call: HttpCall, *, is_base64: bool) -> None:
+        self._events = ResumedEvents(transport, call)
+        self._is_base64 = is_base64
+
+    async def open(self) -> None:
+        """Begin or join the run. Errors as of `Transport.send`."""
+        await self._events.open()
+
+    async def next(self) -> Piece | RunEnd:
+        """Return the next piece of output, or the end. A cancelled call loses no output.
+
+        Raises:
+            SandkastenStreamError: the server ends the stream with an error.
+            Others as of `EventStream.next`.
+        """
+        while True:
+            event = await self._events.next()
+            if event.name == "chunk":
+                value: Mapping[str, Any] = event.value
+                chunk = value["chunk"]
+                seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
+                data = base64.b64decode(chunk) if self._is_base64 else chunk
+                return Piece(value.get("stream", "stdout"), data, seq, value.get("timestamp", 0))
+            if event.name == "done":
+                await self.aclose()
+                return run_end(event.value)
+            if event.name == "error":
+                await self.aclose()
+                raise errors.api_error(event.data, None, streamed=True)
+
+    async def aclose(self) -> None:
+        """Leave the run alone."""
+        await self._events.aclose()
+
+
+class Events:
+    """Events of the journal as they happen: `async for event in events`, for ever, over many connections if need be.
+
+    `async with` closes the connection at the end of the block. `cursor` is the position behind the last event that was
+    handed out, or further where other events came since; a later reader goes on from there.
+    """
+
+    def __init__(self, place: Endpoint, cursor: str | None, types: Sequence[str]) -> None:
+        """Internal: use `SandboxClient.events` or `Session.watch_events`."""
+        query = {"cursor": cursor, "types": ",".join(types) or None}
+        self._stream = ResumedEvents(place.transport, place.call("GET", query=query))
+        self._cursor = cursor
+
+    @property
+    def cursor(self) -> str | None:
+        """The position to go on from; None before anything came."""
+        return self._stream.last_id or self._cursor
+
+    async def __aenter__(self) -> Self:
+        await self._stream.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        """Return the next event. A cancelled call loses none.
+
+        Raises:
+            CursorGone: the events after the cursor are not kept any more; `details.oldest_cursor` is the oldest.
+        """
+        while True:
+            found = await self._stream.next()
+            if found.name == "error":
+                await self.aclose()
+                raise errors.api_error(found.data, None, streamed=True)
+            if found.data:
+                return Event.take(found.value)
+
+    async def aclose(self) -> None:
+        """Close the connection; a further event opens another."""
+        await self._stream.aclose()

@@ -1,0 +1,28 @@
+"""The primitives that differ between the asynchronous and the blocking client. This file has its twin written by hand.
+
+anyio runs on asyncio and on trio. It is imported here alone, and is there wherever httpx2 is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+T = TypeVar("T")
+
+Lock = anyio.Lock
+Condition = anyio.Condition
+sleep = anyio.sleep
+
+
+def shield(seconds: float) -> anyio.CancelScope:
+    """Return a scope in which the caller's cancellation does not reach, for at most so long."""
+    return anyio.move_on_after(seconds, shield=True)
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Return what a function that reads or writes local files returns, without holding up the event loop."""
+    return await anyio.to_thread.run_sync(function, *arguments)

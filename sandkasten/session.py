@@ -1,0 +1,9 @@
+"""Session, under the published client's name of the module: see `sandkasten/sdk/session.py`."""
+
+from sandkasten.errors import SandkastenStreamError as SandkastenStreamError
+from sandkasten.sdk.session import Session as Session
+from sandkasten.sdk.types import ExecChunk as ExecChunk
+from sandkasten.sdk.types import ExecResult as ExecResult
+from sandkasten.sdk.types import ReadResult as ReadResult
+from sandkasten.sdk.types import SessionInfo as SessionInfo
+from sandkasten.sdk.types import SessionStats as SessionStats

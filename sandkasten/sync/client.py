@@ -1,0 +1,293 @@
+"""The client: sessions, workspaces, events and the node of one server."""
+
+# Made from sandkasten/sdk/client.py by tests/sdk/twin.py, not to be edited.
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from sandkasten import errors
+from sandkasten.sdk.types import (
+    UNSET,
+    ImageInfo,
+    NodeInfo,
+    SessionInfo,
+    SystemInfo,
+    UnpackedArchive,
+    Unset,
+    WorkspaceInfo,
+)
+from sandkasten.sdk.wire import HttpCall, call, given, new_id, part, set_values
+from sandkasten.sync import waiting
+from sandkasten.sync.files import Files, FileStream, Progress, Source
+from sandkasten.sync.run import CANCEL_S
+from sandkasten.sync.session import Session
+from sandkasten.sync.streams import Events
+from sandkasten.sync.transport import Endpoint, HasTransport, Transport
+
+DEFAULT_URL = "http://localhost:8080"
+
+
+class Workspace:
+    """A named directory that outlives sessions, with its files, which need no session."""
+
+    def __init__(self, client: HasTransport, workspace_id: str) -> None:
+        """Internal: use `SandboxClient.workspace`."""
+        self._id = workspace_id
+        self._place = Endpoint(client._transport, f"/v1/workspaces/{part(workspace_id)}")
+
+    @property
+    def id(self) -> str:
+        """The id of the workspace."""
+        return self._id
+
+    @property
+    def files(self) -> Files:
+        """The files; `/` is the workspace. Writing makes the workspace."""
+        return Files(self._place)
+
+    def info(self, *, usage: bool = False) -> WorkspaceInfo:
+        """Return the workspace; with `usage` its files are counted. Raises `WorkspaceNotFound`."""
+        return WorkspaceInfo.take(self._place.ask("GET", "", query=given(usage=usage or None)))
+
+    def create(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        quota_bytes: int | None = None,
+        quota_files: int | None = None,
+    ) -> WorkspaceInfo:
+        """Make the workspace, or give one that is there these labels and this size."""
+        body = given(labels=None if labels is None else dict(labels), quota_bytes=quota_bytes, quota_files=quota_files)
+        return WorkspaceInfo.take(self._place.ask("PUT", "", body))
+
+    def delete(self, *, force: bool = False) -> None:
+        """Remove the workspace with its files; `force` ends sessions that use it. Raises `WorkspaceBusy`."""
+        self._place.ask("DELETE", "", query=given(force=force or None))
+
+    def export(self, *, format: Literal["tar", "tar.zst"] = "tar.zst") -> FileStream:
+        """Return the whole workspace as an archive, to be read in pieces."""
+        request = self._place.call("GET", "/export", query={"format": format}, patience_s=None)
+        return FileStream(self._place.transport, request)
+
+    def import_archive(
+        self, archive: Source, *, replace: bool = False, progress: Progress | None = None
+    ) -> UnpackedArchive:
+        """Make the workspace of an archive (tar or tar.zst), whole or not at all; `replace` one that is there."""
+        headers = {"content-type": "application/x-tar"}
+        query = given(replace=replace or None)
+        request = self._place.call("POST", "/import", query=query, headers=headers, patience_s=None, repeat=replace)
+        return UnpackedArchive.take((self.files._upload(request, archive, progress)).value)
+
+
+class SandboxClient:
+    """Client of one server. `sandkasten.SandboxClient` is for asyncio and trio, `sandkasten.sync.SandboxClient` blocks.
+
+    `with SandboxClient(base_url=..., api_key=...) as client:` closes the connections at the end of the block.
+    A client may be used by any number of tasks of one event loop, or of threads.
+    """
+
+    def __init__(
+        self, *, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout: float | None = 120.0
+    ) -> None:
+        """Make a client; nothing is connected yet.
+
+        Args:
+            base_url: `http://HOST:PORT`, `https://HOST`, or `unix:/PATH` of a socket.
+            api_key: the server's key, if it has one.
+            timeout: seconds that a call may take, repetitions included, beside the time of the command itself;
+                of uploads and streams the time without progress. None is no limit.
+        """
+        self._transport = Transport(base_url, api_key, timeout)
+        self._place = Endpoint(self._transport, "")
+
+    @classmethod
+    def from_env(cls, *, timeout: float | None = 120.0) -> Self:
+        """Return a client of the server that the environment names: `SANDKASTEN_URL`, `SANDKASTEN_API_KEY`."""
+        base_url = os.environ.get("SANDKASTEN_URL") or DEFAULT_URL
+        return cls(base_url=base_url, api_key=os.environ.get("SANDKASTEN_API_KEY") or None, timeout=timeout)
+
+    @property
+    def base_url(self) -> str:
+        """The server's URL."""
+        return self._transport.base_url
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Sessions ---------------------------------------------------------------------------------------------------------
+
+    def create_session(
+        self,
+        *,
+        image: str = "python",
+        ttl_seconds: int | None = None,
+        workspace_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        limits: Mapping[str, float] | None = None,
+        idle_timeout_seconds: float | Unset | None = UNSET,
+        max_lifetime_seconds: float | Unset | None = UNSET,
+        workspace_mode: Literal["shared", "exclusive"] | None = None,
+        readonly_rootfs: bool | None = None,
+        shell: Literal["bash", "sh"] | None = None,
+        exec_mode: Literal["stateful", "stateless"] | None = None,
+        streams: Literal["separate", "merged"] | None = None,
+        stop_grace_ms: int | None = None,
+        seccomp: str | None = None,
+        user: str | None = None,
+        root_inside: bool | None = None,
+        filesystem: Mapping[str, Sequence[str]] | None = None,
+        network: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Session:
+        """Make a session. docs/api.md#sessions explains the fields; None is the server's default, but never for a time.
+
+        The call is repeated when the connection is lost or the node has no room, for the client's timeout, and makes
+        one session. With an `idempotency_key` of the caller's, a later call gets the same session. When the caller is
+        cancelled, the session that was being made is ended, unless the key is the caller's.
+
+        Raises:
+            InvalidImage, InvalidRequest, WorkspaceBusy: as the names say.
+            Capacity, QuotaExceeded: no room, still, at the end of the client's timeout.
+        """
+        body = given(
+            image=image,
+            ttl_seconds=ttl_seconds,
+            workspace_id=workspace_id,
+            labels=None if labels is None else dict(labels),
+            env=None if env is None else dict(env),
+            limits=None if limits is None else dict(limits),
+            workspace_mode=workspace_mode,
+            readonly_rootfs=readonly_rootfs,
+            shell=shell,
+            exec_mode=exec_mode,
+            streams=streams,
+            stop_grace_ms=stop_grace_ms,
+            seccomp=seccomp,
+            user=user,
+            root_inside=root_inside,
+            filesystem=None if filesystem is None else {name: list(each) for name, each in filesystem.items()},
+            network=None if network is None else dict(network),
+        )
+        body |= set_values(idle_timeout_seconds=idle_timeout_seconds, max_lifetime_seconds=max_lifetime_seconds)
+        headers = {"idempotency-key": idempotency_key or new_id()}
+        request = call("POST", "/v1/sessions", body, headers=headers)
+        try:
+            return Session(self, (self._transport.send(request)).value["id"])
+        except errors.SandkastenAPIError:
+            raise
+        except BaseException:
+            if idempotency_key is None:
+                self._take_back(request)
+            raise
+
+    def _take_back(self, request: HttpCall) -> None:
+        """End the session that a create may have made whose caller has given up: the same request names it."""
+        with waiting.shield(2 * CANCEL_S):
+            try:
+                made = (self._transport.send(request, within_s=CANCEL_S)).value
+                Session(self, made["id"])._abandon()
+            except errors.SandkastenError:
+                pass  # there is none, or it ends by its lease
+
+    def get_session(self, session_id: str) -> Session:
+        """Return a session by its id. Raises `SessionNotFound`."""
+        self._place.ask("GET", f"/v1/sessions/{part(session_id)}")
+        return Session(self, session_id)
+
+    def list_sessions(self) -> list[SessionInfo]:
+        """Return all live sessions, newest first."""
+        return [each for each in self.sessions()]
+
+    def sessions(self, *, label: str | Sequence[str] = (), status: str | None = None) -> Iterator[SessionInfo]:
+        """Yield live sessions page by page, newest first.
+
+        Args:
+            label: `NAME=VALUE` or `NAME`; of several, all must match.
+            status: one status, or `all`.
+        """
+        labels = [label] if isinstance(label, str) else list(label)
+        cursor = None
+        while True:
+            query = [("label", each) for each in labels] + [("status", status), ("cursor", cursor)]
+            answer = self._transport.send(call("GET", "/v1/sessions", query=query))
+            for each in answer.value:
+                yield SessionInfo.take(each)
+            if not (cursor := answer.headers.get("x-next-cursor")):
+                return
+
+    # Workspaces -------------------------------------------------------------------------------------------------------
+
+    def list_workspaces(self, *, label: str | None = None, usage: bool = False) -> list[WorkspaceInfo]:
+        """Return all workspaces, by id; `label` is `NAME=VALUE`."""
+        query = given(label=label, usage=usage or None)
+        found: list[WorkspaceInfo] = []
+        while True:
+            answer = self._place.ask("GET", "/v1/workspaces", query=query)
+            found += [WorkspaceInfo.take(each) for each in answer["workspaces"]]
+            if not (cursor := answer.get("next_cursor")):
+                return found
+            query["cursor"] = cursor
+
+    def workspace(self, workspace_id: str) -> Workspace:
+        """Return the workspace of that id. Nothing is asked of the server before it is used."""
+        return Workspace(self, workspace_id)
+
+    def delete_workspace(self, workspace_id: str, *, force: bool = False) -> None:
+        """Remove a workspace with its files; `force` ends sessions that use it. Raises `WorkspaceBusy`."""
+        self.workspace(workspace_id).delete(force=force)
+
+    # The node ---------------------------------------------------------------------------------------------------------
+
+    def images(self) -> list[ImageInfo]:
+        """Return the images from which sessions can be made."""
+        return [ImageInfo(name) for name in (self.node()).images]
+
+    def events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+        """Return the events of all sessions.
+
+        Args:
+            cursor: begin behind this event; `0` is the oldest kept one. By default the next that happens is the first.
+            types: only events of these types, such as `exec.ended`.
+        """
+        return Events(self._place.below("/v1/events"), cursor, types)
+
+    def node(self) -> NodeInfo:
+        """Return the node: its state, capacity, images and sessions."""
+        return NodeInfo.take(self._place.ask("GET", "/v1/node"))
+
+    def drain(self) -> NodeInfo:
+        """Stop making sessions; live ones go on. Needs an administrator's key."""
+        return NodeInfo.take(self._place.ask("POST", "/v1/node/drain"))
+
+    def undrain(self) -> NodeInfo:
+        """Make sessions again."""
+        return NodeInfo.take(self._place.ask("POST", "/v1/node/undrain"))
+
+    def system(self) -> SystemInfo:
+        """Return what is installed and in force."""
+        return SystemInfo.take(self._place.ask("GET", "/v1/system"))
+
+    def pools(self) -> list[dict[str, Any]]:  # JSON values
+        """Return the session pools, as docs/api.md describes them."""
+        return list(self._place.ask("GET", "/v1/pools"))
+
+    def keys(self) -> list[dict[str, Any]]:  # JSON values
+        """Return the API keys with quota and use, and no part of a secret. Needs an administrator's key."""
+        return list((self._place.ask("GET", "/v1/keys"))["keys"])
+
+    def healthz(self) -> bool:
+        """Return whether the server answers, without a key."""
+        return bool((self._place.ask("GET", "/healthz"))["status"] == "ok")

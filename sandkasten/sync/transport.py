@@ -1,0 +1,454 @@
+"""Requests and WebSockets over connections that are kept: the one file that knows httpcore2 and wsproto.
+
+A call is repeated when its connection is lost, or the server or a proxy says that it may succeed later, for as long as
+its time lasts. That is safe for every call that is `repeat`: it is idempotent by itself, or carries an id by which the
+server knows it again. Another call is sent once.
+
+httpx2 is used by its core: its client would add 55 ms to the import, and its streams leave a generator unfinished, of
+which trio warns. No redirect is followed, so the key goes to the configured server alone. httpx2's WebSockets are not
+used: they need a task, or threads, of their own.
+"""
+
+# Made from sandkasten/sdk/transport.py by tests/sdk/twin.py, not to be edited.
+from __future__ import annotations
+
+import base64
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from sandkasten import errors
+from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass
+from sandkasten.sync import waiting
+
+if TYPE_CHECKING:
+    import httpcore2
+    from wsproto.connection import Connection
+    from wsproto.events import Event
+
+CONNECT_S = 10.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+WRITE_S = 5.0
+"""Longest time for which a WebSocket message waits to be taken; a cancelled caller waits with it, so that no message is
+left half sent."""
+SILENCE_S = 60.0
+"""Time after which a silent stream counts as lost: the server sends a ping every 15 or 20 s."""
+READ_BYTES = 64 * 1024
+_CONNECTIONS = 1000
+_IDLE_S = 30.0
+
+_KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+]
+"""A peer that vanished without a word is found within 70 s, also while a command without a time limit runs (tcp(7))."""
+
+
+class Lost(errors.ConnectionFailed):
+    """The connection was lost on the way; `was_sent` tells whether the server may have got the request."""
+
+    def __init__(self, message: str, /, *, was_sent: bool) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+class SocketClosed(Exception):
+    """The server closed a WebSocket: `code` and `reason` as in docs/websocket.md."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"the server closed the WebSocket: {code} {reason}")
+        self.code, self.reason = code, reason
+
+
+class Transport:
+    """Connections to one server. `timeout` is in seconds, None for no limit; see `SandboxClient`."""
+
+    def __init__(self, base_url: str, api_key: str | None, timeout: float | None) -> None:
+        import httpcore2
+
+        self.base_url = base_url
+        self.timeout = timeout
+        unix_path = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
+        server = urlsplit("http://localhost" if unix_path else base_url)
+        if server.scheme not in ("http", "https") or not server.hostname:
+            raise ValueError(f"the server's URL must begin with http:, https: or unix:, not {base_url!r}")
+        self._scheme, self._port = server.scheme.encode("ascii"), server.port
+        self._host = server.hostname.encode("idna" if not server.hostname.isascii() else "ascii")
+        self._prefix = server.path.rstrip("/")
+        place = b"[%b]" % self._host if b":" in self._host else self._host
+        place += b":%d" % server.port if server.port else b""
+        self._headers = [(b"host", place), (b"accept-encoding", b"identity"), (b"user-agent", b"sandkasten-sdk")]
+        self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
+        proxy = None if unix_path else _proxy(server.scheme, server.hostname)
+        self._pool = httpcore2.ConnectionPool(
+            proxy=None if proxy is None else httpcore2.Proxy(proxy),
+            max_connections=_CONNECTIONS,
+            keepalive_expiry=_IDLE_S,
+            uds=unix_path,
+            socket_options=None if unix_path else _KEEPALIVE,
+        )
+        self._was_reached = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._pool.close()
+
+    def send(self, request: HttpCall, *, within_s: float | None = None) -> WholeAnswer:
+        """Return the whole answer to a call; `within_s` is its time in place of the client's timeout.
+
+        Raises:
+            SandkastenAPIError: the server refuses the call.
+            ConnectionFailed: no server answers, or the connection was lost for too long.
+            DeadlineExceeded: the call's time is over.
+            Uncertain: the connection was lost, and the call must not be repeated.
+        """
+        answer, _ = self._exchange(request, is_whole=True, within_s=within_s)
+        return answer
+
+    def open(self, request: HttpCall) -> HttpStream:
+        """Return an answer that is read piece by piece; the caller closes it. Errors as of `send`."""
+        answer, response = self._exchange(request, is_whole=False)
+        assert response is not None  # the answer is not whole
+        return HttpStream(answer, response)
+
+    def _exchange(
+        self, request: HttpCall, *, is_whole: bool, within_s: float | None = None
+    ) -> tuple[WholeAnswer, httpcore2.Response | None]:
+        began = time.monotonic()
+        timeout = self.timeout if within_s is None else within_s
+        has_limit = timeout is not None and request.patience_s is not None
+        deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
+        lost_at: float | None = None
+        wait_s = FIRST_WAIT_S
+        while True:
+            error: errors.SandkastenError
+            left_s = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+            try:
+                answer, response = self._attempt(request, left_s, is_whole=is_whole)
+            except Lost as lost:
+                if lost.was_sent and not request.repeat:
+                    raise errors.Uncertain(
+                        f"{lost.message}; {request.method} {request.path} may have had its effect"
+                    ) from lost
+                if not self._was_reached or (not lost.was_sent and not request.repeat):
+                    raise
+                error, advice_s = lost, None
+                lost_at = time.monotonic() if lost_at is None or lost.was_sent else lost_at
+            else:
+                self._was_reached = True
+                if answer.status < 400:
+                    return answer, response
+                if lost_at is not None and request.method == "DELETE" and answer.status == 404:
+                    return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
+                error, advice_s = answer.error, answer.retry_after_s
+                if not (request.repeat and may_pass(answer)):
+                    raise error
+                lost_at = None
+            until = deadline
+            if until is None:
+                until = (lost_at or began) + (float("inf") if timeout is None else timeout)
+            pause_s = wait_s * random.uniform(0.5, 1.0) if advice_s is None else advice_s
+            if time.monotonic() + pause_s >= until:
+                raise error
+            waiting.sleep(pause_s)
+            wait_s = min(wait_s * 2, LONGEST_WAIT_S)
+
+    def _attempt(
+        self, request: HttpCall, left_s: float | None, *, is_whole: bool
+    ) -> tuple[WholeAnswer, httpcore2.Response | None]:
+        """Send a call once.
+
+        Raises:
+            Lost: the connection was lost, or there is none.
+            DeadlineExceeded: the time is over.
+        """
+        import httpcore2
+
+        read_s = left_s if request.silence_s is None else request.silence_s
+        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": left_s, "pool": left_s}
+        content = request.body if request.source is None else request.source()
+        try:
+            response = self._pool.handle_request(self._request(request, content, timeouts))
+            headers = {name.decode("latin-1").lower(): each.decode("latin-1") for name, each in response.headers}
+            if not is_whole and response.status < 400:
+                return WholeAnswer(response.status, headers, b""), response
+            try:
+                return WholeAnswer(response.status, headers, response.read()), None
+            finally:
+                with waiting.shield(WRITE_S):
+                    response.close()
+        except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
+            raise Lost(self._said(error), was_sent=False) from error
+        except httpcore2.TimeoutException as error:
+            if request.silence_s is not None:
+                raise Lost(self._said(error), was_sent=True) from error
+            message = f"no answer to {request.method} {request.path} in {left_s:.1f} s"
+            raise errors.DeadlineExceeded(message) from error
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            raise Lost(self._said(error), was_sent=True) from error
+
+    def _request(self, request: HttpCall, content: Any, timeouts: dict[str, float | None]) -> httpcore2.Request:
+        import httpcore2
+
+        target = (self._prefix + request.target).encode("ascii")
+        headers = [*self._headers, *((name.encode(), each.encode("latin-1")) for name, each in request.headers.items())]
+        if content is not None and "content-length" not in request.headers:
+            is_whole = isinstance(content, bytes)
+            length = (b"content-length", b"%d" % len(content)) if is_whole else (b"transfer-encoding", b"chunked")
+            headers.append(length)
+        elif request.method in ("POST", "PUT", "PATCH") and content is None:
+            headers.append((b"content-length", b"0"))
+        url = httpcore2.URL(scheme=self._scheme, host=self._host, port=self._port, target=target)
+        return httpcore2.Request(
+            request.method, url, headers=headers, content=content, extensions={"timeout": timeouts}
+        )
+
+    def _said(self, error: Exception) -> str:
+        import httpcore2
+
+        if isinstance(error, httpcore2.ConnectError | httpcore2.ConnectTimeout):
+            return f"no server answers at {self.base_url} ({error or type(error).__name__})"
+        return f"the connection to {self.base_url} was lost ({error or type(error).__name__})"
+
+    def websocket(self, request: HttpCall, protocol: str) -> WebSocket:
+        """Open a WebSocket; the caller closes it. `request` is without the headers of the handshake.
+
+        Raises:
+            SandkastenAPIError: the server, or a proxy before it, refuses.
+            Others as of `send`.
+        """
+        key = base64.b64encode(secrets.token_bytes(16)).decode("ascii")
+        request.headers |= {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        request.headers |= {"sec-websocket-key": key, "sec-websocket-protocol": protocol}
+        answer, response = self._exchange(request, is_whole=False)
+        assert response is not None
+        if answer.status != 101:
+            with waiting.shield(WRITE_S):
+                response.close()
+            raise errors.SandkastenAPIError("a proxy between here and the server knows no WebSockets", answer.status)
+        return WebSocket(response)
+
+
+class HasTransport(Protocol):
+    """A client, as far as what it makes needs it."""
+
+    _transport: Transport
+
+
+class Endpoint:
+    """A path of the server, and what is asked below it."""
+
+    def __init__(self, transport: Transport, path: str) -> None:
+        self.transport, self.path = transport, path
+
+    def call(self, method: str, name: str = "", value: object = None, **fields: Any) -> HttpCall:  # fields of `call`
+        """Return a request for the path, followed by `name`."""
+        return call(method, self.path + name, value, **fields)
+
+    def ask(self, method: str, name: str = "", value: object = None, **fields: Any) -> Any:  # a JSON value
+        """Return the JSON of the answer to such a request. Errors as of `Transport.send`."""
+        return (self.transport.send(self.call(method, name, value, **fields))).value
+
+    def below(self, name: str) -> Endpoint:
+        """Return the place whose path is this one's, followed by `name`."""
+        return Endpoint(self.transport, self.path + name)
+
+
+class HttpStream:
+    """An answer that is read piece by piece."""
+
+    def __init__(self, answer: WholeAnswer, response: httpcore2.Response) -> None:
+        self.status, self.headers = answer.status, answer.headers
+        self._response = response
+        self._pieces: Any = response.iter_stream()  # a generator, though its type says less
+
+    def read(self) -> bytes:
+        """Return the next piece of the body, empty at its end. A cancelled call leaves nothing that can be read.
+
+        Raises:
+            Lost: the connection was lost before the end.
+        """
+        import httpcore2
+
+        try:
+            return next(self._pieces, b"")
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+            raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+
+    def close(self) -> None:
+        """Close the answer; its connection is closed, too, if there was more to read."""
+        with waiting.shield(WRITE_S):
+            self._pieces.close()
+            self._response.close()
+
+
+class WebSocket:
+    """A WebSocket of a client (RFC 6455). One task reads at a time; any number may send."""
+
+    def __init__(self, response: httpcore2.Response) -> None:
+        from wsproto.connection import Connection, ConnectionType
+
+        self._response = response
+        self._stream: Any = response.extensions["network_stream"]
+        self._connection: Connection = Connection(ConnectionType.CLIENT)
+        self._received: list[str | bytes | SocketClosed] = []
+        self._parts: list[str | bytes] = []
+        self._size = 0
+        self._lock = waiting.Lock()
+        self._is_closed = False
+
+    def receive(self) -> str | bytes:
+        """Return the next message. A cancelled call loses none.
+
+        Raises:
+            SocketClosed: the server closed the connection.
+            Lost: the connection broke off.
+        """
+        import httpcore2
+
+        while not self._received:
+            try:
+                data = self._stream.read(READ_BYTES, timeout=SILENCE_S)
+            except (httpcore2.NetworkError, httpcore2.TimeoutException) as error:
+                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            if not data:
+                raise Lost("the connection was lost (the server's side ended)", was_sent=True)
+            self._take(data)
+        first = self._received[0]
+        if isinstance(first, SocketClosed):
+            raise first
+        del self._received[0]
+        return first
+
+    def _take(self, data: bytes) -> None:
+        from wsproto import events as ws
+        from wsproto.utilities import RemoteProtocolError
+
+        self._connection.receive_data(data)
+        replies: list[Event] = []
+        try:
+            for event in self._connection.events():
+                if isinstance(event, ws.Message):
+                    self._add(event.data if isinstance(event.data, str) else bytes(event.data), event.message_finished)
+                elif isinstance(event, ws.Ping):
+                    replies.append(event.response())
+                elif isinstance(event, ws.CloseConnection):
+                    self._received.append(SocketClosed(event.code, event.reason or ""))
+        except RemoteProtocolError as error:
+            raise Lost(f"the server sent what is no WebSocket ({error})", was_sent=True) from error
+        for reply in replies:
+            self._send(reply)
+
+    def _add(self, data: str | bytes, is_finished: bool) -> None:
+        self._size += len(data)
+        if self._size > MAX_MESSAGE_BYTES:
+            raise Lost("the server sent a message that is too long", was_sent=True)
+        self._parts.append(data)
+        if is_finished:
+            first = self._parts[0]
+            joined: Any = ("" if isinstance(first, str) else b"").join(self._parts)  # type: ignore[arg-type]  # of one type
+            self._received.append(joined)
+            self._parts, self._size = [], 0
+
+    def send(self, message: str | bytes) -> None:
+        """Send a message.
+
+        Raises:
+            Lost: the connection broke off, or does not take the message in time.
+        """
+        from wsproto import events as ws
+
+        self._send(ws.TextMessage(message) if isinstance(message, str) else ws.BytesMessage(message))
+
+    def _send(self, event: Event) -> None:
+        import httpcore2
+        from wsproto.utilities import LocalProtocolError
+
+        with self._lock:
+            if self._is_closed:
+                raise Lost("the connection is closed", was_sent=False)
+            try:
+                data = self._connection.send(event)
+                with waiting.shield(WRITE_S):
+                    self._stream.write(data, timeout=WRITE_S)
+            except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
+                self._is_closed = True  # what was sent may have been half a message
+                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+
+    def close(self) -> None:
+        """Say goodbye, if the connection still takes it, and close the connection."""
+        from wsproto.events import CloseConnection
+
+        with waiting.shield(WRITE_S):
+            try:
+                self._send(CloseConnection(1000))
+            except Lost:
+                pass
+            self._is_closed = True
+            self._response.close()
+
+
+class Pump:
+    """Reading of one WebSocket on behalf of all who wait for its messages, without a task of its own.
+
+    Whoever waits first reads, hands each message to `take`, and leaves the reading to another when done. `failure` is
+    what ended the connection; everyone who waits then raises it.
+    """
+
+    def __init__(self, socket: WebSocket, take: Callable[[str | bytes], None]) -> None:
+        self._socket = socket
+        self._take = take
+        self._condition = waiting.Condition()
+        self._is_read = False
+        self._waiting = 0
+        self.failure: Exception | None = None
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`, which is asked after each message.
+
+        Raises:
+            Lost, SocketClosed: the connection ended before.
+        """
+        while not is_done():
+            if self.failure is not None:
+                raise self.failure
+            with self._condition:
+                if self._is_read:
+                    self._waiting += 1
+                    try:
+                        self._condition.wait()
+                    finally:
+                        self._waiting -= 1
+                    continue
+                self._is_read = True
+            try:
+                self._read(is_done)
+            finally:
+                with waiting.shield(WRITE_S):
+                    with self._condition:
+                        self._is_read = False
+                        self._condition.notify_all()
+
+    def _read(self, is_done: Callable[[], bool]) -> None:
+        try:
+            while not is_done():
+                self._take(self._socket.receive())
+                if self._waiting:
+                    with self._condition:
+                        self._condition.notify_all()
+        except (errors.ConnectionFailed, SocketClosed) as error:
+            self.failure = error
+
+
+def _proxy(scheme: str, host: str) -> str | None:
+    """Return the proxy that the environment names for a server; none for this machine itself."""
+    import urllib.request
+
+    if host in ("localhost", "::1") or host.startswith("127.") or urllib.request.proxy_bypass(host):
+        return None
+    return urllib.request.getproxies().get(scheme)

@@ -1,0 +1,1 @@
+"""The clients, on asyncio, on trio and in threads."""
