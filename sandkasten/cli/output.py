@@ -140,7 +140,7 @@ def size_text(size: float | None) -> str:
 def span_text(seconds: float) -> str:
     """Return a span for people, in its two largest units: `2h 5m`; less than a second is `0s`."""
     left = max(int(seconds), 0)
-    parts = []
+    parts: list[str] = []
     for name, unit in _UNITS:
         if left >= unit or (name == "s" and not parts):
             parts.append(f"{left // unit}{name}")

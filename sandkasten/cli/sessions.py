@@ -169,14 +169,14 @@ async def top(arguments: argparse.Namespace, client: SandboxClient) -> int:
         before, wait_s = now, arguments.interval
 
 
-class _Use:
+class _Look:
     """What live sessions used at a moment, by their ids."""
 
     def __init__(self, at: float, used: dict[str, tuple[SessionInfo, SessionStats]]) -> None:
         self.at, self.used = at, used
 
 
-async def _look(client: SandboxClient, labels: Sequence[str]) -> _Use:
+async def _look(client: SandboxClient, labels: Sequence[str]) -> _Look:
     import anyio
 
     from sandkasten import errors
@@ -195,10 +195,10 @@ async def _look(client: SandboxClient, labels: Sequence[str]) -> _Use:
     async with anyio.create_task_group() as tasks:
         async for info in client.sessions(label=labels):
             tasks.start_soon(look, info)
-    return _Use(at, used)
+    return _Look(at, used)
 
 
-def _draw(before: _Use, now: _Use, *, is_live: bool) -> None:
+def _draw(before: _Look, now: _Look, *, is_live: bool) -> None:
     rows = []
     for key, (info, stats) in now.used.items():
         used_us = stats.cpu_usage_usec - before.used.get(key, (info, stats))[1].cpu_usage_usec
