@@ -74,7 +74,10 @@ def verb(work: ClientVerb) -> Callable[[argparse.Namespace], int]:
 
     def command(arguments: argparse.Namespace) -> int:
         try:
-            return run_client(work, arguments)
+            status = run_client(work, arguments)
+            if (terminal := sys.modules.get("sandkasten.cli.terminal")) is not None:
+                terminal.end_if_stuck(status)
+            return status
         except (Stop, BrokenPipeError):
             raise
         except Exception:  # noqa: BLE001  # a bug of ours: told whole, with the status that says so

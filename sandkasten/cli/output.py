@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import select
 import sys
 import time
 import unicodedata
@@ -39,6 +40,12 @@ def print_json(value: object) -> None:
 def plain(value: object) -> Any:  # a JSON value
     """Return a value that JSON has."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def tell(line: str) -> None:
+    """Print a line on standard error for the person; not on a terminal that takes nothing and would be waited for."""
+    if not sys.stderr.isatty() or select.select([], [sys.stderr], [], 0)[1]:
+        print(f"sandkasten: {printable_line(line)}", file=sys.stderr, flush=True)
 
 
 def is_colourful(stream: TextIO) -> bool:

@@ -29,7 +29,7 @@ from sandkasten.cli.client import (
     verb,
 )
 from sandkasten.cli.common import Stop, printable_line, span_seconds
-from sandkasten.cli.output import print_json
+from sandkasten.cli.output import print_json, tell
 
 if TYPE_CHECKING:
     from sandkasten.sdk import Run, SandboxClient, Session
@@ -53,8 +53,8 @@ _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
 _SHORT_ID = 12
 _LONGEST_LINE = 64 * 1024
-_END_S = 10.0
-"""Time for the end of a session that a verb made."""
+_END_S = 5.0
+"""Time for the end of a run or a session that a verb made."""
 
 
 # Options that make sessions
@@ -131,7 +131,7 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
         yield stays
     finally:
         if stays.stays:
-            print(f"sandkasten: session {stays.session.id} goes on", file=sys.stderr)
+            tell(f"session {stays.session.id} goes on")
         else:
             import anyio
 
@@ -199,10 +199,10 @@ async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
             began = session.start(words, timeout_ms=arguments.timeout * 1000, stdin=True, **options)
         else:
             began = await session.process(words, **options)
-        status = await _conduct(began, arguments, has_terminal=tty is not None)
+        status = await _conduct(began, arguments, has_terminal=tty is not None, has_input=True)
         if status is None:
             made.stays = True
-            print(f"sandkasten: detached; `sandkasten logs -f {session.id}` follows", file=sys.stderr)
+            tell(f"detached; `sandkasten logs -f {session.id}` follows")
         return status or 0
 
 
@@ -220,18 +220,16 @@ async def execute(arguments: argparse.Namespace, client: SandboxClient) -> int:
     options |= {"shell": arguments.shell, "stateless": True if arguments.stateless or arguments.user else None}
     if arguments.json:
         return await _print_result(session, script, arguments, **options)
-    began = session.start(
-        script,
-        timeout_ms=(arguments.timeout or 0) * 1000,
-        stdin=tty is not None or _passes_input(arguments),
-        tty=tty,
-        merged=_is_one_output(),
-        raw=True,
-        **options,
-    )
-    status = await _conduct(began, arguments, has_terminal=tty is not None)
+    has_input = tty is not None or _passes_input(arguments)
+    options |= {"tty": tty, "merged": _is_one_output(), "raw": True}
+    if tty is None or arguments.timeout or arguments.shell:
+        began = session.start(script, timeout_ms=(arguments.timeout or 0) * 1000, stdin=has_input, **options)
+    else:  # nobody sits at a terminal with a time limit, which commands of shells have
+        del options["shell"], options["stateless"]
+        began = await session.process(script, **options)
+    status = await _conduct(began, arguments, has_terminal=tty is not None, has_input=has_input)
     if status is None:
-        print(f"sandkasten: detached; `sandkasten logs -f {session.id} {began.id}` follows", file=sys.stderr)
+        tell(f"detached; `sandkasten logs -f {session.id} {began.id}` follows")
     return status or 0
 
 
@@ -285,23 +283,28 @@ async def _print_result(
     return _status(result)
 
 
-async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: bool) -> int | None:
+async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: bool, has_input: bool) -> int | None:
     """Connect a run with the terminal, or with standard input and output, and return its exit status; None: detached.
 
-    A run that is left for another reason than its end or the keys that detach is cancelled.
+    A run that is left for another reason than its end or the keys that detach is killed.
     """
-    async with run:
-        if has_terminal:
-            how = await _on_terminal(run)
-        else:
-            how = await _on_pipes(run, arguments)
-        if how is None:
-            run.detach()
-            return None
-        if run.end is None:
-            return how
-    end: RunEnd | None = run.end
-    return how if end is None else _said(end)
+    import anyio
+
+    from sandkasten import errors
+
+    how: int | None = 0
+    is_left = True
+    try:
+        async with run:
+            how = await (_on_terminal(run) if has_terminal else _on_pipes(run, arguments, has_input=has_input))
+            if how is None:
+                run.detach()
+            is_left = how is not None and run.end is None
+    finally:
+        if is_left:
+            with anyio.move_on_after(_END_S, shield=True), contextlib.suppress(errors.SandkastenError):
+                await run.cancel(now=True)
+    return how if run.end is None else _said(run.end)
 
 
 def _said(end: RunEnd) -> int:
@@ -309,7 +312,7 @@ def _said(end: RunEnd) -> int:
     if end.cause in _CAUSES:
         span = f" after {end.timeout_ms / 1000:g} s" if end.cause == "timed_out" and end.timeout_ms else ""
         victim = f" ({printable_line(end.victim)})" if end.victim else ""
-        print(f"sandkasten: {_CAUSES[end.cause]}{span}{victim}", file=sys.stderr)
+        tell(f"{_CAUSES[end.cause]}{span}{victim}")
     return _status(end)
 
 
@@ -350,7 +353,7 @@ def _resizer(run: Run) -> Callable[[int, int], Awaitable[None]]:
     return resize
 
 
-async def _on_pipes(run: Run, arguments: argparse.Namespace) -> int:
+async def _on_pipes(run: Run, arguments: argparse.Namespace, *, has_input: bool) -> int:
     import anyio
 
     from sandkasten import errors
@@ -368,7 +371,7 @@ async def _on_pipes(run: Run, arguments: argparse.Namespace) -> int:
                 await run.close_input()
 
         async def signal(name: str) -> None:
-            with contextlib.suppress(errors.ExecEnded):
+            with contextlib.suppress(errors.ExecEnded, errors.ConnectionFailed, errors.Uncertain):
                 try:
                     await run.signal(name)
                 except errors.Conflict:  # it waits for its shell, and so can only be given up
@@ -379,7 +382,8 @@ async def _on_pipes(run: Run, arguments: argparse.Namespace) -> int:
             outcome = status
             tasks.cancel_scope.cancel()
 
-        tasks.start_soon(feed)
+        if has_input:
+            tasks.start_soon(feed)
         tasks.start_soon(forward_signals, signal, give_up)
         async for piece in run:
             await write_all(ERR if piece.stream == "stderr" else OUT, piece.data)  # type: ignore[arg-type]  # raw
@@ -435,10 +439,10 @@ async def _shell_in(session: Session, arguments: argparse.Namespace) -> int | No
                 await inside.resize(cols, rows)
             how = await attach(terminal, inside, inside.send, inside.resize)
     if inside.skipped:
-        print(f"sandkasten: {inside.skipped} bytes of output were too fast for this terminal", file=sys.stderr)
+        tell(f"{inside.skipped} bytes of output were too fast for this terminal")
     if how == DETACHED:
         again = "" if views else f"; `sandkasten shell {session.id} --join {inside.id}` returns"
-        print(f"sandkasten: detached{again}", file=sys.stderr)
+        tell(f"detached{again}")
         return None
     return how if inside.end is None else _status(inside.end)
 

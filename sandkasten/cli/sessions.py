@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
-from sandkasten.cli.common import Stop, printable_line, span_seconds
+from sandkasten.cli.common import Stop, span_seconds
 from sandkasten.cli.output import (
     labels_text,
     pairs,
@@ -20,6 +20,7 @@ from sandkasten.cli.output import (
     size_text,
     span_text,
     table,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ async def _each(
                 done = await work(session)
             except errors.SandkastenAPIError as error:
                 status = FAULT
-                print(f"sandkasten: {session.id}: {printable_line(error.message)}", file=sys.stderr)
+                tell(f"{session.id}: {error.message}")
                 return
         if arguments.json:
             print_json(done if done is not None else {"id": session.id, "ok": True})

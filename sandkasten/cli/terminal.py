@@ -16,7 +16,6 @@ import os
 import re
 import select
 import signal
-import sys
 import termios
 import tty
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,6 +37,9 @@ DETACHED = -1
 _DETACH_FIRST, _DETACH_SECOND = 0x10, 0x11
 _DETACH_WAIT_S = 0.5
 """A ^P is sent on when no ^Q follows for so long: it is also the previous line of a shell's history."""
+
+_LAST_KEYS_S = 1.0
+"""Time for what was typed before the keys that detach, where the program reads nothing."""
 
 _FINAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -159,15 +161,23 @@ class RawTerminal:
         await write_all(OUT, data)
 
 
+_written: set[int] = set()
+"""Descriptors that threads write to at the moment."""
+
+
 async def write_all(fd: int, data: bytes) -> None:
     """Write bytes by a thread. A cancelled call leaves the thread to itself. Raises `OSError`."""
     await anyio.to_thread.run_sync(_write, fd, data, abandon_on_cancel=True)
 
 
 def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    _written.add(fd)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        _written.discard(fd)
 
 
 async def read_some(fd: int) -> bytes:
@@ -194,6 +204,7 @@ async def attach(
     Returns 0 at the end of the output, `DETACHED`, or 128 and the number of the signal that ended it.
     """
     outcome = 0
+    are_sent = anyio.Event()
     typed_in, typed_out = anyio.create_memory_object_stream[bytes](_TYPED_AHEAD)
 
     async with anyio.create_task_group() as tasks:
@@ -212,15 +223,19 @@ async def attach(
                     await typed_in.send(keys.flush())
                     continue
                 sent, is_over = keys.feed(data)
-                if is_over or not data:
-                    end(DETACHED if data else 128 + signal.SIGHUP)
-                    break
                 if sent:
                     await typed_in.send(sent)
+                if is_over or not data:
+                    break
+            typed_in.close()
+            with anyio.move_on_after(_LAST_KEYS_S):
+                await are_sent.wait()
+            end(DETACHED if data else 128 + signal.SIGHUP)
 
         async def send_keys() -> None:
             async for data in typed_out:
                 await send(data)
+            are_sent.set()
 
         async def show() -> None:
             try:
@@ -256,17 +271,16 @@ async def attach(
 async def forward_signals(send: Callable[[str], Awaitable[None]], give_up: Callable[[int], None]) -> None:
     """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
-    with anyio.open_signal_receiver(*_FORWARDED) as signals:
-        async for number in signals:
-            seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if seen >= _PATIENCE:
-                give_up(128 + number)
-            await send(signal.Signals(number).name)
+    async with anyio.create_task_group() as tasks:
+        with anyio.open_signal_receiver(*_FORWARDED) as signals:
+            async for number in signals:
+                seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                if seen >= _PATIENCE:
+                    give_up(128 + number)
+                tasks.start_soon(send, signal.Signals(number).name)
 
 
-def exit_now(status: int) -> None:
-    """End the process although a thread may still wait for a terminal that takes nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
+def end_if_stuck(status: int) -> None:
+    """End the process at once if a thread still writes: Python would wait for a terminal that takes nothing."""
+    if _written:
+        os._exit(status)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 import tarfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.cli.output import Progress, print_json, print_table
+from sandkasten.cli.output import Progress, print_json, print_table, tell
 
 if TYPE_CHECKING:
     from anyio.abc import SocketStream
@@ -287,7 +286,7 @@ class _Forwarding:
                     await run.cancel(now=True)
         except* errors.SandkastenError as group:
             for error in group.exceptions:
-                print(f"sandkasten: port {self._remote}: {printable_line(str(error))}", file=sys.stderr)
+                tell(f"port {self._remote}: {error}")
         except* OSError:
             pass  # the local side is gone
 
@@ -309,8 +308,8 @@ class _Forwarding:
                 if piece.stream == "stdout":
                     await stream.send(piece.data)
                 else:
-                    said = printable_line(piece.data.decode("utf-8", "replace").strip())
-                    print(f"sandkasten: port {self._remote}: {said}", file=sys.stderr)
+                    said = piece.data.decode("utf-8", "replace").strip()
+                    tell(f"port {self._remote}: {said}")
 
 
 _END_S = 2.0

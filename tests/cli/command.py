@@ -65,17 +65,22 @@ class Command:
 
     def json(self, *arguments: str) -> Any:
         """Return the one JSON object that a verb prints."""
-        return json.loads(self.out(*arguments, "--json"))
+        (found,) = self.lines(*arguments)
+        return found
 
     def lines(self, *arguments: str) -> list[Any]:
         """Return the JSON objects that a verb prints, one a line."""
-        return [json.loads(line) for line in self.out(*arguments, "--json").splitlines()]
+        words = arguments.index("--") if "--" in arguments else len(arguments)
+        printed = self.out(*arguments[:words], "--json", *arguments[words:])
+        return [json.loads(line) for line in printed.splitlines()]
 
     @contextlib.contextmanager
     def started(self, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
         """Start a verb with pipes; it is killed if it outlives the block. `options`: of Popen."""
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | options
-        process = subprocess.Popen([SCRIPT, *arguments], env=self.environment, cwd=self.cwd, **pipes)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            [SCRIPT, *arguments], env=self.environment, cwd=self.cwd, **(pipes | options)
+        )
         try:
             with process:
                 yield process
