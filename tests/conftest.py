@@ -18,7 +18,7 @@ from tests import leaks
 from tests.ground import Ground
 
 _CAP_SYS_ADMIN = 21
-_LONGEST = ("vm", "e2e", "cli", "kernel", "contract", "fuzz")
+_LONGEST = ("vm", "e2e", "kernel", "contract", "fuzz")
 _GROUND = pytest.StashKey[Ground]()
 
 
@@ -44,7 +44,7 @@ def _why_no_kernel() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what lies under `kernel/`, `e2e/` and `cli/`, and skip it with the probed reason where it can't run.
+    """Mark what lies under `kernel/` and `e2e/`; skip that, and what is marked so, with the probed reason if need be.
 
     Where workers share the files, those that take longest come first, so that none is left to run alone at the end.
     """
@@ -53,10 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = _why_no_kernel()
     for item in items:
         folder = _folder(item)
-        if folder in ("kernel", "e2e", "cli"):
-            item.add_marker(getattr(pytest.mark, "kernel" if folder == "kernel" else "e2e"))
-            if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if folder in ("kernel", "e2e"):
+            item.add_marker(getattr(pytest.mark, folder))
+        if reason is not None and (folder in ("kernel", "e2e") or item.get_closest_marker("e2e")):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _place(item: pytest.Item) -> int:

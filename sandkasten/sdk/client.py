@@ -36,7 +36,7 @@ class Workspace:
     def __init__(self, client: HasTransport, workspace_id: str) -> None:
         """Internal: use `SandboxClient.workspace`."""
         self._id = workspace_id
-        self._place = Endpoint(client._transport, f"/v1/workspaces/{part(workspace_id)}")
+        self._endpoint = Endpoint(client._transport, f"/v1/workspaces/{part(workspace_id)}")
 
     @property
     def id(self) -> str:
@@ -46,11 +46,11 @@ class Workspace:
     @property
     def files(self) -> Files:
         """The files; `/` is the workspace. Writing makes the workspace."""
-        return Files(self._place)
+        return Files(self._endpoint)
 
     async def info(self, *, usage: bool = False) -> WorkspaceInfo:
         """Return the workspace; with `usage` its files are counted. Raises `WorkspaceNotFound`."""
-        return WorkspaceInfo.take(await self._place.ask("GET", "", query=given(usage=usage or None)))
+        return WorkspaceInfo.take(await self._endpoint.ask("GET", "", query=given(usage=usage or None)))
 
     async def create(
         self,
@@ -61,16 +61,16 @@ class Workspace:
     ) -> WorkspaceInfo:
         """Make the workspace, or give one that is there these labels and this size."""
         body = given(labels=None if labels is None else dict(labels), quota_bytes=quota_bytes, quota_files=quota_files)
-        return WorkspaceInfo.take(await self._place.ask("PUT", "", body))
+        return WorkspaceInfo.take(await self._endpoint.ask("PUT", "", body))
 
     async def delete(self, *, force: bool = False) -> None:
         """Remove the workspace with its files; `force` ends sessions that use it. Raises `WorkspaceBusy`."""
-        await self._place.ask("DELETE", "", query=given(force=force or None))
+        await self._endpoint.ask("DELETE", "", query=given(force=force or None))
 
     def export(self, *, format: Literal["tar", "tar.zst"] = "tar.zst") -> FileStream:
         """Return the whole workspace as an archive, to be read in pieces."""
-        request = self._place.call("GET", "/export", query={"format": format}, patience_s=None)
-        return FileStream(self._place.transport, request)
+        request = self._endpoint.call("GET", "/export", query={"format": format}, patience_s=None)
+        return FileStream(self._endpoint.transport, request)
 
     async def import_archive(
         self, archive: Source, *, replace: bool = False, progress: Progress | None = None
@@ -78,7 +78,7 @@ class Workspace:
         """Make the workspace of an archive (tar or tar.zst), whole or not at all; `replace` one that is there."""
         headers = {"content-type": "application/x-tar"}
         query = given(replace=replace or None)
-        request = self._place.call("POST", "/import", query=query, headers=headers, patience_s=None, repeat=replace)
+        request = self._endpoint.call("POST", "/import", query=query, headers=headers, patience_s=None, repeat=replace)
         return UnpackedArchive.take((await self.files._upload(request, archive, progress)).value)
 
 
@@ -101,7 +101,7 @@ class SandboxClient:
                 of uploads and streams the time without progress. None is no limit.
         """
         self._transport = Transport(base_url, api_key, timeout)
-        self._place = Endpoint(self._transport, "")
+        self._endpoint = Endpoint(self._transport, "")
 
     @classmethod
     def from_env(cls, *, timeout: float | None = 120.0) -> Self:
@@ -209,7 +209,7 @@ class SandboxClient:
 
     async def get_session(self, session_id: str) -> Session:
         """Return a session by its id. Raises `SessionNotFound`."""
-        await self._place.ask("GET", f"/v1/sessions/{part(session_id)}")
+        await self._endpoint.ask("GET", f"/v1/sessions/{part(session_id)}")
         return Session(self, session_id)
 
     def session(self, session_id: str) -> Session:
@@ -246,7 +246,7 @@ class SandboxClient:
         query = given(label=label, usage=usage or None)
         found: list[WorkspaceInfo] = []
         while True:
-            answer = await self._place.ask("GET", "/v1/workspaces", query=query)
+            answer = await self._endpoint.ask("GET", "/v1/workspaces", query=query)
             found += [WorkspaceInfo.take(each) for each in answer["workspaces"]]
             if not (cursor := answer.get("next_cursor")):
                 return found
@@ -274,32 +274,32 @@ class SandboxClient:
             types: only events of these types, such as `exec.ended`.
             follow: go on with what happens; else the events end with those that had happened at their beginning.
         """
-        return Events(self._place.below("/v1/events"), cursor, types, follow=follow)
+        return Events(self._endpoint.below("/v1/events"), cursor, types, follow=follow)
 
     async def node(self) -> NodeInfo:
         """Return the node: its state, capacity, images and sessions."""
-        return NodeInfo.take(await self._place.ask("GET", "/v1/node"))
+        return NodeInfo.take(await self._endpoint.ask("GET", "/v1/node"))
 
     async def drain(self) -> NodeInfo:
         """Stop making sessions; live ones go on. Needs an administrator's key."""
-        return NodeInfo.take(await self._place.ask("POST", "/v1/node/drain"))
+        return NodeInfo.take(await self._endpoint.ask("POST", "/v1/node/drain"))
 
     async def undrain(self) -> NodeInfo:
         """Make sessions again."""
-        return NodeInfo.take(await self._place.ask("POST", "/v1/node/undrain"))
+        return NodeInfo.take(await self._endpoint.ask("POST", "/v1/node/undrain"))
 
     async def system(self) -> SystemInfo:
         """Return what is installed and in force."""
-        return SystemInfo.take(await self._place.ask("GET", "/v1/system"))
+        return SystemInfo.take(await self._endpoint.ask("GET", "/v1/system"))
 
     async def pools(self) -> list[dict[str, Any]]:  # JSON values
         """Return the session pools, as docs/api.md describes them."""
-        return list(await self._place.ask("GET", "/v1/pools"))
+        return list(await self._endpoint.ask("GET", "/v1/pools"))
 
     async def keys(self) -> list[dict[str, Any]]:  # JSON values
         """Return the API keys with quota and use, and no part of a secret. Needs an administrator's key."""
-        return list((await self._place.ask("GET", "/v1/keys"))["keys"])
+        return list((await self._endpoint.ask("GET", "/v1/keys"))["keys"])
 
     async def healthz(self) -> bool:
         """Return whether the server answers, without a key."""
-        return bool((await self._place.ask("GET", "/healthz"))["status"] == "ok")
+        return bool((await self._endpoint.ask("GET", "/healthz"))["status"] == "ok")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self, cast
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
+from sandkasten.sdk.archives import pack, unpack
 from sandkasten.sdk.streams import ResumedEvents
 from sandkasten.sdk.transport import Endpoint, HttpStream, Transport
 from sandkasten.sdk.types import (
@@ -27,7 +28,7 @@ from sandkasten.sdk.types import (
     WatchedChange,
     WrittenFile,
 )
-from sandkasten.sdk.wire import HttpCall, given
+from sandkasten.sdk.wire import HttpCall, given, new_id
 
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read from a local file at once."""
@@ -45,9 +46,10 @@ class FileStream:
     `size` is in bytes, None if the server does not tell; `etag` is the version that is read.
     """
 
-    def __init__(self, transport: Transport, request: HttpCall) -> None:
+    def __init__(self, transport: Transport, request: HttpCall, progress: Progress | None = None) -> None:
         """Internal: use `Files.open`."""
-        self._transport, self._request = transport, request
+        self._transport, self._request, self._progress = transport, request, progress
+        self._moved = 0
         self._reply: HttpStream | None = None
         self.size: int | None = None
         self.etag = ""
@@ -72,6 +74,9 @@ class FileStream:
         assert self._reply is not None, "a file is opened by `async with`"
         if not (data := await self._reply.read()):
             raise StopAsyncIteration
+        self._moved += len(data)
+        if self._progress is not None:
+            self._progress(self._moved, self.size)
         return data
 
 
@@ -115,7 +120,7 @@ class Files:
 
     def __init__(self, owner: Endpoint) -> None:
         """Internal: use `Session.files` or `Workspace.files`."""
-        self._place = owner.below("/fs")
+        self._endpoint = owner.below("/fs")
 
     # Contents ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,7 @@ class Files:
         headers = {"range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         query = given(path=path, user=user, cwd=cwd)
         return FileStream(
-            self._place.transport, self._place.call("GET", "/file", query=query, headers=headers, patience_s=None)
+            self._endpoint.transport, self._endpoint.call("GET", "/file", query=query, headers=headers, patience_s=None)
         )
 
     async def read_bytes(
@@ -179,7 +184,7 @@ class Files:
         """
         headers = given(**{"if-match": if_match, "if-none-match": "*" if new else None})
         query = given(path=path, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
-        request = self._place.call("PUT", "/file", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call("PUT", "/file", query=query, headers=headers, patience_s=None)
         # A condition holds once: a repetition would find the file that the lost request wrote.
         request.repeat = if_match is None and not new
         return WrittenFile.take((await self._upload(request, content, progress)).value)
@@ -192,7 +197,7 @@ class Files:
             request.body = content
             if progress is not None:
                 progress(0, len(content))
-            answer = await self._place.transport.send(request)
+            answer = await self._endpoint.transport.send(request)
             if progress is not None:
                 progress(len(content), len(content))
             return answer
@@ -210,7 +215,7 @@ class Files:
         else:
             request.repeat = False
             request.source = lambda: _counted(content, progress)
-        return await self._place.transport.send(request)
+        return await self._endpoint.transport.send(request)
 
     # Entries ----------------------------------------------------------------------------------------------------------
 
@@ -219,14 +224,14 @@ class Files:
     ) -> FileInfo:
         """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
         query = given(path=path, follow=follow or None, user=user, cwd=cwd)
-        return FileInfo.take(await self._place.ask("GET", "/stat", query=query))
+        return FileInfo.take(await self._endpoint.ask("GET", "/stat", query=query))
 
     async def stat_many(
         self, paths: Sequence[str], *, follow: bool = False, user: str | None = None, cwd: str | None = None
     ) -> list[FileInfo | None]:
         """Return the entries of at most 1000 paths in their order; None for a path without a file."""
         body = given(paths=list(paths), follow=follow or None, user=user, cwd=cwd)
-        entries = (await self._place.ask("POST", "/stat", body))["entries"]
+        entries = (await self._endpoint.ask("POST", "/stat", body))["entries"]
         return [None if each is None else FileInfo.take(each) for each in entries]
 
     async def exists(self, path: str, *, user: str | None = None, cwd: str | None = None) -> bool:
@@ -248,7 +253,7 @@ class Files:
             Conflict: there is such a directory, and `parents` is false.
         """
         body = given(path=path, parents=parents, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
-        return str((await self._place.ask("POST", "/mkdir", body, repeat=parents))["path"])
+        return str((await self._endpoint.ask("POST", "/mkdir", body, repeat=parents))["path"])
 
     async def move(
         self, source: str, target: str, *, overwrite: bool = False, user: str | None = None, cwd: str | None = None
@@ -271,7 +276,7 @@ class Files:
         self, name: str, source: str, target: str, overwrite: bool, user: str | None, cwd: str | None, *, repeat: bool
     ) -> str:
         body = {"from": source, "to": target, "overwrite": overwrite} | given(user=user, cwd=cwd)
-        return str((await self._place.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
+        return str((await self._endpoint.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
 
     async def remove(
         self, path: str, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
@@ -282,14 +287,14 @@ class Files:
             FileNotFound, NotEmpty: as the names say.
         """
         query = given(path=path, recursive=recursive or None, user=user, cwd=cwd)
-        await self._place.ask("DELETE", "", query=query, patience_s=None)
+        await self._endpoint.ask("DELETE", "", query=query, patience_s=None)
 
     async def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
     ) -> None:
         """WatchedChange permission bits, such as 0o755."""
         body = given(path=path, mode=f"{mode:04o}", recursive=recursive or None, user=user, cwd=cwd)
-        await self._place.ask("POST", "/chmod", body)
+        await self._endpoint.ask("POST", "/chmod", body)
 
     async def chown(
         self,
@@ -303,7 +308,7 @@ class Files:
     ) -> None:
         """WatchedChange the owner, the group, or both."""
         body = given(path=path, uid=uid, gid=gid, recursive=recursive or None, user=user, cwd=cwd)
-        await self._place.ask("POST", "/chown", body)
+        await self._endpoint.ask("POST", "/chown", body)
 
     # Texts ------------------------------------------------------------------------------------------------------------
 
@@ -318,7 +323,7 @@ class Files:
     ) -> FileView:
         """Return numbered lines of a text from `first` to `last`, or the paths of a directory two levels deep."""
         query = given(path=path, from_=first, to=last, user=user, cwd=cwd)
-        return FileView.take(await self._place.ask("GET", "/view", query=query))
+        return FileView.take(await self._endpoint.ask("GET", "/view", query=query))
 
     async def edit(
         self,
@@ -336,7 +341,7 @@ class Files:
             Uncertain: the connection was lost.
         """
         body = given(edits=[dict(each) for each in edits], dry_run=dry_run or None, user=user, cwd=cwd)
-        answer = await self._place.ask("POST", "/edit", body, repeat=dry_run)
+        answer = await self._endpoint.ask("POST", "/edit", body, repeat=dry_run)
         return [FileEdit.take(each) for each in answer["files"]]
 
     async def glob(self, pattern: str, path: str = "", *, user: str | None = None, cwd: str | None = None) -> list[str]:
@@ -344,7 +349,7 @@ class Files:
         body = given(pattern=pattern, path=path or None, user=user, cwd=cwd)
         found: list[str] = []
         while True:
-            answer = await self._place.ask("POST", "/glob", body)
+            answer = await self._endpoint.ask("POST", "/glob", body)
             found += answer["paths"]
             if not (cursor := answer.get("next_cursor")):
                 return found
@@ -367,7 +372,7 @@ class Files:
         """Return the lines that hold a text, or match a regular expression. docs/api.md#files has the limits."""
         body = given(pattern=pattern, path=path or None, regex=regex, case=case, glob=glob, context=context, user=user)
         body |= given(max_matches=max_matches, everything=everything or None, cwd=cwd)
-        answer = await self._place.transport.send(self._place.call("POST", "/search", body))
+        answer = await self._endpoint.transport.send(self._endpoint.call("POST", "/search", body))
         lines = [json.loads(line) for line in answer.body.splitlines()]
         if not lines or "totals" not in lines[-1]:
             raise errors.api_error(json.dumps(lines[-1] if lines else None), None, streamed=True)
@@ -378,7 +383,7 @@ class Files:
     ) -> WatchedChanges:
         """Return the changes of a file or of a directory's entries, with `recursive` of all below it."""
         query = given(path=path or None, recursive=recursive or None, user=user, cwd=cwd)
-        return WatchedChanges(self._place.transport, self._place.call("GET", "/watch", query=query))
+        return WatchedChanges(self._endpoint.transport, self._endpoint.call("GET", "/watch", query=query))
 
     # Archives ---------------------------------------------------------------------------------------------------------
 
@@ -392,7 +397,9 @@ class Files:
     ) -> FileStream:
         """Return a directory as an archive, to be read in pieces."""
         query = given(path=path or None, format=format, user=user, cwd=cwd)
-        return FileStream(self._place.transport, self._place.call("GET", "/archive", query=query, patience_s=None))
+        return FileStream(
+            self._endpoint.transport, self._endpoint.call("GET", "/archive", query=query, patience_s=None)
+        )
 
     async def unpack(
         self,
@@ -406,8 +413,52 @@ class Files:
         """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing."""
         query = given(path=path or None, user=user, cwd=cwd)
         headers = {"content-type": "application/x-tar"}
-        request = self._place.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
         return UnpackedArchive.take((await self._upload(request, archive, progress)).value)
+
+    # Directories ------------------------------------------------------------------------------------------------------
+
+    async def copy_in(
+        self, local: str | Path, path: str, *, user: str | None = None, progress: Progress | None = None
+    ) -> None:
+        """Copy a local file or directory to a path: a directory as an archive, of which no more than a piece is held.
+
+        Links are copied as links. Files that are there stay, unless they have the same name. `progress` is told the
+        bytes of the archive.
+
+        Raises:
+            OSError: a local file can't be read.
+        """
+        source = Path(local)
+        if not await waiting.in_thread(source.is_dir):
+            await self.write(path, source, user=user, progress=progress)
+            return
+        query = given(path=path, user=user)
+        headers = {"content-type": "application/x-tar"}
+        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request.source = lambda: _in_threads(pack(source), progress)
+        await self._endpoint.transport.send(request)
+
+    async def copy_out(
+        self, path: str, local: str | Path, *, user: str | None = None, progress: Progress | None = None
+    ) -> UnpackedArchive:
+        """Copy a file or directory to a local path: a directory as an archive that is unpacked as it comes.
+
+        Links that lead out of the directory are left out, as are devices and FIFOs; `skipped` of the result counts
+        them. After an error the files copied by then stay.
+
+        Raises:
+            FileNotFound: there is no such path.
+            OSError: a local file can't be written.
+        """
+        target = Path(local)
+        is_directory = (await self.stat(path, follow=True, user=user)).is_dir
+        query = given(path=path, format="tar" if is_directory else None, user=user)
+        request = self._endpoint.call("GET", "/archive" if is_directory else "/file", query=query, patience_s=None)
+        async with FileStream(self._endpoint.transport, request, progress) as stream:
+            if is_directory:
+                return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
+            return await _save(stream, target)
 
     # Last, since the name hides the type in what follows.
 
@@ -427,7 +478,7 @@ class Files:
         query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
         found: list[FileInfo] = []
         while True:
-            answer = await self._place.ask("GET", "/list", query=query)
+            answer = await self._endpoint.ask("GET", "/list", query=query)
             found += [FileInfo.take(each) for each in answer["entries"]]
             if not (cursor := answer.get("next_cursor")):
                 return found
@@ -465,9 +516,40 @@ async def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progre
 
 
 async def _counted(pieces: AsyncIterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
-    sent = 0
-    async for data in pieces:
-        sent += len(data)
+    """Yield what an iterator of the caller's gives, and close the iterator, if it can be closed."""
+    moved = 0
+    try:
+        async for data in pieces:
+            moved += len(data)
+            yield data
+            if progress is not None:
+                progress(moved, None)
+    finally:
+        if (aclose := getattr(pieces, "aclose", None)) is not None:
+            await aclose()
+
+
+async def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
+    """Yield what an iterator gives that reads local files."""
+    moved = 0
+    while data := await waiting.in_thread(next, pieces, b""):
+        moved += len(data)
         yield data
         if progress is not None:
-            progress(sent, None)
+            progress(moved, None)
+
+
+async def _save(pieces: AsyncIterator[bytes], target: Path) -> UnpackedArchive:
+    """Write a local file, which takes its name when it is whole."""
+    part = target.with_name(f".{target.name}.{new_id()}")
+    size = 0
+    try:
+        with await waiting.in_thread(part.open, "xb") as file:
+            async for data in pieces:
+                await waiting.in_thread(file.write, data)
+                size += len(data)
+        await waiting.in_thread(os.replace, part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return UnpackedArchive(1, size, 0)

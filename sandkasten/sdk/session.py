@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +12,10 @@ from typing import Any, BinaryIO, Literal, Self
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
+from sandkasten.sdk.channels import RunLink, without_id
 from sandkasten.sdk.files import Files, Progress
 from sandkasten.sdk.run import CANCEL_S, Run, give_up
-from sandkasten.sdk.streams import EventFeed, Events
+from sandkasten.sdk.streams import Events
 from sandkasten.sdk.terminal import Terminal
 from sandkasten.sdk.transport import Endpoint, HasTransport
 from sandkasten.sdk.types import (
@@ -23,7 +25,6 @@ from sandkasten.sdk.types import (
     ExecResult,
     Port,
     ReadResult,
-    RunEnd,
     RunInfo,
     SessionInfo,
     SessionStats,
@@ -31,6 +32,7 @@ from sandkasten.sdk.types import (
     Unset,
 )
 from sandkasten.sdk.wire import (
+    Decoder,
     command,
     exec_bytes,
     exec_patience_s,
@@ -57,8 +59,8 @@ class Session:
         """Internal: use `SandboxClient.create_session` or `SandboxClient.get_session`."""
         self._client = client
         self._id = session_id
-        self._place = Endpoint(client._transport, f"/v1/sessions/{part(session_id)}")
-        self._has_ids = True
+        self._endpoint = Endpoint(client._transport, f"/v1/sessions/{part(session_id)}")
+        self._link = RunLink(self._endpoint)
 
     @property
     def id(self) -> str:
@@ -68,7 +70,7 @@ class Session:
     @property
     def files(self) -> Files:
         """The files of the session, of any size."""
-        return Files(self._place)
+        return Files(self._endpoint)
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,7 +92,7 @@ class Session:
         """End the session within a bounded time, for a caller that is cancelled."""
         with waiting.shield(CANCEL_S):
             try:
-                await self._place.transport.send(self._place.call("DELETE"), within_s=CANCEL_S)
+                await self._endpoint.transport.send(self._endpoint.call("DELETE"), within_s=CANCEL_S)
             except errors.SandkastenError as failure:
                 log.warning("session %s was not ended: %s", self._id, failure)
 
@@ -179,27 +181,23 @@ class Session:
     ) -> dict[str, Any]:  # JSON objects
         patience_s = exec_patience_s(timeout_ms, options.get("queue_timeout_ms"))
         while True:
-            chosen = exec_id or (new_id() if self._has_ids else None)
+            chosen = exec_id or (new_id() if self._link.has_ids else None)
             body = command(cmd) | {"timeout_ms": timeout_ms} | options
             body |= {"exec_id": chosen, "on_disconnect": "detach"} if chosen else {}
             try:
                 return dict(
-                    await self._place.ask("POST", "/exec", body, patience_s=patience_s, repeat=chosen is not None)
+                    await self._endpoint.ask("POST", "/exec", body, patience_s=patience_s, repeat=chosen is not None)
                 )
             except errors.ExecIdsExhausted:
                 if exec_id is not None or chosen is None:
                     raise
-                self._go_on_without_ids()
+                self._link.go_on_without_ids()
             except errors.SandkastenAPIError:
                 raise
             except BaseException:
                 if chosen is not None:
-                    await give_up(self._place, chosen)
+                    await give_up(self._endpoint, chosen)
                 raise
-
-    def _go_on_without_ids(self) -> None:
-        self._has_ids = False
-        log.warning("session %s takes no more ids: its commands are not repeated from now on", self._id)
 
     async def exec_stream(
         self,
@@ -224,33 +222,34 @@ class Session:
             SandkastenStreamError: the stream ended with an error, such as `CommandTimeout`.
         """
         body = given(
-            raw_output=raw_output or None,
             cwd=cwd,
             env=None if env is None else dict(env),
             stdin=stdin,
             shell=shell,
             mode=_mode(stateless),
             user=user,
+            on_timeout="error",
         )
+        run = self._make_run(cmd, exec_id, body | {"timeout_ms": timeout_ms}, raw=True, detach=False)
+        decoder = Decoder(clean=not raw_output)
+        async with run:
+            async for piece in run.pieces():
+                if (output := decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
+                    yield ExecChunk(str(output.data), piece.timestamp, stream=output.stream)
+            for output in decoder.rest():
+                yield ExecChunk(str(output.data), int(time.time() * 1000), stream=output.stream)
+            end = await run.wait()
+            yield ExecChunk("", 0, True, end.exit_code, end.cwd, end.duration_ms, end=end)
+
+    def _make_run(
+        self, cmd: str | Sequence[str], exec_id: str | None, options: dict[str, Any], *, raw: bool, detach: bool
+    ) -> Run:
+        body = command(cmd) | options
+        if exec_id is None and not self._link.has_ids:
+            return Run(self._link, "", begin=without_id(body), raw=raw, detach=detach)
         chosen = exec_id or new_id()
-        body |= command(cmd) | {"timeout_ms": timeout_ms, "exec_id": chosen, "on_disconnect": "detach"}
-        feed = EventFeed(self._place.transport, self._place.call("POST", "/exec/stream", body), is_base64=False)
-        has_ended = False
-        try:
-            while not has_ended:
-                piece = await feed.next()
-                if isinstance(piece, RunEnd):
-                    has_ended = True
-                    yield ExecChunk("", 0, True, piece.exit_code, piece.cwd, piece.duration_ms, end=piece)
-                else:
-                    yield ExecChunk(str(piece.data), piece.timestamp, stream=piece.stream)
-        except errors.SandkastenAPIError:
-            has_ended = True
-            raise
-        finally:
-            await feed.aclose()
-            if not has_ended:
-                await give_up(self._place, chosen)
+        begin = body | {"exec_id": chosen, "on_disconnect": "detach"}
+        return Run(self._link, chosen, begin=begin, has_own_id=exec_id is None, raw=raw, detach=detach)
 
     # Runs -------------------------------------------------------------------------------------------------------------
 
@@ -283,9 +282,7 @@ class Session:
 
         The other arguments are those of `exec`. For what has no limit in time, see `process`.
         """
-        chosen = exec_id or new_id()
-        body = command(cmd) | {"timeout_ms": timeout_ms, "exec_id": chosen, "on_disconnect": "detach"}
-        body |= {"encoding": "base64", "on_timeout": "result"} | given(
+        options = {"timeout_ms": timeout_ms, "on_timeout": "result"} | given(
             stdin=stdin or None,
             cwd=cwd,
             env=None if env is None else dict(env),
@@ -295,8 +292,7 @@ class Session:
             tty=_size(tty),
             streams=_streams(merged),
         )
-        begin = self._place.call("POST", "/exec/stream", body)
-        return Run(self._place, chosen, begin=begin, raw=raw, detach=detach)
+        return self._make_run(cmd, exec_id, options, raw=raw, detach=detach)
 
     async def process(
         self,
@@ -329,17 +325,17 @@ class Session:
             )
         )
         try:
-            await self._place.ask("POST", "/processes", body)
+            await self._endpoint.ask("POST", "/processes", body)
         except errors.SandkastenAPIError:
             raise
         except BaseException:
-            await give_up(self._place, chosen)
+            await give_up(self._endpoint, chosen)
             raise
-        return Run(self._place, chosen, begin=None, raw=raw, detach=True)
+        return Run(self._link, chosen, begin=None, raw=raw, detach=True)
 
     def run(self, exec_id: str, *, raw: bool = False) -> Run:
         """Return the run of that id, whoever began it. Nothing is asked of the server before it is used."""
-        return Run(self._place, exec_id, begin=None, raw=raw, detach=True)
+        return Run(self._link, exec_id, begin=None, raw=raw, detach=True)
 
     async def runs(
         self,
@@ -350,22 +346,22 @@ class Session:
     ) -> list[RunInfo]:
         """Return the latest runs that are kept, oldest first."""
         query = given(kind=kind, state=state, limit=limit)
-        return [RunInfo.take(each) for each in (await self._place.ask("GET", "/execs", query=query))["execs"]]
+        return [RunInfo.take(each) for each in (await self._endpoint.ask("GET", "/execs", query=query))["execs"]]
 
     async def processes(
         self, *, state: Literal["queued", "running", "ended"] | None = None, limit: int | None = None
     ) -> list[RunInfo]:
         """Return the latest background processes that are kept, oldest first."""
-        answer = await self._place.ask("GET", "/processes", query=given(state=state, limit=limit))
+        answer = await self._endpoint.ask("GET", "/processes", query=given(state=state, limit=limit))
         return [RunInfo.take(each) for each in answer["processes"]]
 
     async def ports(self) -> list[Port]:
         """Return the TCP ports on which processes of the session listen."""
-        return [Port.take(each) for each in (await self._place.ask("GET", "/ports"))["ports"]]
+        return [Port.take(each) for each in (await self._endpoint.ask("GET", "/ports"))["ports"]]
 
     async def shells(self) -> list[ShellInfo]:
         """Return the persistent shells, the default one first."""
-        return [ShellInfo.take(each) for each in (await self._place.ask("GET", "/shells"))["shells"]]
+        return [ShellInfo.take(each) for each in (await self._endpoint.ask("GET", "/shells"))["shells"]]
 
     async def shell(
         self,
@@ -383,11 +379,11 @@ class Session:
             Uncertain: the connection was lost.
         """
         body = given(name=name, shell=program, cwd=cwd, env=None if env is None else dict(env), user=user)
-        return ShellInfo.take(await self._place.ask("POST", "/shells", body, repeat=False))
+        return ShellInfo.take(await self._endpoint.ask("POST", "/shells", body, repeat=False))
 
     async def close_shell(self, name: str) -> None:
         """Close a shell that `shell` opened, with the command that runs in it."""
-        await self._place.ask("DELETE", f"/shells/{part(name)}")
+        await self._endpoint.ask("DELETE", f"/shells/{part(name)}")
 
     def terminal(
         self,
@@ -411,7 +407,7 @@ class Session:
         """
         query = given(cols=cols, rows=rows, shell=shell, terminal_id=terminal_id, cwd=cwd, user=user)
         query |= given(read_only=read_only or None, take_over=take_over or None)
-        return Terminal(self._place, query)
+        return Terminal(self._endpoint, query)
 
     # Files, as the published client has them --------------------------------------------------------------------------
 
@@ -419,11 +415,11 @@ class Session:
         """Write a small file, replacing one that is there; missing directories are made. See `files.write`."""
         data = content.encode() if isinstance(content, str) else content
         body = {"path": path, "content_base64": base64.b64encode(data).decode("ascii")}
-        await self._place.ask("POST", "/fs/write", body)
+        await self._endpoint.ask("POST", "/fs/write", body)
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> ReadResult:
         """Return the content of a small file, at most `max_bytes` of it (by default 10 MiB). See `files.read_bytes`."""
-        answer = await self._place.ask("GET", "/fs/read", query={"path": path, "max_bytes": max_bytes})
+        answer = await self._endpoint.ask("GET", "/fs/read", query={"path": path, "max_bytes": max_bytes})
         return ReadResult(
             base64.b64decode(answer["content_base64"]), answer.get("path", path), bool(answer["truncated"])
         )
@@ -457,11 +453,11 @@ class Session:
 
     async def info(self) -> SessionInfo:
         """Return the session as the server describes it, also after its end."""
-        return SessionInfo.take(await self._place.ask("GET", ""))
+        return SessionInfo.take(await self._endpoint.ask("GET", ""))
 
     async def stats(self) -> SessionStats:
         """Return the session's use of resources."""
-        return SessionStats.take(await self._place.ask("GET", "/stats"))
+        return SessionStats.take(await self._endpoint.ask("GET", "/stats"))
 
     async def update(
         self,
@@ -483,7 +479,7 @@ class Session:
             limits=limits if isinstance(limits, Unset) else dict(limits),
             env=env if isinstance(env, Unset) else dict(env),
         )
-        return SessionInfo.take(await self._place.ask("PATCH", "", body))
+        return SessionInfo.take(await self._endpoint.ask("PATCH", "", body))
 
     async def pause(self, *, auto_resume: bool = True, stop_lease: bool = False) -> SessionInfo:
         """Freeze every process of the session.
@@ -491,23 +487,24 @@ class Session:
         With `auto_resume` the next request that needs them resumes the session; `stop_lease` suspends the idle timeout.
         """
         body = {"auto_resume": auto_resume, "stop_lease": stop_lease}
-        return SessionInfo.take(await self._place.ask("POST", "/pause", body))
+        return SessionInfo.take(await self._endpoint.ask("POST", "/pause", body))
 
     async def resume(self) -> SessionInfo:
         """Thaw the processes of a paused session."""
-        return SessionInfo.take(await self._place.ask("POST", "/resume"))
+        return SessionInfo.take(await self._endpoint.ask("POST", "/resume"))
 
     async def destroy(self) -> None:
         """End the session. May be repeated."""
-        await self._place.ask("DELETE", "")
+        await self._link.close()
+        await self._endpoint.ask("DELETE", "")
 
     async def diagnostics(self) -> dict[str, Any]:  # JSON values
         """Return a diagnosis of the session, as docs/observability.md describes it."""
-        return dict(await self._place.ask("GET", "/diagnostics"))
+        return dict(await self._endpoint.ask("GET", "/diagnostics"))
 
     def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of the session. Arguments as of `SandboxClient.events`."""
-        return Events(self._place.below("/events"), cursor, types, follow=follow)
+        return Events(self._endpoint.below("/events"), cursor, types, follow=follow)
 
 
 def _mode(stateless: bool | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 from sandkasten import errors
 from sandkasten.sdk.transport import Endpoint, Lost, Pump, SocketClosed, WebSocket
 from sandkasten.sdk.types import RunEnd
-from sandkasten.sdk.wire import TERMINAL_PROTOCOL, run_end
+from sandkasten.sdk.wire import TERMINAL_PROTOCOL, read_message, run_end
 
 WINDOW_BYTES = 1024 * 1024
 """Bytes that may be on their way: a caller that takes none holds up its own view, and its memory stays bounded."""
@@ -65,7 +65,7 @@ class Terminal:
         if isinstance(message, bytes):
             self._received.append(message)
             return
-        value = json.loads(message)
+        value = read_message(message)
         match value["type"]:
             case "ready":
                 self.id, self.taken_over = value["terminal_id"], value["taken_over"]

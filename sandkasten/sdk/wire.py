@@ -7,16 +7,16 @@ the blocking client share this file.
 from __future__ import annotations
 
 import base64
-import codecs
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from sandkasten import errors
+from sandkasten.sdk.text import OutputText
 from sandkasten.sdk.types import ExecBytes, ExecResult, Output, RunEnd, StreamName, Unset
 
 JSON = {"content-type": "application/json"}
@@ -162,28 +162,26 @@ def run_end(value: Mapping[str, Any]) -> RunEnd:  # a JSON object
 
 
 class Decoder:
-    """Bytes of both streams of a run as text: half a character waits for its rest. With `raw` bytes stay bytes."""
+    """Bytes of both streams of a run as pieces of output: text, of which half a character waits for its rest, and with
+    `clean` what may be an escape sequence or a line's end, too; or the bytes as they are, with `raw`.
+    """
 
-    def __init__(self, *, raw: bool = False) -> None:
+    def __init__(self, *, raw: bool = False, clean: bool = False) -> None:
         self._raw = raw
-        self._streams: dict[StreamName, codecs.IncrementalDecoder] = {}
+        self._texts = {"stdout": OutputText(is_raw=not clean), "stderr": OutputText(is_raw=not clean)}
         self._seq = 0
 
     def feed(self, stream: StreamName, data: bytes, seq: int) -> Output | None:
-        """Return the piece of output that the bytes complete; None if they complete no character."""
-        if self._raw:
-            return Output(stream, data, seq)
+        """Return the piece of output that the bytes complete; None if they complete nothing."""
         self._seq = seq
-        decoder = self._streams.get(stream)
-        if decoder is None:
-            decoder = self._streams[stream] = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data)
+        text = data if self._raw else self._texts[stream].feed(data)
         return Output(stream, text, seq) if text else None
 
     def rest(self) -> Iterator[Output]:
-        """Yield what waits at the end of the output, as U+FFFD."""
-        for stream, decoder in self._streams.items():
-            if text := decoder.decode(b"", True):
+        """Yield what waits at the end of the output."""
+        streams: tuple[StreamName, ...] = ("stdout", "stderr")
+        for stream in streams:
+            if text := self._texts[stream].feed(b"", is_last=True):
                 yield Output(stream, text, self._seq)
 
 
@@ -249,11 +247,7 @@ class EventDecoder:
 EXEC_PROTOCOL = "sandkasten.exec.v1"
 TERMINAL_PROTOCOL = "sandkasten.terminal.v1"
 MAX_MESSAGE_BYTES = 1024 * 1024
-INPUT_BYTES = 32 * 1024
-"""Longest payload of a message of input."""
-
 _HEAD = struct.Struct(">IBQ")
-_INPUT = 0
 _STREAMS: dict[int, StreamName] = {1: "stdout", 2: "stderr"}
 _MORE = 128
 
@@ -282,13 +276,16 @@ def read_frame(message: bytes) -> Frame:
         raise errors.ConnectionFailed("the server sent a frame that is none of the protocol") from None
 
 
-def input_frames(channel: int, data: bytes) -> Iterator[bytes]:
-    """Yield the messages that send input to a run."""
-    head = _HEAD.pack(channel, _INPUT, 0)
-    for start in range(0, len(data), INPUT_BYTES):
-        yield head + data[start : start + INPUT_BYTES]
+def read_message(message: str) -> dict[str, Any]:  # JSON values
+    """Return a text message of the server.
 
-
-def text_of(parts: Iterable[str | bytes]) -> str:
-    """Return pieces of output as one text."""
-    return "".join(each if isinstance(each, str) else each.decode("utf-8", "replace") for each in parts)
+    Raises:
+        ConnectionFailed: the message is none of this protocol.
+    """
+    try:
+        value = json.loads(message)
+        if isinstance(value, dict) and isinstance(value.get("type"), str):
+            return value
+    except ValueError:
+        pass
+    raise errors.ConnectionFailed("the server sent a message that is none of the protocol")

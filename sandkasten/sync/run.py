@@ -12,9 +12,10 @@ from typing import Any, Literal, Self
 
 from sandkasten import errors
 from sandkasten.sdk.types import Output, OutputPart, RunEnd, RunInfo, StreamName, Waited
-from sandkasten.sdk.wire import Decoder, HttpCall, given, part
+from sandkasten.sdk.wire import Decoder, given, part
 from sandkasten.sync import waiting
-from sandkasten.sync.streams import EventFeed
+from sandkasten.sync.channels import Feed, RunLink
+from sandkasten.sync.streams import Piece
 from sandkasten.sync.transport import Endpoint
 
 log = logging.getLogger("sandkasten.sdk")
@@ -34,23 +35,36 @@ class Run:
     (`session.run(exec_id)`).
     """
 
-    def __init__(self, session: Endpoint, exec_id: str, *, begin: HttpCall | None, raw: bool, detach: bool) -> None:
+    def __init__(
+        self,
+        link: RunLink,
+        exec_id: str,
+        *,
+        begin: dict[str, Any] | None,
+        has_own_id: bool = False,
+        raw: bool,
+        detach: bool,
+    ) -> None:
         """Internal: use `Session.start`, `Session.process` or `Session.run`."""
-        self._session = session
-        self._place = session.below(f"/execs/{part(exec_id)}")
-        self._id = exec_id
+        self._link = link
+        self._chosen_id = exec_id
         self._begin = begin
+        self._has_own_id = has_own_id
         self._raw = raw
         self._detach = detach
         self._decoder = Decoder(raw=raw)
-        self._feed: EventFeed | None = None
+        self._feed: Feed | None = None
         self._rest: Iterator[Output] = iter(())
         self._end: RunEnd | None = None
 
     @property
     def id(self) -> str:
         """The id of the run, by which it can be found again."""
-        return self._id
+        return self._chosen_id if self._feed is None else self._feed.exec_id
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        return self._link.session.below(f"/execs/{part(self.id)}")
 
     @property
     def end(self) -> RunEnd | None:
@@ -68,28 +82,28 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._end is None and not self._detach:
-            give_up(self._session, self._id)
-        self.close()
+        is_unwanted = self._end is None and not self._detach
+        self.close(cancel=is_unwanted)
+        if is_unwanted:
+            give_up(self._link.session, self.id)
 
-    def close(self) -> None:
-        """Stop reading; the run goes on."""
-        feed, self._feed = self._feed, None
-        if feed is not None:
-            feed.close()
+    def close(self, *, cancel: bool = False) -> None:
+        """Stop reading; the run goes on, unless it is to `cancel`. A later read goes on where this one stopped."""
+        if self._feed is not None:
+            with waiting.shield(CANCEL_S):
+                self._feed.close(cancel=cancel)
 
-    def _open(self) -> EventFeed:
+    def _open(self) -> Feed:
         if self._feed is None:
-            query = {"encoding": "base64", "on_timeout": "result"}
-            begin = self._begin or self._place.call("GET", "/stream", query=query)
-            feed = EventFeed(self._session.transport, begin, is_base64=True)
+            begin, self._begin = self._begin, None
             try:
-                feed.open()
-            except BaseException:
-                if self._begin is not None:
-                    give_up(self._session, self._id)
+                self._feed = self._link.open(self._chosen_id, begin, has_own_id=self._has_own_id)
+            except errors.SandkastenAPIError:
                 raise
-            self._feed = feed
+            except BaseException:
+                if begin is not None:
+                    give_up(self._link.session, self._chosen_id)
+                raise
         return self._feed
 
     def __iter__(self) -> Iterator[Output]:
@@ -100,16 +114,25 @@ class Run:
         while True:
             if (rest := next(self._rest, None)) is not None:
                 return rest
-            if self._end is not None:
+            if (piece := self._next_piece()) is None:
                 raise StopIteration
-            feed = self._open()
-            piece = feed.next()
-            if isinstance(piece, RunEnd):
-                self._end, self._rest = piece, self._decoder.rest()
-            else:
-                assert isinstance(piece.data, bytes)
-                if (output := self._decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
-                    return output
+            if (output := self._decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
+                return output
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the output as it came from the server: bytes, with the time of each piece."""
+        while (piece := self._next_piece()) is not None:
+            yield piece
+
+    def _next_piece(self) -> Piece | None:
+        if self._end is not None:
+            return None
+        feed = self._open()
+        piece = feed.next()
+        if not isinstance(piece, RunEnd):
+            return piece
+        self._end, self._rest = piece, self._decoder.rest()
+        return None
 
     def wait(self) -> RunEnd:
         """Return the end of the run. Output that was not read by then is dropped; `output` reads it again.
@@ -118,7 +141,7 @@ class Run:
             ConnectionFailed: the connection was lost for longer than the client's timeout.
             SandkastenAPIError: the run is not kept any more, or its session has ended.
         """
-        for _ in self:
+        while self._next_piece() is not None:
             pass
         assert self._end is not None
         return self._end
@@ -142,7 +165,7 @@ class Run:
         while True:
             now_ms = _WAIT_MS if left_ms is None else min(left_ms, _WAIT_MS)
             body = condition | {"timeout_ms": max(now_ms, 1)}
-            answer = self._place.ask("POST", "/wait", body, patience_s=now_ms / 1000)
+            answer = self._endpoint.ask("POST", "/wait", body, patience_s=now_ms / 1000)
             waited = Waited.take(answer, run=RunInfo.take(answer["run"]))
             left_ms = None if left_ms is None else left_ms - now_ms
             if waited.happened or waited.run.state == "ended" or (left_ms is not None and left_ms <= 0):
@@ -150,7 +173,7 @@ class Run:
 
     def info(self) -> RunInfo:
         """Return what the server knows of the run."""
-        return RunInfo.take(self._place.ask("GET"))
+        return RunInfo.take(self._endpoint.ask("GET"))
 
     def output(self, *, offset: int = 0, limit: int | None = None, stream: StreamName | None = None) -> OutputPart:
         """Return a part of the run's kept output, of both streams in order of arrival or of one; never waits.
@@ -159,8 +182,8 @@ class Run:
         """
         query = given(offset=offset, limit=limit, stream=stream)
         headers = {"accept": "application/octet-stream"}
-        request = self._place.call("GET", "/output", query=query, headers=headers)
-        answer = self._place.transport.send(request)
+        request = self._endpoint.call("GET", "/output", query=query, headers=headers)
+        answer = self._endpoint.transport.send(request)
         numbers = {name: int(answer.headers[f"x-{name.replace('_', '-')}"]) for name in _OFFSETS}
         return OutputPart(answer.body, **numbers, is_final=answer.headers["x-is-final"] == "true")
 
@@ -189,14 +212,14 @@ class Run:
 
     def resize(self, cols: int, rows: int) -> None:
         """Give the run's terminal another size in character cells."""
-        self._place.ask("POST", "/resize", {"cols": cols, "rows": rows})
+        self._endpoint.ask("POST", "/resize", {"cols": cols, "rows": rows})
 
     def cancel(self, *, now: bool = False) -> RunInfo:
         """End the run with all that it started, and return it ended; `now` kills without asking first."""
-        return RunInfo.take(self._place.ask("POST", "/cancel", {"now": now}))
+        return RunInfo.take(self._endpoint.ask("POST", "/cancel", {"now": now}))
 
     def _order(self, name: Literal["stdin", "signal"], body: dict[str, Any]) -> None:
-        self._place.ask("POST", f"/{name}", body, repeat=False)
+        self._endpoint.ask("POST", f"/{name}", body, repeat=False)
 
 
 _CANCEL_WAITS_S = (0.05, 0.15, 0.3)

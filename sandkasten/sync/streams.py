@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,15 @@ from typing import Any, Self
 from sandkasten import errors
 from sandkasten.sdk.types import Event, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
-from sandkasten.sync import waiting
-from sandkasten.sync.transport import FIRST_WAIT_S, LONGEST_WAIT_S, SILENCE_S, Endpoint, HttpStream, Lost, Transport
+from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, Recovery, Transport
 
 
 @dataclass(slots=True)
 class Piece:
-    """Piece of output: bytes, or text if that was asked for. `timestamp` is the server's, in Unix milliseconds."""
+    """Piece of output. `timestamp` is in Unix milliseconds."""
 
     stream: StreamName
-    data: bytes | str
+    data: bytes
     seq: int
     timestamp: int
 
@@ -37,13 +35,12 @@ class ResumedEvents:
 
     def __init__(self, transport: Transport, call: HttpCall) -> None:
         self._transport = transport
-        self._call = call
-        self._call.silence_s = SILENCE_S
+        self._request = call
+        self._request.silence_s = SILENCE_S
         self._reply: HttpStream | None = None
         self._decoder = EventDecoder()
         self._events: deque[ServerEvent] = deque()
-        self._lost_at: float | None = None
-        self._wait_s = FIRST_WAIT_S
+        self._recovery = Recovery(transport.timeout)
         self.headers: Mapping[str, str] = {}
         self.last_id = call.headers.get("last-event-id", "")
 
@@ -51,9 +48,9 @@ class ResumedEvents:
         """Connect, if there is no connection. Errors as of `Transport.send`."""
         if self._reply is None:
             if self.last_id:
-                self._call.headers["last-event-id"] = self.last_id
+                self._request.headers["last-event-id"] = self.last_id
             self._decoder = EventDecoder()
-            self._reply = self._transport.open(self._call)
+            self._reply = self._transport.open(self._request)
             self.headers = self._reply.headers
 
     def next(self) -> ServerEvent:
@@ -78,7 +75,7 @@ class ResumedEvents:
                 self._recover(Lost("the server ended the stream", was_sent=True))
                 continue
             self._events.extend(self._decoder.feed(data))
-        self._lost_at, self._wait_s = None, FIRST_WAIT_S
+        self._recovery.progress()
         event = self._events.popleft()
         if event.id:
             self.last_id = event.id
@@ -86,12 +83,9 @@ class ResumedEvents:
 
     def _recover(self, error: Lost) -> None:
         self.close()
-        self._lost_at = self._lost_at or time.monotonic()
-        timeout = self._transport.timeout
-        if timeout is not None and time.monotonic() + self._wait_s >= self._lost_at + timeout:
+        if not self._request.repeat:
             raise error
-        waiting.sleep(self._wait_s)
-        self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)
+        self._recovery.wait(error)
 
     def close(self) -> None:
         """Close the connection; a further `next` opens another."""
@@ -101,30 +95,30 @@ class ResumedEvents:
 
 
 class EventFeed:
-    """Output of a run, read from an `EventStream` of chunks."""
+    """Output of a run, read from an event stream of chunks in base64."""
 
-    def __init__(self, transport: Transport, call: HttpCall, *, is_base64: bool) -> None:
-        self._events = ResumedEvents(transport, call)
-        self._is_base64 = is_base64
+    def __init__(self, transport: Transport, request: HttpCall, exec_id: str) -> None:
+        self._events = ResumedEvents(transport, request)
+        self.exec_id = exec_id
 
     def open(self) -> None:
         """Begin or join the run. Errors as of `Transport.send`."""
         self._events.open()
+        self.exec_id = self._events.headers.get("x-exec-id", self.exec_id)
 
     def next(self) -> Piece | RunEnd:
         """Return the next piece of output, or the end. A cancelled call loses no output.
 
         Raises:
             SandkastenStreamError: the server ends the stream with an error.
-            Others as of `EventStream.next`.
+            Others as of `ResumedEvents.next`.
         """
         while True:
             event = self._events.next()
             if event.name == "chunk":
                 value: Mapping[str, Any] = event.value
-                chunk = value["chunk"]
                 seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
-                data = base64.b64decode(chunk) if self._is_base64 else chunk
+                data = base64.b64decode(value["chunk"])
                 return Piece(value.get("stream", "stdout"), data, seq, value.get("timestamp", 0))
             if event.name == "done":
                 self.close()
@@ -133,8 +127,8 @@ class EventFeed:
                 self.close()
                 raise errors.api_error(event.data, None, streamed=True)
 
-    def close(self) -> None:
-        """Leave the run alone."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Leave the run, which goes on; `cancel` makes no difference, since the server waits for no reader then."""
         self._events.close()
 
 

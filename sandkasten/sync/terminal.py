@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from sandkasten import errors
 from sandkasten.sdk.types import RunEnd
-from sandkasten.sdk.wire import TERMINAL_PROTOCOL, run_end
+from sandkasten.sdk.wire import TERMINAL_PROTOCOL, read_message, run_end
 from sandkasten.sync.transport import Endpoint, Lost, Pump, SocketClosed, WebSocket
 
 WINDOW_BYTES = 1024 * 1024
@@ -66,7 +66,7 @@ class Terminal:
         if isinstance(message, bytes):
             self._received.append(message)
             return
-        value = json.loads(message)
+        value = read_message(message)
         match value["type"]:
             case "ready":
                 self.id, self.taken_over = value["terminal_id"], value["taken_over"]

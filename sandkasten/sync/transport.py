@@ -216,17 +216,20 @@ class Transport:
         return f"the connection to {self.base_url} was lost ({error or type(error).__name__})"
 
     def websocket(self, request: HttpCall, protocol: str) -> WebSocket:
-        """Open a WebSocket; the caller closes it. `request` is without the headers of the handshake.
+        """Open a WebSocket, at one attempt; the caller closes it. `request` is without the headers of the handshake.
 
         Raises:
-            SandkastenAPIError: the server, or a proxy before it, refuses.
-            Others as of `send`.
+            SandkastenAPIError: the server refuses, or a proxy before it, then without a leaf.
+            Lost: no server answers, or the connection was lost.
+            DeadlineExceeded: there is no answer within the client's timeout.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode("ascii")
         request.headers |= {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
         request.headers |= {"sec-websocket-key": key, "sec-websocket-protocol": protocol}
-        answer, response = self._exchange(request, is_whole=False)
-        assert response is not None
+        answer, response = self._attempt(request, self.timeout, is_whole=False)
+        self._was_reached = True
+        if response is None:
+            raise answer.error
         if answer.status != 101:
             with waiting.shield(WRITE_S):
                 response.close()
@@ -391,6 +394,28 @@ class WebSocket:
                 pass
             self._is_closed = True
             self._response.close()
+
+
+class Recovery:
+    """Waits between the connections of a stream: longer ones while nothing comes, for `timeout` seconds at most."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._lost_at: float | None = None
+        self._wait_s = FIRST_WAIT_S
+
+    def progress(self) -> None:
+        """Forget earlier losses, since something came."""
+        self._lost_at, self._wait_s = None, FIRST_WAIT_S
+
+    def wait(self, error: errors.SandkastenError) -> None:
+        """Wait before the next connection. Raises the error if the time is over."""
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        if self._timeout is not None and now + self._wait_s >= self._lost_at + self._timeout:
+            raise error
+        waiting.sleep(self._wait_s * random.uniform(0.5, 1.0))
+        self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)
 
 
 class Pump:

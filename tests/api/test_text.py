@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.resources.run_output import MAX_STRING_CHARS, OutputText
+from sandkasten.sdk.text import MAX_STRING_CHARS, OutputText
 
 
 def whole(data: bytes, *, is_raw: bool = False) -> str:

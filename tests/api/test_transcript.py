@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sandkasten.api.resources.run_output import MAX_HELD_BYTES, OutputFormat, OutputText, Position, Transcript
+from sandkasten.api.resources.run_output import MAX_HELD_BYTES, OutputFormat, Position, Transcript
 from sandkasten.model import Output, Stream
+from sandkasten.sdk.text import OutputText
 
 TEXT = OutputFormat()
 RAW = OutputFormat(is_raw=True)

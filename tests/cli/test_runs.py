@@ -10,6 +10,8 @@ import pytest
 
 from tests.cli.command import Command
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.mark.parametrize(
     ("options", "words", "status", "said"),

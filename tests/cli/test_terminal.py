@@ -17,6 +17,8 @@ from tests.cli.command import Command, Terminal
 from tests.e2e.daemon import Daemon
 from tests.waiting import patience
 
+pytestmark = pytest.mark.e2e
+
 DETACH = b"\x10\x11"
 ECHO_KEYS = (
     "import os, tty; tty.setraw(0); os.write(1, b'ready')\n"

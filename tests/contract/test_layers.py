@@ -46,10 +46,11 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("client"),
         Layer("session"),
         Layer("run", "files", "terminal"),
+        Layer("channels"),
         Layer("streams"),
         Layer("transport"),
-        Layer("wire", "waiting"),
-        Layer("types"),
+        Layer("wire", "waiting", "archives"),
+        Layer("types", "text"),
     ),
     "sandkasten.api": (
         Layer("app"),

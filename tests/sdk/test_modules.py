@@ -23,7 +23,7 @@ def test_the_twin_is_made_anew(module: str) -> None:
 
 def test_all_modules_have_a_twin_or_are_shared() -> None:
     """A new module of the asynchronous client is thought of."""
-    shared = {"__init__", "wire", "types", twin.BY_HAND}
+    shared = {"__init__", "archives", "wire", "text", "types", twin.BY_HAND}
     assert {path.stem for path in twin.SOURCE.glob("*.py")} == {*twin.MODULES, *shared}
     assert {path.stem for path in twin.TARGET.glob("*.py")} == {*twin.MODULES, "__init__", twin.BY_HAND}
 
@@ -41,7 +41,7 @@ def test_both_have_the_same_interface(name: str) -> None:
 
 def test_the_part_by_hand_has_all_names() -> None:
     """Each primitive is there for both."""
-    assert {"Lock", "Condition", "sleep", "shield", "in_thread"} <= set(vars(waiting)) & set(vars(blocking))
+    assert {"Lock", "Condition", "sleep", "shield", "in_thread", "FileOf"} <= set(vars(waiting)) & set(vars(blocking))
 
 
 _SERVER = (

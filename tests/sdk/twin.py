@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE, TARGET = ROOT / "sandkasten/sdk", ROOT / "sandkasten/sync"
-MODULES = ("client", "files", "run", "session", "streams", "terminal", "transport")
+MODULES = ("channels", "client", "files", "run", "session", "streams", "terminal", "transport")
 BY_HAND = "waiting"
 """The module whose twin is written by hand, since the primitives differ."""
 
@@ -33,14 +33,23 @@ _NAMES = {
     "aread": "read",
     "handle_async_request": "handle_request",
 }
-_TWINS = re.compile(rf"sandkasten\.sdk(?=\.(?:{'|'.join((*MODULES, BY_HAND))})\b| import {BY_HAND})")
+_TWINS = re.compile(
+    rf"sandkasten\.sdk(?=\.(?:{'|'.join((*MODULES, BY_HAND))})\b| import (?:{BY_HAND}|SandboxClient)\b)"
+)
 _WORDS = re.compile(r"\b(?:async (?=with|for)|await )")
 _HEAD = "# Made from sandkasten/sdk/{}.py by tests/sdk/twin.py, not to be edited.\n"
 
 
 def make(module: str) -> str:
     """Return the text of a module's twin."""
-    text = _TWINS.sub("sandkasten.sync", (SOURCE / f"{module}.py").read_text())
+    head, mark, rest = rewrite((SOURCE / f"{module}.py").read_text()).partition("from __future__")
+    made = _ruff("check", "--fix", "--quiet", "--select", "I,F401", text=f"{head}{_HEAD.format(module)}{mark}{rest}")
+    return _ruff("format", "--quiet", text=made)
+
+
+def rewrite(text: str) -> str:
+    """Return a text for the asynchronous client as one for the blocking client."""
+    text = _TWINS.sub("sandkasten.sync", text)
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -54,9 +63,7 @@ def make(module: str) -> str:
         else:
             parts.append(_rename(token))
         done = end
-    head, mark, rest = "".join(parts).partition("from __future__")
-    made = _ruff("check", "--fix", "--quiet", "--select", "I,F401", text=f"{head}{_HEAD.format(module)}{mark}{rest}")
-    return _ruff("format", "--quiet", text=made)
+    return "".join(parts)
 
 
 def _rename(token: tokenize.TokenInfo) -> str:

@@ -1,0 +1,167 @@
+"""Local directories as archives: packed piece by piece, and unpacked from an archive that a sandbox made.
+
+What comes from a sandbox is hostile. Names lead nowhere but below the directory and through no link, links that lead
+out of it are left out, and so are devices, FIFOs and set-id bits. These functions block: clients run them in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from sandkasten import errors
+from sandkasten.sdk.types import UnpackedArchive
+
+PIECE_BYTES = 1024 * 1024
+_BLOCK = 512
+_MODE_BITS = 0o777
+
+
+def pack(root: Path) -> Iterator[bytes]:
+    """Yield a directory as a tar archive (pax), in pieces of about `PIECE_BYTES`.
+
+    Links are packed as links. A file that changes meanwhile is cut, or filled with zeros, as tar(1) does.
+
+    Raises:
+        OSError: a file or directory can't be read.
+    """
+    gathered = bytearray()
+    for path in _below(root):
+        info = _describe(root, path)
+        if info is None:
+            continue
+        gathered += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        if info.isreg():
+            with path.open("rb") as file:
+                left = info.size
+                while left:
+                    data = file.read(min(PIECE_BYTES, left)) or bytes(min(PIECE_BYTES, left))
+                    left -= len(data)
+                    gathered += data
+                    if len(gathered) >= PIECE_BYTES:
+                        yield bytes(gathered)
+                        gathered.clear()
+            gathered += bytes(-info.size % _BLOCK)
+    yield bytes(gathered) + bytes(2 * _BLOCK)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    for entry in sorted(directory.iterdir()):
+        yield entry
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _below(entry)
+
+
+def _describe(root: Path, path: Path) -> tarfile.TarInfo | None:
+    """Return the head of a member; None for what is neither a file, a directory nor a link."""
+    found = path.lstat()
+    info = tarfile.TarInfo(path.relative_to(root).as_posix())
+    info.mode, info.mtime = stat.S_IMODE(found.st_mode) & _MODE_BITS, int(found.st_mtime)
+    if stat.S_ISREG(found.st_mode):
+        info.size = found.st_size
+    elif stat.S_ISDIR(found.st_mode):
+        info.type = tarfile.DIRTYPE
+    elif stat.S_ISLNK(found.st_mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+    else:
+        return None
+    return info
+
+
+def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
+    """Unpack a tar archive that is read once, from its begin on, into a directory, which is made if it is missing.
+
+    Raises:
+        ConnectionFailed: the archive is damaged.
+        OSError: a file can't be written, or a name leads through a local link.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    entries = size = skipped = 0
+    modes: list[tuple[Path, int]] = []
+    try:
+        with tarfile.open(fileobj=archive, mode="r|", bufsize=PIECE_BYTES) as tar:
+            for member in tar:
+                parts = [part for part in PurePosixPath(member.name).parts if part != "."]
+                if not parts:
+                    continue
+                if ".." in parts or parts[0] == "/" or not _write(tar, member, root, parts, modes):
+                    skipped += 1
+                    continue
+                entries, size = entries + 1, size + member.size
+    except (tarfile.TarError, EOFError) as error:
+        raise errors.ConnectionFailed(f"the archive is damaged: {error}") from error
+    for path, mode in reversed(modes):  # last, since a directory may be closed to its owner
+        path.chmod(mode)
+    return UnpackedArchive(entries, size, skipped)
+
+
+def _write(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path, parts: list[str], modes: list[tuple[Path, int]]
+) -> bool:
+    """Write a member, in place of what is there; tell whether it is of a kind that is written."""
+    place = root
+    for part in parts[:-1]:
+        place = place / part
+        if place.is_symlink() or not place.is_dir():
+            _remove(place)
+            place.mkdir()
+    place = place / parts[-1]
+    mode = member.mode & _MODE_BITS
+    if member.isdir():
+        if place.is_symlink() or not place.is_dir():
+            _remove(place)
+            place.mkdir()
+        modes.append((place, mode))
+        return True
+    if member.issym() and _stays(parts, member.linkname):
+        _remove(place)
+        place.symlink_to(member.linkname)
+        return True
+    if member.islnk():
+        return _link(root, place, member.linkname)
+    if not member.isreg():
+        return False
+    _remove(place)
+    content = tar.extractfile(member)
+    assert content is not None  # of a regular file there is one
+    with place.open("xb") as file:
+        while data := content.read(PIECE_BYTES):
+            file.write(data)
+        os.fchmod(file.fileno(), mode)
+    os.utime(place, (member.mtime, member.mtime))
+    return True
+
+
+def _stays(parts: list[str], target: str) -> bool:
+    """Tell whether a link leads to a name below the directory."""
+    if target.startswith("/"):
+        return False
+    depth = len(parts) - 1
+    for part in PurePosixPath(target).parts:
+        depth += -1 if part == ".." else 1
+        if depth < 0:
+            return False
+    return True
+
+
+def _link(root: Path, place: Path, target: str) -> bool:
+    """Link a name to a file that was unpacked before; tell whether there is one."""
+    parts = [part for part in PurePosixPath(target).parts if part != "."]
+    found = root.joinpath(*parts)
+    if ".." in parts or any(each.is_symlink() for each in (found, *found.parents) if each.is_relative_to(root)):
+        return False
+    if not found.is_file():
+        return False
+    _remove(place)
+    os.link(found, place)
+    return True
+
+
+def _remove(place: Path) -> None:
+    """Remove a file or link that is in the way; a directory in the way is an error of the system."""
+    if place.is_symlink() or place.exists():
+        place.unlink()

@@ -1,0 +1,333 @@
+"""Output of runs over one WebSocket per session, with server-sent events where no WebSocket passes.
+
+The first run that is followed opens the WebSocket (docs/websocket.md), further ones share it, and it stays open for the
+next. It has no task of its own: whoever waits for output reads for all. So an unused one is closed by the server after
+two minutes, and the next run opens another. A caller that takes no output gives no credit: its run is held up, and at
+most `CREDIT_BYTES` of it are in memory.
+"""
+
+# Made from sandkasten/sdk/channels.py by tests/sdk/twin.py, not to be edited.
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandkasten import errors
+from sandkasten.sdk.types import RunEnd
+from sandkasten.sdk.wire import EXEC_PROTOCOL, Frame, part, read_frame, read_message, run_end
+from sandkasten.sync import waiting
+from sandkasten.sync.streams import EventFeed, Piece
+from sandkasten.sync.transport import Endpoint, Lost, Pump, Recovery, SocketClosed, WebSocket
+
+log = logging.getLogger("sandkasten.sdk")
+
+CREDIT_BYTES = 1024 * 1024
+"""Output of one run that may be on its way or wait for its caller."""
+FRAME_BYTES = 64 * 1024
+CHANNELS = 60
+"""Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
+_IDLE_S = 100.0
+"""Age at which an unused WebSocket is not used again: the server closes it after 120 s."""
+_REFUSALS = 2
+"""Handshakes that may fail before WebSockets count as impossible."""
+
+
+@dataclass(frozen=True)
+class OutputPlace:
+    """A place in a run's output: whole pieces up to `after` were taken, and `cut` bytes of the next one."""
+
+    after: int = 0
+    cut: int = 0
+
+
+@dataclass
+class RunChannel:
+    """State of one run on one WebSocket: what came, from `start` on, and was not taken."""
+
+    number: int
+    start: OutputPlace
+    pieces: deque[tuple[Piece, OutputPlace]] = field(default_factory=deque)
+    """Output, each piece with the position behind it."""
+    exec_id: str = ""
+    end: RunEnd | None = None
+    error: errors.SandkastenError | None = None
+    partial: tuple[int, int] = (0, 0)
+    """The piece that came in part, and the size of the part."""
+
+    def has_news(self) -> bool:
+        """Tell whether there is something to take."""
+        return bool(self.pieces) or self.end is not None or self.error is not None
+
+    def add(self, frame: Frame) -> None:
+        """Keep a frame's bytes, but for those that were taken over an earlier connection."""
+        came = self.partial[1] if self.partial[0] == frame.seq else 0
+        twice = max(self.start.cut - came, 0) if frame.seq == self.start.after + 1 else 0
+        came += len(frame.data)
+        self.partial = (frame.seq, came) if frame.more else (0, 0)
+        if fresh := bytes(frame.data[twice:]):
+            place = OutputPlace(frame.seq - 1, came) if frame.more else OutputPlace(frame.seq)
+            self.pieces.append((Piece(frame.stream, fresh, frame.seq, int(time.time() * 1000)), place))
+
+    def tell(self, value: Mapping[str, Any], message: str) -> None:
+        """Keep what a text message says of the run."""
+        match value["type"]:
+            case "started":
+                self.exec_id = value["exec_id"]
+            case "exit":
+                self.end = run_end(value)
+            case "error" if value.get("final"):
+                self.error = errors.api_error(message, None, streamed=True)
+
+
+class ExecSocket:
+    """A WebSocket with the channels of runs."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self._socket = socket
+        self.pump = Pump(socket, self._take)
+        self.channels: dict[int, RunChannel] = {}
+        self._last = 0
+        self._used_at = time.monotonic()
+
+    @property
+    def is_usable(self) -> bool:
+        is_fresh = bool(self.channels) or time.monotonic() - self._used_at < _IDLE_S
+        return self.pump.failure is None and is_fresh
+
+    def _take(self, message: str | bytes) -> None:
+        if isinstance(message, bytes):
+            frame = read_frame(message)
+            if (channel := self.channels.get(frame.channel)) is not None:
+                channel.add(frame)
+            return
+        value = read_message(message)
+        if (channel := self.channels.get(value.get("id", 0))) is not None:
+            channel.tell(value, message)
+
+    def open(self, start: OutputPlace) -> RunChannel:
+        """Return a new channel for a run whose output was taken up to `start`."""
+        self._last += 1
+        channel = self.channels[self._last] = RunChannel(self._last, start)
+        return channel
+
+    def leave(self, channel: RunChannel) -> None:
+        """Forget a channel; what still comes for it is dropped."""
+        self.channels.pop(channel.number, None)
+        self._used_at = time.monotonic()
+
+    def say(self, channel: RunChannel, **message: object) -> None:
+        """Send a message of a channel. Raises `Lost`."""
+        try:
+            self._socket.send(json.dumps({"id": channel.number, **message}, separators=(",", ":")))
+        except Lost as error:
+            self.pump.failure = self.pump.failure or error
+            raise
+
+    def close(self) -> None:
+        """Close the connection; runs that use it go on, over another."""
+        self.pump.failure = self.pump.failure or Lost("the connection is closed", was_sent=False)
+        self._socket.close()
+
+
+class RunLink:
+    """The way to the output of a session's runs."""
+
+    def __init__(self, session: Endpoint) -> None:
+        self.session = session
+        self.has_ids = True
+        """Whether the session still takes ids from clients."""
+        self._lock = waiting.Lock()
+        self._socket: ExecSocket | None = None
+        self._refusals = 0
+
+    def open(self, exec_id: str, begin: dict[str, Any] | None, *, has_own_id: bool = True) -> Feed:
+        """Begin a run with the fields of `begin`, or follow the run of that id, and return its output.
+
+        `has_own_id`: the id is the SDK's, so that the run may begin without it where the session takes no more ids.
+        """
+        feed: Feed = ChannelFeed(self, exec_id, begin, has_own_id=has_own_id)
+        if self._refusals < _REFUSALS:
+            try:
+                feed.open()
+                return feed
+            except errors.SandkastenAPIError as error:
+                if errors.leaf_of(error.code) is not None:
+                    raise  # the server's own refusal, which it would repeat
+                self._refusals = _REFUSALS
+            except Lost:
+                self._refusals += 1
+            except _Crowded:
+                pass
+        feed = self._events(exec_id, begin)
+        try:
+            feed.open()
+        except errors.ExecIdsExhausted:
+            if not has_own_id or begin is None:
+                raise
+            self.go_on_without_ids()
+            feed = self._events(exec_id, without_id(begin))
+            feed.open()
+        return feed
+
+    def _events(self, exec_id: str, begin: dict[str, Any] | None) -> EventFeed:
+        if begin is None:
+            query = {"encoding": "base64", "on_timeout": "result"}
+            request = self.session.call("GET", f"/execs/{part(exec_id)}/stream", query=query)
+        else:
+            body = begin | {"encoding": "base64"}
+            request = self.session.call("POST", "/exec/stream", body, repeat="exec_id" in begin)
+        return EventFeed(self.session.transport, request, exec_id)
+
+    def go_on_without_ids(self) -> None:
+        """Send no more ids: the session has reached the number that it keeps. Said once."""
+        if self.has_ids:
+            self.has_ids = False
+            log.warning("%s takes no more ids: its commands are not repeated from now on", self.session.path)
+
+    def socket(self) -> ExecSocket:
+        """Return the session's WebSocket, opened if there is none.
+
+        Raises:
+            _Crowded: it has all the channels that it may have.
+            Others as of `Transport.websocket`.
+        """
+        with self._lock:
+            if self._socket is None or not self._socket.is_usable:
+                if self._socket is not None:
+                    self._socket.close()
+                    self._socket = None
+                request = self.session.call("GET", "/exec/ws")
+                self._socket = ExecSocket(self.session.transport.websocket(request, EXEC_PROTOCOL))
+                self._refusals = 0
+            if len(self._socket.channels) >= CHANNELS:
+                raise _Crowded
+            return self._socket
+
+    def close(self) -> None:
+        """Close the WebSocket, if there is one."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+
+
+class _Crowded(Exception):
+    """The session's WebSocket has no channel left."""
+
+
+class ChannelFeed:
+    """Output of a run over the session's WebSocket, attached anew where a connection was lost."""
+
+    def __init__(self, link: RunLink, exec_id: str, begin: dict[str, Any] | None, *, has_own_id: bool) -> None:
+        self._link = link
+        self._begin = begin
+        self._has_own_id = has_own_id
+        self._recovery = Recovery(link.session.transport.timeout)
+        self._joined: tuple[ExecSocket, RunChannel] | None = None
+        self._has_begun = begin is None
+        self._position = OutputPlace()
+        self._taken = 0
+        self.exec_id = exec_id
+
+    def open(self) -> None:
+        """Begin or join the run, if this was not done. Errors as of `RunLink.socket`."""
+        self._join()
+
+    def _join(self) -> tuple[ExecSocket, RunChannel]:
+        if self._joined is not None:
+            return self._joined
+        socket = self._link.socket()
+        channel = socket.open(self._position)
+        try:
+            if self._has_begun:
+                join = {"type": "attach", "exec_id": self.exec_id, "after": self._position.after}
+            else:
+                join = {"type": "start", **(self._begin or {})}
+            socket.say(channel, **join, credit=CREDIT_BYTES, max_frame=FRAME_BYTES)
+        except BaseException:
+            socket.leave(channel)
+            raise
+        self._joined = socket, channel
+        return self._joined
+
+    def next(self) -> Piece | RunEnd:
+        """Return the next piece of output, or the end. A cancelled call loses no output.
+
+        Raises:
+            SandkastenStreamError: the run ended with an error, or can't be followed any more.
+            ConnectionFailed: the connection was lost for longer than the client's timeout.
+        """
+        while True:
+            try:
+                socket, channel = self._join()
+                socket.pump.until(channel.has_news)
+            except (Lost, SocketClosed, _Crowded) as error:
+                self._leave()
+                if not self._has_begun and "exec_id" not in (self._begin or {}):
+                    raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
+                self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
+                continue
+            if channel.pieces:
+                self._recovery.progress()
+                piece, self._position = channel.pieces.popleft()
+                self._taken += len(piece.data)
+                if self._taken >= CREDIT_BYTES // 8:
+                    self._grant(socket, channel)
+                return piece
+            self._leave()
+            if channel.end is not None:
+                return channel.end
+            assert channel.error is not None
+            if not self._has_begun and isinstance(channel.error, errors.Capacity | errors.QuotaExceeded):
+                self._recovery.wait(channel.error)  # a refused command has not begun
+                continue
+            if not (isinstance(channel.error, errors.ExecIdsExhausted) and self._has_own_id and self._begin):
+                raise channel.error
+            self._link.go_on_without_ids()
+            self._begin, self._has_own_id = without_id(self._begin), False
+
+    def _grant(self, socket: ExecSocket, channel: RunChannel) -> None:
+        granted, self._taken = self._taken, 0
+        try:
+            socket.say(channel, type="credit", bytes=granted)
+        except Lost:
+            pass  # the next call finds the connection lost, and what has come is handed out before
+
+    def _leave(self) -> None:
+        if self._joined is None:
+            return
+        (socket, channel), self._joined = self._joined, None
+        self._taken = 0
+        if channel.exec_id:
+            self.exec_id, self._has_begun = channel.exec_id, True
+        socket.leave(channel)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Leave the run, which goes on unless it is to `cancel`; a further `next` goes on behind what was taken."""
+        if self._joined is None:
+            return
+        socket, channel = self._joined
+        self._leave()
+        if channel.end is not None or channel.error is not None:
+            return
+        try:
+            if cancel:
+                socket.say(channel, type="cancel")
+            elif channel.exec_id:
+                socket.say(channel, type="detach")
+            else:  # a run that has not begun can't be detached; the other runs are attached again
+                socket.close()
+        except Lost:
+            pass
+
+
+def without_id(begin: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run for a session that takes no more ids: one that is lost is cancelled."""
+    return {name: value for name, value in begin.items() if name != "exec_id"} | {"on_disconnect": "cancel"}
+
+
+Feed = ChannelFeed | EventFeed

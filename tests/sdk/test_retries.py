@@ -1,0 +1,266 @@
+"""The table of repetitions: a connection that is cut at any byte costs no result and repeats no effect."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from sandkasten import errors
+from sandkasten.config.values import RunsSettings
+from sandkasten.model import SessionSpec, Stream
+from sandkasten.sdk import SandboxClient, Session, channels, transport
+from tests.api.harness import KEY, RunningTree, running_front
+from tests.fakes.runner import Script
+from tests.sdk.proxy import Cut, Proxy, running_proxy
+from tests.waiting import patience, until
+
+OUTPUT = "grüße aus dem Sandkasten\n"
+HELLO = Script([(Stream.STDOUT, OUTPUT[:3].encode()), (Stream.STDOUT, OUTPUT[3:].encode())])
+Use = Callable[[SandboxClient], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for milliseconds between attempts: the waits themselves are not what is tested here."""
+    monkeypatch.setattr(transport, "FIRST_WAIT_S", 0.002)
+    monkeypatch.setattr(transport, "LONGEST_WAIT_S", 0.01)
+
+
+@asynccontextmanager
+async def behind_proxy() -> AsyncIterator[tuple[RunningTree, Proxy, str]]:
+    """Serve scripted sandboxes behind a proxy, with one session."""
+    async with running_front() as running, running_proxy(running.port) as proxy:
+        running.tree.scripts["hello"] = HELLO
+        session = await running.supervisor.create(SessionSpec())
+        yield running, proxy, session.id
+
+
+def client_of(proxy: Proxy) -> SandboxClient:
+    """Return a client that goes through the proxy and has reached the server before."""
+    client = SandboxClient(base_url=proxy.url, api_key=KEY, timeout=patience(5))
+    client._transport._was_reached = True
+    return client
+
+
+async def cut_everywhere(proxy: Proxy, use: Use, *, step: int = 1) -> None:
+    """Use fresh clients whose first connection is cut after 0, 1, 2… bytes of the request, then of the answer."""
+    async with client_of(proxy) as client:
+        requested, answered = proxy.requested, proxy.answered
+        await use(client)
+    for of_request, size in ((True, proxy.requested - requested), (False, proxy.answered - answered)):
+        assert size > 100
+        for at in range(0, size, step):
+            proxy.cuts = [Cut(at, of_request, is_reset=at // step % 2 == 1)]
+            with trio.fail_after(patience(20)):
+                async with client_of(proxy) as client:
+                    await use(client)
+    proxy.cuts = []
+
+
+async def test_a_command_runs_once_wherever_its_connection_is_cut() -> None:
+    """Its result is whole, and PID 1 saw it once: the repetition joins the run."""
+    async with behind_proxy() as (running, proxy, session):
+        uses = 0
+
+        async def use(client: SandboxClient) -> None:
+            nonlocal uses
+            uses += 1
+            result = await Session(client, session).exec("hello")
+            assert (result.output, result.exit_code) == (OUTPUT, 0)
+
+        await cut_everywhere(proxy, use)
+        assert len(running.tree.runs) == uses > 500
+
+
+@pytest.mark.parametrize("websockets", [True, False], ids=["websocket", "events"])
+async def test_a_stream_goes_on_where_its_connection_was_cut(websockets: bool) -> None:
+    """Each byte of the output comes once, over a WebSocket and as events, and the command runs once."""
+    async with behind_proxy() as (running, proxy, session):
+        proxy.refuses_websockets = not websockets
+        uses = 0
+
+        async def use(client: SandboxClient) -> None:
+            nonlocal uses
+            uses += 1
+            chunks = [chunk async for chunk in Session(client, session).exec_stream("hello")]
+            assert "".join(chunk.output for chunk in chunks) == OUTPUT
+            assert chunks[-1].done
+
+        await cut_everywhere(proxy, use, step=7)
+        assert len(running.tree.runs) == uses > 60
+
+
+async def test_a_create_makes_one_session_wherever_its_connection_is_cut() -> None:
+    """The repetition gets the session of the lost request."""
+    async with behind_proxy() as (running, proxy, _session):
+        uses = 0
+
+        async def use(client: SandboxClient) -> None:
+            nonlocal uses
+            uses += 1
+            box = await client.create_session(labels={"a": "b"})
+            live = [each.id async for each in client.sessions(label="a=b")]
+            assert live == [box.id]
+            await box.destroy()
+
+        await cut_everywhere(proxy, use, step=23)
+        assert len(running.tree.runners) == 1 + uses > 50
+
+
+async def test_idempotent_requests_are_repeated() -> None:
+    """Reading, writing, starting a process, and removing what the lost request has removed."""
+    async with behind_proxy() as (running, proxy, session):
+        running.tree.scripts["server"] = Script(hold=trio.Event())
+        made = 0
+
+        async def use(client: SandboxClient) -> None:
+            nonlocal made
+            box = Session(client, session)
+            await box.write("f", OUTPUT)
+            assert (await box.files.write("g", io.BytesIO(OUTPUT.encode()))).size == len(OUTPUT.encode())
+            assert (await box.read("f")).content.decode() == await box.files.read_text("g") == OUTPUT
+            await box.shell(f"s{made}")
+            await box.close_shell(f"s{made}")
+            made += 1
+            run = await box.process("server")
+            assert (await run.cancel()).state == "ended"
+            assert (await box.info()).status == "running"
+
+        # Opening a shell is not repeated, so the connection is cut while the first request is under way.
+        async with client_of(proxy) as client:
+            await use(client)
+        for of_request in (True, False):
+            for at in range(0, 150, 10):
+                proxy.cuts = [Cut(at, of_request)]
+                async with client_of(proxy) as client:
+                    await use(client)
+        assert len(running.tree.runs) == made
+
+
+async def test_what_is_not_repeated_is_uncertain_or_done() -> None:
+    """Input and signals reach the run at most once; the error says how much was acknowledged."""
+    async with behind_proxy() as (running, proxy, session):
+        running.tree.scripts["cat"] = Script(echo=True, ignores=frozenset({10}))
+        outcomes = set()
+        async with client_of(proxy) as steady:
+            process = await Session(steady, session).process("cat")
+            (run,) = running.tree.runs
+            for of_request in (True, False):
+                for at in range(0, 400, 40):
+                    before = len(run.stdin), len(run.signals)
+                    for order, took in (("send", 0), ("signal", 1)):
+                        proxy.cuts = [Cut(at, of_request)]
+                        async with client_of(proxy) as client:
+                            again = Session(client, session).run(process.id)
+                            try:
+                                await (again.send("x") if order == "send" else again.signal("USR1"))
+                            except errors.Uncertain:
+                                outcomes.add((order, "uncertain"))
+                            else:
+                                outcomes.add((order, "done"))
+                                assert len(run.stdin if took == 0 else run.signals) == before[took] + 1
+                    assert len(run.stdin) <= before[0] + 1
+                    assert len(run.signals) <= before[1] + 1
+            proxy.cuts = []
+            await process.cancel()
+        assert outcomes == {(order, how) for order in ("send", "signal") for how in ("uncertain", "done")}
+
+
+async def test_an_upload_is_repeated_if_its_source_can_be_had_again() -> None:
+    """A file is read anew; of an iterator nobody knows what arrived, if its connection is lost."""
+    async with behind_proxy() as (_running, proxy, session):
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(64):
+                yield bytes(16 * 1024)
+
+        async with client_of(proxy) as client:
+            box = Session(client, session)
+            proxy.cuts = [Cut(500_000, of_request=True)]
+            assert (await box.files.write("f", io.BytesIO(bytes(1024 * 1024)))).size == 1024 * 1024
+        async with client_of(proxy) as client:
+            proxy.cuts = [Cut(500_000, of_request=True)]
+            with pytest.raises(errors.Uncertain):
+                await Session(client, session).files.write("g", pieces())
+        async with client_of(proxy) as client:
+            assert (await Session(client, session).files.write("g", pieces())).size == 1024 * 1024
+
+
+async def test_a_session_that_takes_no_more_ids_is_used_without(caplog: pytest.LogCaptureFixture) -> None:
+    """Commands and streams go on, which is said once; then they are not repeated."""
+    async with (
+        running_front(runs=RunsSettings(max_exec_ids=2, keep_mb=1)) as running,
+        running_proxy(running.port) as proxy,
+    ):
+        running.tree.scripts["hello"] = HELLO
+        caplog.set_level("WARNING")
+        async with client_of(proxy) as client, await client.create_session() as box:
+            other = await client.get_session(box.id)
+            running.tree.scripts["much"] = Script([(Stream.STDOUT, bytes(700_000))])
+            for _ in range(5):  # what is kept of a run does not count
+                assert (await box.exec("much")).bytes_total == 700_000
+            for each in (box, other, other):
+                text = "".join([chunk.output async for chunk in each.exec_stream("hello")])
+                assert text == OUTPUT
+            proxy.refuses_websockets = True
+            third = await client.get_session(box.id)
+            assert "".join([chunk.output async for chunk in third.exec_stream("hello")]) == OUTPUT
+            said = [record.message for record in caplog.records if record.name == "sandkasten.sdk"]
+            assert said == [f"/v1/sessions/{box.id} takes no more ids: its commands are not repeated from now on"] * 3
+            with pytest.raises(errors.ExecIdsExhausted):
+                await box.exec("hello", exec_id="mine")
+            await client._transport._pool.aclose()
+            proxy.cuts = [Cut(100, of_request=False)]
+            with pytest.raises(errors.Uncertain):
+                await box.exec("hello")
+            proxy.cuts = []
+
+
+async def test_a_slow_reader_holds_up_the_command_and_not_the_memory() -> None:
+    """Without credit the run stops; with each piece that is taken it goes on."""
+    async with behind_proxy() as (running, proxy, session):
+        piece = bytes(64 * 1024)
+        running.tree.scripts["much"] = Script([(Stream.STDOUT, piece)], repeat=128)
+        async with client_of(proxy) as client:
+            box = Session(client, session)
+            async with box.start("much", raw=True) as run:
+                first = await anext(run)
+                (began,) = running.tree.runs
+                with trio.move_on_after(0.5):
+                    await began.ended.wait()
+                assert not began.ended.is_set()
+                assert proxy.answered < 3 * 1024 * 1024
+                rest = [len(each.data) async for each in run]
+                assert len(first.data) + sum(rest) == 128 * len(piece)
+            assert run.end is not None
+
+
+async def test_runs_share_one_websocket_and_further_ones_take_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection takes a number of runs; nobody notices when there are more."""
+    monkeypatch.setattr(channels, "CHANNELS", 10)
+    async with behind_proxy() as (running, proxy, session):
+        release = trio.Event()
+        running.tree.scripts["held"] = Script([(Stream.STDOUT, b"x")], hold=release)
+        async with client_of(proxy) as client, trio.open_nursery() as nursery:
+            box = Session(client, session)
+            ended: list[str] = []
+
+            async def follow() -> None:
+                async with box.start(["held"]) as run:
+                    ended.append("".join([str(each.data) async for each in run]))
+
+            async def all_run() -> bool:
+                return len(running.tree.runs) == 15
+
+            for _ in range(15):
+                nursery.start_soon(follow)
+            await until(all_run)
+            release.set()
+        assert ended == ["x"] * 15
+        upgrades = [line for line in proxy.requests if b"exec/ws" in line]
+        assert len(upgrades) == 1
+        assert len([line for line in proxy.requests if b"exec/stream" in line]) == 5
