@@ -18,7 +18,7 @@ import select
 import signal
 import termios
 import tty
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -268,7 +268,7 @@ async def attach(
 # A program on pipes
 
 
-async def forward_signals(send: Callable[[str], Awaitable[None]], give_up: Callable[[int], None]) -> None:
+async def forward_signals(send: Callable[[str], Coroutine[None, None, None]], give_up: Callable[[int], None]) -> None:
     """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
     async with anyio.create_task_group() as tasks:

@@ -75,11 +75,15 @@ class Command:
         return [json.loads(line) for line in printed.splitlines()]
 
     @contextlib.contextmanager
-    def started(self, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a verb with pipes; it is killed if it outlives the block. `options`: of Popen."""
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process: subprocess.Popen[bytes] = subprocess.Popen(
-            [SCRIPT, *arguments], env=self.environment, cwd=self.cwd, **(pipes | options)
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a verb with pipes; it is killed if it outlives the block."""
+        process = subprocess.Popen(
+            [SCRIPT, *arguments],
+            env=self.environment,
+            cwd=self.cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         try:
             with process:
