@@ -425,8 +425,8 @@ class Files:
     ) -> None:
         """Copy a local file or directory to a path: a directory as an archive, of which no more than a piece is held.
 
-        Permission bits stay. Links are copied as links. Files that are there stay, unless they have the same name. `progress` is told the
-        bytes of the archive.
+        Permission bits stay. Links are copied as links. Files that are there stay, unless they have the same name.
+        `progress` is told the bytes of the archive.
 
         Raises:
             OSError: a local file can't be read.
