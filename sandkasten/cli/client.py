@@ -35,7 +35,8 @@ ClientVerb = Callable[[argparse.Namespace, "SandboxClient"], Awaitable[int]]
 
 _ID = re.compile(r"[0-9a-f]{24}\Z")
 _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
-_LAST = "-"
+LAST = "-"
+"""The name of the session used last."""
 _KEPT_LAST = 32
 _SHOWN_MATCHES = 4
 _NEEDLESS = ("trio", "h2")
@@ -196,7 +197,7 @@ async def find_session(client: SandboxClient, name: str, *, ended: bool = False)
 
 
 async def _find(client: SandboxClient, name: str, *, ended: bool) -> str:
-    if name == _LAST:
+    if name == LAST:
         if (last := _read_last().get(client.base_url)) is None:
             raise Stop("there is no last session here: name one of `sandkasten ps`", FAULT)
         return last

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import Progress, print_json, print_table, tell
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from sandkasten.sdk import FileStream, Run, SandboxClient, Session
     from sandkasten.sdk.types import FileInfo
 
-_PLACE = re.compile(r"(?P<session>[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
+_PLACE = re.compile(r"(?P<session>|[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
+"""A path in a session; without a name the last one used, since a word that begins with - would be an option."""
 _PIPE = "-"
 _MODE_BITS = 0o777
 
@@ -36,8 +37,9 @@ _MODE_BITS = 0o777
 
 def add_cp(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Copy a file or a directory. One side is SESSION:PATH, the other a path here, or - for a tar on standard input "
-        "or output. A directory goes into one that is there, and takes the new name otherwise; DIR/. is what is in DIR."
+        "Copy a file or a directory. One side is SESSION:PATH (:PATH in the last session used), the other a path here, "
+        "or - for a tar on standard input or output. A directory goes into one that is there, and takes the new name "
+        "otherwise; DIR/. is what is in DIR."
     )
     parser.add_argument("source", metavar="SRC", help="SESSION:PATH, PATH or -")
     parser.add_argument("target", metavar="DST", help="SESSION:PATH, PATH or -")
@@ -54,11 +56,11 @@ async def cp(arguments: argparse.Namespace, client: SandboxClient) -> int:
     progress = Progress(arguments.source, is_off=arguments.json)
     with contextlib.closing(progress):
         if target is not None:
-            session = await find_session(client, target["session"])
+            session = await find_session(client, target["session"] or LAST)
             path = await _into(session, arguments.source, target["path"] or ".", arguments.user, progress)
         else:
             assert source is not None
-            session = await find_session(client, source["session"])
+            session = await find_session(client, source["session"] or LAST)
             path = await _out_of(session, source["path"] or ".", arguments.target, arguments.user, progress)
     if arguments.json and arguments.target != _PIPE:
         print_json({"path": path, "bytes": progress.moved})
@@ -235,14 +237,15 @@ def _ports_of(text: str) -> tuple[int, int]:
 
 _PYTHON_RELAY = """\
 import os, socket, sys, threading
+reasons = []
 for host in ("127.0.0.1", "::1"):
     try:
         link = socket.create_connection((host, int(sys.argv[1])))
         break
     except OSError as error:
-        reason = error.strerror
+        reasons.append(error.strerror)
 else:
-    sys.exit(reason)
+    sys.exit(reasons[0])
 def up():
     while data := os.read(0, 65536):
         link.sendall(data)

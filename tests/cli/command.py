@@ -85,12 +85,12 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        try:
-            with process:
+        with process:
+            try:
                 yield process
                 process.wait(patience(_WAIT_S))
-        finally:
-            process.kill()
+            finally:
+                process.kill()
 
     @contextlib.contextmanager
     def terminal(self, *arguments: str, cols: int = 80, rows: int = 24) -> Iterator[Terminal]:
