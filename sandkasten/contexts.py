@@ -73,7 +73,7 @@ def choose_server(
         chosen = read_contexts(environ).by_name.get(context)
         if chosen is None:
             raise ConfigError(f"there is no context {context!r}: `sandkasten context list` shows those there are")
-        return Server(chosen.url, environ.get("SANDKASTEN_API_KEY") or _key_of(context, chosen), f"context {context!r}")
+        return Server(chosen.url, _key_of(context, chosen), f"context {context!r}")
     local = find_local(config, data_dir, environ)
     return Server(local.url, local.api_key, f"data directory {local.data_dir}")
 

@@ -61,6 +61,13 @@ def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
     return None
 
 
+def refuse_writable(path: Path, fd: int) -> None:
+    """Refuse an open configuration file that others may write. Raises `ConfigError`."""
+    mode = os.fstat(fd).st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(mode):
+        raise ConfigError(f"other users may write {path}; chmod go-w it first")
+
+
 # Where the daemon listens
 
 
@@ -141,6 +148,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
         ) from None
     try:
         with path.open("rb") as file:
+            refuse_writable(path, file.fileno())
             tree = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

@@ -39,6 +39,8 @@ LAST = "-"
 """The name of the session used last."""
 _KEPT_LAST = 32
 _SHOWN_MATCHES = 4
+_PATIENCE_S = 30.0
+"""Time for a lost connection to come back; a node without room is waited for if that is advised for a shorter time."""
 _NEEDLESS = ("trio", "h2")
 """Packages that httpcore2 imports wherever they are installed, which takes 100 ms: this process has neither use."""
 _ADVICE = {
@@ -125,7 +127,7 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
 
         async def main() -> int:
             try:
-                client = SandboxClient(base_url=server.url, api_key=server.api_key)
+                client = SandboxClient(base_url=server.url, api_key=server.api_key, timeout=_PATIENCE_S)
             except ValueError as error:
                 raise Stop(f"{server.chosen_by}: {error}", FAULT) from None
             async with client:

@@ -145,14 +145,14 @@ def size_text(size: float | None) -> str:
 
 
 def span_text(seconds: float) -> str:
-    """Return a span for people, in its two largest units: `2h 5m`; less than a second is `0s`."""
+    """Return a span for people, in its largest unit and the next: `2h 5m`, `1d`; less than a second is `0s`."""
     left = max(int(seconds), 0)
-    parts: list[str] = []
-    for name, unit in _UNITS:
-        if left >= unit or (name == "s" and not parts):
-            parts.append(f"{left // unit}{name}")
+    first = next((at for at, (_, unit) in enumerate(_UNITS) if left >= unit), len(_UNITS) - 1)
+    parts = []
+    for name, unit in _UNITS[first : first + 2]:
+        parts.append(f"{left // unit}{name}")
         left %= unit
-    return " ".join(parts[:2])
+    return " ".join(part for part in parts if part[0] != "0" or len(parts) == 1)
 
 
 def since_text(moment: str | None) -> str:

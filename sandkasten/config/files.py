@@ -7,8 +7,6 @@ names the nearest known one, so a misspelt limit is never silently the default. 
 from __future__ import annotations
 
 import difflib
-import os
-import stat
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from sandkasten.config import Config, ConfigError
-from sandkasten.installation import ENV_FILE
+from sandkasten.installation import ENV_FILE, refuse_writable
 
 T = TypeVar("T")
 
@@ -172,9 +170,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"other users may write {path}; chmod go-w it first")
+            refuse_writable(path, file.fileno())
             tree = yaml.load(file, Loader)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

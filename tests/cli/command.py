@@ -34,7 +34,7 @@ class Command:
     cwd: Path
 
     @classmethod
-    def of(cls, home: Path, data_dir: Path | None = None, **variables: str) -> Command:
+    def of(cls, home: Path, data_dir: Path | None = None, /, **variables: str) -> Command:
         """Return the command for a person whose home is `home`, and nothing of this process's settings."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SANDKASTEN_", "XDG_"))}
         kept |= {"HOME": str(home), "TERM": "xterm-256color"} | variables

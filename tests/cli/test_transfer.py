@@ -138,9 +138,7 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
         assert b"port 9: Connection refused" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    assert [run["command"] for run in command.json("info", session)["runs"]] == [
-        run["command"] for run in command.json("info", session)["runs"] if "server.accept" in run["command"]
-    ]
+    assert len(command.json("info", session)["runs"]) == 1
 
 
 def _wait_listening(command: Command, session: str) -> None:
