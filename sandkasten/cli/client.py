@@ -134,8 +134,6 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
                 return await work(arguments, client)
 
         return anyio.run(main)
-    except ModuleNotFoundError as error:
-        raise Stop(f"{error.name} is missing: install sandkasten-runtime again", FAULT) from None
     except Exception as error:
         for leaf in _leaves(error):
             if isinstance(leaf, BrokenPipeError):

@@ -50,6 +50,8 @@ BROKEN_PIPE = 128 + 13
 _WITH_COMMAND = ("run", "exec")
 """Verbs whose words behind `--` are a command, in which nothing is ours."""
 
+_OURS = {"sandkasten", "nsinit", "runner", "sandkasten_nsinit", "sandkasten_runner"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status."""
@@ -72,6 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(reason).splitlines():
             print(f"sandkasten: {printable_line(line)}", file=sys.stderr)
         return reason.status
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OURS:
+            raise
+        print(
+            f"sandkasten: this command needs the server, whose package {error.name} is not installed: "
+            "pip install 'sandkasten-runtime[server]'",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
 

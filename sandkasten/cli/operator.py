@@ -12,19 +12,13 @@ from importlib import import_module
 from pathlib import Path
 
 from sandkasten.cli.client import is_elsewhere, run_client
-from sandkasten.cli.common import Stop
 
 
 def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     """Return a command whose module is imported when it runs."""
 
     def command(arguments: argparse.Namespace) -> int:
-        try:
-            work: Callable[[argparse.Namespace], int] = getattr(import_module(f"sandkasten.cli.{module}"), function)
-        except ModuleNotFoundError as error:
-            if str(error.name).startswith(("sandkasten", "nsinit", "runner")):
-                raise
-            raise Stop(f"{error.name} is missing: install sandkasten-runtime[server] for this verb") from None
+        work: Callable[[argparse.Namespace], int] = getattr(import_module(f"sandkasten.cli.{module}"), function)
         return work(arguments)
 
     return command

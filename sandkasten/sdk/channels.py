@@ -19,7 +19,7 @@ from typing import Any
 from sandkasten import errors
 from sandkasten.sdk import waiting
 from sandkasten.sdk.streams import EventFeed, Piece
-from sandkasten.sdk.transport import Endpoint, Lost, Pump, Recovery, SocketClosed, WebSocket
+from sandkasten.sdk.transport import Endpoint, Lost, Pump, SocketClosed, StreamRecovery, WebSocket
 from sandkasten.sdk.types import RunEnd
 from sandkasten.sdk.wire import EXEC_PROTOCOL, Frame, part, read_frame, read_message, run_end
 
@@ -155,7 +155,7 @@ class RunLink:
                 await feed.open()
                 return feed
             except errors.SandkastenAPIError as error:
-                if errors.leaf_of(error.code) is not None:
+                if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
                 self._refusals = _REFUSALS
             except Lost:
@@ -225,7 +225,7 @@ class ChannelFeed:
         self._link = link
         self._begin = begin
         self._has_own_id = has_own_id
-        self._recovery = Recovery(link.session.transport.timeout)
+        self._recovery = StreamRecovery(link.session.transport.timeout)
         self._joined: tuple[ExecSocket, RunChannel] | None = None
         self._has_begun = begin is None
         self._position = OutputPlace()

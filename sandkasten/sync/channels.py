@@ -22,7 +22,7 @@ from sandkasten.sdk.types import RunEnd
 from sandkasten.sdk.wire import EXEC_PROTOCOL, Frame, part, read_frame, read_message, run_end
 from sandkasten.sync import waiting
 from sandkasten.sync.streams import EventFeed, Piece
-from sandkasten.sync.transport import Endpoint, Lost, Pump, Recovery, SocketClosed, WebSocket
+from sandkasten.sync.transport import Endpoint, Lost, Pump, SocketClosed, StreamRecovery, WebSocket
 
 log = logging.getLogger("sandkasten.sdk")
 
@@ -156,7 +156,7 @@ class RunLink:
                 feed.open()
                 return feed
             except errors.SandkastenAPIError as error:
-                if errors.leaf_of(error.code) is not None:
+                if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
                 self._refusals = _REFUSALS
             except Lost:
@@ -226,7 +226,7 @@ class ChannelFeed:
         self._link = link
         self._begin = begin
         self._has_own_id = has_own_id
-        self._recovery = Recovery(link.session.transport.timeout)
+        self._recovery = StreamRecovery(link.session.transport.timeout)
         self._joined: tuple[ExecSocket, RunChannel] | None = None
         self._has_begun = begin is None
         self._position = OutputPlace()
