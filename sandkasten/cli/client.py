@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -130,8 +131,20 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
                 client = SandboxClient(base_url=server.url, api_key=server.api_key, timeout=_PATIENCE_S)
             except ValueError as error:
                 raise Stop(f"{server.chosen_by}: {error}", FAULT) from None
-            async with client:
-                return await work(arguments, client)
+            status = 0
+            async with client, anyio.create_task_group() as tasks:
+
+                async def heed_signals() -> None:
+                    nonlocal status
+                    with anyio.open_signal_receiver(*heeded(signal.SIGTERM, signal.SIGHUP)) as signals:
+                        async for number in signals:
+                            status = 128 + number
+                            tasks.cancel_scope.cancel()
+
+                tasks.start_soon(heed_signals)
+                status = await work(arguments, client)
+                tasks.cancel_scope.cancel()
+            return status
 
         return anyio.run(main)
     except Exception as error:
@@ -141,6 +154,11 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
             if (stop := _explained(leaf, server)) is not None:
                 raise stop from error
         raise
+
+
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Return the signals that were not ignored when we began, as by nohup(1) or a shell's `&`: those stay ignored."""
+    return [each for each in numbers if signal.getsignal(each) != signal.SIG_IGN]
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 import attrs
 
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
+from sandkasten.cli.output import print_json
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(catalog: Catalog, *, as_json: bool) -> int:
     if as_json:
         for image in catalog.images():
-            print(json.dumps(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))}))
+            print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
         return 0
     print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
     for image in catalog.images():

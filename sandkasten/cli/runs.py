@@ -108,7 +108,7 @@ def labels_of(given: Sequence[str]) -> dict[str, str]:
 
 
 async def create(client: SandboxClient, arguments: argparse.Namespace) -> Session:
-    """Make the session that the options of `add_create_options` describe, and remember it."""
+    """Make the session that the options of `add_create_options` describe."""
     limits = {"cpu": arguments.cpus, "memory_mb": arguments.memory}
     given: dict[str, Any] = {
         "workspace_id": arguments.workspace,
@@ -118,9 +118,7 @@ async def create(client: SandboxClient, arguments: argparse.Namespace) -> Sessio
         "idle_timeout_seconds": arguments.idle,
         "network": arguments.network and {"mode": arguments.network},
     }
-    session = await client.create_session(image=arguments.image, **{name: each for name, each in given.items() if each})
-    remember(client, session.id)
-    return session
+    return await client.create_session(image=arguments.image, **{name: each for name, each in given.items() if each})
 
 
 @contextlib.asynccontextmanager
@@ -131,6 +129,7 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
         yield stays
     finally:
         if stays.stays:
+            remember(client, stays.session.id)
             tell(f"session {stays.session.id} goes on")
         else:
             import anyio
@@ -188,6 +187,7 @@ async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
         session = await create(client, arguments)
         if words:
             await session.process(words, keep_alive=True, **options)
+        remember(client, session.id)
         return _print_id(arguments, "id", session.id)
     tty = _terminal_size(arguments)
     async with passing(client, arguments) as made:

@@ -24,6 +24,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from sandkasten.cli.client import heeded
 from sandkasten.cli.common import Stop
 
 IN, OUT, ERR = 0, 1, 2
@@ -248,7 +249,8 @@ async def attach(
 
         async def heed_signals() -> None:
             # A stop by the keyboard can't be, in raw mode; one by kill(1) is passed on to ourselves after cleaning up.
-            with anyio.open_signal_receiver(*_FINAL, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT) as signals:
+            control = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
+            with anyio.open_signal_receiver(*heeded(*_FINAL), *control) as signals:
                 async for number in signals:
                     if number == signal.SIGTSTP:
                         terminal.leave()
@@ -272,7 +274,7 @@ async def forward_signals(send: Callable[[str], Coroutine[None, None, None]], gi
     """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(*_FORWARDED) as signals:
+        with anyio.open_signal_receiver(*heeded(*_FORWARDED)) as signals:
             async for number in signals:
                 seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if seen >= _PATIENCE:

@@ -136,8 +136,10 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
         with socket.create_connection(("127.0.0.1", ports[1]), timeout=patience(20)) as link:
             assert link.recv(1) == b""
         assert b"port 9: Connection refused" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
+        hanging = socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        hanging.close()
     assert len(command.json("info", session)["runs"]) == 1
 
 

@@ -256,4 +256,4 @@ def test_signals_are_received_by_the_command_line_alone() -> None:
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         if names & {"open_signal_receiver", "set_wakeup_fd"}:
             found.add(str(path.relative_to(ROOT)))
-    assert found == {"sandkasten/cli/serve.py", "sandkasten/cli/terminal.py"}
+    assert found == {f"sandkasten/cli/{name}.py" for name in ("client", "serve", "terminal")}
