@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from bench.clients import RAW, RAW_STREAM, SDK, SDK_STREAM
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
@@ -44,6 +45,13 @@ class Goal:
 def _ratio(row: str, base: str) -> Callable[[Rows, Facts], float]:
     def read(rows: Rows, _facts: Facts) -> float:
         return rows[row].median / rows[base].median if row in rows and base in rows else math.nan
+
+    return read
+
+
+def _difference(row: str, base: str) -> Callable[[Rows, Facts], float]:
+    def read(rows: Rows, _facts: Facts) -> float:
+        return rows[row].median - rows[base].median if row in rows and base in rows else math.nan
 
     return read
 
@@ -96,6 +104,22 @@ GOALS: Sequence[Goal] = (
         50,
         "%",
         at_least=True,
+    ),
+    Goal("the SDK's exec, over the same request by hand", _difference(SDK, RAW), 0.4, "ms"),
+    Goal("the SDK's stream, over the same WebSocket by hand", _difference(SDK_STREAM, RAW_STREAM), 0.3, "ms"),
+    *(
+        Goal(
+            f"the SDK's {way}, of a copy from socket to socket",
+            _fact(f"SDK's {way}, MB/s", 100, "copy from socket to socket, MB/s"),
+            50,
+            "%",
+            at_least=True,
+        )
+        for way in ("upload", "download")
+    ),
+    *(
+        Goal(f"memory of the SDK's {way}", _fact(f"SDK's {way}, MiB of client memory"), 64, "MiB")
+        for way in ("upload", "download")
     ),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
     Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),

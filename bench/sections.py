@@ -26,6 +26,7 @@ import attrs
 import trio
 
 from bench import daemon, echo, measure
+from bench.clients import clients
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, find_peers, start_container
 from bench.protections import measure_protections
@@ -768,6 +769,7 @@ SECTIONS: Mapping[str, Section] = {
     "stream": Section(streams, 40),
     "streams": Section(many_streams, 30),
     "file": Section(files, 20),
+    "sdk": Section(clients, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 50),

@@ -27,6 +27,8 @@ log = logging.getLogger("sandkasten.sdk")
 
 CREDIT_BYTES = 1024 * 1024
 """Output of one run that may be on its way or wait for its caller."""
+GRANT_BYTES = CREDIT_BYTES // 8
+"""Bytes that were taken for which credit is granted at once."""
 FRAME_BYTES = 64 * 1024
 CHANNELS = 60
 """Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
@@ -55,15 +57,23 @@ class RunChannel:
     exec_id: str = ""
     end: RunEnd | None = None
     error: errors.SandkastenError | None = None
+    dropped: int = 0
+    """Bytes that came twice: they took credit as well."""
     partial: tuple[int, int] = (0, 0)
     """The piece that came in part, and the size of the part."""
 
     def has_news(self) -> bool:
         """Tell whether there is something to take."""
-        return bool(self.pieces) or self.end is not None or self.error is not None
+        return bool(self.pieces) or self.end is not None or self.error is not None or self.dropped >= GRANT_BYTES
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame's bytes, but for those that were taken over an earlier connection."""
+        """Keep a frame's bytes, but for those that were taken over an earlier connection.
+
+        Whole pieces are sent twice by a daemon that has not got them again from the sandbox.
+        """
+        if frame.seq <= self.start.after:
+            self.dropped += len(frame.data)
+            return
         came = self.partial[1] if self.partial[0] == frame.seq else 0
         twice = max(self.start.cut - came, 0) if frame.seq == self.start.after + 1 else 0
         came += len(frame.data)
@@ -270,13 +280,17 @@ class ChannelFeed:
                     raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
                 await self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
                 continue
+            self._taken, channel.dropped = self._taken + channel.dropped, 0
             if channel.pieces:
                 self._recovery.progress()
                 piece, self._position = channel.pieces.popleft()
                 self._taken += len(piece.data)
-                if self._taken >= CREDIT_BYTES // 8:
+                if self._taken >= GRANT_BYTES:
                     await self._grant(socket, channel)
                 return piece
+            if self._taken >= GRANT_BYTES:
+                await self._grant(socket, channel)
+                continue
             self._leave()
             if channel.end is not None:
                 return channel.end

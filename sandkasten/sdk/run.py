@@ -81,9 +81,10 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_unwanted = self._end is None and not self._detach
-        await self.aclose(cancel=is_unwanted)
-        if is_unwanted:
+        if self._end is not None:
+            return
+        await self.aclose(cancel=not self._detach)
+        if not self._detach:
             await give_up(self._link.session, self.id)
 
     async def aclose(self, *, cancel: bool = False) -> None:

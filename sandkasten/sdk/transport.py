@@ -179,8 +179,7 @@ class Transport:
             try:
                 return WholeAnswer(response.status, headers, await response.aread()), None
             finally:
-                with waiting.shield(WRITE_S):
-                    await response.aclose()
+                await response.aclose()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.TimeoutException as error:
@@ -427,9 +426,7 @@ class Pump:
     def __init__(self, socket: WebSocket, take: Callable[[str | bytes], None]) -> None:
         self._socket = socket
         self._take = take
-        self._condition = waiting.Condition()
-        self._is_read = False
-        self._waiting = 0
+        self._turns = waiting.Turns()
         self.failure: Exception | None = None
 
     async def until(self, is_done: Callable[[], bool]) -> None:
@@ -438,33 +435,23 @@ class Pump:
         Raises:
             Lost, SocketClosed: the connection ended before.
         """
-        while not is_done():
+        while True:
+            news = self._turns.news
+            if is_done():
+                return
             if self.failure is not None:
                 raise self.failure
-            async with self._condition:
-                if self._is_read:
-                    self._waiting += 1
-                    try:
-                        await self._condition.wait()
-                    finally:
-                        self._waiting -= 1
-                    continue
-                self._is_read = True
-            try:
-                await self._read(is_done)
-            finally:
-                with waiting.shield(WRITE_S):
-                    async with self._condition:
-                        self._is_read = False
-                        self._condition.notify_all()
+            if await self._turns.take(news):
+                try:
+                    await self._read(is_done)
+                finally:
+                    self._turns.give()
 
     async def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
                 self._take(await self._socket.receive())
-                if self._waiting:
-                    async with self._condition:
-                        self._condition.notify_all()
+                self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error
 

@@ -91,8 +91,10 @@ def call(
     **fields: Any,  # of HttpCall
 ) -> HttpCall:
     """Return a request with `value` as JSON, if given; a query's value of None is left out."""
-    pairs = query.items() if isinstance(query, Mapping) else query
-    spelled = urlencode([(name, _spell(each)) for name, each in pairs if each is not None], quote_via=quote)
+    spelled = ""
+    if query:
+        pairs = query.items() if isinstance(query, Mapping) else query
+        spelled = urlencode([(name, _spell(each)) for name, each in pairs if each is not None], quote_via=quote)
     body = None if value is None else json.dumps(value, separators=(",", ":")).encode()
     headers = (JSON if body is not None else {}) | fields.pop("headers", {})
     return HttpCall(method, path, spelled, body, headers=headers, **fields)

@@ -82,9 +82,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_unwanted = self._end is None and not self._detach
-        self.close(cancel=is_unwanted)
-        if is_unwanted:
+        if self._end is not None:
+            return
+        self.close(cancel=not self._detach)
+        if not self._detach:
             give_up(self._link.session, self.id)
 
     def close(self, *, cancel: bool = False) -> None:

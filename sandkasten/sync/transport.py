@@ -180,8 +180,7 @@ class Transport:
             try:
                 return WholeAnswer(response.status, headers, response.read()), None
             finally:
-                with waiting.shield(WRITE_S):
-                    response.close()
+                response.close()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.TimeoutException as error:
@@ -428,9 +427,7 @@ class Pump:
     def __init__(self, socket: WebSocket, take: Callable[[str | bytes], None]) -> None:
         self._socket = socket
         self._take = take
-        self._condition = waiting.Condition()
-        self._is_read = False
-        self._waiting = 0
+        self._turns = waiting.Turns()
         self.failure: Exception | None = None
 
     def until(self, is_done: Callable[[], bool]) -> None:
@@ -439,33 +436,23 @@ class Pump:
         Raises:
             Lost, SocketClosed: the connection ended before.
         """
-        while not is_done():
+        while True:
+            news = self._turns.news
+            if is_done():
+                return
             if self.failure is not None:
                 raise self.failure
-            with self._condition:
-                if self._is_read:
-                    self._waiting += 1
-                    try:
-                        self._condition.wait()
-                    finally:
-                        self._waiting -= 1
-                    continue
-                self._is_read = True
-            try:
-                self._read(is_done)
-            finally:
-                with waiting.shield(WRITE_S):
-                    with self._condition:
-                        self._is_read = False
-                        self._condition.notify_all()
+            if self._turns.take(news):
+                try:
+                    self._read(is_done)
+                finally:
+                    self._turns.give()
 
     def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
                 self._take(self._socket.receive())
-                if self._waiting:
-                    with self._condition:
-                        self._condition.notify_all()
+                self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error
 

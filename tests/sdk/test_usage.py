@@ -91,9 +91,15 @@ def test_the_programs_of_the_docs_print_what_is_shown(
         assert capsys.readouterr().out == shown
 
 
-def test_the_program_of_the_published_client_runs_here(daemon: Daemon, tmp_path: Path) -> None:
-    """The same script that is run with the client of PyPI."""
-    (tmp_path / "use_client.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "use_client.py"), daemon.wait_url(), KEY]
+def test_programs_of_the_published_client_run_here(daemon: Daemon, tmp_path: Path) -> None:
+    """The same script that is run with the client of PyPI, and the program of the README."""
+    command = [sys.executable, "-c", SCRIPT, daemon.wait_url(), KEY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.stdout == "every call worked\n", done.stderr
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (tmp_path / ".sandkasten").mkdir()
+    (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")
+    command = [sys.executable, "-c", program.replace("http://127.0.0.1:8080", daemon.wait_url())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=patience(60), check=False)
+    assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr
