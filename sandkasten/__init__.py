@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sandkasten.app import open_supervisor
-    from sandkasten.config import Config, ConfigError, Defaults
+    from sandkasten.config import Config, Defaults
     from sandkasten.errors import SandkastenAPIError, SandkastenError, SandkastenStreamError
+    from sandkasten.installation import ConfigError
     from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
     from sandkasten.sdk import SandboxClient, Session
     from sandkasten.sdk.types import ExecChunk, ExecResult, ReadResult, SessionInfo, SessionStats, WorkspaceInfo
@@ -45,7 +46,7 @@ __all__ = [
 
 _HOME = {
     "Config": "config",
-    "ConfigError": "config",
+    "ConfigError": "installation",
     "Defaults": "config",
     "ExecChunk": "sdk.types",
     "ExecResult": "sdk.types",

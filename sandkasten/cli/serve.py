@@ -10,6 +10,7 @@ stdout. The key is on neither.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import faulthandler
 import gc
@@ -39,6 +40,7 @@ from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
+from sandkasten.installation import forget_listening, tell_listening
 from sandkasten.model.errors import NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, ProtectionState, System
 
@@ -90,6 +92,10 @@ def _serve_until_signal(
     config = with_key(config)
 
     def started(addresses: Sequence[str]) -> None:
+        try:
+            tell_listening(config.data_dir, addresses)
+        except OSError as error:
+            logger.warning("listening_not_told", extra={"error": error.strerror})
         greet(config, addresses, key_is_given=key_is_given)
         notifier.ready(f"listening on {', '.join(addresses)}")
 
@@ -112,6 +118,8 @@ def _serve_until_signal(
         gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them
         trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
     finally:
+        with contextlib.suppress(OSError):
+            forget_listening(config.data_dir)
         writer.close()
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
+from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
     EXEC_MODES,
     FIXED_BOUNDS,
@@ -30,13 +31,7 @@ from sandkasten.model import (
 )
 from sandkasten.model.node import PROTECTIONS, Need
 
-DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
-
-
-class ConfigError(Exception):
-    """The configuration can't be used; the message has one line per problem."""
-
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]  # the shape attrs asks for
 
@@ -520,7 +515,7 @@ class Config:
     @property
     def api_key_path(self) -> Path:
         """Path of the key that is made at the first start."""
-        return self.data_dir / "api-key"
+        return self.data_dir / API_KEY_NAME
 
     def notices(self) -> list[str]:
         """Return a sentence for each accepted setting that has no effect in this version, or that weakens it."""

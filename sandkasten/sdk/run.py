@@ -70,6 +70,10 @@ class Run:
         """The end of the run, once this object has seen it: after `wait`, or after the last piece of output."""
         return self._end
 
+    def detach(self) -> None:
+        """Let the run go on when the block is left, although it has not ended."""
+        self._detach = True
+
     async def __aenter__(self) -> Self:
         await self._open()
         return self

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from sandkasten import errors
+from sandkasten.contexts import choose_server
 from sandkasten.sdk.types import (
     UNSET,
     ImageInfo,
@@ -105,9 +106,14 @@ class SandboxClient:
 
     @classmethod
     def from_env(cls, *, timeout: float | None = 120.0) -> Self:
-        """Return a client of the server that the environment names: `SANDKASTEN_URL`, `SANDKASTEN_API_KEY`."""
-        base_url = os.environ.get("SANDKASTEN_URL") or DEFAULT_URL
-        return cls(base_url=base_url, api_key=os.environ.get("SANDKASTEN_API_KEY") or None, timeout=timeout)
+        """Return a client of the server that the environment names (`SANDKASTEN_URL`, `SANDKASTEN_API_KEY`), else of
+        the one that the command line speaks to: a context's, or this machine's. A context's command for the key is run.
+
+        Raises:
+            ConfigError: there is none, or its key can't be had.
+        """
+        server = choose_server(os.environ)
+        return cls(base_url=server.url, api_key=server.api_key, timeout=timeout)
 
     @property
     def base_url(self) -> str:
@@ -131,7 +137,7 @@ class SandboxClient:
     def create_session(
         self,
         *,
-        image: str = "python",
+        image: str | None = "python",
         ttl_seconds: int | None = None,
         workspace_id: str | None = None,
         labels: Mapping[str, str] | None = None,
@@ -207,6 +213,10 @@ class SandboxClient:
         self._endpoint.ask("GET", f"/v1/sessions/{part(session_id)}")
         return Session(self, session_id)
 
+    def session(self, session_id: str) -> Session:
+        """Return the session of that id. Nothing is asked of the server before it is used."""
+        return Session(self, session_id)
+
     def list_sessions(self) -> list[SessionInfo]:
         """Return all live sessions, newest first."""
         return [each for each in self.sessions()]
@@ -255,14 +265,15 @@ class SandboxClient:
         """Return the images from which sessions can be made."""
         return [ImageInfo(name) for name in (self.node()).images]
 
-    def events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+    def events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of all sessions.
 
         Args:
             cursor: begin behind this event; `0` is the oldest kept one. By default the next that happens is the first.
             types: only events of these types, such as `exec.ended`.
+            follow: go on with what happens; else the events end with those that had happened at their beginning.
         """
-        return Events(self._endpoint.below("/v1/events"), cursor, types)
+        return Events(self._endpoint.below("/v1/events"), cursor, types, follow=follow)
 
     def node(self) -> NodeInfo:
         """Return the node: its state, capacity, images and sessions."""

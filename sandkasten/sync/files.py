@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from sandkasten.sync import waiting
 from sandkasten.sync.streams import ResumedEvents
 from sandkasten.sync.transport import Endpoint, HttpStream, Transport
 
+_MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read from a local file at once."""
 
@@ -418,15 +420,16 @@ class Files:
     ) -> None:
         """Copy a local file or directory to a path: a directory as an archive, of which no more than a piece is held.
 
-        Links are copied as links. Files that are there stay, unless they have the same name. `progress` is told the
-        bytes of the archive.
+        Permission bits stay. Links are copied as links. Files that are there stay, unless they have the same name.
+        `progress` is told the bytes of the archive.
 
         Raises:
             OSError: a local file can't be read.
         """
         source = Path(local)
-        if not waiting.in_thread(source.is_dir):
-            self.write(path, source, user=user, progress=progress)
+        mode = (waiting.in_thread(source.stat)).st_mode
+        if not stat.S_ISDIR(mode):
+            self.write(path, source, mode=mode & _MODE_BITS, user=user, progress=progress)
             return
         query = given(path=path, user=user)
         headers = {"content-type": "application/x-tar"}
@@ -447,13 +450,14 @@ class Files:
             OSError: a local file can't be written.
         """
         target = Path(local)
-        is_directory = (self.stat(path, follow=True, user=user)).is_dir
+        info = self.stat(path, follow=True, user=user)
+        is_directory = info.is_dir
         query = given(path=path, format="tar" if is_directory else None, user=user)
         request = self._endpoint.call("GET", "/archive" if is_directory else "/file", query=query, patience_s=None)
         with FileStream(self._endpoint.transport, request, progress) as stream:
             if is_directory:
                 return waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
-            return _save(stream, target)
+            return _save(stream, target, int(info.mode, 8) & _MODE_BITS)
 
     # Last, since the name hides the type in what follows.
 
@@ -534,7 +538,7 @@ def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Iterator[
             progress(moved, None)
 
 
-def _save(pieces: Iterator[bytes], target: Path) -> UnpackedArchive:
+def _save(pieces: Iterator[bytes], target: Path, mode: int) -> UnpackedArchive:
     """Write a local file, which takes its name when it is whole."""
     part = target.with_name(f".{target.name}.{new_id()}")
     size = 0
@@ -543,6 +547,7 @@ def _save(pieces: Iterator[bytes], target: Path) -> UnpackedArchive:
             for data in pieces:
                 waiting.in_thread(file.write, data)
                 size += len(data)
+            os.fchmod(file.fileno(), mode)
         waiting.in_thread(os.replace, part, target)
     except BaseException:
         part.unlink(missing_ok=True)

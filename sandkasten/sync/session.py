@@ -502,9 +502,9 @@ class Session:
         """Return a diagnosis of the session, as docs/observability.md describes it."""
         return dict(self._endpoint.ask("GET", "/diagnostics"))
 
-    def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+    def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of the session. Arguments as of `SandboxClient.events`."""
-        return Events(self._endpoint.below("/events"), cursor, types)
+        return Events(self._endpoint.below("/events"), cursor, types, follow=follow)
 
 
 def _mode(stateless: bool | None) -> str | None:

@@ -29,7 +29,8 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("model", "crash", "logcontext"),
         Layer("client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
-        Layer("errors"),
+        Layer("contexts"),
+        Layer("installation", "errors"),
     ),
     "sandkasten.actors": (
         Layer("tree"),
@@ -193,14 +194,19 @@ def circles() -> set[frozenset[str]]:
     return set()
 
 
-def test_the_clients_import_the_errors_and_nothing_else_of_ours() -> None:
+def test_the_clients_import_errors_and_contexts_and_nothing_else_of_ours() -> None:
     """The SDK runs where no server is installed."""
     edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
     ours = {imported for _, imported in edges if top(imported) in ("sandkasten", "nsinit", "runner")}
     assert {name for name in ours if not name.startswith(("sandkasten.sdk", "sandkasten.sync"))} == {
-        "sandkasten.errors"
+        "sandkasten.contexts",
+        "sandkasten.errors",
     }
-    assert {name for _, name in imports("sandkasten.errors") if top(name) not in sys.stdlib_module_names} == set()
+    assert {edge for edge in imports("sandkasten.contexts") if top(edge[1]) not in sys.stdlib_module_names} == {
+        ("sandkasten.contexts", "sandkasten.installation")
+    }
+    below = imports("sandkasten.errors") | imports("sandkasten.installation")
+    assert {name for _, name in below if top(name) not in sys.stdlib_module_names} == {"yaml"}
 
 
 def test_one_file_of_the_clients_knows_their_http_library() -> None:
@@ -255,4 +261,4 @@ def test_signals_are_received_by_the_command_line_alone() -> None:
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         if names & {"open_signal_receiver", "set_wakeup_fd"}:
             found.add(str(path.relative_to(ROOT)))
-    assert found == {"sandkasten/cli/serve.py"}
+    assert found == {f"sandkasten/cli/{name}.py" for name in ("client", "serve", "terminal")}

@@ -382,9 +382,9 @@ def test_failures_an_operator_can_mend_are_sentences(error: Exception, words: st
 def test_a_repeated_listen_option_adds_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP and a unix socket at once, from the command line."""
     from sandkasten.cli.common import load
-    from sandkasten.cli.main import _parser
+    from sandkasten.cli.main import make_parser
 
-    arguments = _parser().parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
+    arguments = make_parser("serve").parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
     monkeypatch.setenv("SANDKASTEN_API_KEY", "from-environment")
     config = load(arguments)
     assert config.listen == ("127.0.0.1:0", f"unix:{tmp_path}/s")

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandkasten.config import Config, ConfigError, Defaults, PoolSize
-from sandkasten.config.files import KEYS, OLDER_SPELLINGS, SEARCH_PATH, env_name, find_file, load_config
+from sandkasten.config.files import KEYS, OLDER_SPELLINGS, env_name, load_config
+from sandkasten.installation import SEARCH_PATH, find_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
