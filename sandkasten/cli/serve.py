@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import errno
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.heap import Heap
 from sandkasten.cli.keys import with_key
 from sandkasten.cli.notices import notices
 from sandkasten.cli.privilege import Means, means
@@ -108,21 +108,24 @@ def _serve_until_signal(
     try:
         for notice in notices(config):
             say(f"note: {notice}")
-        gc.collect()
-        gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them
-        trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
+        heap = Heap()
+        with heap.kept():
+            trio.run(_run, config, serve_all, at_hand, notifier, heap, strict_exception_groups=True)
     finally:
         writer.close()
     return 0
 
 
-async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_hand: Means, notifier: Notifier) -> None:
+async def _run(
+    config: Config, serve_all: Callable[..., Awaitable[None]], at_hand: Means, notifier: Notifier, heap: Heap
+) -> None:
     order = stop_order(config, signal.SIGTERM)
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(serve_all, order=order))
             nursery.start_soon(_watch_launcher, at_hand)
+            nursery.start_soon(heap.run)
             async for number in signals:
                 how = stop_order(config, signal.Signals(number))
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s
