@@ -59,6 +59,8 @@ class Heap:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
+        # A full one is put off until a quarter as much is new as the last one left: let that be nothing.
+        gc.collect()
         self.frozen = 0
 
     async def run(self) -> NoReturn:
