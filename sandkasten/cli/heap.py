@@ -46,6 +46,7 @@ class Heap:
         thresholds = gc.get_threshold()
         self.sweep()
         gc.set_threshold(*THRESHOLDS)
+        gc.enable()
         gc.callbacks.append(self._note)
         try:
             yield

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from shlex import quote
 
@@ -53,7 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     notifier = open_notifier(os.environ)  # while its socket can still be reached
     try:
-        machine = look_at_machine(config)
+        machine = _look_and_import(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
         with locked(config.data_dir), means(config, profiles) as at_hand:
             if arguments.stop_sessions:
@@ -66,6 +67,15 @@ def serve(arguments: argparse.Namespace) -> int:
         raise
     finally:
         notifier.close()
+
+
+def _look_and_import(config: Config) -> Machine:
+    """As `look_at_machine`, which mostly waits for another process; the web framework is imported meanwhile."""
+    with ThreadPoolExecutor(1) as beside:  # and has no thread left afterwards: root is given away by a single one
+        machine = beside.submit(look_at_machine, config)
+        import sandkasten.api.app  # noqa: F401 - `app.serve` needs it
+
+        return machine.result()
 
 
 def look_at_machine(config: Config) -> Machine:
