@@ -48,8 +48,8 @@ def test_a_full_collection_looks_at_little_however_large_the_heap_is(heap: Heap)
 
 def test_what_is_frozen_is_freed_with_its_last_reference_or_by_a_sweep(heap: Heap) -> None:
     """The sweep is for cycles."""
-    plain, cycle = set(), Node()
-    gone = [weakref.ref(plain), weakref.ref(cycle)]
+    plain, cycle = set[int](), Node()
+    gone: list[weakref.ref[Any]] = [weakref.ref(plain), weakref.ref(cycle)]
     gc.collect()
     assert heap.frozen == 1
     del plain, cycle

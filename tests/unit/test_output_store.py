@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import pytest
@@ -22,6 +22,7 @@ from tests.stores import wait_memory_below as wait_memory
 from tests.unit.test_output_disk import ENDED, FACTS, SESSION
 from tests.waiting import until
 
+R = TypeVar("R")
 OUT, ERR = Stream.STDOUT, Stream.STDERR
 
 
@@ -77,7 +78,7 @@ class CountingStore(OutputStore):
 
     jobs = 0
 
-    async def in_thread(self, work: Any, *args: Any) -> Any:
+    async def in_thread(self, work: Callable[..., R], *args: Any) -> R:  # type: ignore[override]  # the same calls
         self.jobs += 1
         return await super().in_thread(work, *args)
 

@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import cast
 
 import h11
-import trio
 from hypercorn.events import Closed, RawData
 from hypercorn.protocol.events import Body, Event, Request, Response, StreamClosed
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
@@ -88,7 +87,6 @@ class Http1(H11Protocol):
 
     async def _check_protocol(self, event: h11.Request) -> None:
         self._is_head = event.method == b"HEAD"
-        await trio.lowlevel.checkpoint()
 
     async def _create_stream(self, request: h11.Request) -> None:
         """Serve WebSockets by our own code, and refuse broken handshakes before any application is asked.
