@@ -98,6 +98,7 @@ GOALS: Sequence[Goal] = (
     Goal("100 creates at once, session pool", _median(burst_row(POOL, 100, "all"), 1e-3), 0.25, "s"),
     Goal("machine CPU per create and destroy", _fact(f"machine CPU per create and destroy, {COLD}, ms"), 20, "ms"),
     Goal("memory per idle session that ran a command", _fact("memory per idle session, MiB"), 4, "MiB"),
+    Goal("the same, pages merged", _fact("memory per idle session, pages merged, MiB"), 2, "MiB"),
     Goal(
         "output over a WebSocket, of a plain sender's rate",
         _fact("output over a WebSocket, MB/s", 100, "output of a plain sender, MB/s"),

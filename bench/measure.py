@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import statistics
@@ -54,6 +55,29 @@ def _echo(server: socket.socket) -> None:
     while data := connection.recv(1):
         connection.sendall(data)
     os._exit(0)
+
+
+KSM = Path("/sys/kernel/mm/ksm")
+
+
+@contextmanager
+def merging() -> Iterator[Callable[[], int]]:
+    """Have the kernel merge pages, and yield a function that returns how often it has looked at all that are offered;
+    afterwards it does what it did before. Waits for others who do the same.
+
+    Raises:
+        OSError: this kernel can't merge pages, or its settings can't be changed here.
+    """
+    with (KSM / "run").open("r+") as switch:
+        fcntl.flock(switch, fcntl.LOCK_EX)
+        before = {name: (KSM / name).read_text() for name in ("pages_to_scan", "run")}
+        try:
+            (KSM / "pages_to_scan").write_text("20000")
+            (KSM / "run").write_text("1")
+            yield lambda: int((KSM / "full_scans").read_text())
+        finally:
+            for name, value in before.items():
+                (KSM / name).write_text(value)
 
 
 def resident_bytes(root: int) -> int:

@@ -584,23 +584,36 @@ async def density(bench: Bench) -> None:
             )
 
 
+_MERGED, _SCANS = "memory per idle session, pages merged", 3  # a page is merged by the second look that finds it equal
+
+
 async def memory(bench: Bench) -> None:
-    """The slope of memory over idle sessions that have each run a command."""
-    with daemon.running(bench.scratch / "memory") as (pid, address), daemon.Client(address) as client:
-        processes: list[tuple[float, float]] = []
-        kernel: list[tuple[float, float]] = []
+    """The slope of memory over idle sessions that have each run a command; again with merged pages, where they are."""
+    await _measure_memory(bench, "memory per idle session", None)
+    try:
+        with measure.merging() as scans:
+            await _measure_memory(bench, _MERGED, scans, SANDKASTEN_ISOLATION_MERGE_PAGES="true")
+    except OSError as error:
+        bench.facts[_MERGED] = f"not measured: {error}"
+
+
+async def _measure_memory(bench: Bench, name: str, scans: Callable[[], int] | None, **settings: str) -> None:
+    with daemon.running(bench.scratch / name, **settings) as (pid, address), daemon.Client(address) as client:
+        points: list[tuple[float, float, float]] = []
         first, last = bench.count(50, 3), bench.count(200, 9)
         for count in range(1, last + 1):
+            _exec(client, _new(client))
+            if count < first or (last - count) % bench.count(15):
+                continue
+            seen = scans() if scans else 0
+            while scans and scans() < seen + _SCANS:  # noqa: ASYNC110 - the kernel tells by a count alone
+                await trio.sleep(0.1)
             if time.monotonic() > bench.deadline:
                 raise TimeoutError(f"{count} of {last} sessions")
-            _exec(client, _new(client))
-            if count >= first and (count % 10 == 0 or bench.share < 1):
-                processes.append((count, measure.resident_bytes(pid)))
-                kernel.append((count, measure.kernel_bytes()))
-        ours, inside = measure.slope(processes) / MIB, measure.slope(kernel) / MIB
-        bench.facts["memory per idle session, MiB"] = round(ours + inside, 2)
-        bench.facts["memory per idle session, processes, MiB"] = round(ours, 2)
-        bench.facts["memory per idle session, kernel and tmpfs, MiB"] = round(inside, 2)
+            points.append((count, measure.resident_bytes(pid), measure.kernel_bytes()))
+        ours, inside = (measure.slope([(point[0], point[at]) for point in points]) / MIB for at in (1, 2))
+        for part, size in ("", ours + inside), (", processes", ours), (", kernel and tmpfs", inside):
+            bench.facts[f"{name}{part}, MiB"] = round(size, 2)
         await end_all(address, [each["id"] for each in client.call("GET", "/v1/sessions")])
 
 
@@ -772,7 +785,7 @@ SECTIONS: Mapping[str, Section] = {
     "sdk": Section(clients, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
-    "memory": Section(memory, 50),
+    "memory": Section(memory, 90),
     "density": Section(density, 210),
     "neighbour": Section(neighbours, 150),
     "protection": Section(protections, 60),

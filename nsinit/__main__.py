@@ -68,6 +68,8 @@ def main() -> None:
         def enter(self, init: Init, on_ready: Callable[[], None]) -> NoReturn:
             kernel = kernels[init.filter is not None]
             kernel.take_oom_file(init.oom_fd, init.oom_score)
+            if init.merge_pages:
+                kernel.merge_pages()
             config = files_config if init.files_only else configs[init.root_inside]
             if init.crash is not None:
                 config = replace(config, passing=init.crash.passing)

@@ -156,6 +156,7 @@ def _become(account: UserAccount, context: Context, kept: tuple[int, ...]) -> No
     _close_others(context.kernel, kept if rules_fd < 0 else (*kept, rules_fd))
     signal.set_wakeup_fd(-1)
     unblock_signals()
+    context.kernel.keep_pages_apart()  # before foreign bytes are read: a fork has the marks of its parent's memory
     change_user(context.kernel, account)
     if rules_fd >= 0:
         context.kernel.enter_file_rules(rules_fd)

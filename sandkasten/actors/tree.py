@@ -196,6 +196,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,
+            merge_pages=self._config.isolation.merge_pages,
             start_nsinit=self._start_nsinit,
         )
         try:

@@ -210,10 +210,12 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
 @attrs.frozen
 class IsolationSettings:
     """Protections by name: `required` ones must be fully on, `allow_missing` ones may be missing though the start is
-    refused without them by default. `root_inside`: commands may run as the session's root.
+    refused without them by default. `root_inside`: commands may run as the session's root. `merge_pages`: the kernel
+    may merge equal pages of the PID 1s of sessions.
     """
 
     root_inside: bool = True
+    merge_pages: bool = False
     required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
     allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
 

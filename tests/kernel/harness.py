@@ -373,10 +373,12 @@ def running(
     io: IoLimits = NO_IO_LIMITS,
     allowance: Allowance | None = None,
     own_filters: bool = True,
+    merge_pages: bool = False,
     cgroup_parent: str = "auto",
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
     wishes = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
+    wishes["merge_pages"] = merge_pages
     server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **wishes)
     try:
         yield server

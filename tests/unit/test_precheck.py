@@ -21,6 +21,7 @@ from sandkasten.host.checks import (
     CATALOGUE,
     Host,
     advise,
+    check_merging,
     check_pools,
     check_room,
     check_sysctls,
@@ -233,6 +234,15 @@ def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
     few = check_room(SessionRoom(486, "memory"), 1000)
     assert (few.verdict, few.fix) == (Verdict.FALLS_BACK, FIXES["memory"])
     assert "486" in few.consequence
+
+
+def test_merging_of_pages_is_the_operators_to_switch_on() -> None:
+    """A kernel that could and does not comes with the line for it, one that can't with its option."""
+    assert check_merging(Host(merging="1")).verdict is Verdict.WORKS
+    switched_off, missing = check_merging(Host(merging="0")), check_merging(Host())
+    assert switched_off.verdict is missing.verdict is Verdict.FALLS_BACK
+    assert "`echo 1 > /sys/kernel/mm/ksm/run`" in switched_off.fix
+    assert missing.fix == "CONFIG_KSM=y"
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:
