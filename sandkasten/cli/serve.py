@@ -13,6 +13,7 @@ import argparse
 import errno
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -108,8 +109,10 @@ def _serve_until_signal(
     try:
         for notice in notices(config):
             say(f"note: {notice}")
+        importlib.import_module("sandkasten.api.app")
         gc.collect()
         gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them
+        gc.enable()
         trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
     finally:
         writer.close()
