@@ -11,13 +11,13 @@ Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
-from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 
 __all__ = [
     "ProtocolError",

@@ -5,8 +5,9 @@ Every sandbox takes them. Links on the way of a path are followed as far as the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from runner.wire.codec import dataclass
 
 
 @dataclass(frozen=True, slots=True)

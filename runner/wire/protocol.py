@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 from runner.wire.files import (
     MAX_CONTEXT,
     MAX_MATCHES,
