@@ -18,6 +18,7 @@ from runner.loop.context import Context
 from runner.process.process_set import Process
 from runner.programs import program as module
 from runner.programs.program import Program, ProgramPlan
+from runner.shell.command_driver import command_text
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.link import Link, Reports
@@ -168,9 +169,9 @@ def test_a_command_whose_streams_can_not_be_closed_is_answered(
 def test_a_command_that_is_ended_before_it_begins_has_nothing_to_run(shell: Shell, context: Context) -> None:
     """The shell that reads the order late finds an empty text, and its report ends the command."""
     run, answer = shell.run("a")
-    assert Path(context.file("shell/cmd")).read_text() == "true"
+    assert Path(context.file("shell/cmd")).read_text() == command_text("true", link=shell.queue.shell.link_number)
     run.on_cancel()
-    assert Path(context.file("shell/cmd")).read_text() == ""
+    assert Path(context.file("shell/cmd")).read_text() == command_text("", link=shell.queue.shell.link_number)
     run.cancel(now=True)
     shell.queue._on_status(0)
     shell.wait()
