@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,17 @@ def test_a_ladder_hands_an_error_of_its_last_step_to_the_owner_and_climbs_no_mor
     Ladder(context, Processes(), on_clear=fail, on_error=errors.append).climb()
     assert errors == [LOST]
     assert context.loop.pending_timers == 0
+
+
+def test_a_ladder_that_can_not_look_looks_again(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a look is no news that nobody is left, and no end of the climb."""
+    processes, cleared = Processes(), list[bool]()
+    looks: list[Callable[[], object]] = [list, fail, fail]
+    monkeypatch.setattr(processes, "find", lambda: looks.pop()())
+    Ladder(context, processes, on_clear=lambda: cleared.append(True), on_error=fail).climb()
+    while not cleared:
+        context.loop.run_once()
+    assert looks == []
 
 
 def test_a_command_whose_end_fails_is_answered(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
