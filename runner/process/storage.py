@@ -11,6 +11,7 @@ import os
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
+from runner.process.process_set import open_proc
 
 _LITTLE_BYTES = 64 * 1024
 """A file system with less room than this counts as full."""
@@ -66,7 +67,7 @@ class WriteMeter:
         try:
             if self._fd < 0:
                 with owner:
-                    self._fd = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+                    self._fd = open_proc(f"{pid}/io")
                 self._last = self._now()
                 return -1
             last, self._last = self._last, self._now()

@@ -19,6 +19,7 @@ from runner.loop.config import RunnerConfig
 from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
+from runner.process.process_set import hold_proc
 from runner.programs.programs import Programs
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
@@ -214,6 +215,7 @@ def run(
     config = config or RunnerConfig()
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
+    hold_proc()
     context = Context.open(config, kernel, shells_fd=shells_fd)
     diag = socket.socket(fileno=diag_fd) if diag_fd >= 0 else None
     RunnerServer(context, listener_fd, Service(context, diag).dispatch)
