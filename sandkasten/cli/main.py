@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "node": ("nodes", "show the node"),
     "drain": ("nodes", "refuse new sessions, or take them again"),
     "workspace": ("nodes", "look after workspaces"),
+    "mcp": ("nodes", "speak MCP on standard input and output"),
     "context": ("context", "choose the server that the verbs above speak to"),
     "completion": ("completion", "print the completion script of a shell"),
     "serve": ("operator", "run the daemon in the foreground"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import add_client_options, add_session, find_session, verb
-from sandkasten.cli.common import printable_line
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
+from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import Progress, labels_text, pairs, print_json, print_table, since_text, size_text
 from sandkasten.cli.runs import labels_of
 
@@ -28,6 +29,27 @@ def add_node(parser: argparse.ArgumentParser) -> None:
 async def node(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Show the node: its state, capacity and images."""
     return _show(await client.node(), arguments)
+
+
+def add_mcp(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--session", metavar="NAME", default="default", help="name of the sandbox that is meant")
+    parser.add_argument("--tools", metavar="NAME,...", help="the tools to offer, if not the usual ones")
+    add_client_options(parser, json=False)
+    parser.set_defaults(command=verb(mcp))
+
+
+async def mcp(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Be an MCP server for the program that started this one."""
+    if find_spec("mcp") is None:
+        raise Stop("MCP needs an extra: pip install 'sandkasten-runtime[mcp]'", FAULT)
+    from sandkasten.mcp.server import serve_stdio
+
+    try:
+        tools = None if arguments.tools is None else arguments.tools.split(",")
+        await serve_stdio(client, sandbox=arguments.session, tools=tools)
+    except ValueError as error:
+        raise Stop(str(error), BAD_ARGUMENTS) from None
+    return 0
 
 
 def add_drain(parser: argparse.ArgumentParser) -> None:

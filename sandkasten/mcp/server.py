@@ -26,7 +26,7 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.shared.exceptions import MCPError
 
 from sandkasten import errors
-from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes, key_id_of
+from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes
 from sandkasten.mcp.text import shorten
 from sandkasten.mcp.tools import TOOLS, Call, Reply, Tool, chosen, perform
 from sandkasten.sdk import SandboxClient, Session
@@ -183,15 +183,13 @@ async def _read_resource(sandboxes: Sandboxes, uri: str) -> types.TextResourceCo
 # Standard input and output --------------------------------------------------------------------------------------------
 
 
-async def serve_stdio(
-    client: SandboxClient, api_key: str | None, *, sandbox: str = DEFAULT, tools: Sequence[str] | None = None
-) -> None:
+async def serve_stdio(client: SandboxClient, *, sandbox: str = DEFAULT, tools: Sequence[str] | None = None) -> None:
     """Speak MCP on standard input and output until the input ends. Nothing else may write to standard output.
 
     Raises:
         ValueError: the name of the sandbox is malformed, or there is no such tool.
     """
-    caller = Caller(Sandboxes(client, key_id_of(api_key)), check_name(sandbox), chosen(tools))
+    caller = Caller(Sandboxes(client, client.key_id), check_name(sandbox), chosen(tools))
     server = make_server(lambda _context: caller)
     async with stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())

@@ -83,7 +83,7 @@ class FileStream:
 
 
 class WatchedChanges:
-    """WatchedChanges of watched files: `async with files.watch(path) as changes: async for change in changes`.
+    """Changes of watched files: `async with files.watch(path) as changes: async for change in changes`.
 
     The first change is `ready`: all that happens from then on is told. After a lost connection, too, `ready` comes
     first, and what happened between is not told.
@@ -294,7 +294,7 @@ class Files:
     async def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
     ) -> None:
-        """WatchedChange permission bits, such as 0o755."""
+        """Change permission bits, such as 0o755."""
         body = given(path=path, mode=f"{mode:04o}", recursive=recursive or None, user=user, cwd=cwd)
         await self._endpoint.ask("POST", "/chmod", body)
 
@@ -308,7 +308,7 @@ class Files:
         user: str | None = "root",
         cwd: str | None = None,
     ) -> None:
-        """WatchedChange the owner, the group, or both."""
+        """Change the owner, the group, or both."""
         body = given(path=path, uid=uid, gid=gid, recursive=recursive or None, user=user, cwd=cwd)
         await self._endpoint.ask("POST", "/chown", body)
 

@@ -469,7 +469,7 @@ class Session:
         limits: Mapping[str, float] | Unset = UNSET,
         env: Mapping[str, str | None] | Unset = UNSET,
     ) -> SessionInfo:
-        """WatchedChange the session: all that is given, or nothing and an error.
+        """Change the session: all that is given, or nothing and an error.
 
         None means never for a time, and removes a variable.
         """

@@ -452,7 +452,7 @@ class Matches(Taken):
 
 @dataclass
 class WatchedChange(Taken):
-    """WatchedChange of a watched file: `create`, `write`, `close`, `rename` (`to` is the new path), `chmod`, `remove`;
+    """Change of a watched file: `create`, `write`, `close`, `rename` (`to` is the new path), `chmod`, `remove`;
     `ready` comes first; `overflow` says that changes were lost.
     """
 

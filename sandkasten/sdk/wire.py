@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,3 +292,13 @@ def read_message(message: str) -> dict[str, Any]:  # JSON values
     except ValueError:
         pass
     raise errors.ConnectionFailed("the server sent a message that is none of the protocol")
+
+
+_KEY = re.compile(r"sk_([0-9a-f]{12})_")
+
+
+def key_id_of(api_key: str | None) -> str:
+    """Return the id under which the server lists what a key has made (docs/keys.md); the id is no secret."""
+    if not api_key:
+        return "local"
+    return found[1] if (found := _KEY.match(api_key)) else "configured"

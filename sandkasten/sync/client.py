@@ -20,7 +20,7 @@ from sandkasten.sdk.types import (
     Unset,
     WorkspaceInfo,
 )
-from sandkasten.sdk.wire import HttpCall, call, given, new_id, part, set_values
+from sandkasten.sdk.wire import HttpCall, call, given, key_id_of, new_id, part, set_values
 from sandkasten.sync import waiting
 from sandkasten.sync.files import Files, FileStream, Progress, Source
 from sandkasten.sync.run import CANCEL_S
@@ -102,6 +102,7 @@ class SandboxClient:
                 of uploads and streams the time without progress. None is no limit.
         """
         self._transport = Transport(base_url, api_key, timeout)
+        self._key_id = key_id_of(api_key)
         self._endpoint = Endpoint(self._transport, "")
 
     @classmethod
@@ -119,6 +120,11 @@ class SandboxClient:
     def base_url(self) -> str:
         """The server's URL."""
         return self._transport.base_url
+
+    @property
+    def key_id(self) -> str:
+        """The id of the API key, which is no secret: `SessionInfo.key_id` of what this client made."""
+        return self._key_id
 
     def close(self) -> None:
         """Close all connections."""

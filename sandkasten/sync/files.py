@@ -84,7 +84,7 @@ class FileStream:
 
 
 class WatchedChanges:
-    """WatchedChanges of watched files: `with files.watch(path) as changes: for change in changes`.
+    """Changes of watched files: `with files.watch(path) as changes: for change in changes`.
 
     The first change is `ready`: all that happens from then on is told. After a lost connection, too, `ready` comes
     first, and what happened between is not told.
@@ -289,7 +289,7 @@ class Files:
     def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
     ) -> None:
-        """WatchedChange permission bits, such as 0o755."""
+        """Change permission bits, such as 0o755."""
         body = given(path=path, mode=f"{mode:04o}", recursive=recursive or None, user=user, cwd=cwd)
         self._endpoint.ask("POST", "/chmod", body)
 
@@ -303,7 +303,7 @@ class Files:
         user: str | None = "root",
         cwd: str | None = None,
     ) -> None:
-        """WatchedChange the owner, the group, or both."""
+        """Change the owner, the group, or both."""
         body = given(path=path, uid=uid, gid=gid, recursive=recursive or None, user=user, cwd=cwd)
         self._endpoint.ask("POST", "/chown", body)
 
