@@ -1,4 +1,4 @@
-"""Which sandbox a call is about: found by its label, made at first use, made anew after its end.
+"""The sandbox of a call: found by its label, made at first use, made anew after its end.
 
 The newest protocol has no session, so no state may hang on one. A sandbox has a name, and the name is the label `mcp`
 of a session. What is remembered here only saves the search: another process, or the same one after a restart, finds

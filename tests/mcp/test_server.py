@@ -354,7 +354,7 @@ def test_requests_that_are_not_served(daemon: Daemon) -> None:
 
 
 def test_the_list_of_tools_is_short() -> None:
-    """It costs every conversation its length: at most 10 kB for all of them, output schemas included."""
+    """Every conversation pays for its length: at most 10 kB for all tools, output schemas included."""
     described = [_described(tool).model_dump(by_alias=True, exclude_none=True, mode="json") for tool in TOOLS.values()]
     assert len(json.dumps(described, separators=(",", ":"))) < 10_000
     assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]
