@@ -1,4 +1,4 @@
-"""The Python SDK beside requests that are sent by hand: what the SDK adds to a command, and large files both ways."""
+"""The Python SDK beside requests that are sent by hand, large files both ways, and the MCP server beside the SDK."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import httpx2
+import mcp
 import trio
+from mcp.client.streamable_http import streamable_http_client
 
 from bench import daemon
 from bench.websocket import ExecSocket
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 RAW, SDK = "exec builtin beside the SDK, HTTP", "exec builtin, SDK"
+MCP = "exec builtin, MCP's bash"
 RAW_STREAM, SDK_STREAM = "exec builtin beside the SDK, WebSocket", "exec builtin, SDK's stream"
 _FILE_MIB = 1024
 _PIECE_BYTES = 256 * 1024
@@ -51,12 +55,19 @@ print(json.dumps({"MB/s": size / took_s / 1e6, "MiB": resource.getrusage(resourc
 
 async def clients(bench: Bench) -> None:
     """A command by hand and by the SDK, over both ways; a large file, beside a copy from socket to socket."""
-    with ExitStack() as stack:
+    async with AsyncExitStack() as tasks:
+        stack = tasks.enter_context(ExitStack())
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))
         url = f"http://{address[0]}:{address[1]}"
         by_hand = stack.enter_context(daemon.Client(address))
         async with SandboxClient(base_url=url, api_key=daemon.KEY) as client, await client.create_session() as box:
             stream = stack.enter_context(ExecSocket(address, box.id))
+            over_http = await tasks.enter_async_context(
+                httpx2.AsyncClient(headers={"Authorization": f"Bearer {daemon.KEY}"}, timeout=60)
+            )
+            model = await tasks.enter_async_context(
+                mcp.Client(streamable_http_client(f"{url}/mcp", http_client=over_http))
+            )
 
             async def execute() -> None:
                 (await box.exec(":")).check()
@@ -65,16 +76,22 @@ async def clients(bench: Bench) -> None:
                 async with box.start(":") as run:
                     (await run.wait()).check()
 
+            async def call() -> None:
+                result = await model.call_tool("bash", {"command": ":"})
+                if result.is_error or result.structured_content["exit_code"] != 0:
+                    raise RuntimeError(f"MCP's bash failed: {result}")
+
             works: Mapping[str, Callable[[], Any]] = {
                 RAW: partial(by_hand.call, "POST", f"/v1/sessions/{box.id}/exec", {"cmd": ":"}),
                 SDK: execute,
+                MCP: call,
                 RAW_STREAM: partial(_talk, stream),
                 SDK_STREAM: follow,
             }
             for name in [*works, *bench.rounds(list(works), 300)]:
                 await trio.sleep(0.002)
                 with bench.table.timed(name):
-                    if (waiting := works[name]()) is not None and name in (SDK, SDK_STREAM):
+                    if (waiting := works[name]()) is not None and name in (SDK, SDK_STREAM, MCP):
                         await waiting
             _transfer(bench, url, box.id)
 
