@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sandkasten.model import Session
+from tests.kernel.seed import NAME as SEED_NAME
 from tests.leaks import descendants
 
 
@@ -54,13 +55,14 @@ def _hostname(pid: int) -> str:
 
 def nsinit_pid() -> int:
     """Return the pid of the fork server that this process started."""
-    for pid, _ in descendants(os.getpid()):
+    for pid, name in descendants(os.getpid()):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # the process ended meanwhile
             continue
-        if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
+        is_nsinit = name != SEED_NAME and any(part.endswith((b"nsinit", b"seed.py")) for part in command)
+        if parent == os.getpid() and is_nsinit:
             return pid
     raise AssertionError("nsinit is not running")
 
