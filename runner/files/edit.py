@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import unified_diff
 from typing import Any, Literal
 
 from runner.files.contents import check_writable, is_one_of, open_new, open_part, put_in_place, temporary_name
@@ -321,8 +322,6 @@ def _ends_of(hunk: _Hunk, sign: bytes) -> list[list[bytes]]:
 
 def _diff(path: str, before: bytes | None, after: bytes | None) -> str | None:
     """Return a unified diff; None for files that are no text, or too long to be compared."""
-    from difflib import unified_diff
-
     old, new = _lines(before or b""), _lines(after or b"")
     if b"\0" in (before or b"") + (after or b"") or len(old) + len(new) > _MAX_DIFF_LINES:
         return None
