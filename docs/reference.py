@@ -2,7 +2,7 @@
 
 The names go to tests/contract/api-names.txt, a line for each operation and each component. `--check` writes nothing and
 fails when a file would change. What breaks clients is refused: a name that is gone, of another type or newly required.
-`--breaking` takes it; such a change brings a news fragment of that type. `tests/contract/test_reference.py` calls this.
+`--breaking` takes it; such a change brings a news fragment of that type.
 """
 
 from __future__ import annotations
@@ -176,24 +176,23 @@ def _fields_of(properties: Mapping[str, Schema], required: Iterable[str]) -> Ite
 def _taken(document: Document) -> set[str]:
     """Return the components that clients send."""
     found: set[str] = set()
-    waiting: list[Any] = [
-        part
-        for _, _, operation in operations(document)
-        for part in (
-            operation.get("requestBody", {}),
-            *(each.get("client", {}) for each in operation.get("x-messages", {}).values()),
-        )
-    ]
+    waiting = []
+    for _, _, operation in operations(document):
+        waiting.append(operation.get("requestBody", {}))
+        waiting += (each.get("client", {}) for each in operation.get("x-messages", {}).values())
     while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            if "$ref" in part and (name := _name(part)) not in found:
-                found.add(name)
-                waiting.append(document["components"]["schemas"][name])
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
+        for name in _references(waiting.pop()) - found:
+            found.add(name)
+            waiting.append(document["components"]["schemas"][name])
     return found
+
+
+def _references(part: object) -> set[str]:
+    """Return the components that a part of the description refers to."""
+    if isinstance(part, dict):
+        own = {_name(part)} if "$ref" in part else set()
+        return own.union(*map(_references, part.values()))
+    return set().union(*map(_references, part)) if isinstance(part, list) else set()
 
 
 def broken(before: Mapping[str, Iterable[str]], after: Mapping[str, Iterable[str]]) -> list[str]:
@@ -249,8 +248,10 @@ def _page(document: Document) -> Iterator[str]:
         for same in _twins(tagged):
             yield from _operation(same, document, inlined)
     yield "\n## Bodies and messages"
-    for name, schema in document["components"]["schemas"].items():
-        if name not in inlined:
+    schemas = document["components"]["schemas"]
+    shared = _references(list(schemas.values()))
+    for name, schema in schemas.items():
+        if name not in inlined or name in shared:
             yield from _component(name, schema)
 
 
