@@ -32,6 +32,8 @@ _CODES: dict[int, ErrorCode] = {
     errno.EACCES: "PERMISSION_DENIED",
     errno.EPERM: "PERMISSION_DENIED",
     errno.EROFS: "PERMISSION_DENIED",
+    errno.EBUSY: "PERMISSION_DENIED",  # rename(2), rmdir(2): a mount point
+    errno.EOVERFLOW: "PERMISSION_DENIED",  # chown(2) to an id that the mount has no place for
     errno.EISDIR: "IS_DIRECTORY",
     errno.ENOSPC: "DISK_FULL",
     errno.EDQUOT: "DISK_FULL",

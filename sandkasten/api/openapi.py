@@ -79,7 +79,10 @@ def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON
             "responses": dict(sorted(made.responses.items())),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "x-error-codes": {error.code: status for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)},
+        "x-error-codes": {
+            error.code: {"status": status, "meaning": _meaning(error.code)}
+            for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)
+        },
     }
 
 

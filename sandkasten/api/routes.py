@@ -68,10 +68,11 @@ _Errors = tuple[type[errors.SandkastenError], ...]
 _AWAKE: _Errors = (errors.SessionExpired, errors.SessionPaused)
 _BEGINS: _Errors = (*_AWAKE, errors.Conflict, errors.ExecGone, errors.ExecIdsExhausted, errors.ShellFailed)
 _IN_SHELL: _Errors = (errors.ShellNotFound, errors.ShellBusy)
-_NO_PATH: _Errors = (errors.FileNotFound, errors.NotAFile, errors.NotADirectory, errors.PermissionDenied)
-_PATH: _Errors = (*_NO_PATH, errors.Conflict)
+_PATH: _Errors = (
+    *(errors.FileNotFound, errors.NotAFile, errors.NotADirectory, errors.PermissionDenied),
+    *(errors.PathOutside, errors.Conflict),
+)
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
-_IN_ROOTS: _Errors = (*_NO_PATH, errors.IsADirectory, errors.PathOutside)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)
 
 _RUN_EVENTS = Messages(server=RUN_EVENTS)
@@ -224,14 +225,9 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         ),
     )
     yield from _failing(
-        (*away, *_IN_ROOTS),
+        (*away, *_FILE),
         _raw("GET", f"{top}/fs/read", files.read, look, query=files.ReadQuery, answer=files.FileBody),
-        _raw(
-            *("POST", f"{top}/fs/write", files.write, act),
-            body=files.WriteRequest,
-            answer=written,
-            errors=(errors.Conflict,),
-        ),
+        _raw("POST", f"{top}/fs/write", files.write, act, body=files.WriteRequest, answer=written),
         _raw("POST", f"{top}/fs/upload", files.upload, act, body_type=files.FORM, answer=files.UploadedBody),
     )
 
@@ -497,7 +493,7 @@ TABLE = RouteTable(
                 errors=(errors.PermissionDenied,),
             ),
             *_failing(
-                _IN_ROOTS,
+                _FILE,
                 _raw(
                     *("GET", f"{_WORKSPACE}/fs", workspaces.list_files, FIND),
                     query=workspaces.FilesQuery,

@@ -8,6 +8,7 @@ bodies of an answer are compared a few times for each operation and status, sinc
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import httpx
 from jsonschema import Draft202012Validator
 
 from sandkasten.api.app import read_target
@@ -30,6 +32,9 @@ ALWAYS = frozenset(
 )
 ALWAYS_KNOWN = ALWAYS | {"sandkasten-ignored", "cache-control", "x-accel-buffering", "allow"}
 """Headers that the description names once, for all operations, and those of any stream."""
+
+OF_THE_SERVER = frozenset({b"date", b"transfer-encoding"})
+"""Headers that the server adds to what the front says."""
 
 _MOST_BYTES = 64 * 1024
 
@@ -93,8 +98,32 @@ class Described:
         self.problems.append(f"{operation['operationId']}: {problem}")
 
 
+def assert_described(response: httpx.Response) -> None:
+    """Hold the head of an answer against the description, and the body of an error; a hook of httpx's clients."""
+    request = response.request
+    host = (b"host", request.headers["host"].encode())
+    scope = {
+        "type": "http",
+        "method": request.method,
+        "raw_path": request.url.raw_path.partition(b"?")[0],
+        "headers": [host],
+    }
+    if (operation := _operation(scope)) is not None:
+        front = Described(_nobody)
+        said = _Said(front, operation, is_head=request.method == "HEAD")
+        headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in OF_THE_SERVER]
+        said.take({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        if response.is_error:
+            said.take({"type": "http.response.body", "body": response.read()})
+        assert front.problems == [], front.problems
+
+
+async def _nobody(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """Answer nothing."""
+
+
 _compared: Counter[tuple[object, ...]] = Counter()
-"""How often a body was compared in this process."""
+"""Numbers of comparisons in this process, by operation, status and code."""
 
 
 def _operation(scope: Scope) -> Operation | None:
@@ -111,7 +140,7 @@ def _operation(scope: Scope) -> Operation | None:
 
 
 class _Said:
-    """What is said to one request."""
+    """The answer to one request."""
 
     def __init__(self, front: Described, operation: Operation, *, is_head: bool) -> None:
         self._front, self._operation, self._is_head = front, operation, is_head
@@ -218,3 +247,17 @@ def _frames(received: bytearray) -> Iterator[tuple[int, bytes]]:
             return
         yield received[0] & 0x0F, bytes(received[start : start + size])
         del received[: start + size]
+
+
+def missing_of(component: str, cls: Any) -> set[str]:  # a dataclass
+    """Return the differences of a client's dataclass from the component that it is made of: `name` for a member of the
+    component that the class has no field for, `+name` for a field that is no member, `name=` for a field that must be
+    given although the member may be absent."""
+    schema = DOCUMENT["components"]["schemas"][component]
+    given = {
+        each.name.removesuffix("_"): each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        for each in dataclasses.fields(cls)
+    }
+    members = {name: name in schema.get("required", ()) for name in schema["properties"]}
+    must = {f"{name}=" for name in members.keys() & given.keys() if given[name] and not members[name]}
+    return (members.keys() - given.keys()) | {f"+{name}" for name in given.keys() - members.keys()} | must

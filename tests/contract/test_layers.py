@@ -141,6 +141,19 @@ def test_privileged_and_inner_code_is_standard_library_only(package: str) -> Non
     assert {name for name in outside if top(name) not in sys.stdlib_module_names} == set()
 
 
+def test_the_runner_imports_nothing_once_it_runs() -> None:
+    """PID 1 has another root by then: a module would be missing, or be the session's own."""
+    late = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "runner").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert late == []
+
+
 def test_the_runner_imports_nothing_of_the_others() -> None:
     """PID 1 of a sandbox carries its own code alone."""
     assert {edge for edge in imports("runner") if top(edge[1]) in ("nsinit", "sandkasten")} == set()

@@ -1,4 +1,5 @@
-"""Parts of the documentation are written by scripts, from the code: the picture of the packages, the settings."""
+"""Parts of the documentation are written by scripts, from the code: the picture of the packages, the settings, the
+reference of the routes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def check(script: Path, directory: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, script, "--check"], cwd=directory, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", ["docs/picture.py", "docs/settings.py"])
+@pytest.mark.parametrize("script", ["docs/picture.py", "docs/settings.py", "docs/reference.py"])
 def test_what_a_script_writes_is_what_stands_there(script: str) -> None:
     """A further run would change nothing. Packages that import each other in a circle can't be drawn, and a setting
     without a sentence is refused."""

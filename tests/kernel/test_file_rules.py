@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nsinit.kernel import landlock
+from runner.wire.protocol import Done, MoveFile, RemoveFile
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, FileRules, SessionSpec
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest, PermissionDenied
 
 ABI = landlock.probe_abi()
 needs_rules = pytest.mark.skipif(ABI < landlock.FILES_ABI, reason=f"needs Landlock ABI 3, not {ABI}")
@@ -71,6 +72,18 @@ async def test_the_file_api_is_not_bound(supervisor: LocalSupervisor) -> None:
         await writer.send(b"given")
         await writer.commit()
     assert await output(supervisor, session.id, "cat given; echo x 2>/dev/null > given; cat given") == ["givengiven"]
+    await supervisor.destroy(session.id)
+
+
+@pytest.mark.parametrize(
+    "request_", [RemoveFile("/tmp", recursive=True, user="root"), MoveFile("/tmp", "/t", user="root")]
+)
+async def test_mount_points_stay_where_they_are(supervisor: LocalSupervisor, request_: RemoveFile | MoveFile) -> None:
+    """Not even the session's root removes or moves one, and is told so."""
+    session = await supervisor.create(SessionSpec())
+    with pytest.raises(PermissionDenied):
+        await supervisor.files(session.id).ask(request_, Done)
+    assert await output(supervisor, session.id, "stat -c %m /tmp") == ["/tmp"]
     await supervisor.destroy(session.id)
 
 

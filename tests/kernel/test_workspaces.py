@@ -17,6 +17,7 @@ import trio.testing
 
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME
 from nsinit.sandbox.init_steps import NAME
+from runner.wire.protocol import ChangeOwner, Done
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
@@ -64,6 +65,15 @@ async def test_files_need_no_session(supervisor: LocalSupervisor, config: Config
     assert (await supervisor.list_files(WORKSPACE)).entries == ()
     with pytest.raises(errors.WorkspaceNotFound):
         await supervisor.list_files("another")
+
+
+async def test_the_files_have_one_owner(supervisor: LocalSupervisor) -> None:
+    """An id that the workspace's mount has no place for is refused, as any other is."""
+    await write(supervisor, "f", b"")
+    for owner in (0, 370, 65535):
+        with pytest.raises(errors.PermissionDenied):
+            await supervisor.workspace_files(WORKSPACE).ask(ChangeOwner("f", owner=owner), Done)
+    assert (await supervisor.stat_file(WORKSPACE, "f")).owner == 1000
 
 
 @pytest.mark.parametrize("path", ["a/b", "/a/b", "//a/b", "/workspace/a/b", "/a/../a/b"])
