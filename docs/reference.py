@@ -276,7 +276,7 @@ def _operation(same: list[tuple[str, str, Mapping[str, Any]]], document: Documen
     yield from _parameters(operation, is_twin=len(same) > 1)
     content = operation.get("requestBody", {}).get("content", {})
     for media, body in content.items():
-        if media != JSON:
+        if media != JSON or "$ref" not in body["schema"]:  # JSON-RPC is described elsewhere
             yield from ("\nBody: " + ", ".join(f"`{each}`" for each in content) + ".",)
             break
         name = _name(body["schema"])
