@@ -54,7 +54,7 @@ _INFO = (
 
 
 def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON values
-    """Return the description of all routes; `installed` is the version of this package. Pure; takes some 50 ms."""
+    """Return the description of all routes; `installed` is the version of this package. Pure; takes some 30 ms."""
     made = Components()
     made.schema_of(ErrorBody)
     paths: dict[str, dict[str, Any]] = {}

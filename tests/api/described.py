@@ -37,6 +37,9 @@ OF_THE_SERVER = frozenset({b"date", b"transfer-encoding"})
 """Headers that the server adds to what the front says."""
 
 _MOST_BYTES = 64 * 1024
+"""Longest JSON body that is compared."""
+
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 
 Operation = Mapping[str, Any]  # JSON values
 
@@ -160,8 +163,11 @@ class _Said:
             case "websocket.accept":
                 self._front.seen[self._operation["operationId"], 101, ""] += 1
             case "websocket.send":
-                self._go_on(bytes(message.get("frames", b"")))
-                self._hear()
+                self._body += message["frames"]
+                for opcode, payload in _frames(self._body):
+                    if opcode == Opcode.TEXT:
+                        value = json.loads(payload)
+                        self._hear(WEBSOCKET, value["type"], value)
 
     def _begin(self, status: int, headers: Mapping[str, bytes]) -> None:
         self._status = status
@@ -177,9 +183,19 @@ class _Said:
             self._problem(f"headers {sorted(extra)} of {status} are not described")
 
     def _go_on(self, data: bytes) -> None:
-        if not self._is_cut and self._kind in (JSON, "text/event-stream", "application/x-ndjson", ""):
-            self._body += data
+        self._body += data if self._kind in (JSON, EVENTS, LINES) and not self._is_cut else b""
+        if self._kind == JSON:
             self._is_cut = len(self._body) > _MOST_BYTES
+        elif self._kind == EVENTS:
+            for block in _parts(self._body, b"\n\n"):
+                fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if line[:1] != b":")
+                if b"data" in fields:
+                    self._hear(EVENTS, fields[b"event"].decode(), json.loads(fields[b"data"]))
+        elif self._kind == LINES:
+            for line in _parts(self._body, b"\n"):
+                value = json.loads(line)
+                name = next((name for name, sign in _SIGNS.items() if sign in value), "match")
+                self._hear(LINES, name, value)
 
     def _end(self) -> None:
         body = bytes(self._body)
@@ -191,28 +207,8 @@ class _Said:
             if described is not None and JSON in described["content"]:
                 self._compare(value, described["content"][JSON]["schema"], self._status, code)
         self._front.seen[self._operation["operationId"], self._status, code] += 1
-        if self._kind == "text/event-stream":
-            self._hear_events(body.split(b"\n\n")[:-1])
-        elif self._kind == "application/x-ndjson":
-            for line in body.split(b"\n")[:-1]:
-                value = json.loads(line)
-                name = next((name for name, sign in _LINES.items() if sign in value), "match")
-                self._hear_message(self._kind, name, value)
 
-    def _hear_events(self, blocks: list[bytes]) -> None:
-        for block in blocks:
-            lines = dict(line.split(b": ", 1) for line in block.split(b"\n") if line[:1] != b":")
-            if b"data" in lines:
-                self._hear_message(self._kind, lines[b"event"].decode(), json.loads(lines[b"data"]))
-
-    def _hear(self) -> None:
-        """Take the text frames apart that have come."""
-        for opcode, payload in _frames(self._body):
-            if opcode == Opcode.TEXT:
-                value = json.loads(payload)
-                self._hear_message(WEBSOCKET, value["type"], value)
-
-    def _hear_message(self, medium: str, name: str, value: object) -> None:
+    def _hear(self, medium: str, name: str, value: object) -> None:
         schema = self._operation["x-messages"][medium]["server"].get(name)
         if schema is None:
             self._problem(f"the message {name} is not described")
@@ -230,8 +226,15 @@ class _Said:
         self._front.note(self._operation, text)
 
 
-_LINES = {"totals": "totals", "error": "error_code"}
+_SIGNS = {"totals": "totals", "error": "error_code"}
 """Signs of the lines of a search that are no match."""
+
+
+def _parts(received: bytearray, end: bytes) -> Iterator[bytes]:
+    """Yield the whole parts at the beginning of what came, and remove them."""
+    while (size := received.find(end)) >= 0:
+        yield bytes(received[:size])
+        del received[: size + len(end)]
 
 
 def _frames(received: bytearray) -> Iterator[tuple[int, bytes]]:
