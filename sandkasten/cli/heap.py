@@ -65,7 +65,7 @@ class Heap:
         self.frozen = 0
 
     async def run(self) -> NoReturn:
-        """Sweep when it is time."""
+        """Make each sweep that is due."""
         while True:
             used_s = time.thread_time()
             await trio.sleep(QUIET_S)

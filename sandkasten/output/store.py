@@ -169,7 +169,7 @@ class Shelf:
 
 @attrs.frozen
 class _Due:
-    """What a session has to write down: ids of runs with other facts or another state, that are gone, were refused."""
+    """Ids of a session's runs that are to be written down: with other facts or another state, gone, refused."""
 
     changed: dict[str, None]
     gone: list[str]

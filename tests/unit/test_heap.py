@@ -61,7 +61,7 @@ def test_what_is_frozen_is_freed_with_its_last_reference_or_by_a_sweep(heap: Hea
 
 
 async def test_a_sweep_waits_for_a_quiet_moment(heap: Heap, autojump_clock: trio.testing.MockClock) -> None:
-    """It comes when the daemon does nothing, and when very much was frozen."""
+    """A sweep comes when the daemon does nothing, and when very much was frozen."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(heap.run)
         heap.frozen = DUE - 1
