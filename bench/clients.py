@@ -1,4 +1,4 @@
-"""The Python SDK beside requests that are sent by hand: what the SDK adds to a command, and large files both ways."""
+"""The Python SDK beside requests that are sent by hand, the command line, and large files both ways."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 RAW, SDK = "exec builtin beside the SDK, HTTP", "exec builtin, SDK"
+CLI = "exec builtin, command line"
 RAW_STREAM, SDK_STREAM = "exec builtin beside the SDK, WebSocket", "exec builtin, SDK's stream"
 _FILE_MIB = 1024
 _PIECE_BYTES = 256 * 1024
@@ -50,7 +52,7 @@ print(json.dumps({"MB/s": size / took_s / 1e6, "MiB": resource.getrusage(resourc
 
 
 async def clients(bench: Bench) -> None:
-    """A command by hand and by the SDK, over both ways; a large file, beside a copy from socket to socket."""
+    """A command by hand, by the SDK over both ways, and typed; a large file, beside a copy from socket to socket."""
     with ExitStack() as stack:
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))
         url = f"http://{address[0]}:{address[1]}"
@@ -76,7 +78,17 @@ async def clients(bench: Bench) -> None:
                 with bench.table.timed(name):
                     if (waiting := works[name]()) is not None and name in (SDK, SDK_STREAM):
                         await waiting
+            _type(bench, url, box.id)
             _transfer(bench, url, box.id)
+
+
+def _type(bench: Bench, url: str, session: str) -> None:
+    """Run the command line as a person does, from the start of its process to its end."""
+    command = [str(Path(sys.executable).with_name("sandkasten")), "exec", session, "--", ":"]
+    environment = os.environ | {"SANDKASTEN_URL": url, "SANDKASTEN_API_KEY": daemon.KEY}
+    for name in bench.rounds([CLI], 30):
+        with bench.table.timed(name):
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True)
 
 
 def _talk(stream: ExecSocket) -> None:

@@ -51,19 +51,20 @@ async def commands(client: SandboxClient) -> None:
 
 async def runs_that_are_left(client: SandboxClient) -> None:
     """Endless output that nobody takes any more holds up neither its own end nor another run on the connection."""
-    async with await client.create_session() as box:
-        async with box.start("echo here; cat", stdin=True, stateless=True) as other:
-            assert (await anext(other)).data == "here\n"
-            for is_cancelled in (True, False):
-                async with box.start("yes", stateless=True, raw=True) as run:
-                    assert len((await anext(run)).data) > 0
-                    if not is_cancelled:
-                        run.detach()
-                state = (await run.info()).state
-                assert state == ("ended" if is_cancelled else "running")
-                await other.send("more\n")
-                assert (await anext(other)).data == "more\n"
-            await run.cancel(now=True)
+    async with (
+        await client.create_session() as box,
+        box.start("echo here; cat", stdin=True, stateless=True) as other,
+    ):
+        assert (await anext(other)).data == "here\n"
+        for is_cancelled in (True, False):
+            async with box.start("yes", stateless=True, raw=True) as run:
+                assert len((await anext(run)).data) > 0
+                if not is_cancelled:
+                    run.detach()
+            assert (await run.info()).state == ("ended" if is_cancelled else "running")
+            await other.send("more\n")
+            assert (await anext(other)).data == "more\n"
+        await run.cancel(now=True)
 
 
 async def streams(client: SandboxClient) -> None:
