@@ -1,4 +1,4 @@
-"""The Python SDK beside requests that are sent by hand, large files both ways, and the MCP server beside the SDK."""
+"""The Python SDK beside requests by hand, large files both ways; the command line, and MCP beside the SDK."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 RAW, SDK = "exec builtin beside the SDK, HTTP", "exec builtin, SDK"
 MCP = "exec builtin, MCP's bash"
+CLI = "exec builtin, command line"
 RAW_STREAM, SDK_STREAM = "exec builtin beside the SDK, WebSocket", "exec builtin, SDK's stream"
 _FILE_MIB = 1024
 _PIECE_BYTES = 256 * 1024
@@ -57,7 +59,7 @@ print(json.dumps({"MB/s": size / took_s / 1e6, "MiB": int(kib) / 1024}))
 
 
 async def clients(bench: Bench) -> None:
-    """A command by hand and by the SDK, over both ways; a large file, beside a copy from socket to socket."""
+    """A command by hand, by the SDK over both ways, by MCP, and typed; a large file, beside a copy between sockets."""
     async with AsyncExitStack() as tasks:
         stack = tasks.enter_context(ExitStack())
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))
@@ -96,7 +98,17 @@ async def clients(bench: Bench) -> None:
                 with bench.table.timed(name):
                     if (waiting := works[name]()) is not None and name in (SDK, SDK_STREAM, MCP):
                         await waiting
+            _type(bench, url, box.id)
             _transfer(bench, url, box.id)
+
+
+def _type(bench: Bench, url: str, session: str) -> None:
+    """Run the command line as a person does, from the start of its process to its end."""
+    command = [str(Path(sys.executable).with_name("sandkasten")), "exec", session, "--", ":"]
+    environment = os.environ | {"SANDKASTEN_URL": url, "SANDKASTEN_API_KEY": daemon.KEY}
+    for name in bench.rounds([CLI], 30):
+        with bench.table.timed(name):
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True)
 
 
 def _talk(stream: ExecSocket) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from bench.clients import MCP, RAW, RAW_STREAM, SDK, SDK_STREAM
+from bench.clients import CLI, MCP, RAW, RAW_STREAM, SDK, SDK_STREAM
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
@@ -109,6 +109,7 @@ GOALS: Sequence[Goal] = (
     Goal("the SDK's exec, over the same request by hand", _difference(SDK, RAW), 0.4, "ms"),
     Goal("the SDK's stream, over the same WebSocket by hand", _difference(SDK_STREAM, RAW_STREAM), 0.3, "ms"),
     Goal("MCP's bash, by the SDK's exec", _ratio(MCP, SDK), 3, "x"),
+    Goal("the command line's exec of a builtin", _median(CLI), 250, "ms"),
     *(
         Goal(
             f"the SDK's {way}, of a copy from socket to socket",

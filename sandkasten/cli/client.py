@@ -78,10 +78,7 @@ def verb(work: ClientVerb) -> Callable[[argparse.Namespace], int]:
 
     def command(arguments: argparse.Namespace) -> int:
         try:
-            status = run_client(work, arguments)
-            if (terminal := sys.modules.get("sandkasten.cli.terminal")) is not None:
-                terminal.end_if_stuck(status)
-            return status
+            return run_client(work, arguments)
         except (Stop, BrokenPipeError):
             raise
         except Exception:  # noqa: BLE001  # a bug of ours: told whole, with the status that says so

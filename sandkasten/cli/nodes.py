@@ -241,3 +241,22 @@ async def list_images(arguments: argparse.Namespace, client: SandboxClient) -> i
         else:
             print(printable_line(each.name))
     return 0
+
+
+async def list_keys(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """List the API keys of the server with their use; needs an administrator's."""
+    keys = await client.keys()
+    if arguments.json:
+        for each in keys:
+            print_json(each)
+        return 0
+    rows = []
+    for each in keys:
+        label = each["label"] or {}
+        used = since_text(each["last_used_at"]) if each["last_used_at"] else ""
+        quota = {name: value for name, value in each["quota"].items() if value is not None}
+        rows.append(
+            (each["id"], each["name"], each["access"], labels_text(label), each["expires_at"], used, labels_text(quota))
+        )
+    print_table(("ID", "NAME", "ACCESS", "LABEL", "EXPIRES", "USED AGO", "QUOTA"), rows)
+    return 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from sandkasten.cli.client import is_elsewhere, run_client
+from sandkasten.cli.client import is_elsewhere, verb
 
 
 def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -21,6 +21,17 @@ def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     def command(arguments: argparse.Namespace) -> int:
         work: Callable[[argparse.Namespace], int] = getattr(import_module(f"sandkasten.cli.{module}"), function)
         return work(arguments)
+
+    return command
+
+
+def _here_or_there(module: str, elsewhere: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command that asks a server, if one is named, and else looks at this machine's installation."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        if not is_elsewhere(arguments):
+            return _late(module, "run")(arguments)
+        return verb(getattr(import_module("sandkasten.cli.nodes"), elsewhere))(arguments)
 
     return command
 
@@ -85,11 +96,11 @@ def add_security(parser: argparse.ArgumentParser) -> None:
 
 def add_image(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all images, here or of a server elsewhere")
+    listing = actions.add_parser("list", help="show all images, of this machine or of a server elsewhere")
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     listing.add_argument("--json", action="store_true", help="print JSON: one object a line")
     add_installation_options(listing)
-    listing.set_defaults(command=_list_images, action="list")
+    listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
     for name, about in (("validate", "check an image"), ("delete", "remove an image")):
         action = actions.add_parser(name, help=about)
         add_installation_options(action)
@@ -100,15 +111,6 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("--name", required=True)
     importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
     importing.set_defaults(command=_late("image", "run"), action="import")
-
-
-def _list_images(arguments: argparse.Namespace) -> int:
-    """List the images of a server that is named, or else those of the store on this machine."""
-    if not is_elsewhere(arguments):
-        return _late("image", "run")(arguments)
-    from sandkasten.cli.nodes import list_images
-
-    return run_client(list_images, arguments)
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
@@ -132,9 +134,10 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--creates-per-minute", type=int, metavar="N")
     create.add_argument("--requests-per-second", type=int, metavar="N")
     create.set_defaults(command=_late("keys", "run"), action="create")
-    listing = actions.add_parser("list", help="show all keys")
+    listing = actions.add_parser("list", help="show all keys, of this machine or of a server elsewhere")
+    listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     listing.add_argument("--json", action="store_true", help="print JSON")
-    listing.set_defaults(command=_late("keys", "run"), action="list")
+    listing.set_defaults(command=_here_or_there("keys", "list_keys"), action="list")
     revoke = actions.add_parser("revoke", help="end a key, for what is under way as well")
     revoke.add_argument("key", metavar="ID_OR_NAME")
     revoke.set_defaults(command=_late("keys", "run"), action="revoke")

@@ -162,23 +162,15 @@ class RawTerminal:
         await write_all(OUT, data)
 
 
-_written: set[int] = set()
-"""Descriptors that threads write to at the moment."""
-
-
 async def write_all(fd: int, data: bytes) -> None:
     """Write bytes by a thread. A cancelled call leaves the thread to itself. Raises `OSError`."""
     await anyio.to_thread.run_sync(_write, fd, data, abandon_on_cancel=True)
 
 
 def _write(fd: int, data: bytes) -> None:
-    _written.add(fd)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        _written.discard(fd)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 async def read_some(fd: int) -> bytes:
@@ -280,9 +272,3 @@ async def forward_signals(send: Callable[[str], Coroutine[None, None, None]], gi
                 if seen >= _PATIENCE:
                     give_up(128 + number)
                 tasks.start_soon(send, signal.Signals(number).name)
-
-
-def end_if_stuck(status: int) -> None:
-    """End the process at once if a thread still writes: Python would wait for a terminal that takes nothing."""
-    if _written:
-        os._exit(status)

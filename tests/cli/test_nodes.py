@@ -98,6 +98,8 @@ def test_a_server_is_found_by_all_the_ways_there_are(command: Command, daemon: D
     assert os.stat(tmp_path / ".config/sandkasten/contexts.json").st_mode & 0o777 == 0o600
     assert [each["name"] for each in nobody.lines("image", "list", "--context", "typed")] == ["host"]
     assert nobody.out("image", "list") == "host\n"
+    assert nobody.out("key", "list").splitlines()[1].split()[0] == "configured"
+    assert nobody.lines("key", "list", "--context", "file")[0]["usage"]["sessions"] == 0
 
 
 def test_what_is_wrong_with_a_server_is_a_sentence(daemon: Daemon, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import subprocess
 
 import pytest
 
 from tests.cli.command import Command
+from tests.e2e.daemon import SCRIPT
 
 pytestmark = pytest.mark.e2e
 
@@ -124,6 +126,21 @@ def test_a_reader_that_leaves_ends_the_command(command: Command, session: str) -
         process.stdout.close()
         assert process.wait() == 141
     assert command.json("info", session)["runs"] == []
+
+
+def test_what_is_closed_is_no_connection(command: Command, session: str) -> None:
+    """Without standard input, output or error the command runs all the same, and its output goes nowhere."""
+    script = f"'{SCRIPT}' exec {session} -- 'cat; echo out; echo err >&2; exit 3' <&- >&- 2>&-; echo $?"
+    done = subprocess.run(["bash", "-c", script], env=command.environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+    done = subprocess.run(
+        ["bash", "-c", f"'{SCRIPT}' ps >&-; echo $?"],
+        env=command.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:

@@ -61,8 +61,7 @@ async def runs_that_are_left(client: SandboxClient) -> None:
                 assert len((await anext(run)).data) > 0
                 if not is_cancelled:
                     run.detach()
-            state = (await run.info()).state
-            assert state == ("ended" if is_cancelled else "running")
+            assert (await run.info()).state == ("ended" if is_cancelled else "running")
             await other.send("more\n")
             assert (await anext(other)).data == "more\n"
         await run.cancel(now=True)
