@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONFIG = Config()
 TRIED_ELSEWHERE = {
-    ("README.md", "python"): "tests/e2e/test_published_client.py",
+    ("README.md", "python"): "tests/sdk/test_usage.py",
+    ("docs/sdk.md", "python"): "tests/sdk/test_usage.py",
     ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
     ("docs/operations.md", "sh"): "tests/e2e/test_operations.py restores a backup with them",
     ("docs/quickstart.md", "sh"): "tests/e2e/test_make.py: `make run`",
@@ -35,6 +36,8 @@ TRIED_ELSEWHERE = {
     ("docs/architecture.md", "mermaid"): "tests/contract/test_written_docs.py draws it",
 }
 NOT_TRIED = {
+    ("README.md", "sh"): "needs Claude Code; tests/mcp speaks the protocol",
+    ("docs/mcp.md", "sh"): "likewise",
     ("docs/systemd.md", "sh"): "needs a machine that systemd runs; its units are tried",
     ("docs/wsl2.md", "powershell"): "needs Windows",
     ("docs/websocket.md", "js"): "needs xterm.js; tests/api/test_terminal_raw.py speaks the protocol",
