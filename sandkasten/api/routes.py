@@ -74,6 +74,8 @@ _PATH: _Errors = (
 )
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)
+"""Errors of what needs a session's processes; begins a run, in a shell; names a path, that of one file; makes or takes
+up a workspace. `openapi.errors_of` adds those that follow from the needs."""
 
 _RUN_EVENTS = Messages(server=RUN_EVENTS)
 _EVENT_STREAM = Messages(server={**events.EVENTS, "error": ErrorEvent})
