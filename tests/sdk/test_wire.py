@@ -70,7 +70,7 @@ def test_a_channel_takes_each_byte_once() -> None:
 
 
 def test_text_never_ends_in_half_a_character() -> None:
-    """What is never completed comes at the end, as U+FFFD; bytes stay as they are."""
+    """A character that is never completed comes at the end, as U+FFFD; bytes stay as they are."""
     decoder = Decoder()
     pieces = [decoder.feed("stdout", bytes([byte]), 1) for byte in "ü€".encode()]
     assert [piece.data for piece in pieces if piece] == ["ü", "€"]
