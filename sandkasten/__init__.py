@@ -76,8 +76,11 @@ def _refuse_published_client() -> None:
     Raises:
         ImportError: the distribution is there.
     """
-    site = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if any(name.startswith("sandkasten-0.") and name.endswith(".dist-info") for name in os.listdir(site)):
+    try:
+        names = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    except OSError:  # an archive, in which nobody installs
+        return
+    if any(name.startswith("sandkasten-0.") and name.endswith(".dist-info") for name in names):
         raise ImportError(
             "the distribution `sandkasten` is installed beside `sandkasten-runtime` and each overwrites files of the "
             "other: run `pip uninstall sandkasten`, then `pip install --force-reinstall --no-deps sandkasten-runtime`"

@@ -177,8 +177,8 @@ class RunLink:
                 if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
                 self._refusals = _REFUSALS
-            except Lost:
-                self._refusals += 1
+            except Lost as lost:
+                self._refusals += lost.was_sent
             except _Crowded:
                 pass
         feed = self._events(exec_id, begin)

@@ -69,7 +69,7 @@ class Workspace:
 
     def export(self, *, format: Literal["tar", "tar.zst"] = "tar.zst") -> FileStream:
         """Return the whole workspace as an archive, to be read in pieces."""
-        request = self._endpoint.call("GET", "/export", query={"format": format}, patience_s=None)
+        request = self._endpoint.call("GET", "/export", query={"format": format}, patience_s=None, is_transfer=True)
         return FileStream(self._endpoint.transport, request)
 
     async def import_archive(
@@ -78,7 +78,9 @@ class Workspace:
         """Make the workspace of an archive (tar or tar.zst), whole or not at all; `replace` one that is there."""
         headers = {"content-type": "application/x-tar"}
         query = given(replace=replace or None)
-        request = self._endpoint.call("POST", "/import", query=query, headers=headers, patience_s=None, repeat=replace)
+        request = self._endpoint.call(
+            "POST", "/import", query=query, headers=headers, patience_s=None, is_transfer=True, repeat=replace
+        )
         return UnpackedArchive.take((await self.files._upload(request, archive, progress)).value)
 
 
@@ -301,5 +303,5 @@ class SandboxClient:
         return list((await self._endpoint.ask("GET", "/v1/keys"))["keys"])
 
     async def healthz(self) -> bool:
-        """Return whether the server answers, without a key."""
+        """Return whether the server answers."""
         return bool((await self._endpoint.ask("GET", "/healthz"))["status"] == "ok")

@@ -18,7 +18,7 @@ from sandkasten import errors
 from sandkasten.sdk import waiting
 from sandkasten.sdk.archives import pack, unpack
 from sandkasten.sdk.streams import ResumedEvents
-from sandkasten.sdk.transport import Endpoint, HttpStream, Transport
+from sandkasten.sdk.transport import Endpoint, HttpStream, Lost, StreamRecovery, Transport
 from sandkasten.sdk.types import (
     FileEdit,
     FileInfo,
@@ -33,6 +33,7 @@ from sandkasten.sdk.wire import HttpCall, given, new_id
 
 _MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
+_PARTIAL = 206
 """Bytes that are read from a local file at once."""
 
 Progress = Callable[[int, int | None], object]
@@ -48,9 +49,12 @@ class FileStream:
     `size` is in bytes, None if the server does not tell; `etag` is the version that is read.
     """
 
-    def __init__(self, transport: Transport, request: HttpCall, progress: Progress | None = None) -> None:
-        """Internal: use `Files.open`."""
-        self._transport, self._request, self._progress = transport, request, progress
+    def __init__(
+        self, transport: Transport, request: HttpCall, progress: Progress | None = None, *, offset: int | None = None
+    ) -> None:
+        """Internal: use `Files.open`. `offset` is where the file is read from, None if it can't be read on."""
+        self._transport, self._request, self._progress, self._offset = transport, request, progress, offset
+        self._recovery = StreamRecovery(transport.timeout)
         self._moved = 0
         self._reply: HttpStream | None = None
         self.size: int | None = None
@@ -73,13 +77,40 @@ class FileStream:
         return self
 
     async def __anext__(self) -> bytes:
+        """Return the next piece. Where a connection is lost, the file is read on, if nobody has changed it.
+
+        Raises:
+            ConnectionFailed: the connection was lost, and the file can't be read on.
+        """
         assert self._reply is not None, "a file is opened by `async with`"
-        if not (data := await self._reply.read()):
+        while True:
+            try:
+                data = await self._reply.read()
+                break
+            except Lost as error:
+                if self._moved == self.size:
+                    raise StopAsyncIteration from None
+                await self._read_on(error)
+        if not data:
             raise StopAsyncIteration
         self._moved += len(data)
+        self._recovery.progress()
         if self._progress is not None:
             self._progress(self._moved, self.size)
         return data
+
+    async def _read_on(self, error: Lost) -> None:
+        """Connect anew behind what has come. Raises the error if that is not possible."""
+        if self._offset is None or self.size is None or not self.etag or self.etag.startswith("W/"):
+            raise error
+        assert self._reply is not None
+        await self._reply.aclose()
+        await self._recovery.wait(error)
+        rest = f"bytes={self._offset + self._moved}-{self._offset + self.size - 1}"
+        self._request.headers |= {"range": rest, "if-range": self.etag}
+        self._reply = await self._transport.open(self._request)
+        if self._reply.status != _PARTIAL:
+            raise error
 
 
 class WatchedChanges:
@@ -135,12 +166,14 @@ class Files:
             FileNotFound, IsADirectory, NotAFile, PermissionDenied: as the names say.
             RangeNotSatisfiable: `offset` is behind the end.
         """
+        request = self._reading(path, offset, length, user, cwd)
+        return FileStream(self._endpoint.transport, request, offset=offset)
+
+    def _reading(self, path: str, offset: int, length: int | None, user: str | None, cwd: str | None) -> HttpCall:
         end = "" if length is None else str(offset + length - 1)
         headers = {"range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         query = given(path=path, user=user, cwd=cwd)
-        return FileStream(
-            self._endpoint.transport, self._endpoint.call("GET", "/file", query=query, headers=headers, patience_s=None)
-        )
+        return self._endpoint.call("GET", "/file", query=query, headers=headers, patience_s=None, is_transfer=True)
 
     async def read_bytes(
         self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None, cwd: str | None = None
@@ -148,8 +181,7 @@ class Files:
         """Return the content of a file, or a part of it. Errors as of `open`."""
         if length == 0:
             return b""
-        async with self.open(path, offset=offset, length=length, user=user, cwd=cwd) as stream:
-            return b"".join([piece async for piece in stream])
+        return (await self._endpoint.transport.send(self._reading(path, offset, length, user, cwd))).body
 
     async def read_text(
         self, path: str, *, encoding: str = "utf-8", user: str | None = None, cwd: str | None = None
@@ -186,7 +218,7 @@ class Files:
         """
         headers = given(**{"if-match": if_match, "if-none-match": "*" if new else None})
         query = given(path=path, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
-        request = self._endpoint.call("PUT", "/file", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call("PUT", "/file", query=query, headers=headers, patience_s=None, is_transfer=True)
         # A condition holds once: a repetition would find the file that the lost request wrote.
         request.repeat = if_match is None and not new
         return WrittenFile.take((await self._upload(request, content, progress)).value)
@@ -400,7 +432,8 @@ class Files:
         """Return a directory as an archive, to be read in pieces."""
         query = given(path=path or None, format=format, user=user, cwd=cwd)
         return FileStream(
-            self._endpoint.transport, self._endpoint.call("GET", "/archive", query=query, patience_s=None)
+            self._endpoint.transport,
+            self._endpoint.call("GET", "/archive", query=query, patience_s=None, is_transfer=True),
         )
 
     async def unpack(
@@ -415,7 +448,9 @@ class Files:
         """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing."""
         query = given(path=path or None, user=user, cwd=cwd)
         headers = {"content-type": "application/x-tar"}
-        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call(
+            "POST", "/archive", query=query, headers=headers, patience_s=None, is_transfer=True
+        )
         return UnpackedArchive.take((await self._upload(request, archive, progress)).value)
 
     # Directories ------------------------------------------------------------------------------------------------------
@@ -438,7 +473,9 @@ class Files:
             return
         query = given(path=path, user=user)
         headers = {"content-type": "application/x-tar"}
-        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call(
+            "POST", "/archive", query=query, headers=headers, patience_s=None, is_transfer=True
+        )
         request.source = lambda: _in_threads(pack(source), progress)
         await self._endpoint.transport.send(request)
 
@@ -458,8 +495,11 @@ class Files:
         info = await self.stat(path, follow=True, user=user)
         is_directory = info.is_dir
         query = given(path=path, format="tar" if is_directory else None, user=user)
-        request = self._endpoint.call("GET", "/archive" if is_directory else "/file", query=query, patience_s=None)
-        async with FileStream(self._endpoint.transport, request, progress) as stream:
+        request = self._endpoint.call(
+            "GET", "/archive" if is_directory else "/file", query=query, patience_s=None, is_transfer=True
+        )
+        offset = None if is_directory else 0
+        async with FileStream(self._endpoint.transport, request, progress, offset=offset) as stream:
             if is_directory:
                 return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
             return await _save(stream, target, int(info.mode, 8) & _MODE_BITS)

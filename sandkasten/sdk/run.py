@@ -55,6 +55,7 @@ class Run:
         self._feed: Feed | None = None
         self._rest: Iterator[Output] = iter(())
         self._end: RunEnd | None = None
+        self._is_refused = False
 
     @property
     def id(self) -> str:
@@ -81,7 +82,7 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._end is not None:
+        if self._end is not None or self._is_refused:
             return
         await self.aclose(cancel=not self._detach)
         if not self._detach:
@@ -127,8 +128,12 @@ class Run:
     async def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None
-        feed = await self._open()
-        piece = await feed.next()
+        try:
+            feed = await self._open()
+            piece = await feed.next()
+        except errors.SandkastenAPIError:
+            self._is_refused = True  # it has ended, or never began
+            raise
         if not isinstance(piece, RunEnd):
             return piece
         self._end, self._rest = piece, self._decoder.rest()

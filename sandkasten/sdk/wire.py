@@ -30,7 +30,8 @@ _GATEWAY = frozenset({502, 503, 504})
 @dataclass(slots=True)
 class HttpCall:
     """A request. `patience_s` is added to the client's timeout; None is no limit. A call that is not `repeat` is sent
-    once, and is `Uncertain` when the connection is lost. A stream is lost after `silence_s` without a byte, if given.
+    once, and is `Uncertain` when the connection is lost. A stream is lost after `silence_s` without a byte, if given,
+    and a transfer is given up after the client's timeout without one.
 
     `source` makes the pieces of a body anew for each attempt; `headers` then has its length, if that is known.
     """
@@ -43,6 +44,7 @@ class HttpCall:
     headers: dict[str, str] = field(default_factory=dict)
     patience_s: float | None = 0.0
     silence_s: float | None = None
+    is_transfer: bool = False
     repeat: bool = True
 
     @property

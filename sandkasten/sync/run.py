@@ -56,6 +56,7 @@ class Run:
         self._feed: Feed | None = None
         self._rest: Iterator[Output] = iter(())
         self._end: RunEnd | None = None
+        self._is_refused = False
 
     @property
     def id(self) -> str:
@@ -82,7 +83,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._end is not None:
+        if self._end is not None or self._is_refused:
             return
         self.close(cancel=not self._detach)
         if not self._detach:
@@ -128,8 +129,12 @@ class Run:
     def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None
-        feed = self._open()
-        piece = feed.next()
+        try:
+            feed = self._open()
+            piece = feed.next()
+        except errors.SandkastenAPIError:
+            self._is_refused = True  # it has ended, or never began
+            raise
         if not isinstance(piece, RunEnd):
             return piece
         self._end, self._rest = piece, self._decoder.rest()
