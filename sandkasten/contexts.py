@@ -107,8 +107,15 @@ def _key_of(name: str, context: Context) -> str | None:
 
 def contexts_path(environ: Mapping[str, str]) -> Path:
     """Return the path of the file, which need not exist."""
-    home = environ.get("XDG_CONFIG_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".config") / "sandkasten" / "contexts.json"
+    return own_directory(environ, "XDG_CONFIG_HOME", ".config") / "contexts.json"
+
+
+def own_directory(environ: Mapping[str, str], variable: str, default: str) -> Path:
+    """Return our directory below one of the user's, which a variable names, or `default` below the home directory."""
+    named, home = environ.get(variable, ""), environ.get("HOME") or os.path.expanduser("~")
+    # Where the user has no home (a number without an account), nothing of ours is found or kept.
+    below = Path(named) if os.path.isabs(named) else Path(home if os.path.isabs(home) else "/nonexistent") / default
+    return below / "sandkasten"
 
 
 def read_contexts(environ: Mapping[str, str]) -> Contexts:

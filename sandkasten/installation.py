@@ -113,7 +113,10 @@ def find_local(config: Path | None, data_dir: Path | None, environ: Mapping[str,
         told = json.loads(_read(directory / LISTENING_NAME))
         url = str(told["addresses"][0]).replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
     except FileNotFoundError:
-        raise ConfigError(f"no server runs here ({whose})") from None
+        raise ConfigError(
+            f'no server runs here ({whose}): start one with "sandkasten serve", or name another with '
+            '"sandkasten context add"'
+        ) from None
     except OSError as error:
         raise ConfigError(f"can't read {directory}: {error.strerror}; run this with sudo") from None
     except (ValueError, LookupError, TypeError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.contexts import LOCAL, Server, choose_server, read_contexts
+from sandkasten.contexts import LOCAL, Server, choose_server, own_directory, read_contexts
 from sandkasten.installation import ConfigError
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def server_of(arguments: argparse.Namespace) -> Server:
             os.environ, context=given.get("context"), config=given.get("config"), data_dir=given.get("data_dir")
         )
     except ConfigError as error:
-        advice = 'start a server with "sandkasten serve", or name one with "sandkasten context add"'
-        raise Stop(f"{error}: {advice}" if "no server runs" in str(error) else str(error), FAULT) from None
+        raise Stop(str(error), FAULT) from None
 
 
 def is_elsewhere(arguments: argparse.Namespace) -> bool:
@@ -181,8 +180,9 @@ def _explained(error: BaseException, server: Server) -> Stop | None:
         )
     if isinstance(error, errors.SandkastenError):
         return Stop(f"{printable_line(error.message)} ({server.url})", FAULT)
-    if isinstance(error, OSError) and error.filename is not None:
-        return Stop(f"{printable_line(os.fsdecode(error.filename))}: {error.strerror}", FAULT)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{printable_line(os.fsdecode(error.filename))}: "
+        return Stop(f"{where}{error.strerror or error}", FAULT)
     return None
 
 
@@ -263,5 +263,4 @@ def _read_last() -> dict[str, str]:
 
 
 def _last_path() -> Path:
-    home = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".local/state") / "sandkasten" / "last.json"
+    return own_directory(os.environ, "XDG_STATE_HOME", ".local/state") / "last.json"

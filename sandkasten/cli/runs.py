@@ -288,10 +288,6 @@ async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: boo
 
     A run that is left for another reason than its end or the keys that detach is killed.
     """
-    import anyio
-
-    from sandkasten import errors
-
     how: int | None = 0
     is_left = True
     try:
@@ -302,9 +298,18 @@ async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: boo
             is_left = how is not None and run.end is None
     finally:
         if is_left:
-            with anyio.move_on_after(_END_S, shield=True), contextlib.suppress(errors.SandkastenError):
-                await run.cancel(now=True)
+            await kill(run)
     return how if run.end is None else _said(run.end)
+
+
+async def kill(run: Run) -> None:
+    """End a run that is left, within a bounded time and whatever happens."""
+    import anyio
+
+    from sandkasten import errors
+
+    with anyio.move_on_after(_END_S, shield=True), contextlib.suppress(errors.SandkastenError):
+        await run.cancel(now=True)
 
 
 def _said(end: RunEnd) -> int:
@@ -434,16 +439,23 @@ async def _shell_in(session: Session, arguments: argparse.Namespace) -> int | No
         options = {"shell": arguments.shell} if views else {"terminal_id": arguments.join}
     opened = session.terminal(cols=cols, rows=rows, read_only=arguments.watch, take_over=arguments.take_over, **options)
     async with opened as inside:
+
+        async def resize(cols: int, rows: int) -> None:
+            if not arguments.watch:  # who only looks changes nothing, and the size is that of all viewers
+                await inside.resize(cols, rows)
+
         with RawTerminal() as terminal:
             if views or arguments.join:
-                await inside.resize(cols, rows)
-            how = await attach(terminal, inside, inside.send, inside.resize)
+                await resize(cols, rows)
+            how = await attach(terminal, inside, inside.send, resize)
     if inside.skipped:
         tell(f"{inside.skipped} bytes of output were too fast for this terminal")
     if how == DETACHED:
         again = "" if views else f"; `sandkasten shell {session.id} --join {inside.id}` returns"
         tell(f"detached{again}")
         return None
+    if inside.end is None and not (views or arguments.join):  # as a terminal that is closed ends its shell
+        await kill(session.run(inside.id))
     return how if inside.end is None else _status(inside.end)
 
 

@@ -197,7 +197,7 @@ async def attach(
     Returns 0 at the end of the output, `DETACHED`, or 128 and the number of the signal that ended it.
     """
     outcome = 0
-    are_sent = anyio.Event()
+    are_sent, resized = anyio.Event(), anyio.Event()
     typed_in, typed_out = anyio.create_memory_object_stream[bytes](_TYPED_AHEAD)
 
     async with anyio.create_task_group() as tasks:
@@ -252,9 +252,16 @@ async def attach(
                     else:
                         if number == signal.SIGCONT:
                             terminal.enter()
-                        await resize(*size())
+                        resized.set()
 
-        for task in (read_keys, send_keys, show, heed_signals):
+        async def follow_size() -> None:
+            nonlocal resized
+            while True:
+                await resized.wait()
+                resized = anyio.Event()
+                await resize(*size())
+
+        for task in (read_keys, send_keys, show, heed_signals, follow_size):
             tasks.start_soon(task)
     return outcome
 

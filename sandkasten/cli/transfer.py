@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import Progress, print_json, print_table, tell
+from sandkasten.cli.runs import kill
 
 if TYPE_CHECKING:
     from anyio.abc import SocketStream
@@ -285,12 +286,11 @@ class _Forwarding:
                     await self._down(stream, run)
                     tasks.cancel_scope.cancel()
             finally:
-                with anyio.move_on_after(_END_S, shield=True), contextlib.suppress(errors.SandkastenError):
-                    await run.cancel(now=True)
+                await kill(run)
         except* errors.SandkastenError as group:
             for error in group.exceptions:
                 tell(f"port {self._remote}: {error}")
-        except* OSError:
+        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the local side is gone
 
     async def _up(self, stream: SocketStream, run: Run) -> None:
@@ -313,6 +313,3 @@ class _Forwarding:
                 else:
                     said = piece.data.decode("utf-8", "replace").strip()
                     tell(f"port {self._remote}: {said}")
-
-
-_END_S = 2.0

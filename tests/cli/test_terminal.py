@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import httpx
 import pytest
+import trio
 
 from tests.cli.command import Command, Terminal
 from tests.e2e.daemon import Daemon
+from tests.sdk.proxy import running_proxy
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
@@ -168,60 +167,17 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def test_a_lost_server_gives_the_terminal_back(command: Command, session: str, daemon: Daemon) -> None:
+async def test_a_lost_server_gives_the_terminal_back(command: Command, session: str, daemon: Daemon) -> None:
     """What fails in the middle is said on a terminal that is as it was."""
-    with _proxy(daemon) as (url, cut):
-        key = (daemon.data_dir / "api-key").read_text().strip()
-        elsewhere = Command.of(command.cwd, None, SANDKASTEN_URL=url, SANDKASTEN_API_KEY=key)
-        with elsewhere.terminal("shell", session) as terminal:
-            terminal.wait_for(r"\$ ")
-            cut()
-            assert terminal.wait() == 125
-            assert terminal.is_restored
-            assert b"sandkasten: the connection" in terminal.seen
-
-
-@contextmanager
-def _proxy(daemon: Daemon) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Forward connections to the daemon until they are cut."""
-    host, port = daemon.wait_url().removeprefix("http://").split(":")
-    links: list[socket.socket] = []
-
-    def carry(source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                target.sendall(data)
-        except OSError:
-            pass
-
-    def accept() -> None:
-        while True:
-            try:
-                near, _ = listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection((host, int(port)))
-            links.extend((near, far))
-            for pair in ((near, far), (far, near)):
-                threads.append(threading.Thread(target=carry, args=pair))
-                threads[-1].start()
-
-    def cut() -> None:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for link in links:
-            link.shutdown(socket.SHUT_RDWR)
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    threads = [threading.Thread(target=accept)]
-    threads[0].start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut
-    finally:
-        for thread in threads:
-            thread.join()
-        for link in links:
-            link.close()
+    key = (daemon.data_dir / "api-key").read_text().strip()
+    with ExitStack() as stack:
+        async with running_proxy(int(daemon.wait_url().rpartition(":")[2])) as proxy:
+            elsewhere = Command.of(command.cwd, None, SANDKASTEN_URL=proxy.url, SANDKASTEN_API_KEY=key)
+            terminal = stack.enter_context(elsewhere.terminal("shell", session))
+            await trio.to_thread.run_sync(terminal.wait_for, r"\$ ")
+        assert await trio.to_thread.run_sync(terminal.wait) == 125
+        assert terminal.is_restored
+        assert b"sandkasten: the connection" in terminal.seen
 
 
 def test_a_shell_without_a_session_makes_one_that_goes_with_it(command: Command, api: httpx.Client) -> None:

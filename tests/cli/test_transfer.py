@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import tarfile
 from pathlib import Path
 
@@ -119,7 +120,7 @@ SERVER = (
 
 
 def test_a_port_is_forwarded(command: Command, session: str) -> None:
-    """Bytes both ways, each side's end, several connections; and listed when something listens."""
+    """Bytes both ways, each side's end, several connections, one of them reset; and listed when something listens."""
     command.out("exec", "-d", session, "--", "python3", "-c", SERVER)
     _wait_listening(command, session)
     assert command.out("port", session).splitlines()[1].split() == ["8000", "127.0.0.1"]
@@ -136,6 +137,9 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
         with socket.create_connection(("127.0.0.1", ports[1]), timeout=patience(20)) as link:
             assert link.recv(1) == b""
         assert b"port 9: Connection refused" in process.stderr.readline()
+        with socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20)) as link:
+            link.sendall(data)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to be closed with RST
         hanging = socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20))
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 143

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sandkasten.cli import output
 from sandkasten.cli.main import VERBS, main
 from sandkasten.cli.terminal import Keys, Modes
-from sandkasten.contexts import choose_server, contexts_path
+from sandkasten.contexts import choose_server, contexts_path, own_directory
 from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
 
 
@@ -53,6 +53,20 @@ def test_the_first_that_is_given_is_the_server(tmp_path: Path) -> None:
     assert choose_server(local, context="local").url == "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="no context 'c'"):
         choose_server(here, context="c")
+
+
+@pytest.mark.parametrize(
+    ("environ", "path"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.config/sandkasten"),
+        ({"HOME": "/home/a", "XDG_CONFIG_HOME": "/etc/a"}, "/etc/a/sandkasten"),
+        ({"HOME": "/home/a", "XDG_CONFIG_HOME": "relative"}, "/home/a/.config/sandkasten"),
+        ({"HOME": "relative"}, "/nonexistent/.config/sandkasten"),
+    ],
+)
+def test_own_files_are_below_the_home_or_nowhere(environ: dict[str, str], path: str) -> None:
+    """A relative path counts for nothing: no file of ours is made wherever somebody happens to be."""
+    assert str(own_directory(environ, "XDG_CONFIG_HOME", ".config")) == path
 
 
 def _write(contexts: object, *, current: str | None = None) -> Path:
