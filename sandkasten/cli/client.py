@@ -1,4 +1,4 @@
-"""What every client verb begins with: the server, a client of the SDK, sessions by name, and failures as sentences.
+"""Beginning of every client verb: the server, a client of the SDK, sessions by name, and failures as sentences.
 
 A client verb is a coroutine that gets its arguments and a client; `verb` makes a command of it. Its exit status is its
 own, 125 for a fault of ours or the server's, and 130 after an interrupt.

@@ -28,7 +28,7 @@ from mcp.shared.exceptions import MCPError
 from sandkasten import errors
 from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes
 from sandkasten.mcp.text import shorten
-from sandkasten.mcp.tools import TOOLS, Call, Reply, Tool, chosen, perform
+from sandkasten.mcp.tools import TOOLS, Tool, ToolCall, ToolReply, chosen, perform
 from sandkasten.sdk import SandboxClient, Session
 
 Message = MutableMapping[str, Any]
@@ -81,8 +81,8 @@ def make_server(caller_of: Callable[[Context], Caller]) -> Server[Any]:
             raise MCPError(types.INVALID_PARAMS, f"there is no tool {params.name[:80]!r}")
         arguments = params.arguments or {}
         if (fault := jsonschema.exceptions.best_match(_VALIDATORS[tool.name].iter_errors(arguments))) is not None:
-            return _result(Reply(_fault_in_words(fault), is_error=True))
-        call = Call(caller.sandboxes, arguments.get("sandbox", caller.sandbox))
+            return _result(ToolReply(_fault_in_words(fault), is_error=True))
+        call = ToolCall(caller.sandboxes, arguments.get("sandbox", caller.sandbox))
         if (context.meta or {}).get("progress_token") is not None:
             call.report = lambda seconds, message: context.session.report_progress(seconds, None, message)
         return _result(await perform(tool, call, arguments))
@@ -137,7 +137,7 @@ def _described(tool: Tool) -> types.Tool:
     )
 
 
-def _result(reply: Reply) -> types.CallToolResult:
+def _result(reply: ToolReply) -> types.CallToolResult:
     content: list[types.ContentBlock] = [types.TextContent(text=reply.text)]
     for media_type, data in reply.images:
         content.append(types.ImageContent(data=base64.b64encode(data).decode("ascii"), mime_type=media_type))

@@ -31,7 +31,6 @@ TRIED_ELSEWHERE = {
     ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
     ("docs/operations.md", "sh"): "tests/e2e/test_operations.py restores a backup with them",
     ("docs/quickstart.md", "sh"): "tests/e2e/test_make.py: `make run`",
-    ("docs/sdk.md", "python"): "tests/sdk/test_usage.py",
     ("docs/deployment.md", "nginx"): "tests/e2e/test_proxies.py",
     ("docs/deployment.md", "caddyfile"): "tests/e2e/test_proxies.py",
     ("docs/architecture.md", "mermaid"): "tests/contract/test_written_docs.py draws it",
