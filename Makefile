@@ -4,7 +4,7 @@ VENV   := .venv
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
-LANES  ?= $(if $(ARGS),0,2)
+LANES  ?= $(if $(ARGS),0,3)
 SECONDS ?= 120
 
 export LC_ALL := C.UTF-8
@@ -24,7 +24,7 @@ help:
 	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
-	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
+	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure a tenth of what bench-full does, and print (3 minutes)'

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,19 @@ Results = dict[tuple[str, str], Result]
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    """All attempts, made once: longer than a test may take on its own."""
+def results(request: pytest.FixtureRequest) -> Results:
+    """The attempts of all tests of this run, made once: longer than a test may take on its own."""
     faulthandler.cancel_dump_traceback_later()
+    tests = (each for each in request.session.items if isinstance(each, pytest.Function))
+    wanted: list[Any] = [each.callspec.params["attempt"] for each in tests if "results" in each.fixturenames]
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        made = trio.run(_attack, Config(data_dir=Path(directory)))
+        made = trio.run(_attack, Config(data_dir=Path(directory)), [each.id for each in wanted])
         assert os.listdir(directory) == []
     return {(each.attempt.id, each.user): each for each in made}
 
 
-async def _attack(config: Config) -> list[Result]:
-    return await attack(config, users=USERS, patience=slowness())
+async def _attack(config: Config, wanted: Sequence[str]) -> list[Result]:
+    return await attack(config, users=USERS, only=wanted, patience=slowness())
 
 
 @pytest.mark.parametrize("attempt", catalogue(), ids=lambda each: each.id)
