@@ -39,7 +39,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class _Words:
-    """What may follow a verb: its actions, or its options with their texts, and whether a session is named."""
+    """Words that may follow a verb: its actions, or its options with their texts, and whether a session is named."""
 
     verb: str
     options: dict[str, str] = field(default_factory=dict)

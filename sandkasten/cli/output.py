@@ -1,4 +1,4 @@
-"""What client verbs print: tables, JSON, spans and sizes for people, and a bar of progress.
+"""Output of client verbs: tables, JSON, spans and sizes for people, and a bar of progress.
 
 Names, labels and output lines come out of sandboxes or from other users, so a cell of a table shows an escape sequence
 or a bidirectional control as text and never obeys it (UAX #9; ECMA-48). Colour and bars are for terminals alone, and

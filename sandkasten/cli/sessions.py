@@ -171,7 +171,7 @@ async def top(arguments: argparse.Namespace, client: SandboxClient) -> int:
 
 
 class _Look:
-    """What live sessions used at a moment, by their ids."""
+    """Use of live sessions at a moment, by their ids."""
 
     def __init__(self, at: float, used: dict[str, tuple[SessionInfo, SessionStats]]) -> None:
         self.at, self.used = at, used

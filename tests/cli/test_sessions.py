@@ -60,7 +60,7 @@ def test_a_list_has_live_sessions_and_those_that_were(command: Command, session:
 
 
 def test_what_is_shown_of_a_session(command: Command, session: str) -> None:
-    """Its settings, use, and the runs that go on."""
+    """Settings, use, and the runs that go on."""
     run = command.out("exec", "-d", session, "--", "exec sleep 60").strip()
     shown = command.out("info", session)
     assert re.search(r"^status +running$", shown, re.MULTILINE)

@@ -130,7 +130,7 @@ def test_a_damaged_file_is_refused(text: str) -> None:
 
 
 def test_a_file_that_others_may_use_is_refused() -> None:
-    """It has keys, and commands that are run."""
+    """The file has keys, and commands that are run."""
     path = _write({"a": {"url": "http://a"}}, current="a")
     for mode in (0o640, 0o604, 0o620):
         path.chmod(mode)
@@ -194,7 +194,7 @@ def test_spans_are_for_people(seconds: float, shown: str) -> None:
 
 @given(st.lists(st.tuples(st.text(), st.text()), max_size=5))
 def test_a_table_has_a_line_for_each_row_and_obeys_no_cell(rows: Sequence[tuple[str, str]]) -> None:
-    """Whatever the cells hold."""
+    """Text of any kind may be in the cells."""
     lines = output.table(("A", "B"), rows)
     assert len(lines) == len(rows) + 1
     assert all(line.isprintable() for line in lines)
@@ -215,7 +215,7 @@ def test_columns_stand_below_each_other() -> None:
 
 @given(st.lists(st.binary(max_size=6)))
 def test_keys_come_through_whole_but_for_the_two_that_detach(pieces: Sequence[bytes]) -> None:
-    """However they are cut."""
+    """Readings may be cut anywhere."""
     keys, sent, typed = Keys(), b"", b"".join(pieces)
     for piece in pieces:
         more, is_over = keys.feed(piece)
