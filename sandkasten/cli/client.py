@@ -1,8 +1,8 @@
-"""Beginning of every client verb: the server, a client of the SDK, sessions by name, and failures as sentences.
+"""Foundation of client verbs: the server, a client of the SDK, sessions by name, and failures as sentences.
 
-A client verb is a coroutine that gets its arguments and a client; `verb` makes a command of it. Its exit status is its
-own, 125 for a fault of ours or the server's, and 130 after an interrupt.
-The SDK is imported when a verb runs, so that help and mistakes cost nothing.
+A client verb is a coroutine that gets its arguments and a client, and returns its exit status; `verb` makes a command of
+the coroutine. A fault of ours or the server's is 125, an interrupt 130. The SDK is imported when a verb runs, so that
+help and mistakes cost nothing.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _CAUSES = {
     "sandbox_died": "the session's sandbox died",
     "daemon_restarted": "the server was started anew meanwhile",
 }
-"""Words for an end that the command itself did not choose, by its cause."""
+"""Sentences about an end that the command itself did not choose."""
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)

@@ -34,7 +34,7 @@ _TYPED_AHEAD = 64
 """Readings of the keyboard that may wait while the program takes no input."""
 
 DETACHED = -1
-"""Result of `attach` that the keys which detach have ended."""
+"""Result of `attach` after the keys that detach."""
 _DETACH_FIRST, _DETACH_SECOND = 0x10, 0x11
 _DETACH_WAIT_S = 0.5
 """A ^P is sent on when no ^Q follows for so long: it is also the previous line of a shell's history."""
@@ -45,7 +45,7 @@ _LAST_KEYS_S = 1.0
 _FINAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PATIENCE = 3
-"""Number of SIGINT, SIGTERM or SIGHUP that ends the wait for a command which takes no notice."""
+"""Number of SIGINT, SIGTERM or SIGHUP that end the wait for a command that takes no notice."""
 
 
 def size() -> tuple[int, int]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_the_node_is_shown_and_drained(command: Command) -> None:
-    """A drained node takes sessions again after `--undo`."""
+    """A drained node refuses sessions, and takes them again."""
     shown = command.out("node")
     assert {"status", "images", "memory", "TOTAL"} <= set(shown.split())
     assert command.json("drain")["status"] == "draining"
@@ -46,7 +46,7 @@ def test_kept_events_end_and_live_ones_go_on(command: Command, session: str) -> 
 
 
 def test_a_workspace_is_made_exported_imported_and_removed(command: Command, tmp_path: Path) -> None:
-    """Files of a workspace come back from the archive, in a file or on a pipe."""
+    """The files come back from the archive, in a file or on a pipe."""
     assert command.out("workspace", "create", "one", "-l", "team=a") == "one\n"
     command.out("run", "-v", "one", "--", "sh", "-c", "echo kept > /workspace/note")
     listed = command.lines("workspace", "list", "-l", "team=a", "--usage")

@@ -28,6 +28,18 @@ def test_a_hostile_label_is_shown_and_not_obeyed(command: Command, api: httpx.Cl
     assert re.sub(rb"\x1b\[(2|32|0)m", b"", terminal.seen).decode().splitlines()[1].endswith(shown)
 
 
+def test_hostile_output_is_shown_where_lines_of_several_runs_stand(command: Command, session: str) -> None:
+    """On a terminal `logs` shows escape sequences as text, unless it is told otherwise; so do commands in `info`."""
+    script = "printf '\\033]0;pwned\\007\\033[2Jhere\\n'; : \x1b[2J"
+    command.out("exec", session, "--", script)
+    for options, seen in (((), rb"| \x1b]0;pwned\x07\x1b[2Jhere"), (("--raw",), b"| \x1b]0;pwned\x07\x1b[2Jhere")):
+        with command.terminal("logs", *options, session, cols=200) as terminal:
+            assert terminal.wait() == 0
+        assert seen in terminal.seen
+    command.out("exec", "-d", session, "--", f"sleep 60; {script}")
+    assert "\x1b" not in command.out("info", session)
+
+
 def test_colour_is_for_terminals_that_want_it(command: Command, session: str) -> None:
     """Not on a pipe, not with NO_COLOR, not with --json; a narrow window cuts the last column."""
     assert "\x1b" not in command.out("ps")

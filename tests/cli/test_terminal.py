@@ -72,7 +72,7 @@ def test_the_two_keys_detach_and_the_run_goes_on(command: Command, session: str,
 
 
 def test_a_run_that_is_left_keeps_its_session(command: Command, api: httpx.Client) -> None:
-    """Detaching leaves a way back: the session is not ended, and is the last one used."""
+    """A person who detaches comes back: the session is not ended, and is the last one used."""
     with command.terminal("run", "-it", "--", "cat") as terminal:
         terminal.wait_raw()
         terminal.type("abc\r")
@@ -85,7 +85,7 @@ def test_a_run_that_is_left_keeps_its_session(command: Command, api: httpx.Clien
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_gives_the_terminal_back(command: Command, api: httpx.Client, number: signal.Signals) -> None:
-    """Command and session end as well, with the status of the signal."""
+    """The command and its session end, with the status of the signal."""
     with command.terminal("run", "-it", "--", "cat") as terminal:
         terminal.wait_raw()
         terminal.type("abc\r")
@@ -168,7 +168,7 @@ def _ticks(pid: int) -> int:
 
 
 async def test_a_lost_server_gives_the_terminal_back(command: Command, session: str, daemon: Daemon) -> None:
-    """Failures in the middle are told on a terminal that is as it was."""
+    """A failure in the middle is said on a terminal that is as it was."""
     key = (daemon.data_dir / "api-key").read_text().strip()
     with ExitStack() as stack:
         async with running_proxy(int(daemon.wait_url().rpartition(":")[2])) as proxy:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_file_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
-    """Content and permission bits arrive; an existing directory gets the file, and any other name is its new one."""
+    """Content and permission bits; a directory that is there gets the file, and another name is its new one."""
     source = tmp_path / "tool"
     source.write_bytes(bytes(range(256)) * 9)
     source.chmod(0o755)

@@ -194,7 +194,7 @@ def test_spans_are_for_people(seconds: float, shown: str) -> None:
 
 @given(st.lists(st.tuples(st.text(), st.text()), max_size=5))
 def test_a_table_has_a_line_for_each_row_and_obeys_no_cell(rows: Sequence[tuple[str, str]]) -> None:
-    """Cells may hold any text."""
+    """Text of any kind may be in the cells."""
     lines = output.table(("A", "B"), rows)
     assert len(lines) == len(rows) + 1
     assert all(line.isprintable() for line in lines)
@@ -215,7 +215,7 @@ def test_columns_stand_below_each_other() -> None:
 
 @given(st.lists(st.binary(max_size=6)))
 def test_keys_come_through_whole_but_for_the_two_that_detach(pieces: Sequence[bytes]) -> None:
-    """Pieces may be cut anywhere."""
+    """Readings may be cut anywhere."""
     keys, sent, typed = Keys(), b"", b"".join(pieces)
     for piece in pieces:
         more, is_over = keys.feed(piece)
