@@ -130,10 +130,10 @@ _compared: Counter[tuple[object, ...]] = Counter()
 
 
 def _operation(scope: Scope) -> Operation | None:
-    """Return the operation that a request is for, None where there is none."""
+    """Return the operation that a request is for, None where there is none, and for `/mcp`, whose protocol tells."""
     target = read_target(scope)
     found = None if target is None else TABLE.find(target.segments)
-    if found is None:
+    if target is None or found is None or target.path == "/mcp":
         return None
     if scope["type"] == WEBSOCKET:
         route = found.websocket
