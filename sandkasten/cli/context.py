@@ -14,7 +14,7 @@ from pathlib import Path
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import print_json, print_table
-from sandkasten.contexts import LOCAL, NAME, ServerContext, Contexts, read_contexts, write_contexts
+from sandkasten.contexts import LOCAL, NAME, Contexts, ServerContext, read_contexts, write_contexts
 from sandkasten.installation import ConfigError
 
 
