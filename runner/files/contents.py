@@ -1,7 +1,6 @@
 """Contents of files: parts read by version, and files that take their place in one step. May block.
 
-Runs in a file worker as the user of the request; small files are opened by PID 1 itself (`transfer.py`), and only after
-their kind was checked on the descriptor.
+Runs in a file worker as the user of the request. A file is opened only after its kind was checked on the descriptor.
 
 Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
 descriptor); RFC 9110 §13.1 (conditions), §14.1 (ranges).
@@ -12,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from io import RawIOBase
 from typing import Literal
 
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
@@ -20,7 +20,6 @@ from runner.loop.context import Refused
 from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
 
 _NEW_FILE_MODE = 0o644
-_SEND_BYTES = 8 * 1024 * 1024
 MAX_MODE = 0o7777
 _Result = Literal["whole", "part", "unchanged", "unsatisfiable"]
 _Start = Callable[[object], None]
@@ -65,20 +64,21 @@ def _is_same(etag: str, wanted: str) -> bool:
     return etag == wanted and not etag.startswith("W/")
 
 
-def get(request: GetFile, resolver: Resolver, output_fd: int, start: _Start) -> Done:
+def get(request: GetFile, resolver: Resolver, out: RawIOBase, start: _Start) -> Done:
     """Send a file, or a part. Work of a file worker."""
     fd, head = open_part(request, resolver)
     try:
         start(head)
         offset, left = head.offset, 0 if request.head_only else head.count
-        while left and (sent := os.sendfile(output_fd, fd, offset, min(left, _SEND_BYTES))):
-            offset, left = offset + sent, left - sent
+        while left and (piece := os.pread(fd, min(left, MAX_FRAME_BYTES), offset)):
+            out.write(piece)
+            offset, left = offset + len(piece), left - len(piece)
     finally:
         os.close(fd)
     return Done(head.path)
 
 
-def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatched:
+def put(request: PutFile, resolver: Resolver, source: RawIOBase, passing: Callable[[str], None]) -> FilePut | Unmatched:
     """Replace a file with what comes, unless it is of another version. Work of a file worker."""
     if request.mode is not None and not 0 <= request.mode <= MAX_MODE:
         raise Refused("BAD_REQUEST", "no such mode")
@@ -92,8 +92,10 @@ def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatc
             return unmatched
         check_writable(target)
         fd = open_new(target.directory_fd, temporary)
+        passing("runner.files.opened")
         try:
-            size = _receive(input_fd, fd)
+            size = _receive(source, fd)
+            passing("runner.files.received")
             if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
                 return unmatched
             try:
@@ -102,6 +104,7 @@ def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatc
                 ).path
             except FileExistsError:
                 return Unmatched(present(target))
+            passing("runner.files.placed")
             return FilePut(path, etag_of(os.fstat(fd)), size, created=target.mode is None)
         finally:
             if os.fstat(fd).st_nlink:
@@ -120,9 +123,9 @@ def _drop(temporary: bytes, target: FileTarget) -> None:
         pass
 
 
-def _receive(source_fd: int, fd: int) -> int:
+def _receive(source: RawIOBase, fd: int) -> int:
     size = 0
-    while chunk := os.read(source_fd, MAX_FRAME_BYTES):
+    while chunk := source.read(MAX_FRAME_BYTES):
         size += len(chunk)
         data = memoryview(chunk)
         while data:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import RawIOBase
 from typing import Any, Literal
 
 from runner.files.contents import check_writable, is_one_of, open_new, open_part, put_in_place, temporary_name
@@ -66,13 +67,13 @@ class _Draft:
             os.close(self.target.directory_fd)
 
 
-def edit(request: EditFiles, resolver: Resolver, input_fd: int) -> Edited | Unedited:
+def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | Unedited:
     """Make the edits that come as a JSON list, or none of them.
 
     Raises:
         Refused, OSError
     """
-    edits = _read(input_fd)
+    edits = _read(source)
     drafts: dict[bytes, _Draft] = {}
     results: list[EditedFile] = []
     changed: list[_Draft] = []
@@ -111,9 +112,9 @@ def edit(request: EditFiles, resolver: Resolver, input_fd: int) -> Edited | Uned
             draft.close()
 
 
-def _read(input_fd: int) -> list[_Edit]:
+def _read(source: RawIOBase) -> list[_Edit]:
     content = b""
-    while chunk := os.read(input_fd, MAX_FRAME_BYTES):
+    while chunk := source.read(MAX_FRAME_BYTES):
         content += chunk
         if len(content) > MAX_EDIT_BYTES:
             raise Refused("TOO_LARGE", f"the edits have more than {MAX_EDIT_BYTES} bytes")

@@ -79,7 +79,7 @@ from runner.wire.files import (
     WriteFile,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
 ask of it only what its version knows."""
 
@@ -159,6 +159,12 @@ class FrameDecoder:
         iterates to the end after each `feed`."""
         self._check()
         self._buffer += data
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that are not handed out, which another decoder gets."""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        return rest
 
     @property
     def buffered_bytes(self) -> int:

@@ -133,7 +133,6 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Cores: {"type": "number"},
     fields.Base64: {"type": "string", "contentEncoding": "base64"},
     fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
-    fields.PathBelow: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
     fields.PathInWorkspace: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.Pattern: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATTERN_CHARS},
     fields.Environment: {"type": "object", "additionalProperties": _STRING, "maxProperties": fields.MAX_ENV_NAMES},

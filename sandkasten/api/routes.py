@@ -78,6 +78,9 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
     """Return the routes that are the same for files of a session and of a workspace."""
     upload = f"{top}/fs/uploads/{{upload_id}}"
     return (
+        _raw("GET", f"{top}/fs/read", files.read, look, query=files.ReadQuery, answer=files.FileBody),
+        _raw("POST", f"{top}/fs/write", files.write, act, body=files.WriteRequest, answer=files.WrittenBody),
+        _raw("POST", f"{top}/fs/upload", files.upload, act, body_type=files.FORM, answer=files.UploadedBody),
         _raw("GET", f"{top}/fs/file", contents.get, look, query=contents.GetQuery, answer_type=contents.BYTES),
         _raw(
             *("PUT", f"{top}/fs/file", contents.put, act),
@@ -100,6 +103,7 @@ def _file_routes(top: str, look: Needs, act: Needs) -> tuple[Route, ...]:
             "POST", f"{top}/fs/mkdir", changes.make_directory, act, body=changes.MakeRequest, answer=files.WrittenBody
         ),
         _raw("POST", f"{top}/fs/move", changes.move, act, body=changes.MoveRequest, answer=files.WrittenBody),
+        _raw("DELETE", f"{top}/fs", changes.remove, act, query=changes.RemovalQuery, answer=files.WrittenBody),
         _raw("POST", f"{top}/fs/copy", changes.copy, act, body=changes.MoveRequest, answer=files.WrittenBody),
         _raw("POST", f"{top}/fs/chmod", changes.change_mode, act, body=changes.ModeRequest, answer=files.WrittenBody),
         _raw("POST", f"{top}/fs/chown", changes.change_owner, act, body=changes.OwnerRequest, answer=files.WrittenBody),
@@ -224,11 +228,7 @@ TABLE = RouteTable(
         _raw("POST", f"{_PROCESS}/kill", runs.kill_process, ACT, answer=runs.ProcessBody),
         _raw("POST", f"{_PROCESS}/wait", runs.wait_for_process, LOOK, body=runs.WaitRequest, answer=runs.WaitedBody),
         _raw("GET", f"{_SESSION}/ports", runs.list_ports, LOOK, answer=runs.PortsBody),
-        # Files of a session
-        _raw("GET", f"{_SESSION}/fs/read", files.read, LOOK, query=files.ReadQuery, answer=files.FileBody),
-        _raw("POST", f"{_SESSION}/fs/write", files.write, ACT, body=files.WriteRequest, answer=files.WrittenBody),
-        _raw("POST", f"{_SESSION}/fs/upload", files.upload, ACT, body_type=files.FORM, answer=files.UploadedBody),
-        _raw("DELETE", f"{_SESSION}/fs", changes.remove, ACT, query=changes.RemovalQuery, answer=files.WrittenBody),
+        # Files of a session, and of a workspace
         *(route for top, look, act in _PLACES for route in _file_routes(top, look, act)),
         # Workspaces
         _json(
@@ -265,14 +265,6 @@ TABLE = RouteTable(
             query=workspaces.FilesQuery,
             answer=workspaces.FilesBody,
         ),
-        _raw(
-            *("DELETE", f"{_WORKSPACE}/fs", workspaces.remove, MAKE),
-            query=workspaces.RemoveQuery,
-            answer=files.WrittenBody,
-        ),
-        _raw("GET", f"{_WORKSPACE}/fs/read", files.read, FIND, query=files.ReadQuery, answer=files.FileBody),
-        _raw("POST", f"{_WORKSPACE}/fs/write", files.write, MAKE, body=files.WriteRequest, answer=files.WrittenBody),
-        _raw("POST", f"{_WORKSPACE}/fs/upload", files.upload, MAKE, body_type=files.FORM, answer=files.UploadedBody),
         _raw(
             *("GET", f"{_WORKSPACE}/fs/download", workspaces.download, FIND),
             query=workspaces.DownloadQuery,

@@ -12,7 +12,9 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import errno
+import itertools
 import math
 import os
 import socket
@@ -41,6 +43,7 @@ from sandkasten.host.paths import RUNNER_SOCKET
 from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
 
 _MAX_IDLE = 4
+"""Connections of a pool that wait for a request. More come and go with theirs."""
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
 _FRAMES_PER_CHECKPOINT = 32
@@ -293,13 +296,22 @@ def _check_text(text: str) -> None:
         raise RunnerProtocolError("a string that is too long")
 
 
+class Pool(enum.Enum):
+    """Connections by what they may carry: files requests without a `user`, or all other requests. `NONE`: one of its
+    own, for a single request."""
+
+    REQUESTS = enum.auto()
+    FILES = enum.auto()
+    NONE = enum.auto()
+
+
 class RunnerLink:
     """All connections to one sandbox. `close` ends them. `version`: of the protocol that PID 1 speaks."""
 
     def __init__(self, run_dir: Path) -> None:
         self.version = PROTOCOL_VERSION
         self._dir_fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._idle: list[RunnerConnection] = []
+        self._idle: dict[Pool, list[RunnerConnection]] = {pool: [] for pool in Pool}
         self._busy: set[RunnerConnection] = set()
         self._closed = False
 
@@ -310,12 +322,18 @@ class RunnerLink:
     @property
     def connections(self) -> dict[str, int]:
         """Number of connections that are idle, and that carry a request."""
-        return {"connections_idle": len(self._idle), "connections_busy": len(self._busy)}
+        return {"connections_idle": sum(map(len, self._idle.values())), "connections_busy": len(self._busy)}
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[RunnerConnection]:
+    async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
         """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
-        connection = self._idle.pop() if self._idle else await self._connect()
+        idle = self._idle[pool]
+        connection = idle.pop() if idle else None
+        while connection is not None and pool is Pool.FILES and connection.has_arrived:  # its file worker was killed
+            connection.close()
+            connection = idle.pop() if idle else None
+        if connection is None:
+            connection = await self._connect()
         self._busy.add(connection)
         try:
             yield connection
@@ -324,8 +342,8 @@ class RunnerLink:
             raise
         finally:
             self._busy.discard(connection)
-            if connection.is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
+            if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:
+                idle.append(connection)
             else:
                 connection.close()
 
@@ -334,9 +352,9 @@ class RunnerLink:
         if not self._closed:
             self._closed = True
             os.close(self._dir_fd)
-            for connection in (*self._idle, *self._busy):
+            for connection in (*itertools.chain(*self._idle.values()), *self._busy):
                 connection.close()
-            self._idle.clear()
+            self._idle = {pool: [] for pool in Pool}
 
     async def _connect(self) -> RunnerConnection:
         give_up_at = trio.current_time() + _CONNECT_PATIENCE_S

@@ -37,11 +37,11 @@ from runner.wire.protocol import (
     Exec,
     ExecReply,
     FrameDecoder,
+    GetFile,
     HelloReply,
     Kind,
-    ReadFile,
+    PutFile,
     Setup,
-    WriteFile,
     encode_frame,
 )
 from tests.waiting import patience
@@ -177,15 +177,16 @@ class Client:
         return self.run(command, **options).stdout
 
     def write_file(self, path: str, content: bytes) -> Any:
-        self.request(WriteFile(path))
+        """Return `FilePut` or `Error`. A connection that was used for files takes no other request for a while."""
+        self.request(PutFile(path))
         for start in range(0, len(content), 65536):
             self.send(Kind.DATA, content[start : start + 65536])
         self.send(Kind.END)
         return self.next_message()
 
-    def read_file(self, path: str, max_bytes: int = 1 << 30) -> tuple[Any, bytes]:
-        """Return (FileInfo or Error, content)."""
-        first = self.ask(ReadFile(path, max_bytes))
+    def read_file(self, path: str, start: int | None = None, end: int | None = None) -> tuple[Any, bytes]:
+        """Return (FilePart or Error, content); see `write_file`."""
+        first = self.ask(GetFile(path, start, end))
         if isinstance(first, Error):
             return first, b""
         content = bytearray()
@@ -289,7 +290,6 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             **{
                 "uid": UID,
                 "workspace": "/mnt/workspace",
-                "file_roots": ("/mnt/workspace", "/tmp", "/home/sandbox"),
                 "outside_peers_only": True,
                 **overrides,
             }

@@ -32,7 +32,7 @@ async def test_commands_write_only_where_it_is_allowed(supervisor: LocalSupervis
     """
     rules = FileRules(writable=("/tmp",))
     session = await supervisor.create(SessionSpec(filesystem=rules, user=user))
-    async with supervisor.open_write(session.id, "/workspace/kept") as writer:
+    async with supervisor.files(session.id).open_write("/workspace/kept") as writer:
         await writer.send(b"content")
         await writer.commit()
     all_of_it = ["made", "written", "emptied", "directory", "moved", "removed"]
@@ -67,7 +67,7 @@ python3 -c 'print("python")'
 async def test_the_file_api_is_not_bound(supervisor: LocalSupervisor) -> None:
     """File rules bind commands and not the file API: the holder of the key writes files where commands can't."""
     session = await supervisor.create(SessionSpec(filesystem=FileRules(writable=())))
-    async with supervisor.open_write(session.id, "/workspace/given") as writer:
+    async with supervisor.files(session.id).open_write("/workspace/given") as writer:
         await writer.send(b"given")
         await writer.commit()
     assert await output(supervisor, session.id, "cat given; echo x 2>/dev/null > given; cat given") == ["givengiven"]

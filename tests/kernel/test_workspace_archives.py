@@ -15,11 +15,12 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runner.wire.protocol import Packed
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import errors
-from sandkasten.model.workspace import Packed
 from tests.kernel.processes import nsinit_pid
+from tests.requests import packed
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))
 _MODE = st.integers(0, 0o777)
@@ -27,8 +28,7 @@ _TIME = st.integers(0, 2**33 * 10**9)
 
 
 async def pack(supervisor: LocalSupervisor, workspace_id: str, path: str = ".") -> bytes:
-    async with supervisor.open_pack(workspace_id, path) as reader:
-        return b"".join([piece async for piece in reader])
+    return (await packed(supervisor.workspace_files(workspace_id), path))[0]
 
 
 async def unpack(supervisor: LocalSupervisor, workspace_id: str, archive: bytes, *, replace: bool = False) -> Packed:
@@ -117,9 +117,8 @@ async def test_hard_links_and_holes_survive_and_odd_files_are_counted(
     os.mkfifo(top / "d/fifo")
     for each in (top, *top.rglob("*")):
         os.lchown(each, 1000, 1000)
-    async with supervisor.open_pack("links", "d") as reader:
-        archive = b"".join([piece async for piece in reader])
-        assert reader.packed == Packed(2, 100_000, 1)
+    archive, contents = await packed(supervisor.workspace_files("links"), "d")
+    assert contents == Packed(2, 100_000, 1)
     assert await unpack(supervisor, "linked", archive) == Packed(2, 100_000, 0)
     back = config.data_dir / "workspaces" / "linked"
     assert (back / "a").stat().st_ino == (back / "b").stat().st_ino

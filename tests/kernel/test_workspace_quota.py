@@ -13,6 +13,7 @@ from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec, errors
 from sandkasten.model.workspace import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from tests.kernel.processes import nsinit_pid
+from tests.requests import listed, looked_at, packed
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -25,14 +26,14 @@ async def make(supervisor: LocalSupervisor) -> Workspace:
 
 
 async def write(supervisor: LocalSupervisor, path: str, size_bytes: int) -> None:
-    async with supervisor.open_workspace_write(ID, path) as writer:
+    async with supervisor.workspace_files(ID, make=True).open_write(path) as writer:
         for _ in range(size_bytes // 65536):
             await writer.send(bytes(65536))
         await writer.commit()
 
 
 async def size_of(supervisor: LocalSupervisor, path: str) -> int:
-    return (await supervisor.stat_file(ID, path)).size_bytes
+    return (await looked_at(supervisor.workspace_files(ID), path)).size_bytes
 
 
 async def test_a_quota_holds_with_a_session_and_without(supervisor: LocalSupervisor, config: Config) -> None:
@@ -113,21 +114,19 @@ async def test_archives_come_and_go_within_the_quota(supervisor: LocalSupervisor
     """An import that is too much leaves what was there; one that fits replaces it, and the quota stays."""
     await make(supervisor)
     await write(supervisor, "a", 4 * MIB)
-    async with supervisor.open_pack(ID) as archive:
-        fits = b"".join([piece async for piece in archive])
+    fits, _ = await packed(supervisor.workspace_files(ID))
     await supervisor.make_workspace("plain", WorkspaceSpec())
-    async with supervisor.open_workspace_write("plain", "big") as writer:
+    async with supervisor.workspace_files("plain", make=True).open_write("big") as writer:
         for _ in range(40 * 16):
             await writer.send(bytes(65536))
         await writer.commit()
-    async with supervisor.open_pack("plain") as archive:
-        too_much = b"".join([piece async for piece in archive])
+    too_much, _ = await packed(supervisor.workspace_files("plain"))
     await write(supervisor, "later", MIB)
     with pytest.raises(errors.DiskFull):
         await unpack(supervisor, too_much)
     assert await size_of(supervisor, "later") == MIB
     await unpack(supervisor, fits)
-    assert [each.name for each in (await supervisor.list_files(ID)).entries] == ["a"]
+    assert [each.name for each in (await listed(supervisor.workspace_files(ID))).entries] == ["a"]
     with pytest.raises(errors.DiskFull):
         await write(supervisor, "b", 40 * MIB)
     assert (await supervisor.workspace(ID)).quota == QUOTA

@@ -24,10 +24,7 @@ def make(top: Path, *edits: dict[str, Any], dry_run: bool = False) -> Edited | U
     with tempfile.TemporaryFile() as spool:
         spool.write(json.dumps(edits).encode())
         spool.seek(0)
-        work = work_in(top)
-        answer = perform(
-            EditFiles(dry_run), type(work)(work.resolver, work.kernel, work.start, input_fd=spool.fileno())
-        )
+        answer = perform(EditFiles(dry_run), work_in(top, source_fd=spool.fileno()))
     assert isinstance(answer, Edited | Unedited)
     assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
     return answer
@@ -180,10 +177,7 @@ def test_what_is_no_patch_is_refused(tmp_path: Path, patch: str) -> None:
 
 def see(top: Path, first: int, last: int | None) -> tuple[bytes, Viewed]:
     with tempfile.TemporaryFile() as out:
-        work = work_in(top)
-        seen = perform(
-            ViewFile("f", first, last), type(work)(work.resolver, work.kernel, work.start, output_fd=out.fileno())
-        )
+        seen = perform(ViewFile("f", first, last), work_in(top, out_fd=out.fileno()))
         out.seek(0)
         assert isinstance(seen, Viewed)
         return out.read(), seen

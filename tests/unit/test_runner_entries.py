@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,21 @@ from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles,
 from sandkasten.api.resources.fields import FilePath, make_converter, spell_path
 
 
-def work_in(top: Path, *, anywhere: bool = False) -> FileWork:
+def work_in(
+    top: Path,
+    *,
+    anywhere: bool = False,
+    source_fd: int = -1,
+    out_fd: int = -1,
+    start: Callable[[object], None] = lambda _head: None,
+) -> FileWork:
+    """Return means of work within a directory, or `anywhere`. The descriptors, of content, stay the caller's."""
     kernel = RunnerKernel(filters_commands=False)
-    config = RunnerConfig(workspace=str(top), file_roots=(str(top),))
-    return FileWork(Resolver(config, kernel, anywhere=anywhere), kernel, lambda _head: None)
+    config = RunnerConfig(workspace=str(top), files_only=not anywhere)
+    nothing = io.RawIOBase()
+    source = nothing if source_fd < 0 else io.FileIO(source_fd, "rb", closefd=False)
+    out = nothing if out_fd < 0 else io.FileIO(out_fd, "wb", closefd=False)
+    return FileWork(Resolver(config, kernel), kernel, start, source, out, config.passing)
 
 
 def pages(top: Path, request: ListFiles) -> list[str]:

@@ -143,7 +143,6 @@ async def put(exchange: Exchange) -> Answer:
         query.mode,
         if_match=if_match,
         create_only=create_only,
-        sync=bool(exchange.workspace_id),
         user=query.user,
     )
     async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:

@@ -107,7 +107,6 @@ async def commit(exchange: Exchange) -> Answer:
         spec.mode,
         if_match=if_match,
         create_only=create_only,
-        sync=bool(exchange.workspace_id),
         user=spec.user,
     )
     done: FilePut | Unmatched | UploadState

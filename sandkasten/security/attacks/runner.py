@@ -183,7 +183,7 @@ async def _run(field: Field, victim: str) -> str:
 async def _read(field: Field, victim: str) -> str:
     """Read a file, and give up where the daemon should have: the attempt must not exhaust its own process."""
     size = pieces = 0
-    async with field.supervisor.open_read(victim, "f", max_bytes=_MAX_READ_BYTES) as reader:
+    async with field.supervisor.files(victim).open_read("f", max_bytes=_MAX_READ_BYTES) as reader:
         async for piece in reader:
             size, pieces = size + len(piece), pieces + 1
             if size > 2 * _MAX_READ_BYTES or pieces > 10_000:
@@ -236,7 +236,7 @@ async def flood_events(field: Field) -> Answers:
     async with field.session() as victim:
         await put(field.supervisor, victim, "f", bytes(8 * _MAX_READ_BYTES))
         async with (
-            field.supervisor.open_read(victim, "f", max_bytes=8 * _MAX_READ_BYTES),
+            field.supervisor.files(victim).open_read("f", max_bytes=8 * _MAX_READ_BYTES),
             impostor(_place(field, victim), _PORTS, again=_FLOOD, only=b'"Watch"'),
             trio.open_nursery() as nursery,
         ):
