@@ -154,15 +154,16 @@ def temporary_name(number: int) -> bytes:
     return b".sandkasten-%d-%s.part" % (number, os.urandom(8).hex().encode("ascii"))
 
 
-def open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file without a name, to write and read. If PID 1 is killed before the file is whole, nothing is left.
-    Where the file system can't do that, the file has the temporary name."""
+def open_new(directory_fd: int, temporary: bytes, access: int = os.O_WRONLY) -> int:
+    """Open a new file without a name. If the worker is killed before the file is whole, nothing is left. Where the file
+    system can't do that, the file has the temporary name. By default it can't be read: the session's file rules may let
+    the user write there, and no more."""
     try:
-        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+        return os.open(".", access | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
 
 

@@ -209,18 +209,21 @@ class _Conversation:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
 
-    def go_on(self, request: FileRequest | None) -> None:
-        """Answer a request and those that follow, all of one user, until none comes for a while."""
-        assert request is not None
-        user = request.user
-        while request is not None:
-            if request.user != user:
-                raise ProtocolError("a request of another user")
-            self._is_live = isinstance(request, SearchFiles | WatchFiles)
-            answer = self._answer(request)
-            self.send(Kind.ERROR if isinstance(answer, Error) else Kind.REPLY, ANSWERS.encode(answer))
-            self.flush()
-            request = self._next_request()
+    def go_on(self, request: FileRequest) -> None:
+        """Answer a request and those that follow, all of one user, until none comes for a while. One that lasts has a
+        worker of its own."""
+        self._perform(request)
+        if not request.lasts:
+            while (following := self._next_request()) is not None:
+                if following.user != request.user or following.lasts:
+                    raise ProtocolError("a request that is for another worker")
+                self._perform(following)
+
+    def _perform(self, request: FileRequest) -> None:
+        self._is_live = isinstance(request, SearchFiles | WatchFiles)
+        answer = self._answer(request)
+        self.send(Kind.ERROR if isinstance(answer, Error) else Kind.REPLY, ANSWERS.encode(answer))
+        self.flush()
 
     def _answer(self, request: FileRequest) -> object:
         work = FileWork(self._resolver, self._kernel, self._start, _Content(self), _Output(self), self._passing)

@@ -16,7 +16,7 @@ def init_pid(session: Session) -> int:
     """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
     wanted = f"sk-{session.id[:8]}"
     for pid, _ in descendants(os.getpid()):
-        if _is_init(pid) and _hostname(pid) == wanted:
+        if is_init(pid) and _hostname(pid) == wanted:
             return pid
     raise AssertionError(f"no init process of {session.id}")
 
@@ -26,7 +26,8 @@ def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def _is_init(pid: int) -> bool:
+def is_init(pid: int) -> bool:
+    """Whether a process is PID 1 of a pid namespace."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # the process ended meanwhile
@@ -68,7 +69,7 @@ def nsinit_pid() -> int:
 def init_pids(root: int | None = None) -> list[int]:
     """Return the pids of all PID 1s, of pool sandboxes too, that supervisors of this process, or of `root`, started."""
     found = descendants(root or os.getpid())
-    return [pid for pid, name in found if name == "sandkasten-init" and _is_init(pid)]
+    return [pid for pid, name in found if name == "sandkasten-init" and is_init(pid)]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from runner.wire.protocol import (
     Error,
     Exec,
     ExecReply,
+    FileRequest,
     FrameDecoder,
     GetFile,
     HelloReply,
@@ -103,15 +104,30 @@ class Outcome:
 
 @dataclass
 class Client:
-    """One connection to a runner, blocking."""
+    """One connection to a runner, blocking. With `connect` it is several, as a daemon has them: requests for files have
+    one of their own for each user. `sock` is that of the last request."""
 
     sock: socket.socket
+    connect: Callable[[], socket.socket] | None = None
     decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES))
+    _kind: object = None
+    _others: dict[object, Client] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Leave."""
+        self.sock.close()
+        for other in self._others.values():
+            other.sock.close()
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         self.sock.sendall(encode_frame(kind, body))
 
     def request(self, message: object) -> None:
+        kind = (message.user,) if isinstance(message, FileRequest) else None
+        if self.connect is not None and kind != self._kind:
+            self._others[self._kind] = Client(self.sock, decoder=self.decoder)
+            other = self._others.pop(kind, None) or Client(self.connect())
+            self.sock, self.decoder, self._kind = other.sock, other.decoder, kind
         self.send(Kind.REQUEST, REQUESTS.encode(message))
 
     def next_frame(self) -> tuple[Kind, bytes]:
@@ -177,7 +193,7 @@ class Client:
         return self.run(command, **options).stdout
 
     def write_file(self, path: str, content: bytes) -> Any:
-        """Return `FilePut` or `Error`. A connection that was used for files takes no other request for a while."""
+        """Return `FilePut` or `Error`."""
         self.request(PutFile(path))
         for start in range(0, len(content), 65536):
             self.send(Kind.DATA, content[start : start + 65536])
@@ -185,7 +201,7 @@ class Client:
         return self.next_message()
 
     def read_file(self, path: str, start: int | None = None, end: int | None = None) -> tuple[Any, bytes]:
-        """Return (FilePart or Error, content); see `write_file`."""
+        """Return (FilePart or Error, content)."""
         first = self.ask(GetFile(path, start, end))
         if isinstance(first, Error):
             return first, b""
@@ -208,12 +224,16 @@ class Sandbox:
     clients: list[Client] = field(default_factory=list)
 
     def connect(self) -> Client:
+        client = Client(self.open(), self.open)
+        self.clients.append(client)
+        return client
+
+    def open(self) -> socket.socket:
+        """Return a connected socket, the caller's."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(patience(PATIENCE_S))
         sock.connect(self.socket_path)
-        client = Client(sock)
-        self.clients.append(client)
-        return client
+        return sock
 
     def shell(self, name: str = "bash", env: dict[str, str] | None = None) -> Client:
         """Return a connection after `Setup` with this shell."""
@@ -255,7 +275,7 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
             yield sandbox
         finally:
             for client in sandbox.clients:
-                client.sock.close()
+                client.close()
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -47,8 +47,10 @@ def shell(sandbox: Sandbox) -> Client:
 
 @pytest.fixture
 def client(sandbox: Sandbox, shell: Client) -> Client:
-    """A connection for files, in a sandbox that is set up."""
-    return sandbox.connect()
+    """A single connection, in a sandbox that is set up."""
+    made = sandbox.connect()
+    made.connect = None
+    return made
 
 
 def placed(answer: object) -> tuple[str, int]:
@@ -326,7 +328,7 @@ def test_workers_are_bounded(sandbox: Sandbox, shell: Client) -> None:
     until(lambda: isinstance(further.read_file("/etc/hostname")[0], FilePart))
 
 
-@pytest.mark.parametrize("request_", [Hello(), StatFile("f", user="root")])
+@pytest.mark.parametrize("request_", [Hello(), StatFile("f", user="root"), WatchFiles(".")])
 def test_a_workers_connection_takes_requests_of_its_user_for_files(client: Client, request_: object) -> None:
     """Another one costs the connection."""
     client.read_file("/etc/hostname")
