@@ -45,8 +45,8 @@ from runner.wire.protocol import (
     encode_header,
 )
 
-MAX_WORKERS = 20
-"""At a time, those included that wait for the next request of their connection; each is a process."""
+MAX_WORKERS = 36
+"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection."""
 
 MAX_WATCHES = 8
 """Workers that may watch files: they last, and others shall find room."""

@@ -106,7 +106,7 @@ class Context:
     def open(cls, config: RunnerConfig, kernel: Kernel, *, shells_fd: int = -1) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = EventLoop()
-        user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
+        user = UserIdentity(sandbox_user(config), kernel)
         return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry(), shells_fd)
 
     def file(self, name: str) -> str:

@@ -38,9 +38,6 @@ class Kernel(Protocol):
         """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
         PID 1, or no longer."""
 
-    def prctl_set_pdeathsig(self) -> None:
-        """PR_SET_PDEATHSIG, SIGKILL; a change of ids takes it away."""
-
     def prctl_set_child_subreaper(self) -> None:
         """PR_SET_CHILD_SUBREAPER, 1."""
 

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """Read a regular file. Answer: STARTED with `FileInfo`, DATA*, then `Done`. For a PID 1 from before `FILES_VERSION`,
-    which keeps paths to `/workspace`, `/tmp` and `/home/sandbox`; a later one takes `GetFile` instead."""
+    """Read a regular file. Answer: STARTED with `FileInfo`, DATA*, then `Done`. For a PID 1 older than `FILES_VERSION`,
+    which keeps paths to `/workspace`, `/tmp` and `/home/sandbox`; a newer one takes `GetFile` instead."""
 
     path: str
     max_bytes: int
@@ -21,8 +21,8 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """Replace a file with the DATA frames up to END. Answer: `Done` with the resolved path. As `ReadFile`; a later PID 1
-    takes `PutFile`."""
+    """Replace a file with the DATA frames up to END. Answer: `Done` with the resolved path. For the same PID 1; a newer
+    one takes `PutFile` instead."""
 
     path: str
     sync: bool = False
@@ -39,7 +39,7 @@ class FileRequest:
 
     user: str | None = None
     lasts: ClassVar[bool] = False
-    """Whether it goes on until the client leaves, as a rule."""
+    """True for a request that goes on until its client leaves."""
 
 
 @dataclass(frozen=True, slots=True)

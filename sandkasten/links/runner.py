@@ -297,8 +297,8 @@ def _check_text(text: str) -> None:
 
 
 class Pool(enum.Enum):
-    """Connections by what they may carry: files requests without a `user`, or all other requests. `NONE`: one of its
-    own, for a single request."""
+    """Connections by what they carry: requests for files without a `user`, or all others. `NONE`: one of its own, for a
+    single request."""
 
     REQUESTS = enum.auto()
     FILES = enum.auto()
@@ -327,13 +327,7 @@ class RunnerLink:
     @asynccontextmanager
     async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
         """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
-        idle = self._idle[pool]
-        connection = idle.pop() if idle else None
-        while connection is not None and pool is Pool.FILES and connection.has_arrived:  # its file worker was killed
-            connection.close()
-            connection = idle.pop() if idle else None
-        if connection is None:
-            connection = await self._connect()
+        connection = self._take_idle(pool) or await self._connect()
         self._busy.add(connection)
         try:
             yield connection
@@ -342,10 +336,20 @@ class RunnerLink:
             raise
         finally:
             self._busy.discard(connection)
+            idle = self._idle[pool]
             if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:
                 idle.append(connection)
             else:
                 connection.close()
+
+    def _take_idle(self, pool: Pool) -> RunnerConnection | None:
+        """Return an idle connection. Any may become one for files, and not the other way round."""
+        idle = self._idle[pool]
+        if pool is Pool.FILES:
+            while idle and idle[-1].has_arrived:  # its file worker was killed
+                idle.pop().close()
+            idle = idle or self._idle[Pool.REQUESTS]
+        return idle.pop() if idle else None
 
     def close(self) -> None:
         """Close every connection; requests still running end with `RunnerLost`."""

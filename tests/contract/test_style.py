@@ -22,13 +22,11 @@ DOMAINS = ("sandkasten", "nsinit", "runner")
 SHARED_NAMES = {
     "CloseShell": "the actor's message, and the request to PID 1 that it becomes",
     "Crash": "a crash point; nsinit imports nothing of the daemon",
-    "FileInfo": "a file's properties: the model's, and PID 1's answer",
     "FileRules": "the paths of a session: the model's, and those sent to PID 1",
     "Leftover": "a thing of no session: nsinit's finding, and the planner's reading of it",
     "Limits": "a session's limits: in a caller's units, and in the kernel's",
     "ListRuns": "the actor's message, and the request to PID 1 that it becomes",
     "OpenShell": "the actor's message, and the request to PID 1 that it becomes",
-    "Packed": "the members of an archive: the model's, and PID 1's answer",
     "Ports": "the open ports of a session: read by PID 1, told of by the daemon",
     "Resize": "a terminal's new size: from a client, and to PID 1",
     "Run": "a run: the daemon's part, and PID 1's",

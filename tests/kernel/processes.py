@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,15 @@ def init_pids(root: int | None = None) -> list[int]:
     """Return the pids of all PID 1s, of pool sandboxes too, that supervisors of this process, or of `root`, started."""
     found = descendants(root or os.getpid())
     return [pid for pid, name in found if name == "sandkasten-init" and is_init(pid)]
+
+
+def stop_serving(pid: int) -> None:
+    """Stop a PID 1 and its file workers, so that no request is answered."""
+    os.kill(pid, signal.SIGSTOP)
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    for worker, its_name in descendants(pid):
+        if its_name == name:
+            os.kill(worker, signal.SIGSTOP)
 
 
 @contextmanager

@@ -13,27 +13,19 @@ from sandkasten.config import Config
 from sandkasten.model import SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from sandkasten.supervisor import WorkspaceSupervisor
-from tests.requests import listed, looked_at, packed, removed
+from tests.kernel import file_requests
+from tests.kernel.file_requests import listed, looked_at, packed, removed, unpacked, written
 
 A, B = {"team": "a"}, {"team": "b"}
 WORKSPACE = "ws"
 
 
 async def write(workspaces: WorkspaceSupervisor, content: bytes) -> None:
-    async with workspaces.workspace_files(WORKSPACE, make=True).open_write("f") as writer:
-        await writer.send(content)
-        await writer.commit()
+    await written(workspaces.workspace_files(WORKSPACE, make=True), "f", content)
 
 
 async def read(workspaces: WorkspaceSupervisor) -> bytes:
-    async with workspaces.workspace_files(WORKSPACE).open_read("f", max_bytes=1 << 20) as reader:
-        return b"".join([piece async for piece in reader])
-
-
-async def unpack(workspaces: WorkspaceSupervisor, archive: bytes, *, replace: bool) -> None:
-    async with workspaces.open_unpack(WORKSPACE, replace=replace) as unpacking:
-        await unpacking.send(archive)
-        await unpacking.commit()
+    return await file_requests.read(workspaces.workspace_files(WORKSPACE), "f")
 
 
 async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) -> None:
@@ -53,8 +45,8 @@ async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) 
         lambda: theirs.update_workspace(WORKSPACE, WorkspacePatch(B)),
         lambda: theirs.delete_workspace(WORKSPACE, force=True),
         lambda: packed(theirs.workspace_files(WORKSPACE)),
-        lambda: unpack(theirs, archive, replace=True),
-        lambda: unpack(theirs, archive, replace=False),
+        lambda: unpacked(theirs, WORKSPACE, archive, replace=True),
+        lambda: unpacked(theirs, WORKSPACE, archive, replace=False),
         lambda: supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=B)),
     ]
     for attempt in attempts:

@@ -28,8 +28,8 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
-from tests.kernel.processes import init_pid, init_pids
-from tests.requests import listed, looked_at, removed
+from tests.kernel.file_requests import listed, looked_at, removed
+from tests.kernel.processes import init_pid, init_pids, stop_serving
 from tests.waiting import patience, until
 
 MANY_BYTES = 1 << 20
@@ -177,7 +177,7 @@ async def test_every_kind_of_request_is_told_that_the_session_has_ended(supervis
         pid = init_pid(session)
 
         def stop() -> None:
-            os.kill(pid, signal.SIGSTOP)
+            stop_serving(pid)
             stopped[request.__name__] = pid
 
         outcomes[request.__name__] = await _outcome(request, supervisor, session.id, stop)
@@ -225,7 +225,7 @@ async def test_a_workspace_whose_helper_is_killed_is_reached_by_another_one(supe
         await writer.send(b"kept")
         await writer.commit()
     (pid,) = init_pids()
-    os.kill(pid, signal.SIGSTOP)
+    stop_serving(pid)
     requests: tuple[Callable[[], Awaitable[object]], ...] = (
         read,
         lambda: listed(supervisor.workspace_files("files")),

@@ -15,7 +15,6 @@ from runner.wire.protocol import (
     BeginUpload,
     CopyFile,
     EditFiles,
-    Error,
     FileRequest,
     GetFile,
     ListFiles,
@@ -31,8 +30,7 @@ from runner.wire.protocol import (
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, FileRules, SessionSpec
 from sandkasten.model.errors import InvalidRequest
-from sandkasten.supervisor import Files
-from tests.requests import listed, looked_at, read, written
+from tests.kernel.file_requests import listed, looked_at, read, refusal_of, written
 
 ABI = landlock.probe_abi()
 needs_rules = pytest.mark.skipif(ABI < landlock.FILES_ABI, reason=f"needs Landlock ABI 3, not {ABI}")
@@ -106,41 +104,37 @@ WRITE: Mapping[str, FileRequest] = {
 }
 
 
+EDIT = json.dumps([{"path": "f", "op": "replace", "old": "x", "new": "y"}]).encode()
+
+
 @needs_rules
 @pytest.mark.parametrize("asks", [None, "root"])
 @pytest.mark.parametrize("user", [None, "root"])
 async def test_requests_for_files_keep_to_the_rules(
     supervisor: LocalSupervisor, user: str | None, asks: str | None
 ) -> None:
-    """Whoever the session's user is, and whoever a request is made as: a link that a command leaves leads the holder of
-    the key nowhere."""
+    """A link that a command leaves leads the holder of the key nowhere, whoever the session's user is, and whoever a
+    request is made as."""
     await written(supervisor.workspace_files("given", make=True), "f", b"x")
     closed = FileRules(readable=("/usr", "/etc", "/tmp"), writable=("/tmp",))
     session = await supervisor.create(SessionSpec(filesystem=closed, user=user, workspace_id="given"))
     files = supervisor.files(session.id)
     await supervisor.exec(session.id, ExecSpec("cd /tmp; echo x > own; ln -s /workspace/f link; ln -s /workspace out"))
-    told = {name: await outcome(files, replace(request, user=asks)) for name, request in {**READ, **WRITE}.items()}
+    contents = {"put": b"y", "edit": EDIT, "unpack": archive("new")}
+    told = {
+        name: await refusal_of(files, replace(request, user=asks), contents.get(name))
+        for name, request in {**READ, **WRITE}.items()
+    }
     assert told == dict.fromkeys({**READ, **WRITE}, "PERMISSION_DENIED")
-    assert await outcome(files, GetFile("/tmp/link", user=asks)) == "PERMISSION_DENIED"
-    assert await outcome(files, PutFile("/tmp/out/new", user=asks)) == "PERMISSION_DENIED"
-    assert await outcome(files, GetFile("/tmp/own", user=asks)) == "done"
-    assert await outcome(files, PutFile("/tmp/own", user=asks)) == "done"
-    assert await outcome(files, GetFile("/etc/passwd", user=asks)) == "done"
+    assert await refusal_of(files, GetFile("/tmp/link", user=asks)) == "PERMISSION_DENIED"
+    assert await refusal_of(files, PutFile("/tmp/out/new", user=asks), b"y") == "PERMISSION_DENIED"
+    assert await refusal_of(files, GetFile("/tmp/own", user=asks)) == "done"
+    assert await refusal_of(files, PutFile("/tmp/own", user=asks), b"y") == "done"
+    assert await refusal_of(files, GetFile("/etc/passwd", user=asks)) == "done"
     assert (await looked_at(files, "/workspace/f")).size_bytes == 1  # names can be looked up
     await supervisor.destroy(session.id)
     assert await read(supervisor.workspace_files("given"), "f") == b"x"
     assert [each.name for each in (await listed(supervisor.workspace_files("given"))).entries] == ["f"]
-
-
-async def outcome(files: Files, request: FileRequest) -> str:
-    """Return the code of a request's error, or `done`."""
-    async with files.stream(request) as stream:
-        if isinstance(request, EditFiles):
-            await stream.send(json.dumps([{"path": "f", "op": "replace", "old": "x", "new": "y"}]).encode())
-        if isinstance(request, Unpack):
-            await stream.send(archive("new"))
-        answer: object = await (stream.head if isinstance(request, GetFile) else stream.end)(object)
-    return answer.code if isinstance(answer, Error) else "done"
 
 
 def archive(name: str) -> bytes:
@@ -156,7 +150,7 @@ async def test_a_file_can_be_written_where_none_can_be_read(supervisor: LocalSup
     session = await supervisor.create(SessionSpec(filesystem=FileRules(readable=("/usr", "/etc"))))
     files = supervisor.files(session.id)
     assert await written(files, "f", b"x") == "/workspace/f"
-    assert await outcome(files, GetFile("f")) == "PERMISSION_DENIED"
+    assert await refusal_of(files, GetFile("f")) == "PERMISSION_DENIED"
     await supervisor.destroy(session.id)
 
 

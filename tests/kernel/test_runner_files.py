@@ -66,6 +66,12 @@ def workers(sandbox: Sandbox) -> list[int]:
     return [int(each) for each in children if _program_of(each) == program]
 
 
+def only_worker(sandbox: Sandbox) -> int:
+    """Return the pid of the only worker, once the shell is no fork any more."""
+    until(lambda: len(workers(sandbox)) == 1)
+    return workers(sandbox)[0]
+
+
 def _program_of(pid: str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/exe")
@@ -264,7 +270,7 @@ def test_a_running_program_can_be_replaced(client: Client, shell: Client) -> Non
 def test_one_worker_serves_a_connection(sandbox: Sandbox, client: Client) -> None:
     """All requests of a connection are served by one process, also those whose content was not taken."""
     client.write_file("f", b"x")
-    (pid,) = workers(sandbox)
+    pid = only_worker(sandbox)
     for _ in range(3):
         assert isinstance(client.ask(StatFile("f")), FileEntry)
         assert client.read_file("f")[1] == b"x"
@@ -286,7 +292,7 @@ def test_a_worker_that_is_asked_nothing_ends(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("request_", [SearchFiles("/", "x" * 50), WatchFiles(".", recursive=True), GetFile("big")])
 def test_a_worker_ends_with_its_client(sandbox: Sandbox, shell: Client, request_: object) -> None:
-    """Whatever it is doing: looking for a text, waiting for changes, or waiting for a client that does not read."""
+    """The end comes whether it looks for a text, waits for changes, or waits for a client that does not read."""
     shell.run("head -c 30000000 /dev/zero >big")
     client = sandbox.connect()
     client.request(request_)
@@ -311,14 +317,14 @@ def test_a_worker_that_is_killed_costs_its_connection_alone(sandbox: Sandbox, sh
 def test_a_worker_that_stands_still_ends_with_its_client(sandbox: Sandbox, client: Client) -> None:
     """Stopped by a signal, it finds out nothing by itself."""
     client.read_file("/etc/hostname")
-    (pid,) = workers(sandbox)
+    pid = only_worker(sandbox)
     os.kill(pid, signal.SIGSTOP)
     client.sock.close()
     until(lambda: not workers(sandbox))
 
 
 def test_workers_are_bounded(sandbox: Sandbox, shell: Client) -> None:
-    """Those that wait for the next request count; one more is refused, and its connection goes on."""
+    """Workers that wait for the next request count; one more is refused, and its connection goes on."""
     clients = [sandbox.connect() for _ in range(worker.MAX_WORKERS)]
     for each in clients:
         assert isinstance(each.read_file("/etc/hostname")[0], FilePart)
@@ -344,9 +350,9 @@ def test_requests_of_an_older_version_are_refused(client: Client) -> None:
 
 
 def test_a_worker_can_not_be_looked_into(sandbox: Sandbox, shell: Client, client: Client) -> None:
-    """Its user's commands can't open its connection to the daemon, nor trace it."""
+    """Commands of its user can open neither its memory nor its connection to the daemon."""
     client.read_file("/etc/hostname")
-    (pid,) = workers(sandbox)
+    pid = only_worker(sandbox)
     inside = Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1]
     program = f"ls /proc/{inside}/fd; cat /proc/{inside}/mem; cat /proc/{inside}/environ; true"
     outcome = shell.run(program)

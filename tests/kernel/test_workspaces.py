@@ -22,23 +22,21 @@ from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
+from tests.kernel import file_requests
+from tests.kernel.file_requests import listed, looked_at, removed, written
 from tests.kernel.processes import is_init, nsinit_pid
 from tests.leaks import descendants
-from tests.requests import listed, looked_at, removed
 from tests.waiting import patience, until
 
 WORKSPACE = "user-1"
 
 
 async def write(supervisor: LocalSupervisor, path: str, content: bytes) -> str:
-    async with supervisor.workspace_files(WORKSPACE, make=True).open_write(path) as writer:
-        await writer.send(content)
-        return await writer.commit()
+    return await written(supervisor.workspace_files(WORKSPACE, make=True), path, content)
 
 
 async def read(supervisor: LocalSupervisor, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-    async with supervisor.workspace_files(WORKSPACE).open_read(path, max_bytes=max_bytes) as reader:
-        return b"".join([piece async for piece in reader])
+    return await file_requests.read(supervisor.workspace_files(WORKSPACE), path, max_bytes=max_bytes)
 
 
 async def run(supervisor: LocalSupervisor, session_id: str, command: str) -> str:

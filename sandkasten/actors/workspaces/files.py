@@ -155,11 +155,10 @@ class LocalFileReader:
         return self
 
     async def __anext__(self) -> bytes:
-        try:
-            piece = await anext(self._stream)
-        except StopAsyncIteration:
+        piece = await anext(self._stream, None)
+        if piece is None:
             await self._stream.answer(protocol.Done)
-            raise
+            raise StopAsyncIteration
         self._left_bytes -= len(piece)
         if self._left_bytes < 0:
             raise RunnerProtocolError("more of a file than was asked for")

@@ -68,7 +68,10 @@ REPLIES: Mapping[str, tuple[str, str, bytes]] = {
 }
 """Messages of a hostile runner by name: a description, the weakness, the bytes."""
 
-_HEAD = encode_frame(Kind.STARTED, b'{"type":"FileInfo","path":"/workspace/f","size_bytes":9,"truncated":false}')
+_HEAD = encode_frame(
+    Kind.STARTED,
+    b'{"type":"FilePart","path":"/workspace/f","size_bytes":9,"mtime_us":0,"etag":"x","result":"whole","offset":0,"count":9}',
+)
 
 FILE_REPLIES: Mapping[str, tuple[str, str, bytes, bytes]] = {
     "file-endless": (

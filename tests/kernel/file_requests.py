@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from runner.wire.protocol import Done, FileEntry, ListFiles, Listing, Pack, Packed, RemoveFile, StatFile
-from sandkasten.supervisor import Files
+from runner.wire.protocol import (
+    Done,
+    Error,
+    FileEntry,
+    FileRequest,
+    GetFile,
+    ListFiles,
+    Listing,
+    Pack,
+    Packed,
+    RemoveFile,
+    StatFile,
+)
+from sandkasten.supervisor import Files, WorkspaceSupervisor
 
 
 async def listed(files: Files, path: str = ".", *, after: str = "") -> Listing:
@@ -39,3 +51,23 @@ async def packed(files: Files, path: str = ".") -> tuple[bytes, Packed]:
     async with files.stream(Pack(path)) as stream:
         archive = b"".join([piece async for piece in stream])
         return archive, await stream.answer(Packed)
+
+
+async def unpacked(
+    workspaces: WorkspaceSupervisor, workspace_id: str, archive: bytes, *, replace: bool = False
+) -> Packed:
+    """Make a workspace of a tar archive, and return what is in it."""
+    async with workspaces.open_unpack(workspace_id, replace=replace) as writer:
+        await writer.send(archive)
+        return await writer.commit()
+
+
+async def refusal_of(files: Files, request: FileRequest, content: bytes | None = None) -> str:
+    """Return the code of a request's error, or `done`. `content`: of a request that takes some."""
+    async with files.stream(request) as stream:
+        if content is not None:
+            await stream.send(content)
+            answer: object = await stream.end(object)
+        else:
+            answer = await (stream.head if isinstance(request, GetFile) else stream.answer)(object)
+    return answer.code if isinstance(answer, Error) else "done"
