@@ -32,6 +32,7 @@ from runner.process.users import look_up
 from runner.wire.protocol import (
     ANSWERS,
     FROM_DAEMON,
+    HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
     REQUESTS,
@@ -58,7 +59,7 @@ _LEAVE_S = 0.25
 """A worker that waits for content finds out by itself that the client has left, and removes what it has begun."""
 
 _TIMEVAL = struct.Struct("ll")
-_READ_BYTES = 64 * 1024
+_READ_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
 _AT_EASE, _BROKEN = 0, 1
 """Exit statuses of a worker: between two requests, or within one."""
 
@@ -208,6 +209,7 @@ class _Conversation:
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)  # room for one, if it may be
 
     def go_on(self, request: FileRequest) -> None:
         """Answer a request and those that follow, all of one user, until none comes for a while. One that lasts has a

@@ -37,7 +37,7 @@ from runner.wire.protocol import (
     FrameDecoder,
     Kind,
     ProtocolError,
-    encode_frame,
+    encode_header,
 )
 from sandkasten.host.paths import RUNNER_SOCKET
 from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
@@ -79,28 +79,16 @@ class RunnerConnection:
         """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
         caller's."""
         self.is_idle = False
-        frame = encode_frame(Kind.REQUEST, REQUESTS.encode(request))
-        if fd is None and not self.is_sending:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            try:
-                # Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is needed.
-                sent_bytes = self._socket.send(frame)
-            except BlockingIOError:
-                sent_bytes = 0
-            except _CLOSED as error:
-                raise _lost() from error
-            if sent_bytes == len(frame):
-                return
-            if sent_bytes:
-                self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
-        await self._send_in_turn(frame, fd)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send_frame(Kind.REQUEST, REQUESTS.encode(request), fd)
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
 
         A call that is cancelled in the middle of a frame keeps the rest, which goes out before the next frame.
         """
-        await self._send_in_turn(encode_frame(kind, body))
+        await trio.lowlevel.checkpoint()
+        await self._send_frame(kind, body)
 
     @property
     def has_arrived(self) -> bool:
@@ -173,6 +161,25 @@ class RunnerConnection:
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
+
+    async def _send_frame(self, kind: Kind, body: bytes, fd: int | None = None) -> None:
+        """Send a frame. Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is
+        needed."""
+        parts = encode_header(kind, len(body)), body
+        sent_bytes = 0
+        if fd is None and not self.is_sending:
+            try:
+                sent_bytes = self._socket.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            except _CLOSED as error:
+                raise _lost() from error
+            if sent_bytes == HEADER_BYTES + len(body):
+                return
+        frame = b"".join(parts)
+        if sent_bytes:
+            self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
+        await self._send_in_turn(frame, fd)
 
     async def _send_in_turn(self, frame: bytes, fd: int | None = None) -> None:
         """Send what is left of a cut frame, and then this one."""
@@ -273,6 +280,8 @@ def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     for name in message.__slots__:
         value = getattr(message, name)
+        if value is None or (type(value) is str and len(value) <= _MAX_TEXT_BYTES and value.isascii()):
+            continue  # most are: to call a function costs more than the check
         for each in value if isinstance(value, tuple) else (value,):
             _check_value(each)
 
@@ -378,4 +387,6 @@ class RunnerLink:
                     raise RunnerLost("the sandbox accepts no connection") from error
                 await trio.sleep(_CONNECT_PAUSE_S)
             else:
+                # Room for a whole frame of a file, if the machine lets everybody have that (net.core.wmem_max).
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)
                 return RunnerConnection(sock)

@@ -27,7 +27,7 @@ import trio
 
 from nsinit.wire import protocol as nsinit_protocol
 from runner.wire import protocol
-from runner.wire.protocol import CHUNK_BYTES, Kind
+from runner.wire.protocol import MAX_FRAME_BYTES, Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, build, teardown
@@ -129,10 +129,10 @@ class LocalFileStream:
         return require(self._answer, expected)
 
     async def send(self, data: bytes) -> bool:
-        for start in range(0, len(data), CHUNK_BYTES):
+        for start in range(0, len(data), MAX_FRAME_BYTES):
             if self._connection.has_arrived:
                 return False
-            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+            await self._connection.send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
         return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import trio
 
 LINGER_S = 2.0
+BULK_BYTES = 256 * 1024
+"""Read at once of a client that sends much: each piece costs the same, whatever its size."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -45,6 +47,7 @@ class GuardedStream:
         self._head_deadline = trio.current_time() + head_timeout_s
         self._is_sending = False
         self._is_closed = False
+        self._read_bytes = 0
         self.is_broken = False
         self.is_at_eof = False
         self.has_unread_body = False
@@ -96,7 +99,7 @@ class GuardedStream:
             self._receiving.deadline = deadline
 
     async def receive_some(self, max_bytes: int) -> bytes:
-        """Return the next bytes, `b""` at the end.
+        """Return the next bytes, `b""` at the end: at most `max_bytes`, or while a body comes fast `BULK_BYTES`.
 
         Raises:
             trio.BrokenResourceError: the connection was reset.
@@ -106,11 +109,12 @@ class GuardedStream:
             raise trio.ClosedResourceError
         with trio.CancelScope(deadline=self._head_deadline) as self._receiving:
             try:
-                data = await self._stream.receive_some(max_bytes)
+                data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
             except trio.BrokenResourceError:
                 self.is_broken = self.is_at_eof = True
                 raise
             self.is_at_eof = not data
+            self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
             if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
                 self._head_deadline = trio.current_time() + self._head_timeout_s
             return bytes(data)

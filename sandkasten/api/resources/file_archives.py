@@ -67,7 +67,7 @@ async def pack(exchange: Exchange) -> None:
 
 async def send_archive(exchange: Exchange, request: Pack, kind: str, name: str) -> None:
     """Send an archive of a kind, whose file is to have a name."""
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.drop_body()
     await exchange.until_disconnect(lambda: _send(exchange, request, kind, name))
 
 

@@ -36,7 +36,7 @@ Told = Mapping[str, str]
 async def watch(exchange: Exchange) -> None:
     """Follow the changes of a file, or of the files in a directory, as server-sent events."""
     query = read_query(exchange, WatchQuery)
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.drop_body()
     await exchange.until_disconnect(lambda: _stream(exchange, query))
 
 

@@ -41,7 +41,7 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.model.errors import InvalidRequest
-from sandkasten.supervisor import FileWriter
+from sandkasten.supervisor import FileReader, FileWriter
 
 if TYPE_CHECKING:
     from io import BufferedRandom
@@ -118,25 +118,24 @@ async def read(exchange: Exchange) -> None:
     max_bytes = settings.default_read_bytes if query.max_bytes is None else query.max_bytes
     if not 1 <= max_bytes <= settings.max_read_bytes:
         raise bad_query("max_bytes", f"must be between 1 and {settings.max_read_bytes}")
-    await exchange.read_body(limit_bytes=settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send_file(exchange, query.path, max_bytes))
+    await exchange.drop_body()
+    async with exchange.files.open_read(query.path, max_bytes=max_bytes) as reader:
+        await _send_file(exchange, reader)
 
 
-async def _send_file(exchange: Exchange, path: str, max_bytes: int) -> None:
-    async with exchange.files.open_read(path, max_bytes=max_bytes) as reader:
-        await exchange.start(200, (JSON,))
-        body = FileBody(spell_path(reader.head.path), reader.head.truncated, content_base64="")
-        await exchange.write(encode_json(body).removesuffix(_END))
-        rest = b""
-        if exchange.method != "HEAD":
-            async for piece in reader:
-                # Only whole groups of three bytes: padding belongs to the end alone (RFC 4648 §4).
-                data = rest + piece
-                whole = len(data) - len(data) % 3
-                rest = data[whole:]
-                if whole:
-                    await exchange.write(base64.b64encode(data[:whole]))
-    await exchange.finish(base64.b64encode(rest) + _END)
+async def _send_file(exchange: Exchange, reader: FileReader) -> None:
+    await exchange.start(200, (JSON,))
+    unsent = encode_json(FileBody(spell_path(reader.head.path), reader.head.truncated, "")).removesuffix(_END)
+    rest = b""
+    if exchange.method != "HEAD":
+        async for piece in reader:
+            if unsent:
+                await exchange.write(unsent)
+            # Only whole groups of three bytes: padding belongs to the end alone (RFC 4648 §4).
+            data = rest + piece
+            whole = len(data) - len(data) % 3
+            unsent, rest = base64.b64encode(data[:whole]), data[whole:]
+    await exchange.finish(unsent + base64.b64encode(rest) + _END)
 
 
 # Uploads --------------------------------------------------------------------------------------------------------------
