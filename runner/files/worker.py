@@ -209,7 +209,6 @@ class _Conversation:
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)  # room for one, if it may be
 
     def go_on(self, request: FileRequest) -> None:
         """Answer a request and those that follow, all of one user, until none comes for a while. One that lasts has a

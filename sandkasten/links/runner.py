@@ -68,6 +68,7 @@ class RunnerConnection:
         self._receive_bytes = _FIRST_RECEIVE_BYTES
         self._frames_in_a_row = 0
         self.is_idle = True
+        self._is_roomy = False
         self._sending = 0
         self._unsent = b""
         self._patience: trio.CancelScope | None = None
@@ -89,6 +90,12 @@ class RunnerConnection:
         """
         await trio.lowlevel.checkpoint()
         await self._send_frame(kind, body)
+
+    def make_room(self) -> None:
+        """Let the socket hold a whole frame of a file, if the machine lets everybody have that (net.core.wmem_max)."""
+        if not self._is_roomy:
+            self._is_roomy = True
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)
 
     @property
     def has_arrived(self) -> bool:
@@ -337,6 +344,8 @@ class RunnerLink:
     async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
         """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
         connection = self._take_idle(pool) or await self._connect()
+        if pool is not Pool.REQUESTS:
+            connection.make_room()
         self._busy.add(connection)
         try:
             yield connection
@@ -387,6 +396,4 @@ class RunnerLink:
                     raise RunnerLost("the sandbox accepts no connection") from error
                 await trio.sleep(_CONNECT_PAUSE_S)
             else:
-                # Room for a whole frame of a file, if the machine lets everybody have that (net.core.wmem_max).
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)
                 return RunnerConnection(sock)
