@@ -9,6 +9,8 @@ from typing import Any
 
 import attrs
 
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
@@ -96,6 +98,17 @@ GOALS: Sequence[Goal] = (
         50,
         "%",
         at_least=True,
+    ),
+    Goal("a small file over HTTP, by GET /healthz", _ratio(SMALL, SMALL_HEALTHZ), 1.5, "x"),
+    *(
+        Goal(
+            f"a large file {way}, of a plain socket's rate",
+            _fact(f"large file {way}, MB/s", 100, f"large file {way} over a plain socket, MB/s"),
+            50,
+            "%",
+            at_least=True,
+        )
+        for way in ("up", "down")
     ),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
     Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),

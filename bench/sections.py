@@ -26,6 +26,8 @@ import attrs
 import trio
 
 from bench import daemon, echo, measure
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, find_peers, start_container
 from bench.protections import measure_protections
@@ -486,8 +488,10 @@ async def many_streams(bench: Bench) -> None:
 
 async def files(bench: Bench) -> None:
     """Files written and read over HTTP."""
-    with daemon.running(bench.scratch / "files") as (_pid, address), daemon.Client(address) as client:
-        place = f"/v1/sessions/{_new(client)}/fs"
+    settings = {"SANDKASTEN_DISK_LIMIT_MB": "12288"}
+    with daemon.running(bench.scratch / "files", **settings) as (pid, address), daemon.Client(address) as client:
+        session = _new(client)
+        place = f"/v1/sessions/{session}/fs"
         sizes = {"1 KiB": 1024, "1 MiB": MIB}
         for name in bench.rounds(list(sizes), 100):
             content = base64.b64encode(os.urandom(sizes[name])).decode()
@@ -496,6 +500,12 @@ async def files(bench: Bench) -> None:
             with bench.table.timed(f"file of {name}, read"):
                 if client.call("GET", f"{place}/read?path=f")["content_base64"] != content:
                     raise RuntimeError("another content came back")
+        count, entries = bench.count(1000), bench.count(100_000)
+        rounds = bench.rounds([SMALL, SMALL_HEALTHZ], 1000)
+        bench.facts |= measure_small(bench.table, client, place, rounds, count)
+        bench.facts |= measure_list(bench.table, client, session, entries)
+        bench.facts |= measure_large(pid, address, session, bench.scratch, bench.count(5 * 1024) * MIB)
+        bench.facts |= measure_sparse(client, address, session, bench.count(10 * 1024) * MIB)
 
 
 async def pauses(bench: Bench) -> None:
@@ -767,7 +777,7 @@ SECTIONS: Mapping[str, Section] = {
     "exec": Section(execs, 120),
     "stream": Section(streams, 40),
     "streams": Section(many_streams, 30),
-    "file": Section(files, 20),
+    "file": Section(files, 150),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 50),

@@ -76,6 +76,20 @@ def test_a_cursor_of_an_entry_that_is_gone_goes_on_behind_it(tmp_path: Path) -> 
     assert [each.name for each in listing.entries] == ["b/c", "b/c/d", "b.x", "out"]
 
 
+def test_a_page_has_what_was_made_since_the_last_one(tmp_path: Path) -> None:
+    """Names that are kept from one page to the next are those of the same version of the directory."""
+    make_tree(tmp_path)
+    time.sleep(0.03)  # a directory that was changed just now is read anew
+    work = work_in(tmp_path)
+    first = perform(ListFiles(".", limit=2), work)
+    assert isinstance(first, Listing)
+    (tmp_path / "b.w").touch()
+    (tmp_path / "out").unlink()
+    second = perform(ListFiles(".", first.entries[-1].name), work)
+    assert isinstance(second, Listing)
+    assert [[each.name for each in page.entries] for page in (first, second)] == [["a", "b"], ["b.w", "b.x"]]
+
+
 def test_a_pattern_is_of_names_or_of_paths(tmp_path: Path) -> None:
     """One with a slash is of paths below the directory; directories are entered all the same."""
     make_tree(tmp_path)

@@ -6,7 +6,6 @@ The first event, `ready`, comes when every change from then on is told. A client
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
@@ -62,7 +61,7 @@ async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[l
     silence_ms = int(exchange.settings.ping_interval_s * 1000)
     path = query.at(query.path)
     request = WatchFiles(path, query.recursive, silence_ms, user=query.user)
-    async with exchange.files.stream(request, patience_s=math.inf) as stream:
+    async with exchange.files.stream(request) as stream:
         head = await stream.head(Watching)
         yield [{"type": "ready", "path": spell_path(head.path)}]
         async with aclosing(messages(stream, FileChange)) as batches:
