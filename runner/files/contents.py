@@ -3,24 +3,30 @@
 Runs in a file worker as the user of the request. A file is opened only after its kind was checked on the descriptor.
 
 Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
-descriptor); RFC 9110 §13.1 (conditions), §14.1 (ranges).
+descriptor); flock(2); RFC 9110 §13.1 (conditions), §14.1 (ranges).
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import RawIOBase
 from typing import Literal
 
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
-from runner.files.tree import etag_of
+from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
 
 _NEW_FILE_MODE = 0o644
 MAX_MODE = 0o7777
+_FREE, _LOCKED = -1, -2
+_LOCK_S, _LOCK_PAUSE_S = 2.0, 0.002
+"""Requests hold a lock for a moment, and with `sync` until the file is on the disk."""
 _Result = Literal["whole", "part", "unchanged", "unsatisfiable"]
 _Start = Callable[[object], None]
 
@@ -96,14 +102,15 @@ def put(request: PutFile, resolver: Resolver, source: RawIOBase, passing: Callab
         try:
             size = _receive(source, fd)
             passing("runner.files.received")
-            if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
-                return unmatched
-            try:
-                path = put_in_place(
-                    fd, temporary, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
-                ).path
-            except FileExistsError:
-                return Unmatched(present(target))
+            with held(target, must=bool(request.if_match)):
+                if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
+                    return unmatched
+                try:
+                    path = put_in_place(
+                        fd, temporary, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
+                    ).path
+                except FileExistsError:
+                    return Unmatched(present(target))
             passing("runner.files.placed")
             return FilePut(path, etag_of(os.fstat(fd)), size, created=target.mode is None)
         finally:
@@ -140,6 +147,53 @@ def compare(request: PutFile | CommitUpload, target: FileTarget) -> Unmatched | 
     etag = present(target)
     is_right = not etag if request.create_only else bool(etag) and is_one_of(etag, request.if_match)
     return None if is_right else Unmatched(etag)
+
+
+@contextmanager
+def held(target: FileTarget, *, must: bool) -> Iterator[None]:
+    """Keep other requests from replacing the present file in the block: each has a lock on it when it does. A command
+    may have one for as long as it likes.
+
+    Raises:
+        Refused: EXISTS, there was no lock to be had, and there `must` be one.
+    """
+    give_up_at = time.monotonic() + _LOCK_S
+    fd = _locked(target)
+    try:
+        while fd == _LOCKED:
+            if time.monotonic() > give_up_at:
+                if must:
+                    raise Refused("EXISTS", "another process has locked the file")
+                break
+            time.sleep(_LOCK_PAUSE_S)
+            fd = _locked(target)
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _locked(target: FileTarget) -> int:
+    """Return a descriptor of the present file with a lock on it; `_LOCKED` if another process has that, `_FREE` for no
+    file, or for one that the user may neither read nor write."""
+    fd = _FREE
+    for flags in (READ, READ | os.O_WRONLY):
+        try:
+            fd = os.open(target.name, flags, dir_fd=target.directory_fd)
+            break
+        except OSError:
+            continue
+    if fd == _FREE:
+        return fd
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = status_of(target.name, target.directory_fd)
+        if status is not None and os.path.samestat(status, os.fstat(fd)):
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)  # another one's, or not the present file any more
+    return _LOCKED
 
 
 def present(target: FileTarget) -> str:

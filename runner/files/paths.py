@@ -23,6 +23,8 @@ from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
 from runner.wire.protocol import ErrorCode
 
 _MAX_LINKS = 16
+_MAX_REPLACEMENTS = 100
+"""Times that a file may be replaced while it is opened: each time the one that was found has no name any more."""
 _NEW_DIRECTORY_MODE = 0o755
 _O_PATH = os.O_PATH | os.O_CLOEXEC
 
@@ -105,12 +107,18 @@ class Resolver:
             Refused: as `check_inside`.
             OSError: as open(2).
         """
-        fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
-        try:
-            return fd, self.check_inside(fd)
-        except BaseException:
-            os.close(fd)
-            raise
+        for _ in range(_MAX_REPLACEMENTS):
+            fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
+            try:
+                return fd, self.check_inside(fd)
+            except Refused as refused:
+                os.close(fd)
+                if refused.error.code != "FILE_NOT_FOUND":
+                    raise
+            except BaseException:
+                os.close(fd)
+                raise
+        raise Refused("FILE_NOT_FOUND", "the file is replaced again and again")
 
     def check_inside(self, fd: int) -> bytes:
         """Return the real path of an open descriptor.

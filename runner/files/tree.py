@@ -155,8 +155,8 @@ class OrderedWalk:
 
 
 _read: tuple[tuple[int, ...], list[bytes]] = (), []
-"""A version of a directory, and names in it that follow one another: the next page of a list goes on among them. Reading
-a huge directory once more would be most of what a page costs."""
+"""A version of a directory, and names in it that follow one another: the next page of a list goes on among them. A
+further read of a huge directory would be most of what a page costs."""
 
 
 def _names_behind(fd: int, last: bytes) -> tuple[list[bytes], bool]:

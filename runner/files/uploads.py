@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import RawIOBase
 
-from runner.files.contents import MAX_MODE, check_writable, compare, present, put_in_place
+from runner.files.contents import MAX_MODE, check_writable, compare, held, present, put_in_place
 from runner.files.paths import FileTarget, Resolver, mode_of_file, parent_of, refusal
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
@@ -90,16 +90,17 @@ def commit(request: CommitUpload, resolver: Resolver) -> FilePut | Unmatched | U
             return UploadState(os.fsdecode(target.path), size, "size")
         if request.sha256 and _digest_of(fd) != request.sha256:
             return UploadState(os.fsdecode(target.path), size, "digest")
-        if (unmatched := compare(request, target)) is not None:
-            return unmatched
-        check_writable(target)
         name = _part_name(request.upload_id)
-        try:
-            done = put_in_place(
-                fd, name, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
-            )
-        except FileExistsError:
-            return Unmatched(present(target))
+        with held(target, must=bool(request.if_match)):
+            if (unmatched := compare(request, target)) is not None:
+                return unmatched
+            check_writable(target)
+            try:
+                done = put_in_place(
+                    fd, name, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
+                )
+            except FileExistsError:
+                return Unmatched(present(target))
         return FilePut(done.path, etag_of(os.fstat(fd)), size, created=target.mode is None)
 
 
