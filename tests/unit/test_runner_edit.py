@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from runner.files import edit
 from runner.files.operations import perform
+from runner.files.tree import etag_of
 from runner.files.view import MAX_VIEW_BYTES
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, Edited, EditFiles, Unedited, Viewed, ViewFile
@@ -163,6 +167,57 @@ def test_a_file_that_another_process_changes_meanwhile_is_kept(tmp_path: Path, m
     with pytest.raises(Refused):
         make(tmp_path, {"path": "f", "op": "replace", "old": "x", "new": "y"})
     assert contents_of(tmp_path) == {"f": b"theirs"}
+
+
+def test_after_a_kill_every_file_is_old_or_new(tmp_path: Path) -> None:
+    """A kill at any step leaves each file whole, under its name. What lies beside it is hidden, and the request can be
+    made again for the files that are old."""
+    names, old, new = ["a", "b", "c"], b"old\n" * 1000, b"new\n" * 1000
+    wanted = [{"path": name, "op": "replace", "old": "old", "new": "new", "count": "all"} for name in names]
+    seen = set[int]()
+    for step in itertools.count():
+        for name in names:
+            (tmp_path / name).write_bytes(old)
+        pid = os.fork()
+        if pid == 0:
+            _edit_until(tmp_path, wanted, step)
+        was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
+        found = {name: (tmp_path / name).read_bytes() for name in names}
+        assert set(found.values()) <= {old, new}
+        seen.add(list(found.values()).count(new))
+        rest = [
+            each | {"if_match": etag_of((tmp_path / each["path"]).stat())}
+            for each in wanted
+            if found[each["path"]] == old
+        ]
+        assert not rest or isinstance(make(tmp_path, *rest), Edited)
+        assert {(tmp_path / name).read_bytes() for name in names} == {new}
+        for each in set(tmp_path.iterdir()) - {tmp_path / name for name in names}:
+            assert each.name.startswith(".sandkasten-")
+            each.unlink()
+        if not was_killed:
+            break
+    assert seen == {0, 1, 2, 3}
+
+
+def _edit_until(top: Path, wanted: list[dict[str, Any]], step: int) -> None:
+    """Make edits and exit, or be killed before a step that changes something on the disk."""
+    steps = itertools.count()
+
+    def killing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def kill_or_call(*arguments: Any, **options: Any) -> Any:  # of the call
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return kill_or_call
+
+    try:
+        for name in ("write", "fchmod", "link", "rename", "unlink"):
+            setattr(os, name, killing(getattr(os, name)))
+        make(top, *wanted)
+    finally:
+        os._exit(0)
 
 
 @pytest.mark.parametrize("patch", ["", "x", "@@ -1,2 +1 @@\n-a\n", "@@\n*a\n", "*** Add File: x\n+a\n"])
