@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 
 from bench.clients import CLI, MCP, RAW, RAW_STREAM, SDK, SDK_STREAM
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
@@ -110,6 +112,17 @@ GOALS: Sequence[Goal] = (
     Goal("the SDK's stream, over the same WebSocket by hand", _difference(SDK_STREAM, RAW_STREAM), 0.3, "ms"),
     Goal("MCP's bash, by the SDK's exec", _ratio(MCP, SDK), 3, "x"),
     Goal("the command line's exec of a builtin", _median(CLI), 250, "ms"),
+    Goal("a small file over HTTP, by GET /healthz", _ratio(SMALL, SMALL_HEALTHZ), 1.5, "x"),
+    *(
+        Goal(
+            f"a large file {way}, of a plain socket's rate",
+            _fact(f"large file {way}, MB/s", 100, f"large file {way} over a plain socket, MB/s"),
+            50,
+            "%",
+            at_least=True,
+        )
+        for way in ("up", "down")
+    ),
     *(
         Goal(
             f"the SDK's {way}, of a copy from socket to socket",

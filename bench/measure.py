@@ -131,3 +131,10 @@ def _pss(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+
+
+def busy_s() -> float:
+    """Return the processor time that the machine used so far."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    busy = sum(int(field) for position, field in enumerate(fields) if position not in (3, 4))  # idle, iowait
+    return busy / os.sysconf("SC_CLK_TCK")

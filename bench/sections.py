@@ -27,16 +27,16 @@ import trio
 
 from bench import daemon, echo, measure
 from bench.clients import clients
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
-from bench.peers import Peer, RunningContainer, find_peers, start_container
+from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
 from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.images.catalog import Catalog
-from sandkasten.images.host import ensure_host_image
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.supervisor import Supervisor
 
@@ -195,13 +195,6 @@ def _sized(bench: Bench, settings: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value.replace(f"={POOL_SIZE}", f"={size}") for name, value in settings.items()}
 
 
-def _busy_s() -> float:
-    """Return the processor time that the machine used so far."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    busy = sum(int(field) for position, field in enumerate(fields) if position not in (3, 4))  # idle, iowait
-    return busy / os.sysconf("SC_CLK_TCK")
-
-
 # Sections -----------------------------------------------------------------------------------------------------------
 
 
@@ -248,12 +241,12 @@ async def creates(bench: Bench) -> None:
         for kind, (_, _, client) in kinds.items():
             _wait_full(client)
             await trio.sleep(1)
-            count, before = bench.count(50, 5), _busy_s()
+            count, before = bench.count(50, 5), measure.busy_s()
             for _ in range(count):
                 client.call("DELETE", f"/v1/sessions/{_new(client, kind)}")
             _wait_full(client)
             bench.facts[f"machine CPU per create and destroy, {kind}, ms"] = round(
-                (_busy_s() - before) / count * 1000, 1
+                (measure.busy_s() - before) / count * 1000, 1
             )
 
 
@@ -487,8 +480,10 @@ async def many_streams(bench: Bench) -> None:
 
 async def files(bench: Bench) -> None:
     """Files written and read over HTTP."""
-    with daemon.running(bench.scratch / "files") as (_pid, address), daemon.Client(address) as client:
-        place = f"/v1/sessions/{_new(client)}/fs"
+    settings = {"SANDKASTEN_DISK_LIMIT_MB": "12288"}
+    with daemon.running(bench.scratch / "files", **settings) as (pid, address), daemon.Client(address) as client:
+        session = _new(client)
+        place = f"/v1/sessions/{session}/fs"
         sizes = {"1 KiB": 1024, "1 MiB": MIB}
         for name in bench.rounds(list(sizes), 100):
             content = base64.b64encode(os.urandom(sizes[name])).decode()
@@ -497,6 +492,12 @@ async def files(bench: Bench) -> None:
             with bench.table.timed(f"file of {name}, read"):
                 if client.call("GET", f"{place}/read?path=f")["content_base64"] != content:
                     raise RuntimeError("another content came back")
+        count, entries = bench.count(1000), bench.count(100_000)
+        rounds = bench.rounds([SMALL, SMALL_HEALTHZ], 1000)
+        bench.facts |= measure_small(bench.table, client, place, rounds, count)
+        bench.facts |= measure_list(bench.table, client, session, entries)
+        bench.facts |= measure_large(pid, address, session, bench.scratch, bench.count(5 * 1024) * MIB)
+        bench.facts |= measure_sparse(client, address, session, bench.count(10 * 1024) * MIB)
 
 
 async def pauses(bench: Bench) -> None:
@@ -729,7 +730,7 @@ async def trace(bench: Bench) -> None:
     steps, rollouts = bench.count(_STEPS, 5), bench.count(_ROLLOUTS, 2)
     with daemon.running(bench.scratch / "trace") as (_pid, address):
         row = bench.table.row("rollout of an agent")
-        before, began = _busy_s(), trio.current_time()
+        before, began = measure.busy_s(), trio.current_time()
 
         async def roll(link: Link, number: int) -> None:
             chance, start = random.Random(number), trio.current_time()
@@ -750,8 +751,8 @@ async def trace(bench: Bench) -> None:
             "steps": steps,
             "rollouts": rollouts,
             "at once": _WORKERS,
-            "core seconds per rollout": round((_busy_s() - before) / rollouts, 3),
-            "core hours per million rollouts": round((_busy_s() - before) / rollouts / 3600 * 1e6),
+            "core seconds per rollout": round((measure.busy_s() - before) / rollouts, 3),
+            "core hours per million rollouts": round((measure.busy_s() - before) / rollouts / 3600 * 1e6),
             "worker hours per million rollouts": round(took / rollouts / 3600 * 1e6),
         }
 
@@ -781,7 +782,7 @@ SECTIONS: Mapping[str, Section] = {
     "exec": Section(execs, 120),
     "stream": Section(streams, 40),
     "streams": Section(many_streams, 30),
-    "file": Section(files, 20),
+    "file": Section(files, 150),
     "sdk": Section(clients, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
@@ -792,11 +793,3 @@ SECTIONS: Mapping[str, Section] = {
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
 }
-
-
-async def look_for_peers(bench: Bench) -> None:
-    """Find the peers, on the root file system of the image `host`."""
-    (bench.scratch / "peers").mkdir()
-    catalog = Catalog(bench.scratch / "peers" / "data")
-    ensure_host_image(catalog)
-    bench.peers = find_peers(catalog.rootfs_path("host"), bench.scratch / "peers")

@@ -61,7 +61,7 @@ def main() -> None:
     gc.enable()
     channel = socket.socket(fileno=_CHANNEL_FD)
     configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
-    files_config = RunnerConfig(files_only=True, file_roots=("/workspace",))
+    files_config = RunnerConfig(files_only=True)
 
     class SandboxRunner:
         def rehearse(self) -> None:

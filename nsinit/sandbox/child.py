@@ -110,9 +110,6 @@ class RunnerKernel:
         except OSError:
             pass  # the score that it has is a fair one
 
-    def prctl_set_pdeathsig(self) -> None:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
-
     def prctl_set_child_subreaper(self) -> None:
         syscalls.prctl(k.PR_SET_CHILD_SUBREAPER, 1)
 

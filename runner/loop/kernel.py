@@ -42,9 +42,6 @@ class Kernel(Protocol):
         """madvise(2), MADV_UNMERGEABLE: take pages that a fork shares with other sandboxes, if PID 1 offers its pages
         for merging, and offer none any more."""
 
-    def prctl_set_pdeathsig(self) -> None:
-        """PR_SET_PDEATHSIG, SIGKILL; a change of ids takes it away."""
-
     def prctl_set_child_subreaper(self) -> None:
         """PR_SET_CHILD_SUBREAPER, 1."""
 

@@ -22,7 +22,7 @@ _FIELD = b"\nwrite_bytes: "
 def is_full(context: Context) -> bool:
     """Return whether one of the file systems that a run writes to has no room left, in bytes or inodes."""
     with context.as_user:
-        return any(_is_full(path) for path in ("/", *context.config.file_roots, "/dev/shm"))
+        return any(_is_full(path) for path in ("/", context.config.workspace, "/tmp", context.config.home, "/dev/shm"))
 
 
 def _is_full(path: str) -> bool:

@@ -164,7 +164,7 @@ class Vocabulary:
         cls = self._classes.get(tag) if isinstance(tag, str) else None
         if cls is None:
             raise ProtocolError(f"unknown message {str(tag)[:40]!r}")
-        return structure(body, cls, where=cls.__name__)
+        return _structure_dataclass(body, cls, cls.__name__)
 
 
 def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected` is a type expression

@@ -195,6 +195,7 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         _raw("POST", f"{top}/fs/mkdir", changes.make_directory, act, body=changes.MakeRequest, answer=written),
         _raw("POST", f"{top}/fs/move", changes.move, act, body=changes.MoveRequest, answer=written),
         _raw("POST", f"{top}/fs/copy", changes.copy, act, body=changes.MoveRequest, answer=written),
+        _raw("DELETE", f"{top}/fs", changes.remove, act, query=changes.RemovalQuery, answer=written),
         _raw(
             *("POST", f"{top}/fs/archive", archives.unpack, act),
             query=archives.UnpackQuery,
@@ -436,12 +437,6 @@ TABLE = RouteTable(
         ),
         # Files
         *(route for each in _PLACES for route in _file_routes(*each)),
-        _raw(
-            *("DELETE", f"{_SESSION}/fs", changes.remove, ACT),
-            query=changes.RemovalQuery,
-            answer=files.WrittenBody,
-            errors=(*_AWAKE, *_FILE, errors.NotEmpty),
-        ),
         # Workspaces
         _json(
             *("GET", WORKSPACES, workspaces.list_workspaces, FIND),
@@ -500,12 +495,6 @@ TABLE = RouteTable(
                     *("GET", f"{_WORKSPACE}/fs", workspaces.list_files, FIND),
                     query=workspaces.FilesQuery,
                     answer=workspaces.FilesBody,
-                ),
-                _raw(
-                    *("DELETE", f"{_WORKSPACE}/fs", workspaces.remove, MAKE),
-                    query=workspaces.RemoveQuery,
-                    answer=files.WrittenBody,
-                    errors=(errors.NotEmpty,),
                 ),
                 _raw(
                     *("GET", f"{_WORKSPACE}/fs/download", workspaces.download, FIND),

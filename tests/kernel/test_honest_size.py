@@ -14,6 +14,7 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
+from tests.kernel.file_requests import written
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -77,9 +78,7 @@ async def test_a_go_program_takes_the_processors_of_its_limit(supervisor: LocalS
     await trio.run_process(["go", "build", "size.go"], cwd=tmp_path, env=environment)
     for limits in (SMALL, attrs.evolve(SMALL, cpu=float(MANY))):
         session = await supervisor.create(SessionSpec(limits=limits))
-        async with supervisor.open_write(session.id, "size") as writer:
-            await writer.send((tmp_path / "size").read_bytes())
-            await writer.commit()
+        await written(supervisor.files(session.id), "size", (tmp_path / "size").read_bytes())
         count = int(limits.cpu)
         assert await _said(supervisor, session.id, "chmod +x size; ./size 2>&1") == f"{count} {count}\n"
 

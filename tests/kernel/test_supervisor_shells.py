@@ -60,7 +60,7 @@ async def test_a_shell_that_can_not_be_had_is_told_of(
             await supervisor.exec(session.id, ExecSpec("echo hi"))
     program = await supervisor.exec(session.id, ExecSpec(argv=("echo", "hi")))
     assert (program.stdout == b"hi\n") is is_program_run
-    async with supervisor.open_write(session.id, "file") as writer:
+    async with supervisor.files(session.id).open_write("file") as writer:
         await writer.send(b"x")
         assert await writer.commit() == "/workspace/file"
 

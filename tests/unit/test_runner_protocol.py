@@ -45,8 +45,8 @@ requests = st.one_of(
     execs,
     st.builds(protocol.Hello, version=numbers),
     st.builds(protocol.Setup, env=st.dictionaries(texts, texts, max_size=3), shell=texts, version=numbers),
-    st.builds(protocol.ReadFile, path=texts, max_bytes=numbers),
-    st.builds(protocol.WriteFile, path=texts),
+    st.builds(protocol.GetFile, path=texts, start=st.none() | numbers),
+    st.builds(protocol.PutFile, path=texts, sync=st.booleans()),
 )
 
 

@@ -164,6 +164,11 @@ class Exchange(AsgiExchange):
             body += chunk
         return bytes(body)
 
+    async def drop_body(self) -> None:
+        """Read a body that means nothing, as that of a GET; raises as `read_chunk`."""
+        if has_body(self.scope):
+            await self.read_body(limit_bytes=self.settings.max_request_bytes)
+
     async def read_json_body(self, *, limit_bytes: int | None = None) -> bytes:
         """Return a JSON body, not parsed yet; the same one when called again.
 

@@ -127,7 +127,6 @@ ListLimit = NewType("ListLimit", int)
 FilesLimit = NewType("FilesLimit", int)
 Offset = NewType("Offset", int)
 OutputBytes = NewType("OutputBytes", int)
-PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
@@ -322,12 +321,6 @@ def _no_hosts(value: object) -> list[str]:
 
 def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
-
-
-def _path_below(value: object) -> str:
-    if value in ("", "/"):
-        raise ValueError("is required")
-    return check_path(value)
 
 
 def _path_in_workspace(value: object) -> str:
@@ -556,7 +549,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilesLimit: Between(1, MAX_FILES),
     Offset: Between(0, 2**53),
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
-    PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
     FilePath: file_path,
     FileMode: _file_mode,
