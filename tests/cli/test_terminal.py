@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from tests.cli.command import Command, Terminal
+from tests.cli.conftest import Command, Terminal
 from tests.e2e.daemon import Daemon
 from tests.sdk.proxy import running_proxy
 from tests.waiting import patience
