@@ -1,8 +1,8 @@
 """Foundation of client verbs: the server, a client of the SDK, sessions by name, and failures as sentences.
 
 A client verb is a coroutine that gets its arguments and a client, and returns its exit status; `verb` makes a command
-of the coroutine. A fault of ours or the server's is 125, an interrupt 130. The SDK is imported when a verb runs, so that
-help and mistakes cost nothing.
+of the coroutine. A fault of ours or the server's is 125, an interrupt 130. The SDK is imported when a verb runs, so
+that help and mistakes cost nothing.
 """
 
 from __future__ import annotations
