@@ -38,7 +38,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class ServerContext:
+class NamedServer:
     """A named server. At most one of the keys is given."""
 
     url: str
@@ -51,7 +51,7 @@ class ServerContext:
 class Contexts:
     """All named servers, and the name of the chosen one."""
 
-    by_name: dict[str, ServerContext] = field(default_factory=dict)
+    by_name: dict[str, NamedServer] = field(default_factory=dict)
     current: str | None = None
 
 
@@ -78,7 +78,7 @@ def choose_server(
     return Server(local.url, local.api_key, f"data directory {local.data_dir}")
 
 
-def _key_of(name: str, context: ServerContext) -> str | None:
+def _key_of(name: str, context: NamedServer) -> str | None:
     if context.api_key_file is not None:
         try:
             return Path(context.api_key_file).expanduser().read_text("utf-8", "replace").strip()
@@ -143,8 +143,8 @@ def read_contexts(environ: Mapping[str, str]) -> Contexts:
     return found
 
 
-def _context(value: Mapping[str, Any]) -> ServerContext:
-    return ServerContext(**{str(name): str(text) for name, text in value.items()})
+def _context(value: Mapping[str, Any]) -> NamedServer:
+    return NamedServer(**{str(name): str(text) for name, text in value.items()})
 
 
 def write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:

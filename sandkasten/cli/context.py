@@ -14,7 +14,7 @@ from pathlib import Path
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import print_json, print_table
-from sandkasten.contexts import LOCAL, NAME, Contexts, ServerContext, read_contexts, write_contexts
+from sandkasten.contexts import LOCAL, NAME, Contexts, NamedServer, read_contexts, write_contexts
 from sandkasten.installation import ConfigError
 
 
@@ -77,7 +77,7 @@ def _add(contexts: Contexts, arguments: argparse.Namespace) -> None:
         raise Stop("URL: http://HOST:PORT, https://HOST, or unix:/PATH", BAD_ARGUMENTS)
     file = arguments.key_file and str(Path(arguments.key_file).absolute())
     has_source = arguments.no_key or file or arguments.key_command
-    contexts.by_name[arguments.name] = ServerContext(
+    contexts.by_name[arguments.name] = NamedServer(
         arguments.url, None if has_source else _ask_for_key(), file, arguments.key_command
     )
     contexts.current = contexts.current or arguments.name
@@ -90,7 +90,7 @@ def _ask_for_key() -> str | None:
 
 def _list(contexts: Contexts, *, as_json: bool) -> int:
     rows = []
-    for name, each in {**contexts.by_name, LOCAL: ServerContext("")}.items():
+    for name, each in {**contexts.by_name, LOCAL: NamedServer("")}.items():
         is_current = (contexts.current or LOCAL) == name
         key = each.api_key_command or each.api_key_file or ("in the file" if each.api_key else None)
         if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.conftest import Command
 from tests.e2e.daemon import SCRIPT, Daemon
 from tests.waiting import patience
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.conftest import Command
 from tests.e2e.daemon import SCRIPT
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ import re
 import httpx
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.conftest import Command
 
 pytestmark = pytest.mark.e2e
 

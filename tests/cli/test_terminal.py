@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from tests.cli.command import Command, Terminal
+from tests.cli.conftest import Command, Terminal
 from tests.e2e.daemon import Daemon
 from tests.sdk.proxy import running_proxy
 from tests.waiting import patience
@@ -61,7 +61,7 @@ def test_the_two_keys_detach_and_the_run_goes_on(command: Command, session: str,
     script = "import time; print('\\x1b[?1049;1000h\\x1b[?25l\\x1b]0;half a title', end='', flush=True); time.sleep(60)"
     with command.terminal("exec", "-it", session, "--", "python3", "-c", script) as terminal:
         terminal.wait_for("half a title")
-        terminal.type(b"a" + DETACH)
+        terminal.type(DETACH)
         assert terminal.wait() == 0
         assert terminal.is_restored
         ending = terminal.seen.partition(b"half a title")[2]

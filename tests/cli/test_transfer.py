@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.conftest import Command
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
