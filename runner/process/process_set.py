@@ -24,8 +24,28 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _DEAD = b"ZXx"
 
+_proc_fd = -1
+_root = "/proc/"
+"""Where files of /proc are looked for, and by which directory (-1: none, by the whole path)."""
+
 _STABLE_PASSES = 64
 """Most looks of one kill for processes born meanwhile; each look stops everything that the last one missed."""
+
+
+def keep_proc() -> None:
+    """Keep `/proc` open, and look by that descriptor from now on: a root inside may close `/` (chmod(2)), and PID 1 has
+    no capability to pass it.
+
+    Raises:
+        OSError: it can't be opened.
+    """
+    global _proc_fd, _root
+    _proc_fd, _root = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ""
+
+
+def _open(path: str) -> int:
+    """Open a file below `/proc` for reading. Raises `OSError`."""
+    return os.open(_root + path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=_proc_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class Clock:
         tick = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
         try:
             if self._fd < 0:
-                self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = _open("loadavg")
             return Moment(tick, int(os.pread(self._fd, 128, 0).rpartition(b" ")[2]))
         except (OSError, ValueError):  # masked: the tick alone decides
             return Moment(tick, 0)
@@ -95,7 +115,7 @@ def parse_stat(pid: int, stat: bytes) -> Process:
 def scan() -> dict[int, Process]:
     """Return every process this one can see."""
     table = {}
-    for name in os.listdir("/proc"):
+    for name in os.listdir(_root if _proc_fd < 0 else _proc_fd):
         if name.isdecimal():
             process = _read_process(int(name))
             if process is not None:
@@ -105,7 +125,7 @@ def scan() -> dict[int, Process]:
 
 def _read_process(pid: int) -> Process | None:
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(f"{pid}/stat")
     except OSError:
         return None  # ended since it was listed
     try:
@@ -164,7 +184,7 @@ def hangs_below(process: Process, root: int | None, table: Mapping[int, Process]
 def is_computing(pid: int) -> bool:
     """Return whether a process runs, or would if it had a processor."""
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(f"{pid}/stat")
     except OSError:
         return False
     try:
@@ -178,7 +198,7 @@ def is_computing(pid: int) -> bool:
 def heeds(pid: int, number: int) -> bool:
     """Return whether a process would take a signal; jobs that a shell starts with `&` ignore SIGINT and SIGQUIT."""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(f"{pid}/status")
     except OSError:
         return False
     try:
@@ -196,8 +216,9 @@ _DELETED = b" (deleted)"
 def read_directory(pid: int) -> bytes:
     """Return the directory of a process, empty if it has ended. A removed directory has the path that it had."""
     try:
-        path = os.readlink(b"/proc/%d/cwd" % pid)
-        if path.endswith(_DELETED) and os.stat(b"/proc/%d/cwd" % pid).st_nlink == 0:
+        link = f"{_root}{pid}/cwd"
+        path = os.fsencode(os.readlink(link, dir_fd=_proc_fd))
+        if path.endswith(_DELETED) and os.stat(link, dir_fd=_proc_fd).st_nlink == 0:
             return path.removesuffix(_DELETED)
     except OSError:
         return b""
@@ -330,7 +351,7 @@ class ProgramSet:
 def read_membership(pid: int) -> bytes:
     """Return the content of `/proc/<pid>/cgroup`, empty if the process has ended."""
     try:
-        fd = os.open(f"/proc/{pid}/cgroup", os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(f"{pid}/cgroup")
     except OSError:
         return b""
     try:

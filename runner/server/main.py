@@ -19,6 +19,7 @@ from runner.loop.config import RunnerConfig
 from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
+from runner.process import process_set
 from runner.programs.programs import Programs
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
@@ -213,6 +214,7 @@ def run(
     """
     config = config or RunnerConfig()
     block_signals()
+    process_set.keep_proc()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
     context = Context.open(config, kernel, shells_fd=shells_fd)
     diag = socket.socket(fileno=diag_fd) if diag_fd >= 0 else None

@@ -119,6 +119,29 @@ async def test_closing_a_shell_that_root_hides_ends_its_commands(supervisor: Loc
     assert causes == [Cause.CANCELLED, Cause.CANCELLED]
 
 
+async def test_what_waits_behind_a_command_that_hides_all_from_pid_1_has_an_end(supervisor: LocalSupervisor) -> None:
+    """A command of root that closes `/` is cancelled, and the shell goes on to the next one."""
+    session = await supervisor.create(SessionSpec(user="root"))
+    await supervisor.open_shell(session.id, ShellSpec("second"))
+    causes: list[Cause] = []
+
+    async def wait_turn() -> None:
+        causes.append((await supervisor.exec(session.id, ExecSpec("echo hi", shell="second"))).end.cause)
+
+    async def is_waiting() -> bool:
+        return len((await supervisor.shells(session.id))[1].queued) == 1
+
+    with trio.fail_after(patience(5)):
+        spec = ExecSpec("chmod 0 /; echo closed; sleep 1000", shell="second")
+        async with supervisor.open_exec(session.id, spec) as running, trio.open_nursery() as nursery:
+            await anext(aiter(running))
+            nursery.start_soon(wait_turn)
+            await until(is_waiting)
+            await running.cancel()
+            causes.append((await running.wait_end()).cause)
+    assert causes == [Cause.CANCELLED, Cause.EXITED]
+
+
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:
     """A server in one shell is reached from the other shell, on the session's own loopback."""
     await supervisor.open_shell(session_id, ShellSpec("second"))
