@@ -98,7 +98,7 @@ class CommandQueue:
         assert self._closing is not None
         try:
             self._closing.climb()
-        except OSError:  # no process can be seen, for want of a descriptor, say: the daemon kills the rest by the cgroup
+        except OSError:  # no process can be seen, for want of a descriptor: the daemon kills the rest by the cgroup
             self.shell.signal(signal.SIGKILL)
             self._on_clear(on_closed)
 
