@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from difflib import unified_diff
 from io import RawIOBase
 from typing import Any, Literal
 
@@ -323,8 +324,6 @@ def _ends_of(hunk: _Hunk, sign: bytes) -> list[list[bytes]]:
 
 def _diff(path: str, before: bytes | None, after: bytes | None) -> str | None:
     """Return a unified diff; None for files that are no text, or too long to be compared."""
-    from difflib import unified_diff
-
     old, new = _lines(before or b""), _lines(after or b"")
     if b"\0" in (before or b"") + (after or b"") or len(old) + len(new) > _MAX_DIFF_LINES:
         return None

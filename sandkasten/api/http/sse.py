@@ -16,10 +16,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-
 from sandkasten.api.http.errors import Headers, error_body
-from sandkasten.api.http.json import encode_json, to_plain
+from sandkasten.api.http.json import encode_ascii, to_plain
 from sandkasten.model import Stream
 from sandkasten.model.errors import SandkastenError
 
@@ -41,8 +39,7 @@ PING = b": ping\n\n"
 
 def event(name: str, data: Mapping[str, object]) -> bytes:
     """Return one event; text from a sandbox becomes ASCII that every parser takes."""
-    value = orjson.loads(encode_json(data))
-    return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
+    return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), encode_ascii(data))
 
 
 def error_event(error: SandkastenError) -> bytes:
