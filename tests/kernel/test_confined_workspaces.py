@@ -13,8 +13,8 @@ from sandkasten.config import Config
 from sandkasten.model import SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from sandkasten.supervisor import WorkspaceSupervisor
-from tests.kernel import file_requests
-from tests.kernel.file_requests import listed, looked_at, packed, removed, unpacked, written
+from tests import file_requests
+from tests.file_requests import listed, looked_at, packed, removed, unpacked, written
 
 A, B = {"team": "a"}, {"team": "b"}
 WORKSPACE = "ws"

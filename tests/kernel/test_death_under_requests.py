@@ -28,7 +28,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
-from tests.kernel.file_requests import listed, looked_at, removed
+from tests.file_requests import listed, looked_at, removed
 from tests.kernel.processes import init_pid, init_pids, stop_serving
 from tests.waiting import patience, until
 

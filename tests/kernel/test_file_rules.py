@@ -31,7 +31,7 @@ from runner.wire.protocol import (
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, FileRules, SessionSpec
 from sandkasten.model.errors import InvalidRequest, PermissionDenied
-from tests.kernel.file_requests import listed, looked_at, read, refusal_of, written
+from tests.file_requests import listed, looked_at, read, refusal_of, written
 
 ABI = landlock.probe_abi()
 needs_rules = pytest.mark.skipif(ABI < landlock.FILES_ABI, reason=f"needs Landlock ABI 3, not {ABI}")

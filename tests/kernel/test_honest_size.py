@@ -14,7 +14,7 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
-from tests.kernel.file_requests import written
+from tests.file_requests import written
 
 pytestmark = pytest.mark.cgroup_v2
 

@@ -19,7 +19,7 @@ from runner.wire.protocol import Packed
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import errors
-from tests.kernel.file_requests import packed, unpacked
+from tests.file_requests import packed, unpacked
 from tests.kernel.processes import nsinit_pid
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))

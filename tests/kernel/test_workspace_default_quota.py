@@ -17,7 +17,7 @@ from sandkasten.config import Config, Defaults, DiskSettings, ServerSettings, Wo
 from sandkasten.model import ExecSpec, SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from sandkasten.security.posture import check_workspaces
-from tests.kernel.file_requests import packed, unpacked, written
+from tests.file_requests import packed, unpacked, written
 from tests.kernel.test_workspace_quota import MIB
 
 QUOTA = WorkspaceQuota.of(32 * MIB)

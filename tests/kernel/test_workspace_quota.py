@@ -12,7 +12,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec, errors
 from sandkasten.model.workspace import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
-from tests.kernel.file_requests import listed, looked_at, packed, unpacked, written
+from tests.file_requests import listed, looked_at, packed, unpacked, written
 from tests.kernel.processes import nsinit_pid
 from tests.waiting import until
 

@@ -23,8 +23,8 @@ from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
-from tests.kernel import file_requests
-from tests.kernel.file_requests import listed, looked_at, removed, written
+from tests import file_requests
+from tests.file_requests import listed, looked_at, removed, written
 from tests.kernel.processes import is_init, nsinit_pid
 from tests.leaks import descendants
 from tests.waiting import patience, until
