@@ -53,6 +53,7 @@ _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
 _SHORT_ID = 12
 _LONGEST_LINE = 64 * 1024
+_LAST_KEYS_S = 1.0
 _END_S = 5.0
 """Time for the end of a run or a session that a verb made."""
 
@@ -430,6 +431,9 @@ async def shell(arguments: argparse.Namespace, client: SandboxClient) -> int:
 
 async def _shell_in(session: Session, arguments: argparse.Namespace) -> int | None:
     """Return the exit status of the shell; None: detached."""
+    import anyio
+
+    from sandkasten import errors
     from sandkasten.cli.terminal import DETACHED, RawTerminal, attach, size
 
     cols, rows = size()
@@ -448,6 +452,10 @@ async def _shell_in(session: Session, arguments: argparse.Namespace) -> int | No
             if views or arguments.join:
                 await resize(cols, rows)
             how = await attach(terminal, inside, inside.send, resize)
+        if how == DETACHED and not arguments.watch:
+            # Answered, or refused, behind what was typed, which would be dropped where the viewer leaves at once.
+            with anyio.move_on_after(_LAST_KEYS_S), contextlib.suppress(errors.SandkastenError):
+                await inside.give_back()
     if inside.skipped:
         tell(f"{inside.skipped} bytes of output were too fast for this terminal")
     if how == DETACHED:
