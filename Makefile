@@ -17,7 +17,7 @@ STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint lock tools clean as-root
+.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers, prose'
+	@echo 'make docs               the documentation as web pages, in build/site; a broken link or anchor is an error'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
 	@echo 'make clean              remove .venv and caches; data stays'
 
@@ -71,6 +72,9 @@ fuzz: $(VENV)/.installed-fuzz
 
 lint: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest $(STYLE) $(ARGS)
+
+docs: $(VENV)/.installed-dev
+	@exec $(PYTHON) -m mkdocs build --strict --config-file docs/site/mkdocs.yml --site-dir $(CURDIR)/build/site $(ARGS)
 
 lock:
 	@for extra in '' dev; do \

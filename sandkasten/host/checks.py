@@ -273,7 +273,7 @@ def _kernel(host: Host) -> Check:
     if version < _FULL_KERNEL:
         full = ".".join(map(str, _FULL_KERNEL))
         seen = f"Linux {host.release}: overlays on id-mapped layers came with {full}, if nobody put them back"
-        return fails("kernel", seen, verdict=Verdict.FALLS_BACK)
+        return fails("kernel", seen, fix=_since(full), verdict=Verdict.FALLS_BACK)
     return works("kernel", f"Linux {host.release}")
 
 

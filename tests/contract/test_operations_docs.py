@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from tests.contract.test_docs import ROOT, _blocks, _check_console, data_dir, needs_root
-from tests.e2e.daemon import SCRIPT
 
 __all__ = ["data_dir"]  # a fixture
 
@@ -28,8 +26,7 @@ def test_the_commands_of_the_operator_work_line_by_line(data_dir: Path) -> None:
     """All console blocks, one after the other, in one shell; and the data directory has what the table of a backup
     names."""
     block = "".join(text for kind, text in _blocks(TEXT) if kind == "console")
-    path = f"{SCRIPT.parent}:{os.environ['PATH']}"
-    _check_console(block.replace(".sandkasten/", f"{data_dir}/"), data_dir, {"PATH": path})
+    _check_console(block, data_dir)
     rows = re.findall(r"^\| ((?:`[\w./-]+`(?:, )?)+) \|", TEXT, re.MULTILINE)
     named = {name.rstrip("/") for row in rows for name in re.findall(r"`([\w./-]+)`", row)}
     assert len(named) > 8

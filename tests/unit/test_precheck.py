@@ -98,6 +98,20 @@ def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
     assert judge("kernel", Host(release=release)).verdict is verdict
 
 
+def test_what_doctor_says_in_wsl_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/wsl2.md quotes the rows of an old WSL kernel with the data directory on a Windows drive."""
+    place = Path("/mnt/c/Users/me/sandkasten")
+    host = Host(release="5.15.167.4-microsoft-standard-WSL2", data_dir=place, mountinfo=MOUNTINFO)
+    doctor._print_table(Machine(datetime.now(UTC), [judge(name, host) for name in ("kernel", "wsl", "data_dir")], {}))
+    printed = capsys.readouterr().out.replace(f"{Path(sys.executable).parent}/", "")
+    assert f"```\n{printed}```" in (Path(__file__).parents[2] / "docs/wsl2.md").read_text()
+
+
+def test_an_old_kernel_is_not_told_to_become_what_it_is() -> None:
+    """Linux 5.15 works in part; the fix names the version that works whole."""
+    assert judge("kernel", Host(release="5.15.0")).fix == "a kernel from 5.19 on"
+
+
 def test_missing_capabilities_are_named() -> None:
     """Root in a container without SYS_ADMIN is told what is missing, and where to run instead."""
     assert judge("capabilities", Host(status="CapEff:\t000001ffffffffff\n")).verdict is Verdict.WORKS
