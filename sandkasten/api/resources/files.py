@@ -237,7 +237,7 @@ class _Upload:
                 while (await self._parts.data()).more_data:
                     pass
         await self._store_waiting()
-        self._exchange.ignored = self._ignored
+        self._exchange.ignore(self._ignored)
         if not self._paths:
             raise InvalidRequest("the form has no file", file="is required")
         return self._paths
