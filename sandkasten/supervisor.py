@@ -247,18 +247,21 @@ class Files(Protocol):
         (`WatchFiles`) has all the time there is, and holds up neither a pause nor a stop of the daemon."""
         ...
 
-    def open_read(self, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
-        """Open a regular file for reading, as the session's user; relative paths are under `/workspace`.
+    def open_read(
+        self, path: str, *, max_bytes: int, user: str | None = None
+    ) -> AbstractAsyncContextManager[FileReader]:
+        """Open a regular file for reading, as `user` or the session's user; relative paths are under `/workspace`.
 
         Raises:
             FileNotFound, IsADirectory, NotAFile, PermissionDenied, PathOutside.
         """
         ...
 
-    def open_write(self, path: str, *, mode: int | None = None) -> AbstractAsyncContextManager[FileWriter]:
-        """Replace a file, as the session's user, making its parents; errors as for `open_read`, and `DiskFull`. Without
-        `mode` it keeps its mode, and a new one gets 0644. The file of a workspace is on the disk when `commit` returns.
-        """
+    def open_write(
+        self, path: str, *, mode: int | None = None, user: str | None = None
+    ) -> AbstractAsyncContextManager[FileWriter]:
+        """Replace a file, making its parents; users and errors as for `open_read`, and `DiskFull`. Without `mode` it
+        keeps its mode, and a new one gets 0644. The file of a workspace is on the disk when `commit` returns."""
         ...
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:

@@ -55,6 +55,21 @@ async def test_a_write_gives_the_mode_that_is_asked_for() -> None:
         assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
 
 
+async def test_a_relative_path_is_under_the_directory_that_is_named() -> None:
+    """As for the other requests for files; a user that is none is refused."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        written = await client.post(f"{url}/fs/write", json={"path": "a", "cwd": "/workspace/d", "text": "x"})
+        assert (written.status_code, written.json()["path"]) == (200, "/workspace/d/a")
+        answer = await client.get(f"{url}/fs/read", params={"path": "a", "cwd": "d"})
+        assert (answer.json()["path"], answer.json()["content_base64"]) == ("/workspace/d/a", "eA==")
+        for refused in (
+            await client.post(f"{url}/fs/write", json={"path": "a", "user": "", "text": ""}),
+            await client.get(f"{url}/fs/read", params={"path": "a", "user": "a:b"}),
+        ):
+            assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [

@@ -71,6 +71,16 @@ async def test_without_a_directory_files_land_in_the_workspace() -> None:
         assert stored(running) == {"/workspace/a": b"1", "/workspace/b": b"", "/workspace/ü.txt": b"3"}
 
 
+async def test_a_field_that_means_nothing_is_named() -> None:
+    """A bounded number of them, cut; the files are stored."""
+    body = form(*(part(f"f{number}" * 40, b"") for number in range(40)), part("file", b"1", "a"))
+    async with running_front() as running, running.client() as client:
+        answer = await post(client, await make_session(running, client), body)
+        assert (answer.status_code, answer.json()["paths"]) == (200, ["/workspace/a"])
+        assert answer.headers["sandkasten-ignored"].startswith("f0f0f0")
+        assert len(answer.headers["sandkasten-ignored"]) <= 1024
+
+
 async def test_the_directory_may_come_after_the_files() -> None:
     """Forms have the order their maker chose; files before and after the field go to the same place."""
     big = bytes(range(251)) * 2000

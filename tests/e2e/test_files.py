@@ -350,12 +350,18 @@ def test_the_first_routes_reach_what_the_user_may(client: httpx.Client, session:
     assert run(client, session, "cat /dev/shm/f /dev/shm/g") == "xy"
     denied = client.post(f"{place}/write", json={"path": "/usr/local/bin/f", "text": "x"})
     assert (denied.status_code, denied.json()["error_code"]) == (403, "PERMISSION_DENIED")
-    for path in ("/proc/self/environ", "/proc/1/root/etc/passwd", "/sys/kernel/mm"):
+    refusals = {"/proc/self/environ": (409, "NOT_A_FILE"), "/proc/meminfo": (409, "NOT_A_FILE")}
+    for path, refusal in {**refusals, "/proc/self/root/etc/passwd": (400, "PATH_OUTSIDE")}.items():
         for answer in (
             client.get(f"{place}/read", params={"path": path}),
             client.post(f"{place}/write", json={"path": path, "text": "x"}),
         ):
-            assert answer.status_code in (400, 404, 409), answer.text
+            assert (answer.status_code, answer.json()["error_code"]) == refusal, answer.text
+    there = {"path": "f", "cwd": "/usr/local/bin", "user": "root"}
+    answer = client.post(f"{place}/write", json={**there, "text": "x"})
+    assert (answer.status_code, answer.json()["path"]) == (200, "/usr/local/bin/f"), answer.text
+    assert run(client, session, "stat -c %U /usr/local/bin/f") == "root\n"
+    assert client.get(f"{place}/read", params=there).json()["content_base64"] == "eA=="
     root = str(client.post("/v1/sessions", json={"user": "root"}).json()["id"])
     answer = client.post(f"/v1/sessions/{root}/fs/write", json={"path": "/usr/local/bin/f", "text": "x"})
     assert answer.status_code == 200, answer.text

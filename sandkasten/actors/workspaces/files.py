@@ -236,23 +236,28 @@ class LocalFiles:
             if lost is not None:
                 raise await _explain_loss(link, lost)
 
-    def open_read(self, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
-        return self._open_read(path, max_bytes)
+    def open_read(
+        self, path: str, *, max_bytes: int, user: str | None = None
+    ) -> AbstractAsyncContextManager[LocalFileReader]:
+        return self._open_read(path, max_bytes, user)
 
     @asynccontextmanager
-    async def _open_read(self, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
-        older = protocol.ReadFile(path, max_bytes)
-        async with self._open(protocol.GetFile(path, 0, max_bytes - 1), _ANSWER_S, older) as stream:
+    async def _open_read(self, path: str, max_bytes: int, user: str | None) -> AsyncIterator[LocalFileReader]:
+        request = protocol.GetFile(path, 0, max_bytes - 1, user=user)
+        older = protocol.ReadFile(path, max_bytes) if user is None else None
+        async with self._open(request, _ANSWER_S, older) as stream:
             head: protocol.FilePart | protocol.FileInfo = await stream.head((protocol.FilePart, protocol.FileInfo))
             yield LocalFileReader(stream, FileHead(head.path, head.size_bytes, head.size_bytes > max_bytes), max_bytes)
 
-    def open_write(self, path: str, *, mode: int | None = None) -> AbstractAsyncContextManager[LocalFileWriter]:
-        return self._open_write(path, mode)
+    def open_write(
+        self, path: str, *, mode: int | None = None, user: str | None = None
+    ) -> AbstractAsyncContextManager[LocalFileWriter]:
+        return self._open_write(path, mode, user)
 
     @asynccontextmanager
-    async def _open_write(self, path: str, mode: int | None) -> AsyncIterator[LocalFileWriter]:
-        older = protocol.WriteFile(path, self._syncs) if mode is None else None
-        async with self._open(protocol.PutFile(path, mode), WRITE_S, older) as stream:
+    async def _open_write(self, path: str, mode: int | None, user: str | None) -> AsyncIterator[LocalFileWriter]:
+        older = protocol.WriteFile(path, self._syncs) if mode is None and user is None else None
+        async with self._open(protocol.PutFile(path, mode, user=user), WRITE_S, older) as stream:
             yield LocalFileWriter(stream)
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:

@@ -32,6 +32,8 @@ JSON = ("content-type", "application/json")
 MAX_QUERY_FIELDS = 32
 _IGNORED = b"sandkasten-ignored"
 _MAX_IGNORED_CHARS = 1024
+_MOST_IGNORED = 32
+_MAX_IGNORED_NAME_CHARS = 64
 
 
 class AsgiExchange:
@@ -115,7 +117,7 @@ class Exchange(AsgiExchange):
         self.is_started = False
         self.status = 0
         self.ignored: Sequence[str] = ()
-        """Paths of the first fields of the body that mean nothing here, cut."""
+        """Paths of the first fields of the body that mean nothing here, cut: see `ignore`."""
         self._is_body_done = False
         self._body_bytes = 0
         self._json_body: bytes | None = None
@@ -131,6 +133,10 @@ class Exchange(AsgiExchange):
     def query_all(self, name: str) -> list[str]:
         """Return every value of a query's field, in order. Raises as `query`."""
         return [value for field, value in query_fields(self.scope["query_string"]) if field == name]
+
+    def ignore(self, names: Sequence[str]) -> None:
+        """Name fields of the body that mean nothing here in the answer and in the log: the first ones, cut."""
+        self.ignored = [name[:_MAX_IGNORED_NAME_CHARS] for name in names[:_MOST_IGNORED]]
 
     # The request's body
 

@@ -70,7 +70,6 @@ MAX_DEPTH = 32
 MAX_FILE_ID = 65535
 MAX_EDITS = 100
 _MAX_NAME_CHARS = 64
-_MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
@@ -634,7 +633,7 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
     request = parse(value, cls)
-    exchange.ignored = [name[:_MAX_NAME_CHARS] for name in ignored_fields(value, cls)[:_MOST_IGNORED]]
+    exchange.ignore(ignored_fields(value, cls))
     return request
 
 

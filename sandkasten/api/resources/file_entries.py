@@ -57,7 +57,7 @@ class Placed:
 
     def at(self, path: str) -> str:
         """Return a path of the request as the sandbox is asked for it."""
-        return posixpath.join(self.cwd, path)
+        return path if self.cwd == HERE else posixpath.join(self.cwd, path)
 
 
 @attrs.frozen(kw_only=True)

@@ -40,6 +40,7 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
+from sandkasten.api.resources.file_entries import Placed
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
@@ -52,8 +53,8 @@ _END = b'"}'
 """End of a body whose last member is a text."""
 
 
-@attrs.frozen
-class WriteRequest:
+@attrs.frozen(kw_only=True)
+class WriteRequest(Placed):
     """A file to write: a path, and the content as text or base64. `mode` is octal, as for `PUT …/fs/file`."""
 
     path: Path
@@ -69,8 +70,8 @@ class WriteRequest:
         return self.text.encode() if self.text is not None else bytes(self.content_base64 or b"")
 
 
-@attrs.frozen
-class ReadQuery:
+@attrs.frozen(kw_only=True)
+class ReadQuery(Placed):
     """The query of a file's content. `max_bytes` is at most `max_read_bytes` of the configuration."""
 
     path: Path
@@ -105,7 +106,9 @@ class UploadedBody(Body):
 async def write(exchange: Exchange) -> Answer:
     """Write a file, replacing one that is there; missing directories are made."""
     request = await read_request(exchange, WriteRequest, limit_bytes=exchange.settings.max_json_bytes)
-    async with exchange.made_files().open_write(request.path, mode=request.mode) as writer:
+    async with exchange.made_files().open_write(
+        request.at(request.path), mode=request.mode, user=request.user
+    ) as writer:
         await writer.send(request.content)
         path = await writer.commit()
     return json_answer(WrittenBody(True, spell_path(path)))
@@ -119,7 +122,7 @@ async def read(exchange: Exchange) -> None:
     if max_bytes > settings.max_read_bytes:
         raise bad_query("max_bytes", f"must be between 1 and {settings.max_read_bytes}")
     await exchange.drop_body()
-    async with exchange.files.open_read(query.path, max_bytes=max_bytes) as reader:
+    async with exchange.files.open_read(query.at(query.path), max_bytes=max_bytes, user=query.user) as reader:
         await _send_file(exchange, reader)
 
 
@@ -217,6 +220,7 @@ class _Upload:
         self._spool: AsyncIOWrapper[BufferedRandom] | None = None
         self._waiting: list[tuple[str, int]] = []  # name and size, in the spool's order
         self._paths: list[str] = []
+        self._ignored: list[str] = []
 
     async def run(self) -> list[str]:
         """Store every file and return their resolved paths, in the form's order."""
@@ -229,9 +233,11 @@ class _Upload:
                 self._directory = await self._read_directory()
                 await self._store_waiting()
             elif isinstance(event, Field | File):
+                self._ignored.append(event.name)
                 while (await self._parts.data()).more_data:
                     pass
         await self._store_waiting()
+        self._exchange.ignore(self._ignored)
         if not self._paths:
             raise InvalidRequest("the form has no file", file="is required")
         return self._paths
