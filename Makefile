@@ -76,7 +76,8 @@ lock:
 	@for extra in '' dev; do \
 		$(PYTHON) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-header \
 			--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --build-deps-for=editable \
-			$${extra:+--extra $$extra} --output-file requirements$${extra:+-$$extra}.lock pyproject.toml || exit 1; \
+			--extra server --extra mcp $${extra:+--extra $$extra} --output-file requirements$${extra:+-$$extra}.lock \
+			pyproject.toml || exit 1; \
 	done
 
 clean:

@@ -220,7 +220,9 @@ class WorkOfSessions:
     @asynccontextmanager
     async def _attach_exec(self, session_id: str, exec_id: str, after: int) -> AsyncIterator[RunReader]:
         run = await self._find(session_id, exec_id)
+        assert run.log is not None
         async with self.attend(session_id):
+            await run.log.catch_up(after)
             reader = RunReader(run, after=after)
             try:
                 yield reader

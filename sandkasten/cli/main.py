@@ -12,6 +12,8 @@ from pathlib import Path
 
 from sandkasten.cli.common import Stop
 
+_OURS = {"sandkasten", "nsinit", "runner", "sandkasten_nsinit", "sandkasten_runner"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status."""
@@ -22,6 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stop as reason:
         for line in str(reason).splitlines():
             print(f"sandkasten: {line}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OURS:
+            raise
+        print(
+            f"sandkasten: this command needs the server, whose package {error.name} is not installed: "
+            "pip install 'sandkasten-runtime[server]'",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

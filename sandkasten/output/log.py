@@ -26,6 +26,10 @@ _PIECE_BYTES: Final = 64 * 1024
 _PIECES_PER_CHECKPOINT: Final = 16
 
 
+CATCH_UP_S = 5.0
+"""Longest wait for output that an earlier daemon had and PID 1 has still; a paused PID 1 sends none."""
+
+
 class ReaderMode(enum.Enum):
     """Meaning of a slow reader: the writer waits for each such reader, or only for the fastest of them."""
 
@@ -46,6 +50,7 @@ class OutputLog:
         "exec_id",
         "expires_at",
         "is_gone",
+        "is_recovered",
         "kept",
         "record_bytes",
     )
@@ -55,6 +60,8 @@ class OutputLog:
         self.kept = KeptOutput(exec_id, ledger, account)
         self.is_gone = False
         """Nobody finds the log any more; readers that were close behind its end still get the rest."""
+        self.is_recovered = False
+        """The run was begun by an earlier daemon, which may have sent clients more than it had written to the files."""
         self.expires_at = 0.0
         self.record_bytes = 0
         """Cost of the record of its run, once the run has ended."""
@@ -156,6 +163,13 @@ class OutputLog:
         reader = LogReader(self, mode, after)
         self._readers.append(reader)
         return reader
+
+    async def catch_up(self, after: int) -> None:
+        """Wait until there is the piece numbered `after`, if an earlier daemon may have sent that to a client: PID 1
+        sends it again. Without, the client would get pieces twice. Waits `CATCH_UP_S` at most."""
+        with trio.move_on_after(CATCH_UP_S):
+            while self.is_recovered and self.last_sequence < after and not self._is_closed:
+                await self.wait_news()
 
     async def read(self, stream: Stream | None, offset: int, limit: int) -> OutputSlice:
         """Return at most `limit` bytes of a stream, or of both, from `offset` on. Never waits for output.

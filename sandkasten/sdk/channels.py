@@ -19,7 +19,7 @@ from typing import Any
 from sandkasten import errors
 from sandkasten.sdk import waiting
 from sandkasten.sdk.streams import EventFeed, Piece
-from sandkasten.sdk.transport import Endpoint, Lost, Pump, Recovery, SocketClosed, WebSocket
+from sandkasten.sdk.transport import Endpoint, Lost, Pump, SocketClosed, StreamRecovery, WebSocket
 from sandkasten.sdk.types import RunEnd
 from sandkasten.sdk.wire import EXEC_PROTOCOL, Frame, part, read_frame, read_message, run_end
 
@@ -27,6 +27,8 @@ log = logging.getLogger("sandkasten.sdk")
 
 CREDIT_BYTES = 1024 * 1024
 """Output of one run that may be on its way or wait for its caller."""
+GRANT_BYTES = CREDIT_BYTES // 8
+"""Bytes that were taken for which credit is granted at once."""
 FRAME_BYTES = 64 * 1024
 CHANNELS = 60
 """Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
@@ -55,15 +57,23 @@ class RunChannel:
     exec_id: str = ""
     end: RunEnd | None = None
     error: errors.SandkastenError | None = None
+    dropped: int = 0
+    """Bytes that came twice: they took credit as well."""
     partial: tuple[int, int] = (0, 0)
     """The piece that came in part, and the size of the part."""
 
     def has_news(self) -> bool:
         """Tell whether there is something to take."""
-        return bool(self.pieces) or self.end is not None or self.error is not None
+        return bool(self.pieces) or self.end is not None or self.error is not None or self.dropped >= GRANT_BYTES
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame's bytes, but for those that were taken over an earlier connection."""
+        """Keep a frame's bytes, but for those that were taken over an earlier connection.
+
+        Whole pieces are sent twice by a daemon that has not got them again from the sandbox.
+        """
+        if frame.seq <= self.start.after:
+            self.dropped += len(frame.data)
+            return
         came = self.partial[1] if self.partial[0] == frame.seq else 0
         twice = max(self.start.cut - came, 0) if frame.seq == self.start.after + 1 else 0
         came += len(frame.data)
@@ -155,7 +165,7 @@ class RunLink:
                 await feed.open()
                 return feed
             except errors.SandkastenAPIError as error:
-                if errors.leaf_of(error.code) is not None:
+                if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
                 self._refusals = _REFUSALS
             except Lost:
@@ -225,7 +235,7 @@ class ChannelFeed:
         self._link = link
         self._begin = begin
         self._has_own_id = has_own_id
-        self._recovery = Recovery(link.session.transport.timeout)
+        self._recovery = StreamRecovery(link.session.transport.timeout)
         self._joined: tuple[ExecSocket, RunChannel] | None = None
         self._has_begun = begin is None
         self._position = OutputPlace()
@@ -270,13 +280,17 @@ class ChannelFeed:
                     raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
                 await self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
                 continue
+            self._taken, channel.dropped = self._taken + channel.dropped, 0
             if channel.pieces:
                 self._recovery.progress()
                 piece, self._position = channel.pieces.popleft()
                 self._taken += len(piece.data)
-                if self._taken >= CREDIT_BYTES // 8:
+                if self._taken >= GRANT_BYTES:
                     await self._grant(socket, channel)
                 return piece
+            if self._taken >= GRANT_BYTES:
+                await self._grant(socket, channel)
+                continue
             self._leave()
             if channel.end is not None:
                 return channel.end

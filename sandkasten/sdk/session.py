@@ -439,9 +439,10 @@ class Session:
             ValueError: an open file without a name needs `filename`.
         """
         if isinstance(file, str | Path):
-            if not await waiting.in_thread(Path(file).is_file):
+            file = Path(file)
+            if not await waiting.in_thread(file.is_file):
                 raise FileNotFoundError(f"there is no file {file}")
-            name = filename or Path(file).name
+            name = filename or file.name
         else:
             name = filename or Path(str(getattr(file, "name", "") or "")).name
             if not name:

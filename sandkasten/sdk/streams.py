@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sandkasten import errors
-from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, Recovery, Transport
+from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, StreamRecovery, Transport
 from sandkasten.sdk.types import Event, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
 
@@ -39,7 +39,7 @@ class ResumedEvents:
         self._reply: HttpStream | None = None
         self._decoder = EventDecoder()
         self._events: deque[ServerEvent] = deque()
-        self._recovery = Recovery(transport.timeout)
+        self._recovery = StreamRecovery(transport.timeout)
         self.headers: Mapping[str, str] = {}
         self.last_id = call.headers.get("last-event-id", "")
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 from sandkasten import errors
 from sandkasten.sdk.types import Event, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
-from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, Recovery, Transport
+from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, StreamRecovery, Transport
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class ResumedEvents:
         self._reply: HttpStream | None = None
         self._decoder = EventDecoder()
         self._events: deque[ServerEvent] = deque()
-        self._recovery = Recovery(transport.timeout)
+        self._recovery = StreamRecovery(transport.timeout)
         self.headers: Mapping[str, str] = {}
         self.last_id = call.headers.get("last-event-id", "")
 

@@ -396,7 +396,7 @@ class WebSocket:
             self._response.close()
 
 
-class Recovery:
+class StreamRecovery:
     """Waits between the connections of a stream: longer ones while nothing comes, for `timeout` seconds at most."""
 
     def __init__(self, timeout: float | None) -> None:
@@ -472,8 +472,8 @@ class Pump:
 
 def _proxy(scheme: str, host: str) -> str | None:
     """Return the proxy that the environment names for a server; none for this machine itself."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return None
     import urllib.request
 
-    if host in ("localhost", "::1") or host.startswith("127.") or urllib.request.proxy_bypass(host):
-        return None
-    return urllib.request.getproxies().get(scheme)
+    return None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)

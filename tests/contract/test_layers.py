@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("store", "journal", "counters", "supervisor"),
         Layer("config", "log"),
         Layer("model", "crash", "logcontext"),
-        Layer("client", "session", "types", "exceptions", "sync", "mcp"),
+        Layer("client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
         Layer("errors"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -14,6 +15,7 @@ import trio
 from sandkasten import errors
 from sandkasten.model import Stream
 from sandkasten.sdk import SandboxClient, Session, transport
+from sandkasten.sdk import client as client_module
 from sandkasten.sdk import run as run_module
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
@@ -119,7 +121,7 @@ async def test_the_servers_advice_is_followed() -> None:
         assert len(times) == 1
 
 
-async def test_a_silent_server_is_given_up_in_time() -> None:
+async def test_a_silent_server_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the client's timeout, also by a connection that is half open; the run is cancelled by another."""
     async with (
         answering([None, answer(200, b"{}")]) as (url, times),
@@ -130,6 +132,7 @@ async def test_a_silent_server_is_given_up_in_time() -> None:
                 await client.node()
     assert len(times) == 1
     async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.2) as client:
+        monkeypatch.setattr(client_module, "CANCEL_S", 0.2)
         with trio.fail_after(patience()), pytest.raises(TimeoutError):
             await client.create_session()
 
@@ -241,12 +244,41 @@ async def test_a_caller_may_give_up_at_any_moment(
         assert gave_up > 5
         assert ended
 
-        async def nothing_is_left() -> bool:
-            async with SandboxClient(base_url=running.url, api_key=KEY) as client:
-                live = await client.list_sessions()
-            return all(run.reply is not None for run in running.tree.runs) and len(live) == 1
+        await until(lambda: _nothing_is_left(running))
 
-        await until(nothing_is_left)
+
+@pytest.mark.parametrize("use", [_execute, _stream, _start, _create])
+async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
+    use: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on trio: after any number of turns of the loop."""
+    monkeypatch.setattr(run_module, "_CANCEL_WAITS_S", (0.01, 0.03, 0.1))
+
+    async def give_up_everywhere(url: str, session: str) -> int:
+        gave_up = 0
+        for turns in range(0, 150, 7):
+            async with SandboxClient(base_url=url, api_key=KEY) as client:
+                await client.healthz()
+                task = asyncio.ensure_future(use(client, session))
+                for _ in range(turns):
+                    await asyncio.sleep(0.0002 if turns > 75 else 0)
+                task.cancel()
+                await asyncio.wait([task], timeout=patience(20))
+                gave_up += task.cancelled()
+        return gave_up
+
+    async with running_front() as running:
+        running.tree.scripts["held"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
+        session = (await _made(running)).id
+        gave_up = await trio.to_thread.run_sync(lambda: asyncio.run(give_up_everywhere(running.url, session)))
+        assert gave_up == 22
+        await until(lambda: _nothing_is_left(running))
+
+
+async def _nothing_is_left(running: RunningTree) -> bool:
+    async with SandboxClient(base_url=running.url, api_key=KEY) as client:
+        live = await client.list_sessions()
+    return all(run.reply is not None for run in running.tree.runs) and len(live) == 1
 
 
 async def _made(running: RunningTree) -> Session:

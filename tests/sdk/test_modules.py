@@ -13,6 +13,7 @@ import sandkasten.sync
 from sandkasten.sdk import waiting
 from sandkasten.sync import waiting as blocking
 from tests.sdk import twin
+from tests.waiting import slowness
 
 
 @pytest.mark.parametrize("module", twin.MODULES)
@@ -89,3 +90,23 @@ def test_an_import_loads_no_http_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_command_of_the_server_says_which_extra_it_needs() -> None:
+    """Without the server's packages, in one sentence."""
+    code = f"import sys; sys.modules |= dict.fromkeys({_SERVER}); "
+    code += "from sandkasten.cli.main import main; sys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("sandkasten: this command needs the server, whose package ")
+    assert done.stderr.endswith(" is not installed: pip install 'sandkasten-runtime[server]'\n")
+
+
+def test_an_import_is_quick() -> None:
+    """Of the clients with their HTTP library, in processor time, without the server's packages."""
+    code = (
+        f"import sys, time; sys.modules |= dict.fromkeys({_SERVER}); began = time.process_time()\n"
+        "from sandkasten.sync import SandboxClient; SandboxClient(); print(time.process_time() - began)"
+    )
+    took_s = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
+    assert min(took_s) < 0.15 * slowness()

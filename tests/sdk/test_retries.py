@@ -62,7 +62,7 @@ async def cut_everywhere(proxy: Proxy, use: Use, *, step: int = 1) -> None:
 
 
 async def test_a_command_runs_once_wherever_its_connection_is_cut() -> None:
-    """Its result is whole, and PID 1 saw it once: the repetition joins the run."""
+    """The result is whole, and PID 1 saw the command once: the repetition joins the run."""
     async with behind_proxy() as (running, proxy, session):
         uses = 0
 

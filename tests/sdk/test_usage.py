@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +18,9 @@ import pytest
 
 from tests.e2e.conftest import daemon as daemon  # one daemon for this file
 from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.e2e.test_published_client import SCRIPT
 from tests.sdk import usage
-from tests.sdk.flavours import FLAVOURS, run
+from tests.sdk.twin import FLAVOURS, run
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
@@ -71,3 +75,25 @@ def test_a_daemon_that_is_killed_is_a_lost_connection(tmp_path: Path) -> None:
 
 def _patient(address: str, cls: Any) -> Any:  # the class of a client, and the client
     return cls(base_url=address, api_key=KEY, timeout=patience(60))
+
+
+def test_the_programs_of_the_docs_print_what_is_shown(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each program of docs/sdk.md, as it stands."""
+    monkeypatch.setenv("SANDKASTEN_URL", daemon.wait_url())
+    monkeypatch.setenv("SANDKASTEN_API_KEY", KEY)
+    text = (Path(__file__).parents[2] / "docs/sdk.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(programs) == text.count("```python") >= 5
+    for program, shown in programs:
+        exec(compile(program, "docs/sdk.md", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out == shown
+
+
+def test_the_program_of_the_published_client_runs_here(daemon: Daemon, tmp_path: Path) -> None:
+    """The same script that is run with the client of PyPI."""
+    (tmp_path / "use_client.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "use_client.py"), daemon.wait_url(), KEY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
+    assert done.stdout == "every call worked\n", done.stderr

@@ -1,16 +1,24 @@
 """Maker of the blocking client: the files of `sandkasten/sdk` with other tokens, as `sandkasten/sync`.
 
+Uses of the client are rewritten in the same way, so that one text is run on asyncio, on trio and in a thread.
 `python -m tests.sdk.twin` writes the files, and a test compares them.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import subprocess
 import sys
 import tokenize
+import types
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import anyio
 
 ROOT = Path(__file__).parents[2]
 SOURCE, TARGET = ROOT / "sandkasten/sdk", ROOT / "sandkasten/sync"
@@ -78,6 +86,42 @@ def _ruff(*arguments: str, text: str) -> str:
     command = [str(Path(sys.executable).with_name("ruff")), *arguments, "--stdin-filename", str(TARGET / "x.py"), "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout
+
+
+# Uses on all three ---------------------------------------------------------------------------------------------------
+
+FLAVOURS = ("asyncio", "trio", "sync")
+
+
+def run(flavour: str, use: Callable[..., Any], make: Callable[[Any], Any], *arguments: object) -> None:
+    """Run a use with a client that `make` makes of the class, to the end."""
+    import sandkasten.sdk  # here: the files of the blocking client are made without importing them
+    import sandkasten.sync
+
+    if flavour == "sync":
+        blocking = getattr(_blocking(use.__module__), use.__name__)
+        with make(sandkasten.sync.SandboxClient) as client:
+            blocking(client, *arguments)
+        return
+
+    async def main() -> None:
+        async with make(sandkasten.sdk.SandboxClient) as client:
+            await use(client, *arguments)
+
+    anyio.run(main, backend=flavour)
+
+
+@functools.cache
+def _blocking(name: str) -> types.ModuleType:
+    """Return a module of uses as the blocking client's twin of it."""
+    path = import_module(name).__file__
+    assert path is not None
+    with open(path) as file:
+        text = rewrite(file.read())
+    module = types.ModuleType(f"{name}_blocking")
+    module.__file__ = path
+    exec(compile(text, f"{path} (blocking)", "exec"), vars(module))
+    return module
 
 
 if __name__ == "__main__":

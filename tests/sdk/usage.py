@@ -262,7 +262,7 @@ async def a_restart(client: SandboxClient, begun: threading.Event) -> None:
         if len(seen) == 5:
             begun.set()
     numbers = "".join(f"{number}\n" for number in range(1, 101))
-    assert "".join(seen) == numbers
+    assert "".join(seen) == numbers, seen
     assert chunk.done
     assert "".join([str(each.data) async for each in process]) == numbers
     await box.destroy()

@@ -10,7 +10,7 @@ import trio.testing
 
 from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
-from sandkasten.output.log import WINDOW_BYTES, OutputLog, ReaderMode
+from sandkasten.output.log import CATCH_UP_S, WINDOW_BYTES, OutputLog, ReaderMode
 from sandkasten.output.store import OutputStore
 from tests.stores import KB, PIECE, drain, fill, take
 
@@ -69,6 +69,31 @@ async def test_a_number_that_is_not_given_yet_means_the_next_piece(log: OutputLo
     await log.append(OUT, b"b")
     assert [Output(OUT, b"b", 2)] == await take(reader, 1)
     reader.close()
+
+
+async def test_a_log_of_an_earlier_daemon_catches_up(
+    log: OutputLog, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A client that has a piece that was not written waits for the piece; one that asks for too much, not for long."""
+    caught_up = trio.Event()
+
+    async def wait() -> None:
+        await log.catch_up(2)
+        caught_up.set()
+
+    await log.append(OUT, b"a")
+    await log.catch_up(2)  # a log of this daemon has all that was sent
+    log.is_recovered = True
+    nursery.start_soon(wait)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not caught_up.is_set()
+    await log.append(OUT, b"b")
+    await caught_up.wait()
+    began = trio.current_time()
+    await log.catch_up(9)
+    assert trio.current_time() - began == CATCH_UP_S
+    log.close()
+    await log.catch_up(9)
 
 
 async def test_a_slow_reader_holds_the_writer_until_it_reads(log: OutputLog, nursery: trio.Nursery) -> None:

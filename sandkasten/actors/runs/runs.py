@@ -197,6 +197,8 @@ class Runs(RunObserver):
         given up as soon as PID 1 has listed its runs."""
         if not run.has_ended:
             self._take(run)
+            assert run.log is not None
+            run.log.is_recovered = True
             self.accounts.restore(run, readings)
             return
         run.join(self._output.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)
