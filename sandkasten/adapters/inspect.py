@@ -24,7 +24,7 @@ from inspect_ai.util import (
     sandboxenv,
 )
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from sandkasten import errors
 from sandkasten.sdk import Run, SandboxClient, Session
@@ -46,8 +46,10 @@ _GONE = (
 )
 
 
-class SandkastenSandboxConfig(BaseModel, frozen=True):
-    """How the session of a sample is made; docs/api.md#sessions explains the fields, None is the server's default."""
+class SandkastenSandboxConfig(BaseModel):
+    """Settings of a sample's session; docs/api.md#sessions explains the fields, and None is the server's default."""
+
+    model_config = ConfigDict(frozen=True)
 
     image: str = "python"
     env: dict[str, str] | None = None
@@ -69,7 +71,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
     """
 
     _open: ClassVar[dict[str, SandkastenSandboxEnvironment]] = {}
-    """Those that were made and not ended, by the id of their session."""
+    """Environments that were made and not ended, by the id of their session."""
 
     def __init__(self, task_name: str, client: SandboxClient, session: Session) -> None:
         """Internal: inspect calls `sample_init`."""

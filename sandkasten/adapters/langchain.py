@@ -279,8 +279,8 @@ class SandkastenSandbox(BaseSandbox):
         except (errors.ClientError, ValueError) as error:
             code = _code(error, "path_not_found") if isinstance(error, errors.ClientError) else str(error)
             return GlobResult(error=f"Path '{root}': {code}")
-        found = []
-        links = []
+        found: list[Any] = []  # the framework's FileInfo
+        links: list[Any] = []
         for each in entries:
             name = each.path.removeprefix(real_root).lstrip("/")
             if each.type in ("file", "symlink") and fits(name):

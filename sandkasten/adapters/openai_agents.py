@@ -81,7 +81,7 @@ _KINDS = {"file": EntryKind.FILE, "directory": EntryKind.DIRECTORY, "symlink": E
 
 
 class SandkastenSandboxClientOptions(BaseSandboxClientOptions):
-    """How sessions are made; docs/api.md#sessions explains the fields, and None is the server's default.
+    """Settings of new sessions; docs/api.md#sessions explains the fields, and None is the server's default.
 
     `on_exit` says what becomes of the session at the end of the run: `end` ends it, `pause` freezes its processes and
     stops its lease until it is used again, `keep` leaves it as it is, to its lease.
@@ -100,7 +100,7 @@ class SandkastenSandboxClientOptions(BaseSandboxClientOptions):
 
 
 class SandkastenSandboxSessionState(SandboxSessionState):
-    """What is needed to find the session again, or to make another like it. Holds no API key."""
+    """State by which the session is found again, or another like it is made. Holds no API key."""
 
     type: Literal["sandkasten"] = "sandkasten"
     sandbox_id: str

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ PYTHON = ROOT / ".venv-agents/bin/python"
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = ROOT / "docs/examples"
 _SECONDS = 240
-_LEFT = re.compile(r"ResourceWarning|was never (?:awaited|retrieved)|was destroyed but it is pending|unclosed")
-"""Words of Python's own complaints at the end of a program that leaves something behind."""
+_LEFT = re.compile(r"unclosed <?(?:socket|ssl|transport)|was never (?:awaited|retrieved)|destroyed but it is pending")
+"""Python's complaints of a program that leaves connections or tasks behind; frameworks leave queues of their own."""
 
 Ran = subprocess.CompletedProcess[str]
 
@@ -82,8 +82,3 @@ def results(done: Ran) -> dict[str, Any]:
 def scenarios(program: str) -> list[str]:
     """Return the names of a program's scenarios, without running it: the frameworks are not here."""
     return re.findall(r"^async def ([a-z]\w+)\(\) -> None:", (PROGRAMS / program).read_text(), re.MULTILINE)
-
-
-def outcomes(run: Callable[..., Ran], program: str) -> Iterator[dict[str, Any]]:
-    """Run a program once for all tests of a file. For fixtures."""
-    yield results(run(PROGRAMS / program))

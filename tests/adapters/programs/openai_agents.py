@@ -42,14 +42,19 @@ from openai.types.responses import (
 )
 from scenarios import box, live, run_all, running, until
 
-from sandkasten import SandboxClient, create_sandkasten_tools, sandbox_tools_for_workspace, sandkasten_tools
+from sandkasten import SandboxClient
 from sandkasten.adapters.openai_agents import (
     SandkastenSandboxClient,
     SandkastenSandboxClientOptions,
     apply_patch_tool,
     shell_tool,
 )
-from sandkasten.agents import SandkastenContext
+from sandkasten.agents import (
+    SandkastenContext,
+    create_sandkasten_tools,
+    sandbox_tools_for_workspace,
+    sandkasten_tools,
+)
 
 set_tracing_disabled(True)
 
@@ -80,7 +85,7 @@ class Script(Model):
         yield
 
     def outputs(self) -> list[str]:
-        """What the tools answered, in order."""
+        """Return what the tools answered, in order."""
         return [str(each["output"]) for each in self.seen if isinstance(each, dict) and "output" in each]
 
 
@@ -226,7 +231,7 @@ async def files_have_any_content() -> None:
     await client.delete(made)
 
 
-async def _raises(kind: type[BaseException], awaitable: Any) -> BaseException:
+async def _raises(kind: type[BaseException], awaitable: Any) -> Any:
     try:
         await awaitable
     except kind as error:
@@ -285,7 +290,7 @@ async def _none(awaitable: Any) -> bool:
 
 async def commands_go_on_between_calls() -> None:
     """A terminal takes input and Ctrl-C; without one there is no input; output is cut as the model asks."""
-    script = Script(
+    script: Script = Script(
         _call("exec_command", cmd="exec python3 -q", tty=True, yield_time_ms=300),
         lambda number: _write(script, number, "print(6 * 7)\n", 1500),
         lambda number: _write(script, number, "import time; time.sleep(600)\n", 300),
@@ -366,7 +371,7 @@ def _operation(**operation: Any) -> Any:
 
 
 async def the_published_tools_work() -> None:
-    """Those of `sandkasten.agents`, with a context, with a session, and with a workspace of their own."""
+    """Tools of `sandkasten.agents`, with a context, with a session, and with a workspace of their own."""
     calls = (
         _call("sandbox_exec", cmd="cd /tmp; echo hi; exit 2"),
         _call("sandbox_write_file", path="x.txt", content="text"),

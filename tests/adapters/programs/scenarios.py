@@ -1,4 +1,4 @@
-"""What the programs share. They run in the frameworks' environment, where no test tool is.
+"""Parts that the programs share. The programs run in the frameworks' environment, where no test tool is.
 
 A program is a file of scenarios: public coroutine functions of no argument, whose docstrings are the claims. It prints
 a line of JSON for each. `SANDKASTEN_URL` and `SANDKASTEN_API_KEY` name the server.
@@ -18,13 +18,13 @@ from typing import Any
 
 from sandkasten import SandboxClient, Session
 
-
 _SECONDS = 120
 """Time of a scenario on a machine that has much else to do."""
 
 
 def run_all(module: Mapping[str, Any]) -> None:
     """Run the scenarios of a module, or those that the arguments name, and print what became of each."""
+    printed, sys.stdout = sys.stdout, sys.stderr  # frameworks print, too
     for name, scenario in module.items():
         is_own = inspect.iscoroutinefunction(scenario) and scenario.__module__ == module["__name__"]
         if not is_own or name.startswith("_") or (sys.argv[1:] and name not in sys.argv[1:]):
@@ -35,7 +35,11 @@ def run_all(module: Mapping[str, Any]) -> None:
             asyncio.run(asyncio.wait_for(scenario(), _SECONDS))
         except Exception:
             trouble = traceback.format_exc()
-        print(json.dumps({"name": name, "trouble": trouble, "seconds": time.monotonic() - began}), flush=True)
+        print(
+            json.dumps({"name": name, "trouble": trouble, "seconds": time.monotonic() - began}),
+            file=printed,
+            flush=True,
+        )
 
 
 @asynccontextmanager
