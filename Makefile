@@ -5,7 +5,7 @@ AGENTS := .venv-agents
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
-LANES  ?= $(if $(ARGS),0,2)
+LANES  ?= $(if $(ARGS),0,3)
 SECONDS ?= 120
 
 export LC_ALL := C.UTF-8
@@ -18,14 +18,14 @@ STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint lock tools clean as-root
+.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
-	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in two lanes; with ARGS as for pytest: those, in one (or LANES=N)'
+	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure a tenth of what bench-full does, and print (3 minutes)'
@@ -33,6 +33,7 @@ help:
 	@echo 'make soak [ARGS=...]    cycles, kills and bad neighbours; leaves a report in docs/ (long; ARGS=--short: a minute)'
 	@echo 'make fuzz [SECONDS=120] hostile input for the parsers; ARGS: names of targets'
 	@echo 'make lint               types, lint, format, layers, prose'
+	@echo 'make docs               the documentation as web pages, in build/site; a broken link or anchor is an error'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
 	@echo 'make clean              remove .venv, .venv-agents and caches; data stays'
 
@@ -73,6 +74,9 @@ fuzz: $(VENV)/.installed-fuzz
 
 lint: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest $(STYLE) $(ARGS)
+
+docs: $(VENV)/.installed-dev
+	@exec $(PYTHON) -m mkdocs build --strict --config-file docs/site/mkdocs.yml --site-dir $(CURDIR)/build/site $(ARGS)
 
 lock:
 	@for extra in '' dev; do \

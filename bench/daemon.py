@@ -98,10 +98,11 @@ class Client:
 
 
 def encode(method: str, path: str, body: object = None) -> bytes:
-    """Return a request as bytes."""
-    content = b"" if body is None else json.dumps(body).encode()
+    """Return a request as bytes. A body is JSON, unless it is bytes."""
+    kind = "octet-stream" if isinstance(body, bytes) else "json"
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head += f"Content-Type: application/{kind}\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import attrs
 
+from bench.clients import CLI, MCP, RAW, RAW_STREAM, SDK, SDK_STREAM
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 
@@ -44,6 +47,13 @@ class Goal:
 def _ratio(row: str, base: str) -> Callable[[Rows, Facts], float]:
     def read(rows: Rows, _facts: Facts) -> float:
         return rows[row].median / rows[base].median if row in rows and base in rows else math.nan
+
+    return read
+
+
+def _difference(row: str, base: str) -> Callable[[Rows, Facts], float]:
+    def read(rows: Rows, _facts: Facts) -> float:
+        return rows[row].median - rows[base].median if row in rows and base in rows else math.nan
 
     return read
 
@@ -90,12 +100,42 @@ GOALS: Sequence[Goal] = (
     Goal("100 creates at once, session pool", _median(burst_row(POOL, 100, "all"), 1e-3), 0.25, "s"),
     Goal("machine CPU per create and destroy", _fact(f"machine CPU per create and destroy, {COLD}, ms"), 20, "ms"),
     Goal("memory per idle session that ran a command", _fact("memory per idle session, MiB"), 4, "MiB"),
+    Goal("the same, pages merged", _fact("memory per idle session, pages merged, MiB"), 2, "MiB"),
     Goal(
         "output over a WebSocket, of a plain sender's rate",
         _fact("output over a WebSocket, MB/s", 100, "output of a plain sender, MB/s"),
         50,
         "%",
         at_least=True,
+    ),
+    Goal("the SDK's exec, over the same request by hand", _difference(SDK, RAW), 0.4, "ms"),
+    Goal("the SDK's stream, over the same WebSocket by hand", _difference(SDK_STREAM, RAW_STREAM), 0.3, "ms"),
+    Goal("MCP's bash, by the SDK's exec", _ratio(MCP, SDK), 3, "x"),
+    Goal("the command line's exec of a builtin", _median(CLI), 250, "ms"),
+    Goal("a small file over HTTP, by GET /healthz", _ratio(SMALL, SMALL_HEALTHZ), 1.5, "x"),
+    *(
+        Goal(
+            f"a large file {way}, of a plain socket's rate",
+            _fact(f"large file {way}, MB/s", 100, f"large file {way} over a plain socket, MB/s"),
+            50,
+            "%",
+            at_least=True,
+        )
+        for way in ("up", "down")
+    ),
+    *(
+        Goal(
+            f"the SDK's {way}, of a copy from socket to socket",
+            _fact(f"SDK's {way}, MB/s", 100, "copy from socket to socket, MB/s"),
+            50,
+            "%",
+            at_least=True,
+        )
+        for way in ("upload", "download")
+    ),
+    *(
+        Goal(f"memory of the SDK's {way}", _fact(f"SDK's {way}, MiB of client memory"), 64, "MiB")
+        for way in ("upload", "download")
     ),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
     Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),

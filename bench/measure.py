@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import statistics
@@ -56,6 +57,29 @@ def _echo(server: socket.socket) -> None:
     os._exit(0)
 
 
+KSM = Path("/sys/kernel/mm/ksm")
+
+
+@contextmanager
+def merging() -> Iterator[Callable[[], int]]:
+    """Have the kernel merge pages, and yield a function that returns how often it has looked at all that are offered;
+    afterwards it does what it did before. Waits for others who do the same.
+
+    Raises:
+        OSError: this kernel can't merge pages, or its settings can't be changed here.
+    """
+    with (KSM / "run").open("r+") as switch:
+        fcntl.flock(switch, fcntl.LOCK_EX)
+        before = {name: (KSM / name).read_text() for name in ("pages_to_scan", "run")}
+        try:
+            (KSM / "pages_to_scan").write_text("20000")
+            (KSM / "run").write_text("1")
+            yield lambda: int((KSM / "full_scans").read_text())
+        finally:
+            for name, value in before.items():
+                (KSM / name).write_text(value)
+
+
 def resident_bytes(root: int) -> int:
     """Return the proportional set size of `root` and all its descendants."""
     return sum(_pss(pid) for pid in family(root))
@@ -107,3 +131,10 @@ def _pss(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+
+
+def busy_s() -> float:
+    """Return the processor time that the machine used so far."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    busy = sum(int(field) for position, field in enumerate(fields) if position not in (3, 4))  # idle, iowait
+    return busy / os.sysconf("SC_CLK_TCK")

@@ -19,6 +19,9 @@ from typing import Any
 
 import attrs
 
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.host import ensure_host_image
+
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = "fork + exec"
 PROGRAM, _ANSWER = ("bash", "-c", "echo ok"), b"ok\n"
@@ -75,8 +78,12 @@ ASPECTS = (
 OURS = dict.fromkeys(ASPECTS, "yes") | {"system calls": "strict filter, Landlock", "network": "none but loopback"}
 
 
-def find_peers(rootfs: Path, scratch: Path) -> Sequence[Peer]:
-    """Return all peers, those included that can't be measured here."""
+def find_peers(scratch: Path) -> Sequence[Peer]:
+    """Return all peers, on the root file system of the image `host`; those included that can't be measured here."""
+    scratch.mkdir()
+    catalog = Catalog(scratch / "data")
+    ensure_host_image(catalog)
+    rootfs = catalog.rootfs_path("host")
     no = dict.fromkeys(ASPECTS, "no")
     spaces = no | {"processes": "yes", "files": "yes", "network": "none"}
     oci = spaces | {"system calls": "capabilities only", "further commands": "yes"}

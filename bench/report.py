@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attrs
 
-from bench import goals, protections
+from bench import files, goals, protections
 from bench.peers import ASPECTS, OURS
 from bench.plots import cdf, plot
 from bench.sampling import difference_interval, interval, percentile, ratio_interval
@@ -31,6 +31,7 @@ BASES: Mapping[str, str] = {
     exec_row("builtin", "HTTP"): HEALTHZ,
     exec_row("/bin/true", "HTTP"): HEALTHZ,
     exec_row("builtin", "WebSocket"): ECHO,
+    files.SMALL: files.HEALTHZ,
     exec_row("/bin/true", "library"): "/bin/true",
     **{f"peer: {name} exec": exec_row("/bin/true", "HTTP") for name in ("runc", "crun", "runsc")},
 }

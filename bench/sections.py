@@ -26,16 +26,17 @@ import attrs
 import trio
 
 from bench import daemon, echo, measure
+from bench.clients import clients
+from bench.files import HEALTHZ as SMALL_HEALTHZ
+from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
-from bench.peers import Peer, RunningContainer, find_peers, start_container
+from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
 from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
-from sandkasten.images.catalog import Catalog
-from sandkasten.images.host import ensure_host_image
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.supervisor import Supervisor
 
@@ -194,13 +195,6 @@ def _sized(bench: Bench, settings: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value.replace(f"={POOL_SIZE}", f"={size}") for name, value in settings.items()}
 
 
-def _busy_s() -> float:
-    """Return the processor time that the machine used so far."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    busy = sum(int(field) for position, field in enumerate(fields) if position not in (3, 4))  # idle, iowait
-    return busy / os.sysconf("SC_CLK_TCK")
-
-
 # Sections -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,12 +241,12 @@ async def creates(bench: Bench) -> None:
         for kind, (_, _, client) in kinds.items():
             _wait_full(client)
             await trio.sleep(1)
-            count, before = bench.count(50, 5), _busy_s()
+            count, before = bench.count(50, 5), measure.busy_s()
             for _ in range(count):
                 client.call("DELETE", f"/v1/sessions/{_new(client, kind)}")
             _wait_full(client)
             bench.facts[f"machine CPU per create and destroy, {kind}, ms"] = round(
-                (_busy_s() - before) / count * 1000, 1
+                (measure.busy_s() - before) / count * 1000, 1
             )
 
 
@@ -486,8 +480,10 @@ async def many_streams(bench: Bench) -> None:
 
 async def files(bench: Bench) -> None:
     """Files written and read over HTTP."""
-    with daemon.running(bench.scratch / "files") as (_pid, address), daemon.Client(address) as client:
-        place = f"/v1/sessions/{_new(client)}/fs"
+    settings = {"SANDKASTEN_DISK_LIMIT_MB": "12288"}
+    with daemon.running(bench.scratch / "files", **settings) as (pid, address), daemon.Client(address) as client:
+        session = _new(client)
+        place = f"/v1/sessions/{session}/fs"
         sizes = {"1 KiB": 1024, "1 MiB": MIB}
         for name in bench.rounds(list(sizes), 100):
             content = base64.b64encode(os.urandom(sizes[name])).decode()
@@ -496,6 +492,12 @@ async def files(bench: Bench) -> None:
             with bench.table.timed(f"file of {name}, read"):
                 if client.call("GET", f"{place}/read?path=f")["content_base64"] != content:
                     raise RuntimeError("another content came back")
+        count, entries = bench.count(1000), bench.count(100_000)
+        rounds = bench.rounds([SMALL, SMALL_HEALTHZ], 1000)
+        bench.facts |= measure_small(bench.table, client, place, rounds, count)
+        bench.facts |= measure_list(bench.table, client, session, entries)
+        bench.facts |= measure_large(pid, address, session, bench.scratch, bench.count(5 * 1024) * MIB)
+        bench.facts |= measure_sparse(client, address, session, bench.count(10 * 1024) * MIB)
 
 
 async def pauses(bench: Bench) -> None:
@@ -583,23 +585,36 @@ async def density(bench: Bench) -> None:
             )
 
 
+_MERGED, _SCANS = "memory per idle session, pages merged", 3  # a page is merged by the second look that finds it equal
+
+
 async def memory(bench: Bench) -> None:
-    """The slope of memory over idle sessions that have each run a command."""
-    with daemon.running(bench.scratch / "memory") as (pid, address), daemon.Client(address) as client:
-        processes: list[tuple[float, float]] = []
-        kernel: list[tuple[float, float]] = []
+    """The slope of memory over idle sessions that have each run a command; again with merged pages, where they are."""
+    await _measure_memory(bench, "memory per idle session", None)
+    try:
+        with measure.merging() as scans:
+            await _measure_memory(bench, _MERGED, scans, SANDKASTEN_ISOLATION_MERGE_PAGES="true")
+    except OSError as error:
+        bench.facts[_MERGED] = f"not measured: {error}"
+
+
+async def _measure_memory(bench: Bench, name: str, scans: Callable[[], int] | None, **settings: str) -> None:
+    with daemon.running(bench.scratch / name, **settings) as (pid, address), daemon.Client(address) as client:
+        points: list[tuple[float, float, float]] = []
         first, last = bench.count(50, 3), bench.count(200, 9)
         for count in range(1, last + 1):
+            _exec(client, _new(client))
+            if count < first or (last - count) % bench.count(15):
+                continue
+            seen = scans() if scans else 0
+            while scans and scans() < seen + _SCANS:  # noqa: ASYNC110 - the kernel tells by a count alone
+                await trio.sleep(0.1)
             if time.monotonic() > bench.deadline:
                 raise TimeoutError(f"{count} of {last} sessions")
-            _exec(client, _new(client))
-            if count >= first and (count % 10 == 0 or bench.share < 1):
-                processes.append((count, measure.resident_bytes(pid)))
-                kernel.append((count, measure.kernel_bytes()))
-        ours, inside = measure.slope(processes) / MIB, measure.slope(kernel) / MIB
-        bench.facts["memory per idle session, MiB"] = round(ours + inside, 2)
-        bench.facts["memory per idle session, processes, MiB"] = round(ours, 2)
-        bench.facts["memory per idle session, kernel and tmpfs, MiB"] = round(inside, 2)
+            points.append((count, measure.resident_bytes(pid), measure.kernel_bytes()))
+        ours, inside = (measure.slope([(point[0], point[at]) for point in points]) / MIB for at in (1, 2))
+        for part, size in ("", ours + inside), (", processes", ours), (", kernel and tmpfs", inside):
+            bench.facts[f"{name}{part}, MiB"] = round(size, 2)
         await end_all(address, [each["id"] for each in client.call("GET", "/v1/sessions")])
 
 
@@ -715,7 +730,7 @@ async def trace(bench: Bench) -> None:
     steps, rollouts = bench.count(_STEPS, 5), bench.count(_ROLLOUTS, 2)
     with daemon.running(bench.scratch / "trace") as (_pid, address):
         row = bench.table.row("rollout of an agent")
-        before, began = _busy_s(), trio.current_time()
+        before, began = measure.busy_s(), trio.current_time()
 
         async def roll(link: Link, number: int) -> None:
             chance, start = random.Random(number), trio.current_time()
@@ -736,8 +751,8 @@ async def trace(bench: Bench) -> None:
             "steps": steps,
             "rollouts": rollouts,
             "at once": _WORKERS,
-            "core seconds per rollout": round((_busy_s() - before) / rollouts, 3),
-            "core hours per million rollouts": round((_busy_s() - before) / rollouts / 3600 * 1e6),
+            "core seconds per rollout": round((measure.busy_s() - before) / rollouts, 3),
+            "core hours per million rollouts": round((measure.busy_s() - before) / rollouts / 3600 * 1e6),
             "worker hours per million rollouts": round(took / rollouts / 3600 * 1e6),
         }
 
@@ -767,21 +782,14 @@ SECTIONS: Mapping[str, Section] = {
     "exec": Section(execs, 120),
     "stream": Section(streams, 40),
     "streams": Section(many_streams, 30),
-    "file": Section(files, 20),
+    "file": Section(files, 150),
+    "sdk": Section(clients, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
-    "memory": Section(memory, 50),
+    "memory": Section(memory, 90),
     "density": Section(density, 210),
     "neighbour": Section(neighbours, 150),
     "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
 }
-
-
-async def look_for_peers(bench: Bench) -> None:
-    """Find the peers, on the root file system of the image `host`."""
-    (bench.scratch / "peers").mkdir()
-    catalog = Catalog(bench.scratch / "peers" / "data")
-    ensure_host_image(catalog)
-    bench.peers = find_peers(catalog.rootfs_path("host"), bench.scratch / "peers")

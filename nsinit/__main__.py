@@ -20,6 +20,7 @@ _CODECS = ("utf-8", "ascii", "latin-1", "idna")
 
 def main() -> None:
     """Prepare the process and serve."""
+    gc.disable()  # until all is imported: each collection looks at all of it again
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     sys.path.append(os.path.dirname(here))  # last: no module of nsinit can shadow the standard library's
@@ -57,9 +58,10 @@ def main() -> None:
     lock_imports()
     gc.collect()
     gc.freeze()
+    gc.enable()
     channel = socket.socket(fileno=_CHANNEL_FD)
     configs = {possible: RunnerConfig(root_inside=possible) for possible in (False, True)}
-    files_config = RunnerConfig(files_only=True, file_roots=("/workspace",))
+    files_config = RunnerConfig(files_only=True)
 
     class SandboxRunner:
         def rehearse(self) -> None:
@@ -68,6 +70,8 @@ def main() -> None:
         def enter(self, init: Init, on_ready: Callable[[], None]) -> NoReturn:
             kernel = kernels[init.filter is not None]
             kernel.take_oom_file(init.oom_fd, init.oom_score)
+            if init.merge_pages:
+                kernel.merge_pages()
             config = files_config if init.files_only else configs[init.root_inside]
             if init.crash is not None:
                 config = replace(config, passing=init.crash.passing)

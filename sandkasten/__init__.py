@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sandkasten.app import open_supervisor
-    from sandkasten.config import Config, ConfigError, Defaults
+    from sandkasten.config import Config, Defaults
     from sandkasten.errors import SandkastenAPIError, SandkastenError, SandkastenStreamError
+    from sandkasten.installation import ConfigError
     from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
     from sandkasten.sdk import SandboxClient, Session
     from sandkasten.sdk.types import ExecChunk, ExecResult, ReadResult, SessionInfo, SessionStats, WorkspaceInfo
@@ -45,7 +46,7 @@ __all__ = [
 
 _HOME = {
     "Config": "config",
-    "ConfigError": "config",
+    "ConfigError": "installation",
     "Defaults": "config",
     "ExecChunk": "sdk.types",
     "ExecResult": "sdk.types",
@@ -75,8 +76,11 @@ def _refuse_published_client() -> None:
     Raises:
         ImportError: the distribution is there.
     """
-    site = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if any(name.startswith("sandkasten-0.") and name.endswith(".dist-info") for name in os.listdir(site)):
+    try:
+        names = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    except OSError:  # an archive, in which nobody installs
+        return
+    if any(name.startswith("sandkasten-0.") and name.endswith(".dist-info") for name in names):
         raise ImportError(
             "the distribution `sandkasten` is installed beside `sandkasten-runtime` and each overwrites files of the "
             "other: run `pip uninstall sandkasten`, then `pip install --force-reinstall --no-deps sandkasten-runtime`"

@@ -262,7 +262,7 @@ class CommandTimeout(Unavailable):
 
 
 class Capacity(Unavailable):
-    """The node can't admit the request now; `retry_after_s` is advice."""
+    """The node can't admit the request now; `retry_after_s`, the header Retry-After, is advice."""
 
     code = "CAPACITY"
     scope = "node"
@@ -300,7 +300,8 @@ class ActorGone(Capacity):
 
 
 class QuotaExceeded(Unavailable):
-    """The key has used up a quota or a rate; `details` names the limit, `retry_after_s` is advice."""
+    """The key has used up a quota or a rate; `details` names the limit, `retry_after_s`, the header Retry-After, is
+    advice."""
 
     code = "QUOTA_EXCEEDED"
 

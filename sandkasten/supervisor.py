@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from runner.wire.protocol import FileRequest
+from runner.wire.protocol import FileRequest, Packed
 from sandkasten.model import (
     Event,
     ExecEnd,
@@ -50,9 +50,6 @@ from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
-    FileInfo,
-    FileListing,
-    Packed,
     Upload,
     UploadSpec,
     Within,
@@ -188,7 +185,7 @@ class EventStream(Protocol):
 
 
 class FileReader(Protocol):
-    """An open file in the sandbox; iterate for its bytes, in pieces of at most 64 KiB."""
+    """An open file in the sandbox; iterate for its bytes, in pieces."""
 
     @property
     def head(self) -> FileHead: ...
@@ -199,7 +196,9 @@ class FileReader(Protocol):
 class FileWriter(Protocol):
     """A file being replaced. `send` pieces, then `commit`; leaving the context without `commit` keeps the old file."""
 
-    async def send(self, data: bytes) -> None: ...
+    async def send(self, data: bytes) -> bool:
+        """Send a piece; false once the file is refused, which `commit` tells."""
+        ...
 
     async def commit(self) -> str:
         """Put the new content in place atomically and return the resolved path."""
@@ -210,7 +209,7 @@ class FileStream(Protocol):
     """A request for files with content: `send` pieces if it takes any, then `end`; or iterate for the pieces of the
     answer. Leaving the context early ends the work in the sandbox."""
 
-    async def head(self, expected: type[T]) -> T:
+    async def head(self, expected: type[T] | tuple[type[T], ...]) -> T:
         """Return the message before the content, of a request that has one. Raises the refusal."""
         ...
 
@@ -244,8 +243,22 @@ class Files(Protocol):
         ...
 
     def stream(self, request: FileRequest, *, patience_s: float = 60.0) -> AbstractAsyncContextManager[FileStream]:
-        """Begin a request with content. `patience_s`: until the next piece or the answer; a request with infinite
-        patience holds up neither a pause nor a stop of the daemon."""
+        """Begin a request with content. `patience_s`: until the next piece or the answer. A request that lasts
+        (`WatchFiles`) has all the time there is, and holds up neither a pause nor a stop of the daemon."""
+        ...
+
+    def open_read(self, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
+        """Open a regular file for reading, as the session's user; relative paths are under `/workspace`.
+
+        Raises:
+            FileNotFound, IsADirectory, NotAFile, PermissionDenied, PathOutside.
+        """
+        ...
+
+    def open_write(self, path: str, *, mode: int | None = None) -> AbstractAsyncContextManager[FileWriter]:
+        """Replace a file, as the session's user, making its parents; errors as for `open_read`, and `DiskFull`. Without
+        `mode` it keeps its mode, and a new one gets 0644. The file of a workspace is on the disk when `commit` returns.
+        """
         ...
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:
@@ -265,21 +278,12 @@ class Files(Protocol):
         ...
 
 
-class ArchiveReader(Protocol):
-    """A tar archive being made; iterate for its bytes, in pieces of at most 64 KiB."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    @property
-    def packed(self) -> Packed | None:
-        """Entries and bytes of the archive, once it is complete."""
-        ...
-
-
 class ArchiveWriter(Protocol):
     """A tar archive being unpacked. `send` pieces, then `commit`; leaving the context without `commit` undoes all."""
 
-    async def send(self, data: bytes) -> None: ...
+    async def send(self, data: bytes) -> bool:
+        """Send a piece; false once the archive is refused, which `commit` tells."""
+        ...
 
     async def commit(self) -> Packed:
         """Make the unpacked tree the workspace. Raises `InvalidRequest` (a bad archive), `TooLarge`, `DiskFull`."""
@@ -322,52 +326,8 @@ class WorkspaceSupervisor(Protocol):
         """
         ...
 
-    def open_workspace_read(
-        self, workspace_id: str, path: str, *, max_bytes: int
-    ) -> AbstractAsyncContextManager[FileReader]:
-        """Open a file of a workspace for reading, as `Supervisor.open_read` does."""
-        ...
-
-    def open_workspace_write(self, workspace_id: str, path: str) -> AbstractAsyncContextManager[FileWriter]:
-        """Replace a file, as `Supervisor.open_write` does, and make the workspace if there is none.
-
-        The content is on the disk when `commit` returns.
-        """
-        ...
-
     def workspace_files(self, workspace_id: str, *, make: bool = False) -> Files:
         """Return the files of a workspace; with `make` a request makes the workspace if there is none."""
-        ...
-
-    async def list_files(
-        self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000
-    ) -> FileListing:
-        """List the entries of a directory whose names come behind `after`, at most 1000 at once.
-
-        Raises:
-            FileNotFound, NotADirectory, PermissionDenied, PathOutside.
-        """
-        ...
-
-    async def stat_file(self, workspace_id: str, path: str) -> FileInfo:
-        """Return the properties of a path; of a link, those of the link itself."""
-        ...
-
-    async def remove_file(self, workspace_id: str, path: str, *, recursive: bool = False) -> str:
-        """Remove a file, a link (not its target) or a directory, and return the resolved path.
-
-        Raises:
-            NotEmpty: a directory with entries, without `recursive`.
-            FileNotFound, PermissionDenied, PathOutside.
-        """
-        ...
-
-    def open_pack(self, workspace_id: str, path: str = ".") -> AbstractAsyncContextManager[ArchiveReader]:
-        """Make a tar archive of a directory.
-
-        Raises:
-            PermissionDenied: the sandbox user may not read all of the directory; raised before the first byte.
-        """
         ...
 
     def open_unpack(self, workspace_id: str, *, replace: bool = False) -> AbstractAsyncContextManager[ArchiveWriter]:
@@ -575,18 +535,6 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
     def files(self, session_id: str) -> Files:
         """Return the files of a session."""
-        ...
-
-    def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
-        """Open a regular file for reading, as the sandbox user; relative paths are under `/workspace`.
-
-        Raises:
-            SessionNotFound, SessionExpired, FileNotFound, IsADirectory, NotAFile, PermissionDenied, PathOutside.
-        """
-        ...
-
-    def open_write(self, session_id: str, path: str) -> AbstractAsyncContextManager[FileWriter]:
-        """Replace a file, as the sandbox user, making its parents; errors as for `open_read`, and `DiskFull`."""
         ...
 
     # Events

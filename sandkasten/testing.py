@@ -109,7 +109,7 @@ class FakeServer:
         self.sessions: dict[str, FakeSession] = {}
         self._answers: dict[str, Said] = {}
         self._run = run
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, tuple[str, object]] = {}
         self._refusals: list[FakeRefusal] = []
         self._lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -156,13 +156,15 @@ class FakeServer:
         return session
 
     def _create(self, request: FakeRequest) -> FakeReply:
-        key = request.headers.get("idempotency-key", "")
-        if (session := self.sessions.get(self._keys.get(key, ""))) is None:
-            body = request.value
+        body, key = request.value, request.headers.get("idempotency-key", "")
+        made_id, earlier = self._keys.get(key, ("", body))
+        if earlier != body:
+            raise FakeRefusal(409, errors.Conflict("the idempotency key was used before with another request"))
+        if (session := self.sessions.get(made_id)) is None:
             names = ("image", "labels", "workspace_id")
             session = FakeSession(secrets.token_hex(12), **{name: body[name] for name in names if body.get(name)})
             self.sessions[session.id] = session
-            self._keys |= {key: session.id} if key else {}
+            self._keys |= {key: (session.id, body)} if key else {}
         _live(session)
         return FakeReply(_body_of(session), 201)
 

@@ -18,5 +18,6 @@ ALLOWANCE = Allowance(
     open_files=4096,
     tmp_bytes=64 << 20,
     shm_bytes=32 << 20,
+    merge_pages=False,
 )
 """The allowance of a daemon in tests."""

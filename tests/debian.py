@@ -62,6 +62,19 @@ def minbase_tar() -> Path:
         return path
 
 
+def program(package: str, path: str) -> Path:
+    """Return a program of a package that is not installed, so that no service of it starts. Its libraries are the
+    machine's."""
+    with exclusive(f"{package}-{codename()}") as directory:
+        if not (directory / path).exists():
+            directory.mkdir(exist_ok=True)
+            run("apt-get", "-q", "download", package, cwd=directory)
+            (archive,) = directory.glob("*.deb")
+            run("dpkg-deb", "--extract", archive, directory)
+            archive.unlink()
+        return directory / path
+
+
 def codename() -> str:
     """Return the release this machine runs."""
     match = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)

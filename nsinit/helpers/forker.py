@@ -191,6 +191,7 @@ def _become_init(request: bytes, fds: tuple[int, ...], machine: BuildFacts, runn
     proc_path = f"{machine.layout.stage}/{stage.PROC}"
     powers = machine.last_capability, machine.landlock_abi, machine.filters
     init = Init(base, fds[0], files, fds[1], fds[2], proc_path, *powers)
+    init.merge_pages = machine.merge_pages
     if machine.crash is not None:
         init.crash, init.steps = machine.crash, Steps(INIT, machine.crash)
     child.live(init, runner)

@@ -10,10 +10,10 @@ import platform
 
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
-_X86_64 |= {"syncfs": 306, "renameat2": 316, "capget": 125}
+_X86_64 |= {"syncfs": 306, "renameat2": 316, "capget": 125, "madvise": 28}
 _X86_64 |= {"inotify_init1": 294, "inotify_add_watch": 254, "inotify_rm_watch": 255}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
-_AARCH64 |= {"syncfs": 267, "renameat2": 276, "capget": 90}
+_AARCH64 |= {"syncfs": 267, "renameat2": 276, "capget": 90, "madvise": 233}
 _AARCH64 |= {"inotify_init1": 26, "inotify_add_watch": 27, "inotify_rm_watch": 28}
 _NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
@@ -29,6 +29,7 @@ SYS_inotify_init1 = _NUMBERS["inotify_init1"]
 SYS_inotify_add_watch = _NUMBERS["inotify_add_watch"]
 SYS_inotify_rm_watch = _NUMBERS["inotify_rm_watch"]
 SYS_renameat2 = _NUMBERS["renameat2"]
+SYS_madvise = _NUMBERS["madvise"]
 SYS_pidfd_send_signal = 424
 SYS_open_tree = 428
 SYS_move_mount = 429
@@ -95,6 +96,10 @@ MOUNT_ATTR_NODEV = 0x4
 MOUNT_ATTR_NOEXEC = 0x8
 MOUNT_ATTR_IDMAP = 0x100000
 MOUNT_ATTR_SIZE_VER0 = 32
+
+# asm-generic/mman-common.h
+MADV_MERGEABLE = 12
+MADV_UNMERGEABLE = 13
 
 # linux/openat2.h
 RESOLVE_NO_XDEV = 0x01

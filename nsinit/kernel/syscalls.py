@@ -493,6 +493,17 @@ def renameat2(
     _call("renameat2", k.SYS_renameat2, *paths, flags, detail=os.fsdecode(new))
 
 
+def advise_all(advice: int) -> None:
+    """madvise(2) on all memory that this process has mapped: ENOMEM tells of the holes between, after the rest was
+    advised."""
+    if _syscall(k.SYS_madvise, 0, _ALL_ADDRESSES, advice, 0, 0, 0) == -1 and ctypes.get_errno() != errno.ENOMEM:
+        raise _error(ctypes.get_errno(), "madvise")
+
+
+_ALL_ADDRESSES = 1 << 48
+"""Bytes that a process can map, at most, on x86-64 and aarch64 without hints."""
+
+
 def syncfs(fd: int) -> None:
     """syncfs(2): the whole file system of `fd`."""
     _call("syncfs", k.SYS_syncfs, fd)

@@ -117,6 +117,7 @@ POWER_STEPS: tuple[tuple[str, Callable[[init_steps.Init], object]], ...] = (
     ("keyring", init_steps.leave_keyring),
     ("not dumpable", init_steps.forbid_dumps),
     ("import lockdown", init_steps.lock_imports),
+    ("merge pages", init_steps.offer_pages),
     ("landlock", init_steps.keep_inside),
     ("system call filter", init_steps.filter_system_calls),
 )

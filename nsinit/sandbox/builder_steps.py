@@ -77,6 +77,8 @@ class BuildFacts:
     """The crash point, if a test asked for one."""
     parts: PartFilters | None = None
     """The filters of nsinit and its helpers; None: they have none."""
+    merge_pages: bool = False
+    """Whether PID 1s offer their pages for merging."""
 
 
 @dataclass(slots=True)

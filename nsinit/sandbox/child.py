@@ -79,6 +79,7 @@ class RunnerKernel:
 
     def __init__(self, *, filters_commands: bool) -> None:
         self._command_filter = command_filter() if filters_commands else None
+        self._merges_pages = False
         self._oom_fd = -1
         self._oom_scores = b"", b""
 
@@ -86,6 +87,14 @@ class RunnerKernel:
         """Own PID 1's `oom_score_adj`, which says `score`. Without it forks keep the score of PID 1."""
         self._oom_fd = fd
         self._oom_scores = b"%d" % score, b"%d" % max(score, COMMAND_OOM_SCORE)
+
+    def merge_pages(self) -> None:
+        """Know that PID 1's pages are offered for merging."""
+        self._merges_pages = True
+
+    def keep_pages_apart(self) -> None:
+        if self._merges_pages:
+            syscalls.advise_all(k.MADV_UNMERGEABLE)
 
     def setfsuid(self, uid: int) -> None:
         syscalls.setfsuid(uid)
@@ -100,9 +109,6 @@ class RunnerKernel:
                 os.write(self._oom_fd, self._oom_scores[first])
         except OSError:
             pass  # the score that it has is a fair one
-
-    def prctl_set_pdeathsig(self) -> None:
-        syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def prctl_set_child_subreaper(self) -> None:
         syscalls.prctl(k.PR_SET_CHILD_SUBREAPER, 1)

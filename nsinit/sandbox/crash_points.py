@@ -50,7 +50,7 @@ RUNNER_POINTS = (
     "runner.exec.ended",
     "runner.exec.program_started",
     "runner.files.opened",
-    "runner.files.synced",
+    "runner.files.received",
     "runner.files.placed",
 )
 """Steps of PID 1 as the runner."""

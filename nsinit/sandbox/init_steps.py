@@ -1,7 +1,8 @@
 """PID 1's own steps, before and after the builder's work; `build` has their order.
 
 Few and small steps: every page that PID 1 writes is copied for this one process and stays its own.
-Sources: cgroup_namespaces(7); proc(5) hidepid; capabilities(7); prctl(2) PR_SET_PDEATHSIG.
+Sources: cgroup_namespaces(7); proc(5) hidepid; capabilities(7); prctl(2) PR_SET_PDEATHSIG; madvise(2)
+MADV_MERGEABLE.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Init:
     """The fields of `runner.server.sockets.Asked`, once there is a filter."""
     open_files: int = OPEN_FILES
     """The highest limit of open files that a process may set."""
+    merge_pages: bool = False
+    """Whether the kernel may merge pages of PID 1 with equal ones of other PID 1s."""
     steps: Steps = field(default_factory=Steps)
     crash: Crash | None = None
     """The crash point, if a test asked for one."""
@@ -251,6 +254,16 @@ def begin(init: Init, word: control.Begin) -> None:
     init.open_files = word.open_files
     init.files_only = word.files_only
     init.sockets = word.sockets
+
+
+def offer_pages(init: Init) -> None:
+    """Let the kernel merge what PID 1 has mapped by now: nothing foreign was read into it yet.
+
+    By madvise(2), not by PR_SET_MEMORY_MERGE (prctl(2)): the areas are marked, not the process, so a program that is
+    executed has no mark, and what is mapped later has none either.
+    """
+    if init.merge_pages:
+        syscalls.advise_all(k.MADV_MERGEABLE)
 
 
 def keep_inside(init: Init) -> None:

@@ -525,13 +525,15 @@ class Sessions:
         os.close(process.pidfd)
 
     def _delete_trash(self) -> Job:
-        """Delete the trash after a delay: deletions keep the disk's journal busy, and one fork serves many sessions."""
+        """Delete the trash after a delay: deletions keep the disk's journal busy, and one fork serves many sessions.
+        So it is again while sessions go on ending."""
         try:
             yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
             before: set[str] = set()
             while (names := set(os.listdir(self.births.machine.layout.trash))) - before:
                 before = names
                 yield from self._run_deletion()
+                yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
         finally:
             self._deleting = False
 

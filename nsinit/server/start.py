@@ -54,6 +54,8 @@ from nsinit.wire.validate import (
 
 _LOCK_DEADLINE_S = 3.0
 _LOCK_PAUSE_S = 0.02
+_MERGING = "/sys/kernel/mm/ksm"
+"""Is there where the kernel can merge pages (CONFIG_KSM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ def _start(
         host = HostView.open()
         undo.callback(host.close)
         io_disk = disk_io.find_disk(layout.data_dir)
+        may_merge = request.merge_pages and (grant is None or grant.allowance.merge_pages)
+        merges = may_merge and os.path.exists(_MERGING)
         locks = LockWatch.open()
         undo.callback(locks.close)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
@@ -158,8 +162,9 @@ def _start(
         powers = last_capability, landlock.probe_abi(), filters
         has_own_filters = request.own_filters if grant is None else grant.own_filters
         parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER) if has_own_filters else None
+        asked = crash, parts, merges
         machine = builder_steps.BuildFacts(
-            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, size, tree, crash, parts
+            layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, size, tree, *asked
         )
     table.free(slot)
     with steps.step("helpers"):
@@ -185,7 +190,7 @@ def _start(
         cgroup_mode=tree.mode,
         cgroup_dirs=tree.dirs,
         features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs}
-        | {"record_locks": locks.count_fd >= 0}
+        | {"record_locks": locks.count_fd >= 0, "merge_pages": merges}
         | landlock.features(machine.landlock_abi),
         disk=disk.mode,
         disk_refused=refused,

@@ -58,6 +58,7 @@ class Allowance:
     open_files: int
     tmp_bytes: int
     shm_bytes: int
+    merge_pages: bool
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values

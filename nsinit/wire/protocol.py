@@ -11,13 +11,13 @@ Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
-from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 
 __all__ = [
     "ProtocolError",
@@ -154,8 +154,9 @@ class Start(Request["Ready"]):
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
     that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
-    filters of their own; from a daemon that is not root nsinit does what its grant says. `Failed` is also the answer
-    when the `disk` mode can't be had.
+    filters of their own; from a daemon that is not root nsinit does what its grant says. `merge_pages`: PID 1s offer
+    their pages to the kernel for merging, where it can merge (`features` of `Ready` say so). `Failed` is also the
+    answer when the `disk` mode can't be had.
     """
 
     seq: int
@@ -168,6 +169,7 @@ class Start(Request["Ready"]):
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
     own_filters: bool = True
+    merge_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""File requests: reading, writing, listing and archives, done as the sandbox user in a forked worker.
+"""Requests for files: reading, writing, listing, changes and archives, done by forked workers as the user of each.
 
 Imports `process` and below. Paths are resolved by the kernel with the user's rights (`paths.py`). Begin with
 `worker.py`.

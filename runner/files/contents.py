@@ -1,27 +1,32 @@
 """Contents of files: parts read by version, and files that take their place in one step. May block.
 
-Runs in a file worker as the user of the request; small files are opened by PID 1 itself (`transfer.py`), and only after
-their kind was checked on the descriptor.
+Runs in a file worker as the user of the request. A file is opened only after its kind was checked on the descriptor.
 
 Sources: open(2) (O_TMPFILE), linkat(2), rename(2) (atomic replacement), proc_pid_fd(5) (reopening a checked O_PATH
-descriptor); RFC 9110 §13.1 (conditions), §14.1 (ranges).
+descriptor); flock(2); RFC 9110 §13.1 (conditions), §14.1 (ranges).
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import RawIOBase
 from typing import Literal
 
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
-from runner.files.tree import etag_of
+from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
 
 _NEW_FILE_MODE = 0o644
-_SEND_BYTES = 8 * 1024 * 1024
 MAX_MODE = 0o7777
+_FREE, _LOCKED = -1, -2
+_LOCK_S, _LOCK_PAUSE_S = 2.0, 0.002
+"""Requests hold a lock for a moment, and with `sync` until the file is on the disk."""
 _Result = Literal["whole", "part", "unchanged", "unsatisfiable"]
 _Start = Callable[[object], None]
 
@@ -65,20 +70,21 @@ def _is_same(etag: str, wanted: str) -> bool:
     return etag == wanted and not etag.startswith("W/")
 
 
-def get(request: GetFile, resolver: Resolver, output_fd: int, start: _Start) -> Done:
+def get(request: GetFile, resolver: Resolver, out: RawIOBase, start: _Start) -> Done:
     """Send a file, or a part. Work of a file worker."""
     fd, head = open_part(request, resolver)
     try:
         start(head)
         offset, left = head.offset, 0 if request.head_only else head.count
-        while left and (sent := os.sendfile(output_fd, fd, offset, min(left, _SEND_BYTES))):
-            offset, left = offset + sent, left - sent
+        while left and (piece := os.pread(fd, min(left, MAX_FRAME_BYTES), offset)):
+            out.write(piece)
+            offset, left = offset + len(piece), left - len(piece)
     finally:
         os.close(fd)
     return Done(head.path)
 
 
-def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatched:
+def put(request: PutFile, resolver: Resolver, source: RawIOBase, passing: Callable[[str], None]) -> FilePut | Unmatched:
     """Replace a file with what comes, unless it is of another version. Work of a file worker."""
     if request.mode is not None and not 0 <= request.mode <= MAX_MODE:
         raise Refused("BAD_REQUEST", "no such mode")
@@ -92,16 +98,20 @@ def put(request: PutFile, resolver: Resolver, input_fd: int) -> FilePut | Unmatc
             return unmatched
         check_writable(target)
         fd = open_new(target.directory_fd, temporary)
+        passing("runner.files.opened")
         try:
-            size = _receive(input_fd, fd)
-            if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
-                return unmatched
-            try:
-                path = put_in_place(
-                    fd, temporary, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
-                ).path
-            except FileExistsError:
-                return Unmatched(present(target))
+            size = _receive(source, fd)
+            passing("runner.files.received")
+            with held(target, must=bool(request.if_match)):
+                if (unmatched := compare(request, target)) is not None:  # once more: all that came took its time
+                    return unmatched
+                try:
+                    path = put_in_place(
+                        fd, temporary, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
+                    ).path
+                except FileExistsError:
+                    return Unmatched(present(target))
+            passing("runner.files.placed")
             return FilePut(path, etag_of(os.fstat(fd)), size, created=target.mode is None)
         finally:
             if os.fstat(fd).st_nlink:
@@ -120,9 +130,9 @@ def _drop(temporary: bytes, target: FileTarget) -> None:
         pass
 
 
-def _receive(source_fd: int, fd: int) -> int:
+def _receive(source: RawIOBase, fd: int) -> int:
     size = 0
-    while chunk := os.read(source_fd, MAX_FRAME_BYTES):
+    while chunk := source.read(MAX_FRAME_BYTES):
         size += len(chunk)
         data = memoryview(chunk)
         while data:
@@ -139,6 +149,53 @@ def compare(request: PutFile | CommitUpload, target: FileTarget) -> Unmatched | 
     return None if is_right else Unmatched(etag)
 
 
+@contextmanager
+def held(target: FileTarget, *, must: bool) -> Iterator[None]:
+    """Keep other requests from replacing the present file in the block: each has a lock on it when it does. A command
+    may have one for as long as it likes.
+
+    Raises:
+        Refused: EXISTS, there was no lock to be had, and there `must` be one.
+    """
+    give_up_at = time.monotonic() + _LOCK_S
+    fd = _locked(target)
+    try:
+        while fd == _LOCKED:
+            if time.monotonic() > give_up_at:
+                if must:
+                    raise Refused("EXISTS", "another process has locked the file")
+                break
+            time.sleep(_LOCK_PAUSE_S)
+            fd = _locked(target)
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _locked(target: FileTarget) -> int:
+    """Return a descriptor of the present file with a lock on it; `_LOCKED` if another process has that, `_FREE` for no
+    file, or for one that the user may neither read nor write."""
+    fd = _FREE
+    for flags in (READ, READ | os.O_WRONLY):
+        try:
+            fd = os.open(target.name, flags, dir_fd=target.directory_fd)
+            break
+        except OSError:
+            continue
+    if fd == _FREE:
+        return fd
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = status_of(target.name, target.directory_fd)
+        if status is not None and os.path.samestat(status, os.fstat(fd)):
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)  # another one's, or not the present file any more
+    return _LOCKED
+
+
 def present(target: FileTarget) -> str:
     """Return the version of the present file, empty if there is none."""
     status = status_of(target.name, target.directory_fd)
@@ -151,15 +208,16 @@ def temporary_name(number: int) -> bytes:
     return b".sandkasten-%d-%s.part" % (number, os.urandom(8).hex().encode("ascii"))
 
 
-def open_new(directory_fd: int, temporary: bytes) -> int:
-    """Open a new file without a name, to write and read. If PID 1 is killed before the file is whole, nothing is left.
-    Where the file system can't do that, the file has the temporary name."""
+def open_new(directory_fd: int, temporary: bytes, access: int = os.O_WRONLY) -> int:
+    """Open a new file without a name. If the worker is killed before the file is whole, nothing is left. Where the file
+    system can't do that, the file has the temporary name. By default it can't be read: the session's file rules may let
+    the user write there, and no more."""
     try:
-        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+        return os.open(".", access | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(temporary, flags, 0o600, dir_fd=directory_fd)
 
 

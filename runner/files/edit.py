@@ -13,11 +13,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import unified_diff
+from io import RawIOBase
 from typing import Any, Literal
 
-from runner.files.contents import check_writable, is_one_of, open_new, open_part, put_in_place, temporary_name
+from runner.files.contents import check_writable, held, is_one_of, open_new, open_part, put_in_place, temporary_name
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
@@ -67,13 +69,13 @@ class _Draft:
             os.close(self.target.directory_fd)
 
 
-def edit(request: EditFiles, resolver: Resolver, input_fd: int) -> Edited | Unedited:
+def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | Unedited:
     """Make the edits that come as a JSON list, or none of them.
 
     Raises:
         Refused, OSError
     """
-    edits = _read(input_fd)
+    edits = _read(source)
     drafts: dict[bytes, _Draft] = {}
     results: list[EditedFile] = []
     changed: list[_Draft] = []
@@ -112,9 +114,9 @@ def edit(request: EditFiles, resolver: Resolver, input_fd: int) -> Edited | Uned
             draft.close()
 
 
-def _read(input_fd: int) -> list[_Edit]:
+def _read(source: RawIOBase) -> list[_Edit]:
     content = b""
-    while chunk := os.read(input_fd, MAX_FRAME_BYTES):
+    while chunk := source.read(MAX_FRAME_BYTES):
         content += chunk
         if len(content) > MAX_EDIT_BYTES:
             raise Refused("TOO_LARGE", f"the edits have more than {MAX_EDIT_BYTES} bytes")
@@ -345,13 +347,17 @@ _OPERATIONS: Mapping[str, Callable[[_Edit, _Draft], int]] = {
 
 def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
     """Write all files beside their targets, then let them take their places."""
+    drafts = sorted(drafts, key=lambda draft: draft.encoded)  # so that no two requests wait for each other's files
     try:
-        for draft in drafts:
-            _write_beside(draft, resolver)
-            if len(drafts) > 1 and draft.before is not None:
-                _keep(draft)
-        for draft in drafts:
-            _put(draft, syncs=syncs)
+        with ExitStack() as stack:
+            for draft in drafts:
+                draft.target = target = resolver.target_for_writing(draft.encoded)
+                stack.enter_context(held(target, must=True))
+                _write_beside(draft, target)
+                if len(drafts) > 1 and draft.before is not None:
+                    _keep(draft)
+            for draft in drafts:
+                _put(draft, syncs=syncs)
     except (OSError, Refused) as error:
         for each in reversed(drafts):
             _put_back(each)
@@ -363,8 +369,7 @@ def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
             os.unlink(draft.spare, dir_fd=draft.target.directory_fd)
 
 
-def _write_beside(draft: _Draft, resolver: Resolver) -> None:
-    draft.target = target = resolver.target_for_writing(draft.encoded)
+def _write_beside(draft: _Draft, target: FileTarget) -> None:
     present = status_of(target.name, target.directory_fd)
     if (etag_of(present) if present else "").removeprefix("W/") != draft.etag.removeprefix("W/"):
         raise Refused("EXISTS", f"another process changed the file meanwhile: {draft.path[:200]}")

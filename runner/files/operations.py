@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from io import BufferedReader, BufferedWriter, RawIOBase
 from typing import Any
 
 from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
@@ -62,14 +63,16 @@ _ENTRY_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class FileWork:
-    """Means of a worker: paths, system calls, a head for the client (to be given before any output), and the pipes of
-    the client's content and of its answer, -1 if the request has none."""
+    """Means of a worker: paths, system calls, a head for the client (to be given before any output), the content of the
+    request, of which a read returns what has come, and the way of the answer's content. `passing` is called with the
+    name of each step that was just done."""
 
     resolver: Resolver
     kernel: Kernel
     start: Callable[[object], None]
-    input_fd: int = -1
-    output_fd: int = -1
+    source: RawIOBase
+    out: RawIOBase
+    passing: Callable[[str], None]
 
     @property
     def names(self) -> Names:
@@ -98,7 +101,7 @@ def _account_file(path: str) -> bytes:
 def _pack(request: Pack, work: FileWork) -> Packed:
     with (
         directory_of(request.path, work.resolver) as (fd, real),
-        open(work.output_fd, "wb", CHUNK_BYTES, closefd=False) as out,
+        BufferedWriter(work.out, CHUNK_BYTES) as out,
     ):
         tree = Walk(fd, real=real)
         if request.kind == "zip":
@@ -111,7 +114,7 @@ def _pack(request: Pack, work: FileWork) -> Packed:
 def _unpack(request: Unpack, work: FileWork) -> Packed:
     with (
         made_directory_of(request.path, work.resolver) as (fd, real),
-        open(work.input_fd, "rb", CHUNK_BYTES, closefd=False) as source,
+        BufferedReader(work.source, CHUNK_BYTES) as source,
     ):
         maker = archive.TreeMaker(fd, real, work.kernel, request)
         if request.kind == "zip":
@@ -213,24 +216,24 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 
 
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
-    GetFile: lambda request, work: contents.get(request, work.resolver, work.output_fd, work.start),
+    GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.start),
     MakeDirectory: lambda request, work: changes.make_directory(request, work.resolver),
     MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel),
     CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel),
     ChangeMode: lambda request, work: changes.change_mode(request, work.resolver),
     ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver),
-    PutFile: lambda request, work: contents.put(request, work.resolver, work.input_fd),
+    PutFile: lambda request, work: contents.put(request, work.resolver, work.source, work.passing),
     BeginUpload: lambda request, work: uploads.begin(request, work.resolver),
-    AppendUpload: lambda request, work: uploads.append(request, work.resolver, work.input_fd),
+    AppendUpload: lambda request, work: uploads.append(request, work.resolver, work.source),
     LookUpload: lambda request, work: uploads.look(request, work.resolver),
     CommitUpload: lambda request, work: uploads.commit(request, work.resolver),
     DropUpload: lambda request, work: uploads.drop(request, work.resolver),
-    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.input_fd),
-    ViewFile: lambda request, work: view.view(request, work.resolver, work.output_fd),
-    WatchFiles: lambda request, work: watch.watch(request, work.resolver, work.kernel, work.start, work.output_fd),
+    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.source),
+    ViewFile: lambda request, work: view.view(request, work.resolver, work.out),
+    WatchFiles: lambda request, work: watch.watch(request, work.resolver, work.kernel, work.start, work.out),
     ListFiles: _list,
     GlobFiles: lambda request, work: search.glob(request, work.resolver),
-    SearchFiles: lambda request, work: search.search(request, work.resolver, work.output_fd),
+    SearchFiles: lambda request, work: search.search(request, work.resolver, work.out),
     StatFile: _stat,
     StatFiles: _stat_many,
     RemoveFile: lambda request, work: changes.remove(request, work.resolver),

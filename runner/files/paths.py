@@ -23,6 +23,8 @@ from runner.loop.kernel import RESOLVE_NO_MAGICLINKS, Kernel
 from runner.wire.protocol import ErrorCode
 
 _MAX_LINKS = 16
+_MAX_REPLACEMENTS = 100
+"""Times that a file may be replaced while it is opened: each time the one that was found has no name any more."""
 _NEW_DIRECTORY_MODE = 0o755
 _O_PATH = os.O_PATH | os.O_CLOEXEC
 
@@ -32,6 +34,8 @@ _CODES: dict[int, ErrorCode] = {
     errno.EACCES: "PERMISSION_DENIED",
     errno.EPERM: "PERMISSION_DENIED",
     errno.EROFS: "PERMISSION_DENIED",
+    errno.EBUSY: "PERMISSION_DENIED",  # rename(2), rmdir(2): a mount point
+    errno.EOVERFLOW: "PERMISSION_DENIED",  # chown(2) to an id that the mount has no place for
     errno.EISDIR: "IS_DIRECTORY",
     errno.ENOSPC: "DISK_FULL",
     errno.EDQUOT: "DISK_FULL",
@@ -65,17 +69,16 @@ class FileTarget:
 
 
 class Resolver:
-    """Resolves request paths. Every method must be called as the user of the request (`identity.UserIdentity`).
+    """Resolves request paths, as the user of the request.
 
-    With `anywhere` a path may leave the allowed roots, but never lead to the kernel's own files: some of them hang the
-    reader, or change the sandbox.
+    Where programs run, a path may lead anywhere but to the kernel's own files: some of them hang the reader, or change
+    the sandbox. Where there are only files, it may not leave the workspace.
     """
 
-    def __init__(self, config: RunnerConfig, kernel: Kernel, *, anywhere: bool = False) -> None:
+    def __init__(self, config: RunnerConfig, kernel: Kernel) -> None:
         self._workspace = os.fsencode(config.workspace)
-        self._roots = (b"/",) if anywhere else tuple(os.fsencode(root) for root in config.file_roots)
-        self._anywhere = anywhere
         self._is_rooted = config.files_only
+        self._top = self._workspace if config.files_only else b"/"
         self._kernel = kernel
 
     def encode(self, path: str) -> bytes:
@@ -95,37 +98,41 @@ class Resolver:
             encoded = encoded.lstrip(b"/")
         return os.path.join(self._workspace, encoded) if encoded else self._workspace
 
-    def is_root(self, path: bytes) -> bool:
-        """Return whether an absolute path names one of the allowed roots as such."""
-        return path in self._roots
+    def is_top(self, path: bytes) -> bool:
+        """Return whether an absolute path names that as such, which no path may leave."""
+        return path == self._top
 
     def open_existing(self, path: bytes) -> tuple[int, bytes]:
         """Return an O_PATH descriptor (the caller's) of what `path` leads to, links followed, and its real path.
 
         Raises:
-            Refused: PATH_OUTSIDE.
+            Refused: as `check_inside`.
             OSError: as open(2).
         """
-        fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
-        try:
-            return fd, self.check_inside(fd)
-        except BaseException:
-            os.close(fd)
-            raise
+        for _ in range(_MAX_REPLACEMENTS):
+            fd = self._open_path(os.open("/", _O_PATH | os.O_DIRECTORY), path, 0)
+            try:
+                return fd, self.check_inside(fd)
+            except Refused as refused:
+                os.close(fd)
+                if refused.error.code != "FILE_NOT_FOUND":
+                    raise
+            except BaseException:
+                os.close(fd)
+                raise
+        raise Refused("FILE_NOT_FOUND", "the file is replaced again and again")
 
     def check_inside(self, fd: int) -> bytes:
         """Return the real path of an open descriptor.
 
         Raises:
-            Refused: PATH_OUTSIDE, not below an allowed root; FILE_NOT_FOUND, deleted.
+            Refused: PATH_OUTSIDE, not in the workspace; NOT_A_FILE, the kernel's own; FILE_NOT_FOUND, deleted.
         """
         path = os.readlink(b"/proc/self/fd/%d" % fd)
-        if self._anywhere:
-            if is_of_kernel(path):
-                raise Refused("NOT_A_FILE", "the path leads to the kernel's own files")
-        elif not any(path == root or path.startswith(root + b"/") for root in self._roots):
-            roots = ", ".join(os.fsdecode(root) for root in self._roots)
-            raise Refused("PATH_OUTSIDE", f"the path leads outside of {roots}")
+        if self._is_rooted and not (path + b"/").startswith(self._workspace + b"/"):
+            raise Refused("PATH_OUTSIDE", f"the path leads outside of {os.fsdecode(self._workspace)}")
+        if is_of_kernel(path):
+            raise Refused("NOT_A_FILE", "the path leads to the kernel's own files")
         if os.fstat(fd).st_nlink == 0:
             raise Refused("FILE_NOT_FOUND", "the file was deleted")
         return path
@@ -155,7 +162,7 @@ class Resolver:
         raise Refused("PATH_OUTSIDE", "too many symbolic links")
 
     def _refuse_directory(self, path: bytes) -> None:
-        """Raise the error that reading would raise for a directory, the allowed roots included, or for a path outside.
+        """Raise the error that reading would raise for a directory, the top included, or for a path outside.
 
         Only for a good message: the file may change at any time, and writing checks again.
         """
@@ -251,7 +258,7 @@ def open_regular(path: str, resolver: Resolver) -> tuple[int, bytes]:
 
 
 def check_regular(status: os.stat_result) -> None:
-    """Check that a file is a regular one: PID 1 could block on a FIFO, socket or device.
+    """Check that a file is a regular one: a FIFO, socket or device could block the reader.
 
     Raises:
         Refused
@@ -299,10 +306,10 @@ def made_directory_of(path: str, resolver: Resolver) -> Iterator[tuple[int, byte
 @contextmanager
 def parent_of(path: str, resolver: Resolver) -> Iterator[tuple[int, bytes, bytes]]:
     """Open the directory above the file that a path names; yield descriptor, name and real path. The name may be a
-    link, which is not followed, and is `.` for a root."""
+    link, which is not followed, and is `.` for the top."""
     encoded = resolver.encode(path).rstrip(b"/") or b"/"
     directory, name = os.path.split(encoded)
-    if resolver.is_root(encoded) or name in (b".", b".."):
+    if resolver.is_top(encoded) or name in (b".", b".."):
         directory, name = encoded, b"."
     try:
         fd, real = resolver.open_existing(directory)

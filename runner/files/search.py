@@ -18,8 +18,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase, BufferedWriter, RawIOBase
 from itertools import islice
-from typing import IO
 
 from runner.files.paths import Resolver, directory_of, open_regular
 from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, READ, OrderedWalk
@@ -156,33 +156,50 @@ class _TimeUp(Exception):
     """The time of the search is over."""
 
 
-@contextmanager
-def _alarm(after_s: float) -> Iterator[None]:
-    """Raise `_TimeUp` in the block after a time."""
+class _Alarm:
+    """Raises `_TimeUp` in a block after a time; within `held` at its end, so that what is sent is sent whole."""
 
-    def ring(_signal: int, _frame: object) -> None:
-        raise _TimeUp
+    def __init__(self) -> None:
+        self._is_held = self._has_rung = False
 
-    handler = signal.signal(signal.SIGALRM, ring)
-    timer = signal.setitimer(signal.ITIMER_REAL, after_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+    @contextmanager
+    def after(self, span_s: float) -> Iterator[None]:
+        handler = signal.signal(signal.SIGALRM, self._ring)
+        timer = signal.setitimer(signal.ITIMER_REAL, span_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._has_rung:
+            raise _TimeUp
+
+    def _ring(self, _signal: int, _frame: object) -> None:
+        self._has_rung = True
+        if not self._is_held:
+            raise _TimeUp
 
 
-def search(request: SearchFiles, resolver: Resolver, output_fd: int) -> Searched:
+def search(request: SearchFiles, resolver: Resolver, raw: RawIOBase) -> Searched:
     """Send the lines that hold a text, and return how many there are.
 
     Raises:
         Refused
     """
-    with open(output_fd, "wb", _OUT_BYTES, closefd=False) as out:
-        work = _Search(request, out)
+    with BufferedWriter(raw, _OUT_BYTES) as out:
+        alarm = _Alarm()
+        work = _Search(request, out, alarm)
         is_over = False
         try:
-            with _alarm(request.max_ms / 1000):
+            with alarm.after(request.max_ms / 1000):
                 work.compile()
                 is_over = work.run(resolver)
         except _TimeUp:
@@ -193,8 +210,8 @@ def search(request: SearchFiles, resolver: Resolver, output_fd: int) -> Searched
 class _Search:
     """One search; its counts are those of `Searched`."""
 
-    def __init__(self, request: SearchFiles, out: IO[bytes]) -> None:
-        self._request, self._out = request, out
+    def __init__(self, request: SearchFiles, out: BufferedIOBase, alarm: _Alarm) -> None:
+        self._request, self._out, self._alarm = request, out, alarm
         self._limit = min(max(request.max_matches, 1), MAX_MATCHES)
         self._context = min(max(request.context, 0), MAX_CONTEXT)
         self._file_bytes = min(max(request.max_file_bytes, 1), MAX_SEARCHED_BYTES)
@@ -265,12 +282,15 @@ class _Search:
         for found in _lines(content, self._regex):
             if self._matches == self._limit:
                 return False
-            self._out.write(ANSWERS.encode(self._match(os.fsdecode(path), content, *found)) + b"\n")
-            self._matches += 1
+            message = ANSWERS.encode(self._match(os.fsdecode(path), content, *found)) + b"\n"
+            with self._alarm.held():
+                self._out.write(message)
+                self._matches += 1
             self._files += is_first
             is_first = False
         if not is_first:
-            self._out.flush()
+            with self._alarm.held():
+                self._out.flush()
         return True
 
     def _match(self, path: str, content: bytes, line: int, begin: int, match: int, end: int) -> FileMatch:

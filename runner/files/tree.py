@@ -8,6 +8,7 @@ Sources: openat(2) O_NOFOLLOW; readlink(2); stat(2).
 
 from __future__ import annotations
 
+import bisect
 import errno
 import heapq
 import os
@@ -126,14 +127,12 @@ class OrderedWalk:
             last = after[0]
             yield from self._inside(fd, last, os.path.join(path, last), depth - 1, after[1:])
         while True:
-            with os.scandir(fd) as found:
-                behind = (name for each in found if (name := os.fsencode(each.name)) > last)
-                names = heapq.nsmallest(_NAMES_AT_ONCE, behind)
+            names, are_all = _names_behind(fd, last)
             for name in names:
                 place = os.path.join(path, name)
                 yield place, fd, name
                 yield from self._inside(fd, name, place, depth - 1, [])
-            if len(names) < _NAMES_AT_ONCE:
+            if are_all:
                 return
             last = names[-1]
 
@@ -153,6 +152,26 @@ class OrderedWalk:
             yield from self._below(child, path, depth, after)
         finally:
             os.close(child)
+
+
+_read: tuple[tuple[int, ...], list[bytes]] = (), []
+"""A version of a directory, and names in it that follow one another: the next page of a list goes on among them. A
+further read of a huge directory would be most of what a page costs."""
+
+
+def _names_behind(fd: int, last: bytes) -> tuple[list[bytes], bool]:
+    """Return the first names of a directory behind `last`, in order, and whether there are no more."""
+    global _read
+    status, now = os.fstat(fd), time.time_ns()
+    version = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    known, names = _read
+    if known == version and names[0] <= last < names[-1]:
+        return names[bisect.bisect_right(names, last) :], len(names) < _NAMES_AT_ONCE
+    with os.scandir(fd) as found:
+        names = heapq.nsmallest(_NAMES_AT_ONCE, (name for each in found if (name := os.fsencode(each.name)) > last))
+    # A change from now on leaves another time, unless one was made just before.
+    _read = (version, names) if now - max(version[2:]) > _UNSETTLED_NS and names else ((), [])
+    return names, len(names) < _NAMES_AT_ONCE
 
 
 def is_of_kernel(path: bytes) -> bool:

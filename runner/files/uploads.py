@@ -17,8 +17,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import RawIOBase
 
-from runner.files.contents import MAX_MODE, check_writable, compare, present, put_in_place
+from runner.files.contents import MAX_MODE, check_writable, compare, held, present, put_in_place
 from runner.files.paths import FileTarget, Resolver, mode_of_file, parent_of, refusal
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
@@ -55,13 +56,13 @@ def begin(request: BeginUpload, resolver: Resolver) -> UploadState:
     return UploadState(os.fsdecode(target.path), 0)
 
 
-def append(request: AppendUpload, resolver: Resolver, input_fd: int) -> UploadState:
+def append(request: AppendUpload, resolver: Resolver, source: RawIOBase) -> UploadState:
     """Append what comes. Each piece is in the file before the next one is read."""
     with _target_of(request.path, resolver) as target, _part(request.upload_id, target) as fd:
         path, size = os.fsdecode(target.path), os.fstat(fd).st_size
         if size != request.offset:
             return UploadState(path, size, "offset")
-        while chunk := os.read(input_fd, MAX_FRAME_BYTES):
+        while chunk := source.read(MAX_FRAME_BYTES):
             data = memoryview(chunk)[: request.max_bytes - size]
             is_cut = len(data) < len(chunk)
             size += len(data)
@@ -89,16 +90,17 @@ def commit(request: CommitUpload, resolver: Resolver) -> FilePut | Unmatched | U
             return UploadState(os.fsdecode(target.path), size, "size")
         if request.sha256 and _digest_of(fd) != request.sha256:
             return UploadState(os.fsdecode(target.path), size, "digest")
-        if (unmatched := compare(request, target)) is not None:
-            return unmatched
-        check_writable(target)
         name = _part_name(request.upload_id)
-        try:
-            done = put_in_place(
-                fd, name, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
-            )
-        except FileExistsError:
-            return Unmatched(present(target))
+        with held(target, must=bool(request.if_match)):
+            if (unmatched := compare(request, target)) is not None:
+                return unmatched
+            check_writable(target)
+            try:
+                done = put_in_place(
+                    fd, name, target, syncs=request.sync, mode=request.mode, create_only=request.create_only
+                )
+            except FileExistsError:
+                return Unmatched(present(target))
         return FilePut(done.path, etag_of(os.fstat(fd)), size, created=target.mode is None)
 
 

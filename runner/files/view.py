@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from io import BufferedWriter, RawIOBase
 
 from runner.files.contents import open_part
 from runner.files.paths import Resolver
@@ -13,7 +14,7 @@ MAX_VIEW_BYTES = 1024 * 1024
 _PIECE_BYTES = 64 * 1024
 
 
-def view(request: ViewFile, resolver: Resolver, output_fd: int) -> Viewed:
+def view(request: ViewFile, resolver: Resolver, raw: RawIOBase) -> Viewed:
     """Send the lines that are wanted, as many as there is room for, and count all lines. Memory is bounded, however
     long a line is.
 
@@ -23,7 +24,7 @@ def view(request: ViewFile, resolver: Resolver, output_fd: int) -> Viewed:
     if request.first < 1 or (request.last is not None and request.last < request.first):
         raise Refused("BAD_REQUEST", "the first line must be at least 1, and not behind the last")
     fd, part = open_part(GetFile(request.path), resolver)
-    with open(fd, "rb", _PIECE_BYTES) as file, open(output_fd, "wb", _PIECE_BYTES, closefd=False) as out:
+    with open(fd, "rb", _PIECE_BYTES) as file, BufferedWriter(raw, _PIECE_BYTES) as out:
         total = sent = last = 0
         is_begin, truncated = True, False
         while piece := file.readline(_PIECE_BYTES):

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO
+from io import BufferedIOBase, BufferedWriter, RawIOBase
 
 from runner.files.paths import Resolver, refusal
 from runner.files.tree import Walk
@@ -68,7 +68,7 @@ class _Full(Exception):
 
 
 def watch(
-    request: WatchFiles, resolver: Resolver, kernel: Kernel, tell: Callable[[object], None], output_fd: int
+    request: WatchFiles, resolver: Resolver, kernel: Kernel, tell: Callable[[object], None], raw: RawIOBase
 ) -> Done:
     """Tell the changes of a file, or of the entries of a directory, with `recursive` of all below it, until it is
     gone. `tell` gets the head once everything is watched.
@@ -94,13 +94,13 @@ def watch(
         except OSError as error:
             raise refusal(error, request.path) from None
         tell(Watching(os.fsdecode(real)))
-        with open(output_fd, "wb", _OUT_BYTES, closefd=False) as out:
+        with BufferedWriter(raw, _OUT_BYTES) as out:
             while not watched.is_over:
                 _write(out, watched.next(request.silence_ms))
     return Done(os.fsdecode(real))
 
 
-def _write(out: IO[bytes], changes: list[FileChange]) -> None:
+def _write(out: BufferedIOBase, changes: list[FileChange]) -> None:
     """Send changes as lines; an empty line if there was none."""
     out.write(b"".join(ANSWERS.encode(each) + b"\n" for each in changes) or b"\n")
     out.flush()

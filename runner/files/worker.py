@@ -1,161 +1,189 @@
-"""Requests for files: each is done by a file worker, a fork of PID 1 that becomes the session's user.
+"""Requests for files: served by file workers, forks of PID 1 that become the user of the request.
 
-PID 1 looks at no file itself: that may block, or take long. A file worker runs this code and no other. It has no
-capability, keeps only the descriptors it was given, and ends with one answer, a message of `protocol.ANSWERS`. PID 1
-never waits for it. A worker whose answer nobody wants any more is killed.
+PID 1 looks at no file itself: that may block, or take long. It hands the whole connection over to a worker, which
+answers the request and those that follow on the connection, with blocking calls. A worker that is asked nothing for
+`IDLE_S` ends, and PID 1 has the connection back. A worker whose client has left is ended.
 
-Sources: pipe(7); fork(2); credentials(7).
+A worker runs this code and no other. It has no capability and one descriptor, the connection.
+
+Sources: fork(2); credentials(7); socket(7) SO_RCVTIMEO (read(2) of a blocking socket then fails with EAGAIN); epoll(7).
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, refusal
-from runner.loop.context import Context, Refused, Sink
+from runner.loop.context import Caller, Context, Refused
 from runner.loop.identity import UserAccount
-from runner.loop.kernel import FD_MAX, Kernel
-from runner.loop.loop import READ
+from runner.loop.kernel import FD_MAX
 from runner.loop.reaper import unblock_signals
 from runner.process.spawn import change_user, fork
 from runner.process.users import look_up
-from runner.streams.flow import Inflow, Outflow
-from runner.streams.streams import NO_STREAMS, ClientSide, Streams
 from runner.wire.protocol import (
     ANSWERS,
-    CHUNK_BYTES,
+    FROM_DAEMON,
+    HEADER_BYTES,
     MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
+    REQUESTS,
     Error,
     FileRequest,
+    FrameDecoder,
     Kind,
     ProtocolError,
+    SearchFiles,
     WatchFiles,
+    encode_header,
 )
 
-Work = Callable[[Callable[[object], None]], object]
-"""Runs in the worker and returns the answer. May give a head, once, to the function. Raises `Refused` or `OSError`."""
+MAX_WORKERS = 36
+"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection."""
 
-_END_OF_HEAD = b"\n"
-"""Not part of any message, which is JSON without line breaks."""
+MAX_WATCHES = 8
+"""Workers that may watch files: they last, and others shall find room."""
 
-_CUT_SHORT = Error("IO_ERROR", "the work was cut short")
+IDLE_S = 5.0
+"""A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""
+
+_LEAVE_S = 0.25
+"""A worker that waits for content finds out by itself that the client has left, and removes what it has begun."""
+
+_TIMEVAL = struct.Struct("ll")
+_READ_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
+_AT_EASE, _BROKEN = 0, 1
+"""Exit statuses of a worker: between two requests, or within one."""
+
+
+class FileWorkers:
+    """The workers that live."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._living: set[FileWorker] = set()
+
+    def begin(self, request: FileRequest, caller: Caller) -> FileWorker:
+        """Have a worker answer a request, and those that follow.
+
+        Raises:
+            Refused: TOO_MANY, NO_SUCH_USER.
+        """
+        account = self._account_of(request.user)
+        if len(self._living) >= MAX_WORKERS:
+            raise Refused("TOO_MANY", f"{MAX_WORKERS} requests for files are under way")
+        if request.lasts and sum(each.lasts for each in self._living) >= MAX_WATCHES:
+            raise Refused("TOO_MANY", f"{MAX_WATCHES} watches are under way")
+        try:
+            worker = FileWorker(self._context, request, account, caller, self._living.discard)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0).lower()
+            raise Refused("TOO_MANY", f"no process could be made: {reason}") from None
+        self._living.add(worker)
+        return worker
+
+    def _account_of(self, user: str | None) -> UserAccount:
+        if user is None:
+            return self._context.as_user.account
+        if self._context.config.files_only:
+            raise Refused("NO_SUCH_USER", "the files here have one user")
+        return look_up(self._context, user)
 
 
 class FileWorker:
-    """One worker. `on_answer` is called once, unless the worker is killed before; `on_head` earlier, with a head."""
+    """One worker, as PID 1 sees it: the job of the connection that was handed over, of which PID 1 reads nothing."""
 
     def __init__(
         self,
         context: Context,
-        work: Work,
-        on_answer: Callable[[object], None],
-        *,
-        kept: Iterable[int] = (),
-        account: UserAccount | None = None,
-        on_head: Callable[[object], None] = lambda _head: None,
+        request: FileRequest,
+        account: UserAccount,
+        caller: Caller,
+        on_death: Callable[[FileWorker], None],
     ) -> None:
-        """Fork. `kept` are the descriptors that the worker keeps; they stay the caller's. `account`: whom the worker
-        becomes, by default the session's user.
+        """Fork.
 
         Raises:
             OSError: no process could be made.
         """
-        self._context = context
-        self._on_answer, self._on_head = on_answer, on_head
-        self._answer = bytearray()
-        self._fd, answer_fd = os.pipe2(os.O_CLOEXEC)
-        self._pid = 0
-        try:
-            pid = fork(context.kernel)
-            if pid == 0:
-                _live(context, account or context.as_user.account, work, answer_fd, (*kept, answer_fd))
-        except OSError:
-            os.close(self._fd)
-            raise
-        finally:
-            os.close(answer_fd)
-        self._pid = pid
-        context.reaper.watch(pid, self._on_death)
-        os.set_blocking(self._fd, False)
-        context.loop.watch(self._fd, READ, self._on_readable, lambda _error: self._finish(_CUT_SHORT))
+        self.lasts = request.lasts
+        self._context, self._caller, self._on_over = context, caller, on_death
+        self._pid = fork(context.kernel)
+        if self._pid == 0:
+            _live(context, account, request, *caller.hand_over())
+        caller.hand_over()  # what came with the request belongs to the worker
+        context.reaper.watch(self._pid, self._on_death)
 
-    def kill(self) -> None:
-        """Kill the worker, whatever it does; its answer is not wanted any more."""
+    def _on_death(self, status: int) -> None:
+        self._pid = 0
+        self._on_over(self)
+        if os.waitstatus_to_exitcode(status) == _AT_EASE:
+            self._caller.take_back()
+        else:
+            self._caller.close()
+
+    def on_close(self) -> None:
+        """End the worker: the client has left."""
+        self._context.loop.call_later(_LEAVE_S, self._kill, lambda _error: None)
+
+    def _kill(self) -> None:
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
-        self._close()
 
-    def _on_death(self, _status: int) -> None:
-        self._pid = 0
+    @property
+    def wants_input(self) -> bool:
+        """Whether PID 1 reads from the connection."""
+        return False
 
-    def _on_readable(self, _events: int) -> None:
-        try:
-            chunk = os.read(self._fd, CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        self._answer += chunk
-        head, mark, rest = self._answer.partition(_END_OF_HEAD)
-        if mark:
-            self._answer = rest
-            self._on_head(_decode(bytes(head)))
-        if not chunk or len(self._answer) > MAX_FRAME_BYTES:
-            self._finish(_decode(bytes(self._answer)))
+    def on_data(self, data: bytes) -> None:
+        """Frames are read by the worker."""
 
-    def _finish(self, answer: object) -> None:
-        if self._fd >= 0:
-            self._close()
-            self._on_answer(answer)
+    def on_end(self) -> None:
+        """Frames are read by the worker."""
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            self._context.loop.unwatch(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+    def on_cancel(self) -> None:
+        """Frames are read by the worker."""
+
+    def on_drained(self) -> None:
+        """PID 1 sends nothing."""
 
 
-def _decode(data: bytes) -> object:
-    """Return the answer. A worker that was killed gave none, or half of one."""
+# In the fork ----------------------------------------------------------------------------------------------------------
+
+
+class _Left(BaseException):
+    """The client has left, or wants no more. No work goes on, and none takes this for an error of its own."""
+
+
+def _live(context: Context, account: UserAccount, request: FileRequest, fd: int, received: bytes) -> NoReturn:
+    """Answer requests until there are none, and exit. Nothing may unwind into PID 1's stack."""
+    status = _BROKEN
     try:
-        return ANSWERS.decode(data)
-    except ProtocolError:
-        return _CUT_SHORT
-
-
-def _live(context: Context, account: UserAccount, work: Work, answer_fd: int, kept: tuple[int, ...]) -> NoReturn:
-    """Do the work and exit, in the fork. Nothing may unwind into PID 1's stack."""
-    try:
-        try:
-            _become(account, context, kept)
-            answer = work(lambda head: _write(answer_fd, ANSWERS.encode(head) + _END_OF_HEAD))
-        except Refused as refused:
-            answer = refused.error
-        except OSError as error:
-            failure = refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "")
-            answer = failure.error
-        except Exception as error:  # noqa: BLE001 - the last frame of the process
-            answer = Error("IO_ERROR", f"the work failed ({type(error).__name__})")
-        _write(answer_fd, ANSWERS.encode(answer))
+        _become(account, context, fd)
+        _Conversation(context, fd, received).go_on(request)
+        status = _AT_EASE
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
-def _write(fd: int, message: bytes) -> None:
-    data = memoryview(message)
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _become(account: UserAccount, context: Context, kept: tuple[int, ...]) -> None:
+def _become(account: UserAccount, context: Context, fd: int) -> None:
     rules_fd = context.settings.rules_fd
-    _close_others(context.kernel, kept if rules_fd < 0 else (*kept, rules_fd))
+    kept = sorted((fd,) if rules_fd < 0 else (fd, rules_fd))
+    for first, last in zip((3, *(each + 1 for each in kept)), (*(each - 1 for each in kept), FD_MAX), strict=True):
+        if first <= last:
+            context.kernel.close_range(first, last)
     signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that has left is an error of the write
     unblock_signals()
+    context.kernel.keep_pages_apart()  # before foreign bytes are read: a fork has the marks of its parent's memory
     change_user(context.kernel, account)
     if rules_fd >= 0:
         context.kernel.enter_file_rules(rules_fd)
@@ -167,153 +195,148 @@ def _become(account: UserAccount, context: Context, kept: tuple[int, ...]) -> No
     gc.enable()
 
 
-def _close_others(kernel: Kernel, kept: tuple[int, ...]) -> None:
-    first = 3
-    for fd in sorted(kept):
-        if fd > first:
-            kernel.close_range(first, fd - 1)
-        first = fd + 1
-    kernel.close_range(first, FD_MAX)
+class _Conversation:
+    """The connection, in the worker: frames by read(2) and writev(2), which every filter of system calls passes."""
 
+    def __init__(self, context: Context, fd: int, received: bytes) -> None:
+        self._resolver = Resolver(context.config, context.kernel)
+        self._kernel, self._passing = context.kernel, context.config.passing
+        self._fd, self._decoder = fd, FrameDecoder(FROM_DAEMON, max_body_bytes=MAX_REQUEST_BYTES)
+        self._decoder.feed(received)
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        self._is_live = False
+        """Whether what there is to tell is told at once; else it goes out in large pieces."""
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            sock.setblocking(True)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
 
-MAX_JOBS = 16
-"""At a time; each is a process."""
+    def go_on(self, request: FileRequest) -> None:
+        """Answer a request and those that follow, all of one user, until none comes for a while. One that lasts has a
+        worker of its own."""
+        self._perform(request)
+        if not request.lasts:
+            while (following := self._next_request()) is not None:
+                if following.user != request.user or following.lasts:
+                    raise ProtocolError("a request that is for another worker")
+                self._perform(following)
 
-MAX_WATCHES = 8
-"""Jobs that may watch files: they last, and others shall find room."""
+    def _perform(self, request: FileRequest) -> None:
+        self._is_live = isinstance(request, SearchFiles | WatchFiles)
+        answer = self._answer(request)
+        self.send(Kind.ERROR if isinstance(answer, Error) else Kind.REPLY, ANSWERS.encode(answer))
+        self.flush()
 
-
-class FileJobs:
-    """The requests under way."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._running: set[FileJob] = set()
-
-    def begin(self, request: FileRequest, sink: Sink) -> FileJob:
-        """Begin a request.
-
-        Raises:
-            Refused: TOO_MANY, NO_SUCH_USER.
-        """
-        account = account_of(self._context, request.user)
-        if len(self._running) >= MAX_JOBS:
-            raise Refused("TOO_MANY", f"{MAX_JOBS} requests for files are under way")
-        is_watch = isinstance(request, WatchFiles)
-        if is_watch and sum(each.is_watch for each in self._running) >= MAX_WATCHES:
-            raise Refused("TOO_MANY", f"{MAX_WATCHES} watches are under way")
-        job = FileJob(self._context, sink, self._running.discard, is_watch=is_watch)
+    def _answer(self, request: FileRequest) -> object:
+        work = FileWork(self._resolver, self._kernel, self._start, _Content(self), _Output(self), self._passing)
         try:
-            job.begin(request, account)
+            return perform(request, work)
+        except Refused as refused:
+            return refused.error
         except OSError as error:
-            job.on_close()
-            reason = os.strerror(error.errno or 0).lower()
-            raise Refused("TOO_MANY", f"no process could be made: {reason}") from None
-        self._running.add(job)
-        return job
+            return refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "").error
+        except Exception as error:  # noqa: BLE001 - whatever failed, the client is told, and the next request is served
+            return Error("IO_ERROR", f"the work failed ({type(error).__name__})")
 
+    def _next_request(self) -> FileRequest | None:
+        """Return the next request, None if there is none for a while. Frames before it are of the one before, which was
+        answered before all of its content had come."""
+        while True:
+            for kind, body in self._decoder:
+                if kind is Kind.REQUEST:
+                    request: Any = REQUESTS.decode(body)
+                    if not isinstance(request, FileRequest):
+                        raise ProtocolError("a request that is not for files")
+                    return request
+            if not self._receive() and not self._decoder.buffered_bytes:
+                return None
 
-def account_of(context: Context, user: str | None) -> UserAccount:
-    """Return whom a request is performed as. Raises `Refused`: NO_SUCH_USER."""
-    if user is None:
-        return context.as_user.account
-    if context.config.files_only:
-        raise Refused("NO_SUCH_USER", "the files here have one user")
-    return look_up(context, user)
+    def content(self) -> bytes:
+        """Return the next piece of the request's content, nothing at its end."""
+        while True:
+            for kind, body in self._decoder:
+                if kind is Kind.END:
+                    return b""
+                if kind is not Kind.DATA:
+                    raise _Left
+                if body:
+                    return body
+            self._receive()
 
-
-class WorkerStreams(Streams):
-    """The pipe that a worker reads content from, or the one it writes content to. `input_fd` and `output_fd` are
-    the worker's ends, open until `close_worker_side`."""
-
-    def __init__(self, job: FileJob, context: Context, request: FileRequest) -> None:
-        super().__init__()
-        self.input_fd = self.output_fd = -1
-        if request.takes_input:
-            self.input_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(write_fd, False)
-            self._inflow = Inflow(context.loop, job, write_fd)
-        if request.gives_output:
-            read_fd, self.output_fd = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(read_fd, False)
-            self._outflows.append(Outflow(context.loop, read_fd, Kind.DATA, job))
-
-    @property
-    def worker_side(self) -> list[int]:
-        return [fd for fd in (self.input_fd, self.output_fd) if fd >= 0]
-
-    def close_worker_side(self) -> None:
-        for fd in self.worker_side:
-            os.close(fd)
-        self.input_fd = self.output_fd = -1
-
-
-class FileJob(ClientSide):
-    """One request. It is over when the worker's answer has come and all output was sent."""
-
-    def __init__(
-        self, context: Context, sink: Sink, on_over: Callable[[FileJob], None], *, is_watch: bool = False
-    ) -> None:
-        super().__init__(sink)
-        self._context = context
-        self.is_watch = is_watch
-        self._on_over = on_over
-        self._worker: FileWorker | None = None
-        self._answer: object = None
-
-    def begin(self, request: FileRequest, account: UserAccount) -> None:
-        """Start the work.
-
-        Raises:
-            OSError: there is no process or descriptor left.
-        """
-        config, kernel = self._context.config, self._context.kernel
-        resolver = Resolver(config, kernel, anywhere=not config.files_only)
-        self._streams = streams = WorkerStreams(self, self._context, request)
-        input_fd, output_fd = streams.input_fd, streams.output_fd
+    def _receive(self) -> bool:
+        """Wait for bytes; return False if none came for a while. Raises `_Left`."""
         try:
-            self._worker = FileWorker(
-                self._context,
-                lambda start: perform(request, FileWork(resolver, kernel, start, input_fd, output_fd)),
-                self._on_answer,
-                kept=streams.worker_side,
-                account=account,
-                on_head=self._on_head,
-            )
-        finally:
-            streams.close_worker_side()
-        if not request.has_head:
-            streams.resume()
+            data = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise _Left
+        self._decoder.feed(data)
+        return True
 
-    def _on_head(self, head: object) -> None:
-        if self._sink is not None and not isinstance(head, Error):
-            self._sink.start(head)
-            self._streams.resume()
+    def _start(self, head: object) -> None:
+        self.send(Kind.STARTED, ANSWERS.encode(head))
 
-    def _on_answer(self, answer: object) -> None:
-        self._answer = answer
-        self._streams.finish(may_read=self._may_read)
-        self.on_output_done()
+    def send(self, kind: Kind, body: bytes) -> None:
+        """Send one frame, soon. Raises `_Left`."""
+        self._unsent += (encode_header(kind, len(body)), body)
+        self._unsent_bytes += len(body)
+        if self._is_live or self._unsent_bytes >= MAX_FRAME_BYTES:
+            self.flush()
 
-    def on_output_done(self) -> None:
-        if self._worker is not None and self._answer is not None and self._streams.is_done:
-            self._finish(self._answer)
+    def flush(self) -> None:
+        """Send what waits to be sent. Raises `_Left`."""
+        parts, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        try:
+            while parts:
+                sent = os.writev(self._fd, parts)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except ConnectionError:
+            raise _Left from None
 
-    def _finish(self, answer: object) -> None:
-        sink = self._sink
-        self.on_close()
-        if sink is not None:
-            sink.finish(answer)
 
-    def on_cancel(self) -> None:
-        self._finish(Error("IO_ERROR", "cancelled"))
+class _Content(io.RawIOBase):
+    """Content of a request: the DATA frames up to END."""
 
-    def on_close(self) -> None:
-        """Give everything up: the client is gone, or the answer is known."""
-        self._sink = None
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
-        self._streams.close(None)
-        self._streams = NO_STREAMS
-        self._on_over(self)
+    def __init__(self, conversation: _Conversation) -> None:
+        self._conversation = conversation
+        self._rest = b""
+        self._is_over = False
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Return at most `size` bytes, of one frame; nothing at the end."""
+        piece = self._rest
+        if not piece and not self._is_over:
+            piece = self._conversation.content()
+            self._is_over = not piece
+        self._rest = piece[size:]
+        return piece[:size]
+
+    def readinto(self, buffer: Any) -> int:  # a writable buffer
+        piece = self.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+class _Output(io.RawIOBase):
+    """Output of a request: DATA frames."""
+
+    def __init__(self, conversation: _Conversation) -> None:
+        self._conversation = conversation
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:  # bytes, or a view of some
+        piece = bytes(data[:MAX_FRAME_BYTES])
+        if piece:
+            self._conversation.send(Kind.DATA, piece)
+        return len(piece)

@@ -122,7 +122,7 @@ def unpack(top_fd: int, source: IO[bytes], maker: TreeMaker) -> Packed:
 def _spooled(top_fd: int, source: IO[bytes], maker: TreeMaker) -> Iterator[IO[bytes]]:
     """Yield a file that has the content of `source` and no name."""
     name = temporary_name(0)
-    with open(open_new(top_fd, name), "w+b") as file:
+    with open(open_new(top_fd, name, os.O_RDWR), "w+b") as file:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=top_fd)
         while chunk := source.read(CHUNK_BYTES):

@@ -43,7 +43,6 @@ class RunnerConfig:
     files_only: bool = False
     """Whether no program runs here: files are read, written, listed and packed, and all else is refused."""
     workspace: str = "/workspace"
-    file_roots: tuple[str, ...] = ("/workspace", "/tmp", "/home/sandbox")
     outside_peers_only: bool = True
     """Whether to refuse peers that have a pid in this pid namespace (the daemon has none here)."""
 

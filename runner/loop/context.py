@@ -106,7 +106,7 @@ class Context:
     def open(cls, config: RunnerConfig, kernel: Kernel, *, shells_fd: int = -1) -> Context:
         """Make the loop and begin to reap; signals must be blocked already."""
         loop = EventLoop()
-        user = UserIdentity(sandbox_user(config), kernel, ends_with_parent=config.files_only)
+        user = UserIdentity(sandbox_user(config), kernel)
         return cls(config, kernel, loop, ChildReaper(loop), user, Settings(config), Registry(), shells_fd)
 
     def file(self, name: str) -> str:
@@ -158,3 +158,17 @@ class Sink(Protocol):
     @property
     def is_full(self) -> bool:
         """Whether to wait for `Job.on_drained` before sending more."""
+
+
+class Caller(Sink, Protocol):
+    """A connection whose requests another process may serve for a while."""
+
+    def hand_over(self) -> tuple[int, bytes]:
+        """Return the descriptor, which stays the connection's, and what was received behind the request. Nothing is
+        read or sent here until `take_back`."""
+
+    def take_back(self) -> None:
+        """Serve the next request here: the other process has answered all that it has read."""
+
+    def close(self) -> None:
+        """Close the connection."""

@@ -52,14 +52,14 @@ class UserIdentity:
     own ids, if PID 1 has them to give.
     """
 
-    def __init__(self, account: UserAccount, kernel: Kernel, *, ends_with_parent: bool = False) -> None:
+    def __init__(self, account: UserAccount, kernel: Kernel) -> None:
         self.account = account
-        self._kernel, self._ends_with_parent = kernel, ends_with_parent
+        self._kernel = kernel
         self._own = (os.geteuid(), os.getegid())
 
     def of(self, account: UserAccount) -> UserIdentity:
         """Return an identity of another user."""
-        return UserIdentity(account, self._kernel, ends_with_parent=self._ends_with_parent)
+        return UserIdentity(account, self._kernel)
 
     def __enter__(self) -> None:
         try:
@@ -77,5 +77,3 @@ class UserIdentity:
     def _restore(self) -> None:
         self._kernel.setfsuid(self._own[0])
         self._kernel.setfsgid(self._own[1])
-        if self._ends_with_parent:  # a change of ids clears the parent-death signal (prctl(2), PR_SET_PDEATHSIG)
-            self._kernel.prctl_set_pdeathsig()

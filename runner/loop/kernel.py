@@ -38,8 +38,9 @@ class Kernel(Protocol):
         """Write `/proc/self/oom_score_adj`, which children inherit: the out-of-memory killer takes this process before
         PID 1, or no longer."""
 
-    def prctl_set_pdeathsig(self) -> None:
-        """PR_SET_PDEATHSIG, SIGKILL; a change of ids takes it away."""
+    def keep_pages_apart(self) -> None:
+        """madvise(2), MADV_UNMERGEABLE: take pages that a fork shares with other sandboxes, if PID 1 offers its pages
+        for merging, and offer none any more."""
 
     def prctl_set_child_subreaper(self) -> None:
         """PR_SET_CHILD_SUBREAPER, 1."""

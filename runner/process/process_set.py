@@ -1,5 +1,8 @@
 """Sets of processes: those of one command, shell or program, found in /proc at every look, and killed as a whole.
 
+PID 1 holds /proc open from its start (`hold_proc`): root inside may shut `/` to it, by `chmod 0 /`, and can't shut
+/proc, whose files are not the sandbox's.
+
 No process is remembered between calls. Pids are reused, so every decision rests on a scan of that moment and on
 (start tick, pid). Only the kernel's own words about processes are read, never their memory, arguments or environment.
 
@@ -7,8 +10,9 @@ A command's processes are those that began after it below its shell, and orphans
 (the shell adopts orphans, so that is after its death only). An orphan counts as the command's own if it is in the same
 cgroup as the command's shell and does not descend from another shell or program.
 
-Sources: proc_pid_stat(5) (comm may hold any byte, so fields count from the last parenthesis), proc_loadavg(5) (last
-pid of the reader's pid namespace), cgroups(7) "/proc/pid/cgroup"; PR_SET_CHILD_SUBREAPER(2const).
+Sources: openat(2) (a relative path is looked up from the descriptor on, without `/`); proc_pid_stat(5) (comm may hold
+any byte, so fields count from the last parenthesis), proc_loadavg(5) (last pid of the reader's pid namespace),
+cgroups(7) "/proc/pid/cgroup"; PR_SET_CHILD_SUBREAPER(2const).
 """
 
 from __future__ import annotations
@@ -26,6 +30,23 @@ _DEAD = b"ZXx"
 
 _STABLE_PASSES = 64
 """Most looks of one kill for processes born meanwhile; each look stops everything that the last one missed."""
+
+
+class _Proc:
+    """Way to /proc: from `fd` on by an empty path, or by `path` as long as `fd` is None."""
+
+    fd: int | None = None
+    path: str = "/proc/"
+
+
+def hold_proc() -> None:
+    """Open /proc for good. For PID 1, before foreign code runs. Raises: OSError."""
+    _Proc.fd, _Proc.path = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ""
+
+
+def open_proc(path: str, flags: int = os.O_RDONLY) -> int:
+    """Open a file by its path below /proc; it closes on execve(2). Raises: OSError."""
+    return os.open(_Proc.path + path, flags | os.O_CLOEXEC, dir_fd=_Proc.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +83,7 @@ class Clock:
         tick = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
         try:
             if self._fd < 0:
-                self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = open_proc("loadavg")
             return Moment(tick, int(os.pread(self._fd, 128, 0).rpartition(b" ")[2]))
         except (OSError, ValueError):  # masked: the tick alone decides
             return Moment(tick, 0)
@@ -95,7 +116,7 @@ def parse_stat(pid: int, stat: bytes) -> Process:
 def scan() -> dict[int, Process]:
     """Return every process this one can see."""
     table = {}
-    for name in os.listdir("/proc"):
+    for name in os.listdir(_Proc.path if _Proc.fd is None else _Proc.fd):
         if name.isdecimal():
             process = _read_process(int(name))
             if process is not None:
@@ -105,7 +126,7 @@ def scan() -> dict[int, Process]:
 
 def _read_process(pid: int) -> Process | None:
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_proc(f"{pid}/stat")
     except OSError:
         return None  # ended since it was listed
     try:
@@ -164,7 +185,7 @@ def hangs_below(process: Process, root: int | None, table: Mapping[int, Process]
 def is_computing(pid: int) -> bool:
     """Return whether a process runs, or would if it had a processor."""
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_proc(f"{pid}/stat")
     except OSError:
         return False
     try:
@@ -178,7 +199,7 @@ def is_computing(pid: int) -> bool:
 def heeds(pid: int, number: int) -> bool:
     """Return whether a process would take a signal; jobs that a shell starts with `&` ignore SIGINT and SIGQUIT."""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_proc(f"{pid}/status")
     except OSError:
         return False
     try:
@@ -196,8 +217,9 @@ _DELETED = b" (deleted)"
 def read_directory(pid: int) -> bytes:
     """Return the directory of a process, empty if it has ended. A removed directory has the path that it had."""
     try:
-        path = os.readlink(b"/proc/%d/cwd" % pid)
-        if path.endswith(_DELETED) and os.stat(b"/proc/%d/cwd" % pid).st_nlink == 0:
+        link = f"{_Proc.path}{pid}/cwd"
+        path = os.fsencode(os.readlink(link, dir_fd=_Proc.fd))
+        if path.endswith(_DELETED) and os.stat(link, dir_fd=_Proc.fd).st_nlink == 0:
             return path.removesuffix(_DELETED)
     except OSError:
         return b""
@@ -330,7 +352,7 @@ class ProgramSet:
 def read_membership(pid: int) -> bytes:
     """Return the content of `/proc/<pid>/cgroup`, empty if the process has ended."""
     try:
-        fd = os.open(f"/proc/{pid}/cgroup", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_proc(f"{pid}/cgroup")
     except OSError:
         return b""
     try:

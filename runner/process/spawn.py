@@ -29,6 +29,7 @@ from runner.loop.context import Context, Descriptor, Refused
 from runner.loop.identity import ROOT_ID, UserAccount, UserIdentity
 from runner.loop.kernel import FD_MAX, Kernel
 from runner.loop.reaper import unblock_signals
+from runner.process.process_set import open_proc
 from runner.wire.protocol import Group
 
 START_FAILED_STATUS = 125
@@ -285,7 +286,7 @@ def offer(identity: UserIdentity, pid: int) -> bool:
     """Have the out-of-memory killer end a user's program before PID 1; return False if it is no program yet."""
     try:
         with identity:  # after execve(2) the directory is its user's; a fork of PID 1 is not dumpable, and it is root's
-            fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_proc(f"{pid}/oom_score_adj", os.O_WRONLY | os.O_NOFOLLOW)
     except PermissionError:
         return False
     except OSError:

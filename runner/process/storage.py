@@ -11,6 +11,7 @@ import os
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
+from runner.process.process_set import open_proc
 
 _LITTLE_BYTES = 64 * 1024
 """A file system with less room than this counts as full."""
@@ -21,7 +22,7 @@ _FIELD = b"\nwrite_bytes: "
 def is_full(context: Context) -> bool:
     """Return whether one of the file systems that a run writes to has no room left, in bytes or inodes."""
     with context.as_user:
-        return any(_is_full(path) for path in ("/", *context.config.file_roots, "/dev/shm"))
+        return any(_is_full(path) for path in ("/", context.config.workspace, "/tmp", context.config.home, "/dev/shm"))
 
 
 def _is_full(path: str) -> bool:
@@ -66,7 +67,7 @@ class WriteMeter:
         try:
             if self._fd < 0:
                 with owner:
-                    self._fd = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+                    self._fd = open_proc(f"{pid}/io")
                 self._last = self._now()
                 return -1
             last, self._last = self._last, self._now()

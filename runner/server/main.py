@@ -13,12 +13,12 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from runner.files.transfer import FileReadJob, FileWriteJob, begin_get
-from runner.files.worker import FileJobs
+from runner.files.worker import FileWorkers
 from runner.loop.config import RunnerConfig
-from runner.loop.context import Context, Descriptor, Job, Reachable, Refused, Sink, refuse
+from runner.loop.context import Caller, Context, Descriptor, Job, Reachable, Refused, refuse
 from runner.loop.kernel import Kernel
 from runner.loop.reaper import block_signals
+from runner.process.process_set import hold_proc
 from runner.programs.programs import Programs
 from runner.server.kept import KeptRuns
 from runner.server.ports import Ports
@@ -36,12 +36,10 @@ from runner.wire.protocol import (
     Exec,
     FileRequest,
     ForgetRuns,
-    GetFile,
     Hello,
     Kind,
     ListRuns,
     OpenShell,
-    ReadFile,
     Resize,
     RunProgram,
     SetEnv,
@@ -49,11 +47,10 @@ from runner.wire.protocol import (
     Signal,
     Thawed,
     Watch,
-    WriteFile,
     encode_frame,
 )
 
-_FOR_FILES = (Hello, Thawed, ReadFile, WriteFile, FileRequest)
+_FOR_FILES = (Hello, Thawed, FileRequest)
 
 _NO_VERSION = -1
 
@@ -68,10 +65,9 @@ class Service:
         self._programs: Programs | None = None  # these two are made when first needed: an idle session is spared them
         self._ports: Ports | None = None
         self._runs = KeptRuns()
-        self._files = FileJobs(context)
-        self._writers = 0
+        self._files = FileWorkers(context)
 
-    def dispatch(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
+    def dispatch(self, request: Any, sink: Caller, descriptor: Descriptor) -> Job | None:  # one of REQUESTS
         """Begin a request; return its job unless the request is answered."""
         try:
             return self._begin(request, sink, descriptor)
@@ -79,7 +75,7 @@ class Service:
             sink.finish(refused.error)
             return None
 
-    def _begin(self, request: Any, sink: Sink, descriptor: Descriptor) -> Job | None:
+    def _begin(self, request: Any, sink: Caller, descriptor: Descriptor) -> Job | None:
         if self._context.config.files_only and not isinstance(request, _FOR_FILES):
             raise Refused("BAD_REQUEST", "there are only files here")
         match request:
@@ -119,19 +115,10 @@ class Service:
             case Watch():
                 self._ports = self._ports or Ports(self._context, shell_pids=self._shells.pids, diag=self._diag)
                 return self._ports.watch(sink)
-            case ReadFile():
-                reader = FileReadJob(self._context)
-                reader.begin(request, sink)
-                return reader
-            case WriteFile():
-                self._writers += 1
-                writer = FileWriteJob(self._context, self._writers)
-                writer.begin(request, sink)
-                return writer
-            case GetFile():
-                return begin_get(self._context, self._files, request, sink)
             case FileRequest():
                 return self._files.begin(request, sink)
+            case _:
+                raise Refused("BAD_REQUEST", "no request of this version")
         return None
 
     def _wake_ports(self) -> None:
@@ -179,7 +166,7 @@ def rehearse(kernel: Kernel, config: RunnerConfig) -> None:
     reference count of everything a piece of code names. The first request writes to hundreds of such pages. After a
     rehearsal most of them are PID 1's own before somebody waits for the session, and no more of them than without.
 
-    The file system is not the sandbox's yet, and is not touched. Descriptors stay open: the caller closes all that are
+    The file system is not the sandbox's yet, and is not touched. Descriptors stay open: the sink closes all that are
     not its own.
     """
     block_signals()
@@ -214,6 +201,7 @@ def run(
     config = config or RunnerConfig()
     block_signals()
     os.umask(0)  # modes of what is made here are meant as written; commands get 022
+    hold_proc()
     context = Context.open(config, kernel, shells_fd=shells_fd)
     diag = socket.socket(fileno=diag_fd) if diag_fd >= 0 else None
     RunnerServer(context, listener_fd, Service(context, diag).dispatch)

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from runner.loop.config import MAX_CONNECTIONS, OUT_BUFFER_BYTES
-from runner.loop.context import Context, Descriptor, Job, Sink
+from runner.loop.context import Caller, Context, Descriptor, Job
 from runner.loop.loop import HANG_UP, READ, WRITE, EventLoop, Timer
 from runner.wire.protocol import (
     ANSWERS,
@@ -44,13 +44,13 @@ _STARTED_DELAY_S = 0.001
 """STARTED waits this long for more frames: a short command is then answered in one piece."""
 
 
-Dispatch = Callable[[Any, Sink, Descriptor], Job | None]
+Dispatch = Callable[[Any, Caller, Descriptor], Job | None]
 """Begin a decoded request; return its job, or None when the request is answered already. A descriptor that is not
 taken by then is closed."""
 
 
 class Connection:
-    """One peer. Implements `Sink` for the request it carries."""
+    """One peer. Implements `Caller` for the request it carries."""
 
     def __init__(
         self, loop: EventLoop, sock: socket.socket, dispatch: Dispatch, on_closed: Callable[[Connection], None]
@@ -98,6 +98,17 @@ class Connection:
 
     def refresh_input(self) -> None:
         if not self._is_closed:
+            self._update_events()
+
+    # Caller --------------------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> tuple[int, bytes]:
+        return self._socket.fileno(), self._decoder.take_rest()
+
+    def take_back(self) -> None:
+        if not self._is_closed:
+            self._socket.setblocking(False)  # a mode of the open socket, which the other process has changed
+            self._is_busy, self._job = False, None
             self._update_events()
 
     @property

@@ -153,7 +153,10 @@ class Ladder:
         self.stop()
         if self.shell_is_busy:
             self._push_shell()
-        left = self._push_processes()
+        try:
+            left = self._push_processes()
+        except OSError:  # PID 1 has no descriptor left to look with, say: nobody is known to be gone
+            left = True
         if not left and not self.shell_is_busy:
             # An error is no reason to climb again, for nothing is left: it is the owner's.
             self._loop.guard(lambda _events: self._on_clear(), 0, self._on_clear_error)

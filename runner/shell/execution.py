@@ -237,7 +237,7 @@ class Execution(Run):
         """Have the shell run nothing, if it ever begins. Not by truncation: it may read the file at this instant, and
         half a command is another command."""
         with contextlib.suppress(OSError):
-            self._shell.files.write("none", b"")
+            self._shell.files.write("none", command_driver.command_text("", link=self._shell.link_number).encode())
             self._shell.files.rename("none", "cmd")
 
     def _climb_on(self) -> None:
@@ -314,21 +314,23 @@ class Execution(Run):
         return self._name.startswith(command_driver.PLAIN)
 
     def _write_files(self) -> None:
-        """Make `cmd`, and `pre` and `post` if the driver sources them."""
+        """Make `cmd`, and what comes before and after it."""
         request, shell = self.request, self._shell
         text = terminal_driver.read_lines(shell.files.path, shell.argv) if request.interactive else request.command
-        shell.files.write("cmd", os.fsencode(text))
-        if self._is_plain:
-            return
-        cwd = None if request.cwd is None else os.path.join(self._context.config.workspace, request.cwd)
-        before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
-        if request.terminal is not None:
-            before = terminal_driver.enter(shell.files.path, interactive=request.interactive) + before
-            after += terminal_driver.leave(shell.files.path, interactive=request.interactive)
-        if shell.is_deaf:
-            before = terminal_driver.restore() + before
-        shell.files.write("pre", os.fsencode(command_driver.news(shell.news()) + before))
-        shell.files.write("post", os.fsencode(after))
+        before = after = ""
+        if not self._is_plain:
+            cwd = None if request.cwd is None else os.path.join(self._context.config.workspace, request.cwd)
+            before, after = command_driver.prologue(cwd, request.env), command_driver.epilogue(cwd, request.env)
+            if request.terminal is not None:
+                before = terminal_driver.enter(shell.files.path, interactive=request.interactive) + before
+                after += terminal_driver.leave(shell.files.path, interactive=request.interactive)
+            if shell.is_deaf:
+                before = terminal_driver.restore() + before
+            before = command_driver.news(shell.news()) + before
+            shell.files.write("post", os.fsencode(after))
+            if not shell.is_bash:
+                shell.files.write("pre", os.fsencode(command_driver.before_text(before)))
+        shell.files.write("cmd", os.fsencode(command_driver.command_text(text, before, link=shell.link_number)))
 
     def _remove_command(self) -> None:
         """Remove the files of `_write_files`, as far as they are there. A command that no shell was handed has none."""

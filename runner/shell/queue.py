@@ -7,7 +7,6 @@ news means for the command is the business of `Execution`.
 from __future__ import annotations
 
 import os
-import signal
 import stat
 from collections import deque
 from collections.abc import Callable
@@ -92,15 +91,7 @@ class CommandQueue:
             on_error=lambda _error: on_closed(),
             now=True,
         )
-        self._close_on(on_closed)
-
-    def _close_on(self, on_closed: Callable[[], None]) -> None:
-        assert self._closing is not None
-        try:
-            self._closing.climb()
-        except OSError:  # `/proc` is unreadable, after root's `chmod 0 /`, say: the daemon kills the rest by the cgroup
-            self.shell.signal(signal.SIGKILL)
-            self._on_clear(on_closed)
+        self._closing.climb()
 
     def _rest(self) -> None:
         if not self._is_used:
@@ -108,7 +99,8 @@ class CommandQueue:
 
     def _on_clear(self, on_closed: Callable[[], None]) -> None:
         if self.shell.pid is not None:  # dead, and about to be reaped
-            self._context.loop.call_later(_REAP_S, lambda: self._close_on(on_closed), lambda _error: on_closed())
+            assert self._closing is not None
+            self._context.loop.call_later(_REAP_S, self._closing.climb, lambda _error: on_closed())
             return
         self._closing = None
         current, self._current = self._current, None

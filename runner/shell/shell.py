@@ -119,12 +119,14 @@ class Shell:
         self._timer: Timer | None = None
         self._checks_left = 0
         self._link: Link | None = None
-        self._link_number = command_driver.link_number(birth.argv[0])
+        self.link_number = command_driver.link_number(birth.argv[0])
         self._owner = birth.identity
         self._state = b""
         self.files = PrivateDirectory(directory, birth.identity.account.uid)
         if self._is_busybox:
-            self.files.write("run", command_driver.busybox_text(directory, link=self._link_number).encode())
+            self.files.write("run", command_driver.busybox_text(directory, link=self.link_number).encode())
+        if self.is_bash:
+            self.files.write("bash", command_driver.bash_text(directory).encode())
 
     @property
     def identity(self) -> UserIdentity:
@@ -140,11 +142,16 @@ class Shell:
     def path(self) -> str:
         return self._birth.argv[0]
 
+    @property
+    def is_bash(self) -> bool:
+        """Whether the shell is run by the driver for bash."""
+        return self.link_number == command_driver.BASH_LINK
+
     def start(self) -> None:
         """Start a process; `on_ready` follows. The first gets the environment, later ones the saved state."""
         self.is_ready = self._was_ready = self.is_deaf = False
         cwds = (self.cwd, os.fsencode(self._config.workspace), os.fsencode(self.identity.account.home))
-        reads_lines = self._link_number != command_driver.BASH_LINK
+        reads_lines = not self.is_bash
         reports = Reports(on_ready=self._on_started, on_begun=self._events.on_begun, on_end=self._on_end)
         link = None
         try:
@@ -174,7 +181,7 @@ class Shell:
     def _spawn(self, env: dict[str, str], cwds: tuple[bytes, ...], link_fd: int) -> int:
         """Start the process. The driver comes in a variable; BusyBox reads it from a pipe that holds all of it."""
         program = command_driver.driver_text(
-            self.files.path, self._revision, link=self._link_number, is_busybox=self._is_busybox
+            self.files.path, self._revision, link=self.link_number, is_busybox=self._is_busybox
         )
         context = self._context
         options: dict[str, Any] = {  # those of `spawn`
@@ -182,7 +189,7 @@ class Shell:
             "account": self.identity.account,
             "membership": self._birth.membership,
             "rules_fd": context.settings.rules_fd,
-            "link": (link_fd, self._link_number),
+            "link": (link_fd, self.link_number),
         }
         self._owner, copy = self.identity, find_copy(context.shells_fd, self.path)
         if copy is not None:  # the files of its process below /proc are root's
@@ -190,7 +197,8 @@ class Shell:
             options |= {"file": copy, "shells_fd": context.shells_fd}
         kernel, argv = self._context.kernel, self._birth.argv
         if not self._is_busybox:
-            argv = [*argv, "-c", command_driver.PROGRAM, os.path.basename(argv[-1])]
+            program_text = command_driver.BASH_PROGRAM if self.is_bash else command_driver.PROGRAM
+            argv = [*argv, "-c", program_text, os.path.basename(argv[-1])]
             return spawn(kernel, argv, env=env | {command_driver.VARIABLE: program}, **options)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:

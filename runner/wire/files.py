@@ -1,17 +1,20 @@
 """Requests for files, and their answers: a part of `protocol`, from which all others import them.
 
-Every sandbox takes them. Links on the way of a path are followed as far as the request's reach.
+Every sandbox takes them. Links on the way of a path are followed as far as the request's reach. A connection that a
+`FileRequest` came on takes further ones of the same `user`, and no other request.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from runner.wire.codec import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """Read a regular file as the sandbox user. Answer: STARTED with `FileInfo`, DATA*, then `Done`."""
+    """Read a regular file. Answer: STARTED with `FileInfo`, DATA*, then `Done`. For a PID 1 older than `FILES_VERSION`,
+    which keeps paths to `/workspace`, `/tmp` and `/home/sandbox`; a newer one takes `GetFile` instead."""
 
     path: str
     max_bytes: int
@@ -19,11 +22,8 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """Replace a file atomically with the DATA frames up to END, as the sandbox user, making its parents.
-
-    An existing file keeps its mode; a new one gets 0644. Closing before END leaves the old file untouched.
-    Answer: `Done` with the resolved path; with `sync` once file and name are on the disk.
-    """
+    """Replace a file with the DATA frames up to END. Answer: `Done` with the resolved path. For the same PID 1; a newer
+    one takes `PutFile` instead."""
 
     path: str
     sync: bool = False
@@ -39,12 +39,8 @@ class FileRequest:
     """
 
     user: str | None = None
-    takes_input: ClassVar[bool] = False
-    """Whether DATA frames up to END follow the request."""
-    gives_output: ClassVar[bool] = False
-    """Whether DATA frames come before the answer."""
-    has_head: ClassVar[bool] = False
-    """Whether STARTED with a message comes before the first DATA frame."""
+    lasts: ClassVar[bool] = False
+    """True for a request that goes on until its client leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,6 @@ class GetFile(FileRequest):
     of, else the whole file comes. `head_only`: no DATA is wanted. Answer: STARTED with `FilePart`, DATA*, `Done`.
     """
 
-    has_head: ClassVar[bool] = True
-    gives_output: ClassVar[bool] = True
     path: str
     start: int | None = None
     end: int | None = None
@@ -90,7 +84,6 @@ class PutFile(FileRequest):
     the answer comes once file and name are on the disk. Answer: `FilePut`, or `Unmatched`.
     """
 
-    takes_input: ClassVar[bool] = True
     path: str
     mode: int | None = None
     if_match: tuple[str, ...] = ()
@@ -112,7 +105,6 @@ class AppendUpload(FileRequest):
     """Append the DATA frames up to END to a part file that has `offset` bytes, until it has `max_bytes`. Bytes that
     came before the connection was closed are kept. Answer: `UploadState`."""
 
-    takes_input: ClassVar[bool] = True
     path: str
     upload_id: str
     offset: int
@@ -202,7 +194,6 @@ class EditFiles(FileRequest):
     """Make edits of text files, all or none. The DATA frames up to END are a JSON list (see `edit.py`). `dry_run`:
     nothing is written. `sync`: as in `PutFile`. Answer: `Edited`, or `Unedited`."""
 
-    takes_input: ClassVar[bool] = True
     dry_run: bool = False
     sync: bool = False
 
@@ -211,7 +202,6 @@ class EditFiles(FileRequest):
 class ViewFile(FileRequest):
     """Read the lines of a text file from `first` to `last`, counted from 1. Answer: DATA*, then `Viewed`."""
 
-    gives_output: ClassVar[bool] = True
     path: str
     first: int = 1
     last: int | None = None
@@ -243,7 +233,6 @@ class SearchFiles(FileRequest):
     Larger files than `max_file_bytes` are left out, and unless `everything` those with NUL bytes, and `.git`.
     """
 
-    gives_output: ClassVar[bool] = True
     path: str
     pattern: str
     regex: bool = False
@@ -262,8 +251,7 @@ class WatchFiles(FileRequest):
     Answer: STARTED with `Watching`, DATA*, whose lines are `FileChange`, and `Done` when the file is gone. After
     `silence_ms` without a change an empty line comes."""
 
-    has_head: ClassVar[bool] = True
-    gives_output: ClassVar[bool] = True
+    lasts: ClassVar[bool] = True
     path: str
     recursive: bool = False
     silence_ms: int = 15_000
@@ -313,7 +301,6 @@ class Pack(FileRequest):
     file that can't be read is an error before the first DATA; sockets, FIFOs and devices are left out and counted, in
     a zip archive links and names that are not UTF-8, too."""
 
-    gives_output: ClassVar[bool] = True
     path: str
     kind: ArchiveKind = "tar"
 
@@ -324,7 +311,6 @@ class Unpack(FileRequest):
     `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
     After an error the files unpacked by then stay. With `sync` the answer comes once all is on the disk."""
 
-    takes_input: ClassVar[bool] = True
     max_entries: int
     max_bytes: int
     path: str = "."
@@ -337,7 +323,7 @@ class Unpack(FileRequest):
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """`path` is resolved, absolute, inside the sandbox; bytes that are not UTF-8 are surrogate-escaped."""
+    """A file that is about to be sent; `path` as in `FileEntry`."""
 
     path: str
     size_bytes: int

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Literal, NoReturn
 
-from runner.wire.codec import ProtocolError, Vocabulary
+from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 from runner.wire.files import (
     MAX_CONTEXT,
     MAX_MATCHES,
@@ -79,7 +79,7 @@ from runner.wire.files import (
     WriteFile,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of this contract. A sandbox may outlive several daemons: they serve any PID 1 from `OLDEST_VERSION` on, and
 ask of it only what its version knows."""
 
@@ -149,47 +149,62 @@ class FrameDecoder:
     """
 
     def __init__(self, allowed: frozenset[Kind], *, max_body_bytes: int) -> None:
-        self._allowed = allowed
+        self._allowed = {int(kind): kind for kind in allowed}
         self._max_body_bytes = max_body_bytes
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""
+        self._start = 0
+        """Bytes of the buffer that were handed out."""
         self._error: str | None = None
 
     def feed(self, data: bytes) -> None:
         """Add received bytes. At most one frame more than what `next` consumed is ever buffered by a caller that
         iterates to the end after each `feed`."""
         self._check()
+        if self._start == len(self._buffer):  # so it is mostly: nothing is copied then
+            self._buffer, self._start = data, 0
+            return
+        if self._start or not isinstance(self._buffer, bytearray):
+            self._buffer, self._start = bytearray(memoryview(self._buffer)[self._start :]), 0
         self._buffer += data
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that are not handed out, which another decoder gets."""
+        rest = bytes(memoryview(self._buffer)[self._start :])
+        self._buffer, self._start = b"", 0
+        return rest
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes received and not yet handed out."""
-        return len(self._buffer)
+        return len(self._buffer) - self._start
 
     def __iter__(self) -> FrameDecoder:
         return self
 
     def __next__(self) -> Frame:
         self._check()
-        if len(self._buffer) < HEADER_BYTES:
+        begin = self._start + HEADER_BYTES
+        if len(self._buffer) < begin:
             raise StopIteration
-        length, number = _HEADER.unpack_from(self._buffer)
-        if number not in self._allowed:
+        length, number = _HEADER.unpack_from(self._buffer, self._start)
+        kind = self._allowed.get(number)
+        if kind is None:
             self._fail(f"frame kind {number:#04x} is not allowed here")
         if length > self._max_body_bytes:
             self._fail(f"frame of {length} bytes exceeds {self._max_body_bytes}")
-        if len(self._buffer) < HEADER_BYTES + length:
+        end = begin + length
+        if len(self._buffer) < end:
             raise StopIteration
-        body = bytes(memoryview(self._buffer)[HEADER_BYTES : HEADER_BYTES + length])
-        del self._buffer[: HEADER_BYTES + length]
-        return Kind(number), body
+        self._start = end
+        return kind, bytes(memoryview(self._buffer)[begin:end])
 
     def _check(self) -> None:
         if self._error is not None:
             raise ProtocolError(self._error)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str) -> NoReturn:
         self._error = message
-        self._buffer.clear()
+        self._buffer, self._start = b"", 0
         raise ProtocolError(message)
 
 

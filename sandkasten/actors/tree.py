@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 
@@ -43,18 +43,14 @@ from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
-from sandkasten.actors.session.messages import Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
+from sandkasten.actors.session.messages import Activity, Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import InFlight, WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
 from sandkasten.actors.workspaces.files import (
-    LocalFileReader,
     LocalFiles,
-    LocalFileWriter,
-    open_reader,
-    open_writer,
 )
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
@@ -196,6 +192,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,
+            merge_pages=self._config.isolation.merge_pages,
             start_nsinit=self._start_nsinit,
         )
         try:
@@ -347,32 +344,16 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             return self.workspace_files(place.removeprefix(WORKSPACE_PLACE))
         return None if (await self.get(place)).status is Status.PAUSED else self.files(place)
 
-    def open_read(self, session_id: str, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
-        return self._open_read(session_id, path, max_bytes)
-
-    @asynccontextmanager
-    async def _open_read(self, session_id: str, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
-        async with self._loan(session_id) as link, open_reader(link, path, max_bytes) as reader:
-            yield reader
-
-    def open_write(self, session_id: str, path: str) -> AbstractAsyncContextManager[LocalFileWriter]:
-        return self._open_write(session_id, path)
-
-    @asynccontextmanager
-    async def _open_write(self, session_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
-        async with self._loan(session_id) as link, open_writer(link, path) as writer:
-            yield writer
-
     @asynccontextmanager
     async def _loan(self, session_id: str, *, lasting: bool = False) -> AsyncIterator[RunnerLink]:
         with nullcontext() if lasting else self._in_flight.one_more():
             entry = await self._live(session_id)
-            done = trio.Event()
+            activity = Activity()
             try:
                 async with translating_death(entry.ref):
-                    yield await entry.ref.ask(Borrow(done, lasting))
+                    yield await entry.ref.ask(Borrow(activity, lasting))
             finally:
-                done.set()
+                activity.end()
 
     async def _live(self, session_id: str) -> Entry:
         """Return the entry of a live session. Raises the error that an ended one ended with."""

@@ -20,6 +20,7 @@ from sandkasten.actors.runs.waiting import Collector, wait_for
 from sandkasten.actors.services.directory import Entry
 from sandkasten.actors.services.events import EventReader, open_reader
 from sandkasten.actors.session.messages import (
+    Activity,
     Attend,
     CloseShell,
     FindRun,
@@ -133,12 +134,12 @@ class WorkOfSessions:
     @asynccontextmanager
     async def _attend(self, session_id: str) -> AsyncIterator[None]:
         entry = await self._live(session_id)
-        done = trio.Event()
+        activity = Activity()
         try:
-            await entry.ref.ask(Attend(done))
+            await entry.ref.ask(Attend(activity))
             yield
         finally:
-            done.set()
+            activity.end()
 
     # Commands ---------------------------------------------------------------------------------------------------
 

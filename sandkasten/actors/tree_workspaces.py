@@ -7,23 +7,16 @@ claim when its context is left.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import attrs
 import trio
 
+from runner.wire.protocol import Packed, Unpack
 from sandkasten.actors.core import Ref
 from sandkasten.actors.workspaces import actor as messages
-from sandkasten.actors.workspaces import files
-from sandkasten.actors.workspaces.files import (
-    LocalArchiveReader,
-    LocalFileReader,
-    LocalFiles,
-    LocalFileWriter,
-    open_reader,
-    open_writer,
-)
+from sandkasten.actors.workspaces.files import LocalFiles, LocalFileStream
 from sandkasten.actors.workspaces.holds import Hold, Holds, Use
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE
 from sandkasten.admission import budget
@@ -41,9 +34,6 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.workspace import (
     EVERYWHERE,
-    FileInfo,
-    FileListing,
-    Packed,
     Within,
     Workspace,
     WorkspacePatch,
@@ -60,6 +50,8 @@ _MEASURING = 2
 _MEASURE_ALL_S = 10.0
 _MAX_KEPT_USAGES = 1000
 _MAX_ENTRIES = 1_000_000
+_TREE_S = 1800.0
+"""Until an archive is unpacked and on the disk."""
 _FORCE_S = 30.0
 _FORCE_PAUSE_S = 0.05
 _CLEANUP_S = 10.0
@@ -140,32 +132,15 @@ class WorkOfWorkspaces:
 
     # Files ------------------------------------------------------------------------------------------------------
 
-    def open_workspace_read(
-        self, workspace_id: str, path: str, *, max_bytes: int
-    ) -> AbstractAsyncContextManager[LocalFileReader]:
-        return self._open_workspace_read(workspace_id, path, max_bytes)
-
-    @asynccontextmanager
-    async def _open_workspace_read(
-        self, workspace_id: str, path: str, max_bytes: int
-    ) -> AsyncIterator[LocalFileReader]:
-        async with self._files(workspace_id) as link, open_reader(link, path, max_bytes) as reader:
-            yield reader
-
-    def open_workspace_write(self, workspace_id: str, path: str) -> AbstractAsyncContextManager[LocalFileWriter]:
-        return self._open_workspace_write(workspace_id, path)
-
-    @asynccontextmanager
-    async def _open_workspace_write(self, workspace_id: str, path: str) -> AsyncIterator[LocalFileWriter]:
-        async with self._made_files(workspace_id) as link, open_writer(link, path, sync=True) as writer:
-            yield writer
-
     def workspace_files(self, workspace_id: str, *, make: bool = False) -> LocalFiles:
-        return LocalFiles(
-            lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id),
-            self._store,
-            f"{WORKSPACE_PLACE}{workspace_id}",
+        return self._files_by(
+            lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id), workspace_id
         )
+
+    def _files_by(
+        self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]], workspace_id: str
+    ) -> LocalFiles:
+        return LocalFiles(lend, self._store, f"{WORKSPACE_PLACE}{workspace_id}", syncs=True)
 
     @asynccontextmanager
     async def _made_files(self, workspace_id: str) -> AsyncIterator[RunnerLink]:
@@ -174,20 +149,6 @@ class WorkOfWorkspaces:
         await self._workspaces.ask(make)
         async with self._files(workspace_id) as link:
             yield link
-
-    async def list_files(
-        self, workspace_id: str, path: str = ".", *, after: str = "", limit: int = 1000
-    ) -> FileListing:
-        async with self._files(workspace_id) as link:
-            return await files.list_files(link, path, after=after, limit=limit)
-
-    async def stat_file(self, workspace_id: str, path: str) -> FileInfo:
-        async with self._files(workspace_id) as link:
-            return await files.stat_file(link, path)
-
-    async def remove_file(self, workspace_id: str, path: str, *, recursive: bool = False) -> str:
-        async with self._files(workspace_id) as link:
-            return await files.remove_file(link, path, recursive=recursive)
 
     @asynccontextmanager
     async def _files(self, workspace_id: str, *, draft_of: Hold | None = None) -> AsyncIterator[RunnerLink]:
@@ -214,14 +175,6 @@ class WorkOfWorkspaces:
 
     # Archives ---------------------------------------------------------------------------------------------------
 
-    def open_pack(self, workspace_id: str, path: str = ".") -> AbstractAsyncContextManager[LocalArchiveReader]:
-        return self._open_pack(workspace_id, path)
-
-    @asynccontextmanager
-    async def _open_pack(self, workspace_id: str, path: str) -> AsyncIterator[LocalArchiveReader]:
-        async with self._files(workspace_id) as link, files.open_pack(link, path) as reader:
-            yield reader
-
     def open_unpack(
         self, workspace_id: str, *, replace: bool = False
     ) -> AbstractAsyncContextManager[LocalArchiveWriter]:
@@ -230,15 +183,13 @@ class WorkOfWorkspaces:
     @asynccontextmanager
     async def _open_unpack(self, workspace_id: str, replace: bool) -> AsyncIterator[LocalArchiveWriter]:
         self._check_new(workspace_id)
-        limits = {"max_entries": _MAX_ENTRIES, "max_bytes": self._config.workspace.max_import_mb * MIB}
+        request = Unpack(_MAX_ENTRIES, self._config.workspace.max_import_mb * MIB)
         async with self._claimed(workspace_id) as claim:
+            draft = self._files_by(lambda _lasting: self._files(workspace_id, draft_of=claim), workspace_id)
             try:
                 await self._workspaces.ask(messages.BeginDraft(claim, replace))
-                async with (
-                    self._files(workspace_id, draft_of=claim) as link,
-                    files.open_unpack(link, **limits) as unpacking,
-                ):
-                    yield LocalArchiveWriter(unpacking, messages.Publish(claim, replace), self._workspaces)
+                async with draft.stream(request, patience_s=_TREE_S) as stream:
+                    yield LocalArchiveWriter(stream, messages.Publish(claim, replace), self._workspaces)
             finally:
                 self._usages.pop(workspace_id, None)
                 with trio.move_on_after(_CLEANUP_S, shield=True):
@@ -267,8 +218,7 @@ class WorkOfWorkspaces:
     async def _measured(self, workspace: Workspace) -> Workspace:
         kept = self._usages.get(workspace.id)
         if kept is None or trio.current_time() - kept[0] > _USAGE_AGE_S:
-            async with self._files(workspace.id) as link:
-                kept = trio.current_time(), await files.measure(link)
+            kept = trio.current_time(), await self.workspace_files(workspace.id).measure()
             if len(self._usages) >= _MAX_KEPT_USAGES:
                 self._usages.clear()
             self._usages[workspace.id] = kept
@@ -305,13 +255,13 @@ class WorkspacesWithin(WorkOfWorkspaces):
 class LocalArchiveWriter:
     """Implements `supervisor.ArchiveWriter`."""
 
-    def __init__(self, unpacking: files.Unpacking, publish: messages.Publish, workspaces: Ref) -> None:
-        self._unpacking, self._publish, self._workspaces = unpacking, publish, workspaces
+    def __init__(self, stream: LocalFileStream, publish: messages.Publish, workspaces: Ref) -> None:
+        self._stream, self._publish, self._workspaces = stream, publish, workspaces
 
-    async def send(self, data: bytes) -> None:
-        await self._unpacking.send(data)
+    async def send(self, data: bytes) -> bool:
+        return await self._stream.send(data)
 
     async def commit(self) -> Packed:
-        packed = await self._unpacking.end()
+        packed = await self._stream.end(Packed)
         await self._workspaces.ask(self._publish)
         return packed

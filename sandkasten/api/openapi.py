@@ -54,7 +54,7 @@ _INFO = (
 
 
 def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON values
-    """Return the description of all routes; `installed` is the version of this package. Pure; takes some 50 ms."""
+    """Return the description of all routes; `installed` is the version of this package. Pure; takes some 30 ms."""
     made = Components()
     made.schema_of(ErrorBody)
     paths: dict[str, dict[str, Any]] = {}
@@ -79,7 +79,10 @@ def document(routes: Iterable[Route], installed: str) -> dict[str, Any]:  # JSON
             "responses": dict(sorted(made.responses.items())),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "x-error-codes": {error.code: status for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)},
+        "x-error-codes": {
+            error.code: {"status": status, "meaning": _meaning(error.code)}
+            for error, status in sorted(STATUS.items(), key=lambda row: row[0].code)
+        },
     }
 
 
@@ -315,7 +318,6 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Cores: {"type": "number", "minimum": _LOW_CORES, "maximum": _HIGH_CORES},
     fields.Base64: {"type": "string", "contentEncoding": "base64"},
     fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
-    fields.PathBelow: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
     fields.PathInWorkspace: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.FilePath: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.Paths: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_PATHS},

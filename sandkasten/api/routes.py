@@ -68,11 +68,14 @@ _Errors = tuple[type[errors.SandkastenError], ...]
 _AWAKE: _Errors = (errors.SessionExpired, errors.SessionPaused)
 _BEGINS: _Errors = (*_AWAKE, errors.Conflict, errors.ExecGone, errors.ExecIdsExhausted, errors.ShellFailed)
 _IN_SHELL: _Errors = (errors.ShellNotFound, errors.ShellBusy)
-_NO_PATH: _Errors = (errors.FileNotFound, errors.NotAFile, errors.NotADirectory, errors.PermissionDenied)
-_PATH: _Errors = (*_NO_PATH, errors.Conflict)
+_PATH: _Errors = (
+    *(errors.FileNotFound, errors.NotAFile, errors.NotADirectory, errors.PermissionDenied),
+    *(errors.PathOutside, errors.Conflict),
+)
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
-_IN_ROOTS: _Errors = (*_NO_PATH, errors.IsADirectory, errors.PathOutside)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)
+"""Errors of what needs a session's processes; begins a run, in a shell; names a path, that of one file; makes or takes
+up a workspace. `openapi.errors_of` adds those that follow from the needs."""
 
 _RUN_EVENTS = Messages(server=RUN_EVENTS)
 _EVENT_STREAM = Messages(server={**events.EVENTS, "error": ErrorEvent})
@@ -192,6 +195,7 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         _raw("POST", f"{top}/fs/mkdir", changes.make_directory, act, body=changes.MakeRequest, answer=written),
         _raw("POST", f"{top}/fs/move", changes.move, act, body=changes.MoveRequest, answer=written),
         _raw("POST", f"{top}/fs/copy", changes.copy, act, body=changes.MoveRequest, answer=written),
+        _raw("DELETE", f"{top}/fs", changes.remove, act, query=changes.RemovalQuery, answer=written),
         _raw(
             *("POST", f"{top}/fs/archive", archives.unpack, act),
             query=archives.UnpackQuery,
@@ -224,14 +228,9 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         ),
     )
     yield from _failing(
-        (*away, *_IN_ROOTS),
+        (*away, *_FILE),
         _raw("GET", f"{top}/fs/read", files.read, look, query=files.ReadQuery, answer=files.FileBody),
-        _raw(
-            *("POST", f"{top}/fs/write", files.write, act),
-            body=files.WriteRequest,
-            answer=written,
-            errors=(errors.Conflict,),
-        ),
+        _raw("POST", f"{top}/fs/write", files.write, act, body=files.WriteRequest, answer=written),
         _raw("POST", f"{top}/fs/upload", files.upload, act, body_type=files.FORM, answer=files.UploadedBody),
     )
 
@@ -438,12 +437,6 @@ TABLE = RouteTable(
         ),
         # Files
         *(route for each in _PLACES for route in _file_routes(*each)),
-        _raw(
-            *("DELETE", f"{_SESSION}/fs", changes.remove, ACT),
-            query=changes.RemovalQuery,
-            answer=files.WrittenBody,
-            errors=(*_AWAKE, *_FILE, errors.NotEmpty),
-        ),
         # Workspaces
         _json(
             *("GET", WORKSPACES, workspaces.list_workspaces, FIND),
@@ -497,17 +490,11 @@ TABLE = RouteTable(
                 errors=(errors.PermissionDenied,),
             ),
             *_failing(
-                _IN_ROOTS,
+                _FILE,
                 _raw(
                     *("GET", f"{_WORKSPACE}/fs", workspaces.list_files, FIND),
                     query=workspaces.FilesQuery,
                     answer=workspaces.FilesBody,
-                ),
-                _raw(
-                    *("DELETE", f"{_WORKSPACE}/fs", workspaces.remove, MAKE),
-                    query=workspaces.RemoveQuery,
-                    answer=files.WrittenBody,
-                    errors=(errors.NotEmpty,),
                 ),
                 _raw(
                     *("GET", f"{_WORKSPACE}/fs/download", workspaces.download, FIND),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,25 +16,43 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sandkasten.config import Config
 
+_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
 
 def printable(text: str) -> str:
-    """Return a text with `?` in place of unprintable characters other than line breaks."""
+    """Return a text with escapes such as `\\x1b` for unprintable characters other than line breaks."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 
 def printable_line(text: str) -> str:
-    """Return a line with `?` in place of unprintable characters."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """Return a line with escapes such as `\\x1b` and `\\u202e` for unprintable characters."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 class Stop(Exception):
-    """End of the command; the message is for the person at the terminal."""
+    """End of the command; the message is for the person at the terminal, `status` the exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def span_seconds(text: str) -> int:
+    """Return the seconds of a span such as `90m` or `30d`. Raises `ValueError`."""
+    match = _SPAN.match(text)
+    if match is None:
+        raise ValueError("a number and one of s, m, h, d, w, such as 30d")
+    return int(match[1]) * _UNIT_S[match[2]]
 
 
 def load(arguments: argparse.Namespace) -> Config:
     """Read the configuration and apply the command line to it. `arguments.config` is the file that was found."""
     from sandkasten.config import ConfigError
-    from sandkasten.config.files import find_file, load_config
+    from sandkasten.config.files import load_config
+    from sandkasten.installation import find_file
 
     given = vars(arguments)
     overrides = {key: given.get(key) for key in ("data_dir", "listen")}

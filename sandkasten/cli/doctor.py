@@ -103,8 +103,10 @@ def _print_table(machine: Machine) -> None:
 
 def _print_advice(check: Check) -> None:
     for name, text in (("means", check.consequence), ("fix", check.fix)):
+        label = f"{name}:"
         for line in text.splitlines():
-            print(f"{'':<24} {name}: {printable(line)}")
+            print(f"{'':<24} {label} {printable(line)}")
+            label = " " * len(label)
 
 
 def _view(machine: Machine) -> dict[str, object]:

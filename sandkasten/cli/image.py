@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+import attrs
+
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
+from sandkasten.cli.output import print_json
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
@@ -19,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         match arguments.action:
             case "list":
-                return _list(catalog)
+                return _list(catalog, as_json=arguments.json)
             case "validate":
                 return _validate(catalog, arguments.name)
             case "delete":
@@ -32,7 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise Stop(f"{error.filename or catalog.rootfs_path('').parent}: {error.strerror}") from None
 
 
-def _list(catalog: Catalog) -> int:
+def _list(catalog: Catalog, *, as_json: bool) -> int:
+    if as_json:
+        for image in catalog.images():
+            print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
+        return 0
     print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
     for image in catalog.images():
         aliases = catalog.aliases_of(image.name)

@@ -20,14 +20,12 @@ from typing import Any
 import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
-from sandkasten.cli.common import Stop, load_installed, make_data_dir
+from sandkasten.cli.common import Stop, load_installed, make_data_dir, span_seconds
 from sandkasten.config import Config
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
 
 _BYTES = 32
-_SPAN = re.compile(r"([1-9]\d{0,5})([smhdw])\Z")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
 QUOTAS = {
     "max_sessions": "sessions",
@@ -140,10 +138,10 @@ def _label(text: str) -> Label:
 
 
 def _span(text: str) -> timedelta:
-    match = _SPAN.match(text)
-    if match is None:
-        raise ValueError("--expires: a number and one of s, m, h, d, w, such as 30d")
-    return timedelta(seconds=int(match[1]) * _UNIT_S[match[2]])
+    try:
+        return timedelta(seconds=span_seconds(text))
+    except ValueError as error:
+        raise ValueError(f"--expires: {error}") from None
 
 
 def _list(path: Path, *, as_json: bool) -> int:

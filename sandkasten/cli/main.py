@@ -1,30 +1,102 @@
-"""The `sandkasten` command: arguments, one function per subcommand, one sentence on stderr for a failure.
+"""The `sandkasten` command: the table of verbs, the one that is asked for, and what becomes of its failure.
 
-Imports nothing heavy: each subcommand loads its own imports, so `--help` and `version` answer at once.
+Imports the module of that verb alone, which imports what is heavy when it runs: so `--help` and `version` answer at
+once. A verb's parser stands beside its function, as `add_VERB`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from importlib import import_module
 
-from sandkasten.cli.common import Stop
+from sandkasten.cli.common import Stop, printable_line
+
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("runs", "run a command in a session of its own"),
+    "shell": ("runs", "sit down at a shell of a session"),
+    "exec": ("runs", "run a command in a session's persistent shell"),
+    "ps": ("sessions", "list sessions"),
+    "info": ("sessions", "show all about a session"),
+    "top": ("sessions", "show what sessions use, live"),
+    "rm": ("sessions", "end sessions"),
+    "pause": ("sessions", "freeze sessions"),
+    "resume": ("sessions", "let paused sessions go on"),
+    "extend": ("sessions", "let a session live longer"),
+    "logs": ("runs", "show the output of runs"),
+    "cp": ("transfer", "copy files and directories into a session and out of it"),
+    "port": ("transfer", "forward local ports to those of a session"),
+    "events": ("nodes", "show what happens on the node or in a session"),
+    "node": ("nodes", "show the node"),
+    "drain": ("nodes", "refuse new sessions, or take them again"),
+    "workspace": ("nodes", "look after workspaces"),
+    "mcp": ("nodes", "speak MCP on standard input and output"),
+    "context": ("context", "choose the server that the verbs above speak to"),
+    "completion": ("completion", "print the completion script of a shell"),
+    "serve": ("operator", "run the daemon in the foreground"),
+    "nsinit": ("operator", "run nsinit, which makes sandboxes, as a service apart"),
+    "install-service": ("operator", "put systemd's units of this installation in place"),
+    "init": ("operator", "make configuration, key and default image if missing"),
+    "doctor": ("operator", "check whether this machine can run sandboxes"),
+    "security": ("operator", "list weaknesses of this installation, and attack it"),
+    "image": ("operator", "look after images"),
+    "key": ("operator", "look after API keys"),
+    "version": ("main", "print the version"),
+}
+"""Each verb with the module of its parser and what is said of it. The client verbs come first."""
+BROKEN_PIPE = 128 + 13
+"""Exit status as of a command that SIGPIPE ended."""
+_WITH_COMMAND = ("run", "exec")
+"""Verbs whose words behind `--` are a command, in which nothing is ours."""
 
 _OURS = {"sandkasten", "nsinit", "runner", "sandkasten_nsinit", "sandkasten_runner"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status."""
-    arguments = _parser().parse_args(argv)
+    """Run one verb and return the exit status; as a process of its own, a client verb ends it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command_words: list[str] = []
+    if words and words[0] in _WITH_COMMAND and "--" in words:
+        at = words.index("--")
+        words, command_words = words[:at], words[at + 1 :]
+    if argv is None:
+        _open_standard_files()
+    arguments = make_parser(words[0] if words else None).parse_args(words)
+    arguments.words = command_words
+    status = _perform(arguments)
+    if argv is None and VERBS[words[0]][0] not in ("operator", "main"):
+        # Not waited for: a thread whose terminal takes nothing, and the interpreter's end, which takes 40 ms.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    return status
+
+
+def _open_standard_files() -> None:
+    """Put /dev/null where standard input, output or error is closed, lest a connection get that descriptor."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, so `fd`; inherited, as the others are
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+
+
+def _perform(arguments: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
-        return command(arguments)
+        status = command(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads any more; what Python still has goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+        return BROKEN_PIPE
     except Stop as reason:
         for line in str(reason).splitlines():
-            print(f"sandkasten: {line}", file=sys.stderr)
-        return 1
+            print(f"sandkasten: {printable_line(line)}", file=sys.stderr)
+        return reason.status
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in _OURS:
             raise
@@ -46,150 +118,27 @@ class _PrintVersion(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
-    common.add_argument("--data-dir", metavar="DIR", help="where images, sessions and the database are")
-
+def make_parser(verb: str | None) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, with the arguments of one."""
     parser = argparse.ArgumentParser(prog="sandkasten", description="Sandboxes for agents: a small Linux per session.")
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    serve = commands.add_parser("serve", parents=[common], help="run the daemon in the foreground")
-    serve.add_argument("--listen", action="append", metavar="ADDRESS", help="HOST:PORT or unix:/PATH; may be repeated")
-    serve.add_argument("--stop-sessions", action="store_true", help="end all sessions at a stop, whatever signal")
-    serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    serve.set_defaults(command=_serve)
-
-    nsinit = commands.add_parser(
-        "nsinit", parents=[common], help="run nsinit, which makes sandboxes, as a service apart"
-    )
-    nsinit.add_argument("--listen", dest="socket", type=Path, metavar="PATH", help="where the daemon connects")
-    nsinit.add_argument(
-        "--cgroup", metavar="PATH", help="where the sandboxes' cgroups are made, below each hierarchy's mount point"
-    )
-    nsinit.set_defaults(command=_nsinit)
-
-    service = commands.add_parser("install-service", help="put systemd's units of this installation in place")
-    service.add_argument("--destdir", type=Path, metavar="DIR", help="write below DIR, and leave systemd alone")
-    service.add_argument("--dry-run", action="store_true", help="say what would be done")
-    service.set_defaults(command=_install_service)
-
-    init = commands.add_parser("init", parents=[common], help="make configuration, key and default image if missing")
-    init.set_defaults(command=_init)
-
-    doctor = commands.add_parser("doctor", parents=[common], help="check whether this machine can run sandboxes")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument(
-        "--fix", action="store_true", help="adopt and finish sessions, remove leftovers, without serving"
-    )
-    doctor.set_defaults(command=_doctor)
-
-    security = commands.add_parser(
-        "security", parents=[common], help="list weaknesses of this installation, and attack it"
-    )
-    security.add_argument("--attack", action="store_true", help="make the attempts of the catalogue, in own sessions")
-    security.add_argument("--json", action="store_true", help="print JSON")
-    security.add_argument("--user", action="append", choices=("sandbox", "root"), help="attack as; default: both")
-    security.add_argument("--only", action="append", metavar="ID", help="attempts whose id begins so; may be repeated")
-    security.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="stretch all time limits")
-    security.set_defaults(command=_security)
-
-    image = commands.add_parser("image", help="look after images")
-    actions = image.add_subparsers(metavar="ACTION", required=True)
-    for name, about in (("list", "show all images"), ("validate", "check an image"), ("delete", "remove an image")):
-        action = actions.add_parser(name, parents=[common], help=about)
-        if name != "list":
-            action.add_argument("name")
-        action.set_defaults(command=_image, action=name)
-    importing = actions.add_parser("import", parents=[common], help="make an image of a tar archive")
-    importing.add_argument("--name", required=True)
-    importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
-    importing.set_defaults(command=_image, action="import")
-
-    _add_key(commands, common)
-
-    version = commands.add_parser("version", help="print the version")
-    version.set_defaults(command=_version)
+    for name, (_, about) in VERBS.items():
+        own = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        if name == verb:
+            add_arguments(own, name)
     return parser
 
 
-def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
-    key = commands.add_parser("key", help="look after API keys")
-    actions = key.add_subparsers(metavar="ACTION", required=True)
-    create = actions.add_parser("create", parents=[common], help="make a key and print it, once")
-    create.add_argument("--name", required=True, help="name of the key")
-    access = create.add_mutually_exclusive_group()
-    access.add_argument("--read-only", action="store_true", help="the key may look and change nothing")
-    access.add_argument("--admin", action="store_true", help="the key may do everything, the node and keys included")
-    create.add_argument(
-        "--label", metavar="NAME=VALUE", help="confine the key to sessions and workspaces with this label"
-    )
-    create.add_argument("--expires", metavar="SPAN", help="end of the key from now: 90m, 12h, 30d, 8w")
-    create.add_argument("--max-sessions", type=int, metavar="N", help="live sessions at a time")
-    create.add_argument("--max-cpu", type=float, metavar="CORES", help="cores of the key's live sessions together")
-    create.add_argument(
-        "--max-memory-mb", type=int, metavar="MB", help="memory limits of the key's live sessions together"
-    )
-    create.add_argument("--max-disk-mb", type=int, metavar="MB", help="disk limits of the key's live sessions together")
-    create.add_argument("--max-execs", type=int, metavar="N", help="commands, processes and terminals at a time")
-    create.add_argument("--creates-per-minute", type=int, metavar="N")
-    create.add_argument("--requests-per-second", type=int, metavar="N")
-    create.set_defaults(command=_key, action="create")
-    listing = actions.add_parser("list", parents=[common], help="show all keys")
-    listing.add_argument("--json", action="store_true", help="print JSON")
-    listing.set_defaults(command=_key, action="list")
-    revoke = actions.add_parser("revoke", parents=[common], help="end a key, for what is under way as well")
-    revoke.add_argument("key", metavar="ID_OR_NAME")
-    revoke.set_defaults(command=_key, action="revoke")
+def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Have a verb's module add its arguments and its command."""
+    module = VERBS[verb][0]
+    home = sys.modules[__name__] if module == "main" else import_module(f"sandkasten.cli.{module}")
+    getattr(home, f"add_{verb.replace('-', '_')}")(parser)
 
 
-def _key(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.keys import run
-
-    return run(arguments)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.serve import serve
-
-    return serve(arguments)
-
-
-def _nsinit(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.nsinit import nsinit
-
-    return nsinit(arguments)
-
-
-def _install_service(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.service import install_service
-
-    return install_service(arguments)
-
-
-def _init(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.init import init
-
-    return init(arguments)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.doctor import doctor
-
-    return doctor(arguments)
-
-
-def _security(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.security import security
-
-    return security(arguments)
-
-
-def _image(arguments: argparse.Namespace) -> int:
-    from sandkasten.cli.image import run
-
-    return run(arguments)
+def add_version(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_version)
 
 
 def _version(_arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 from sandkasten.config import Config
-from sandkasten.host.checks import disk_notices
+from sandkasten.host.checks import check_merging, disk_notices, read_host
 from sandkasten.images.catalog import Catalog
 
 
@@ -16,6 +16,7 @@ def notices(config: Config) -> list[str]:
         *config.notices(),
         *disk_notices(config.data_dir, config.defaults.disk_limit_mb),
         *_image_notices(config),
+        *_merge_notices(config),
         *_client_notices(),
     ]
 
@@ -31,6 +32,13 @@ def _image_notices(config: Config) -> list[str]:
     if missing := catalog.unknown(config.allowed_images):
         found.append(f"allowed_images: there is no image {', '.join(map(repr, missing))} yet")
     return found
+
+
+def _merge_notices(config: Config) -> list[str]:
+    """Tell of pages that shall be merged and are not. The daemon starts all the same."""
+    if not config.isolation.merge_pages or not (check := check_merging(read_host(config.data_dir))).fix:
+        return []
+    return [f"isolation.merge_pages: {check.seen}, so nothing is merged; {check.fix}"]
 
 
 def _client_notices() -> list[str]:

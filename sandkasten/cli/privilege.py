@@ -105,6 +105,7 @@ def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowanc
         open_files=most.open_files_limit,
         tmp_bytes=most.tmp_limit_mb * MIB,
         shm_bytes=most.shm_limit_mb * MIB,
+        merge_pages=config.isolation.merge_pages,
     )
 
 

@@ -10,14 +10,15 @@ stdout. The key is on neither.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import faulthandler
-import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from shlex import quote
 
@@ -29,6 +30,7 @@ from sandkasten import app, log
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.api.http.listen import ListenError
 from sandkasten.cli.common import Stop, load, make_data_dir, require_root
+from sandkasten.cli.heap import Heap
 from sandkasten.cli.keys import with_key
 from sandkasten.cli.notices import notices
 from sandkasten.cli.privilege import Means, means
@@ -39,6 +41,7 @@ from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
+from sandkasten.installation import forget_listening, tell_listening
 from sandkasten.model.errors import NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, ProtectionState, System
 
@@ -53,7 +56,7 @@ def serve(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     notifier = open_notifier(os.environ)  # while its socket can still be reached
     try:
-        machine = look_at_machine(config)
+        machine = _look_and_import(config)
         profiles = load_filters(config.security)  # root's eyes: operators may keep them from everybody else
         with locked(config.data_dir), means(config, profiles) as at_hand:
             if arguments.stop_sessions:
@@ -66,6 +69,15 @@ def serve(arguments: argparse.Namespace) -> int:
         raise
     finally:
         notifier.close()
+
+
+def _look_and_import(config: Config) -> Machine:
+    """As `look_at_machine`, which mostly waits for another process; the web framework is imported meanwhile."""
+    with ThreadPoolExecutor(1) as beside:  # and has no thread left afterwards: root is given away by a single one
+        machine = beside.submit(look_at_machine, config)
+        import sandkasten.api.app  # noqa: F401 - `app.serve` needs it
+
+        return machine.result()
 
 
 def look_at_machine(config: Config) -> Machine:
@@ -90,6 +102,10 @@ def _serve_until_signal(
     config = with_key(config)
 
     def started(addresses: Sequence[str]) -> None:
+        try:
+            tell_listening(config.data_dir, addresses)
+        except OSError as error:
+            logger.warning("listening_not_told", extra={"error": error.strerror})
         greet(config, addresses, key_is_given=key_is_given)
         notifier.ready(f"listening on {', '.join(addresses)}")
 
@@ -108,21 +124,26 @@ def _serve_until_signal(
     try:
         for notice in notices(config):
             say(f"note: {notice}")
-        gc.collect()
-        gc.freeze()  # modules and classes stay for ever: a full collection, which holds up all requests, skips them
-        trio.run(_run, config, serve_all, at_hand, notifier, strict_exception_groups=True)
+        heap = Heap()
+        with heap.kept():
+            trio.run(_run, config, serve_all, at_hand, notifier, heap, strict_exception_groups=True)
     finally:
+        with contextlib.suppress(OSError):
+            forget_listening(config.data_dir)
         writer.close()
     return 0
 
 
-async def _run(config: Config, serve_all: Callable[..., Awaitable[None]], at_hand: Means, notifier: Notifier) -> None:
+async def _run(
+    config: Config, serve_all: Callable[..., Awaitable[None]], at_hand: Means, notifier: Notifier, heap: Heap
+) -> None:
     order = stop_order(config, signal.SIGTERM)
     numbers = stop_signals()
     with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(serve_all, order=order))
             nursery.start_soon(_watch_launcher, at_hand)
+            nursery.start_soon(heap.run)
             async for number in signals:
                 how = stop_order(config, signal.Signals(number))
                 order.ends_sessions, order.drain_s = how.ends_sessions, how.drain_s

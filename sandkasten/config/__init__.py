@@ -1,15 +1,13 @@
 """The configuration: frozen values with defaults and bounds (`values.py`), where they come from (`files.py`), and an
 operator's own system call filters (`seccomp.py`).
 
-Imports `model` alone. Every layer above may read the values; only the command line reads files. Begin with `Config` in
-`values.py`.
+Imports `model` and `installation` alone. Every layer above may read the values; only the command line reads files.
+Begin with `Config` in `values.py`.
 """
 
-from sandkasten.config.values import DEFAULT_DATA_DIR as DEFAULT_DATA_DIR
 from sandkasten.config.values import MIB as MIB
 from sandkasten.config.values import AdmissionSettings as AdmissionSettings
 from sandkasten.config.values import Config as Config
-from sandkasten.config.values import ConfigError as ConfigError
 from sandkasten.config.values import DashboardSettings as DashboardSettings
 from sandkasten.config.values import Defaults as Defaults
 from sandkasten.config.values import DiskSettings as DiskSettings
@@ -25,3 +23,5 @@ from sandkasten.config.values import SecuritySettings as SecuritySettings
 from sandkasten.config.values import ServerSettings as ServerSettings
 from sandkasten.config.values import Validator as Validator
 from sandkasten.config.values import WorkspaceSettings as WorkspaceSettings
+from sandkasten.installation import DEFAULT_DATA_DIR as DEFAULT_DATA_DIR
+from sandkasten.installation import ConfigError as ConfigError

@@ -7,8 +7,6 @@ names the nearest known one, so a misspelt limit is never silently the default. 
 from __future__ import annotations
 
 import difflib
-import os
-import stat
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -18,17 +16,11 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from sandkasten.config import Config, ConfigError
+from sandkasten.installation import ENV_FILE, refuse_writable
 
 T = TypeVar("T")
 
 ENV_PREFIX = "SANDKASTEN_"
-ENV_FILE = "SANDKASTEN_CONFIG"
-SEARCH_PATH = (
-    Path("sandkasten.yaml"),
-    Path(".sandkasten/sandkasten.yaml"),
-    Path("/etc/sandkasten/sandkasten.yaml"),
-)
-"""`make run` writes the second, in the directory of the checkout."""
 OLDER_SPELLINGS = {
     "limits.cpu_quota": "defaults.cpu_limit",
     "limits.mem_limit_mb": "defaults.mem_limit_mb",
@@ -61,34 +53,6 @@ def env_name(key: str) -> str:
     """Return the environment variable of a dotted key."""
     section, _, leaf = key.rpartition(".")
     return ENV_PREFIX + (leaf if not section or section in _PLAIN_SECTIONS else f"{section}_{leaf}").upper()
-
-
-def find_file(explicit: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the configuration file to use: the named one, the environment's, or the first of the search path.
-
-    Raises:
-        ConfigError: a file that was not named is another user's, or its directory can't be entered. So nobody chooses
-            root's configuration by a file in the directory that root happens to be in.
-    """
-    if explicit is not None:
-        return explicit
-    if environ.get(ENV_FILE):
-        return Path(environ[ENV_FILE])
-    caller = environ.get("SUDO_UID", "")
-    trusted = {0, os.geteuid(), int(caller) if caller.isdecimal() else 0}
-    for path in SEARCH_PATH:
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror}; run this with sudo, or name a --config") from None
-        if not stat.S_ISREG(status.st_mode):
-            continue
-        if status.st_uid not in trusted:
-            raise ConfigError(f"{path} belongs to user {status.st_uid}; if it is to count, name it with --config")
-        return path
-    return None
 
 
 def load_config(
@@ -206,9 +170,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"other users may write {path}; chmod go-w it first")
+            refuse_writable(path, file.fileno())
             tree = yaml.load(file, Loader)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

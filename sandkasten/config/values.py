@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
+from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
     EXEC_MODES,
     FIXED_BOUNDS,
@@ -30,57 +31,62 @@ from sandkasten.model import (
 )
 from sandkasten.model.node import PROTECTIONS, Need
 
-DEFAULT_DATA_DIR = Path("/var/lib/sandkasten")
 MIB = 1024 * 1024
-
-
-class ConfigError(Exception):
-    """The configuration can't be used; the message has one line per problem."""
-
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]  # the shape attrs asks for
 
 
-def _between(low: float, high: float) -> Validator:
+@attrs.frozen
+class SettingCheck:
+    """A validator, and in words what passes it: docs/settings.py writes these into the reference of settings."""
+
+    passes: str
+    check: Validator
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        self.check(instance, attribute, value)
+
+
+def _between(low: float, high: float) -> SettingCheck:
     def check(_instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
         if not low <= value <= high:  # written so that NaN fails, too
             raise ValueError(f"{attribute.name} must be between {low} and {high}, not {value}")
 
-    return check
+    return SettingCheck(f"{low:.15g} to {high:.15g}", check)
 
 
-def _none_or(check: Validator) -> Validator:
+def _none_or(check: SettingCheck) -> SettingCheck:
     def check_unless_none(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value is not None:
             check(instance, attribute, value)
 
-    return check_unless_none
+    return SettingCheck(f"none, or {check.passes}", check_unless_none)
 
 
-def _zero_or(check: Validator) -> Validator:
+def _zero_or(check: SettingCheck) -> SettingCheck:
     def check_unless_zero(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value != 0:
             check(instance, attribute, value)
 
-    return check_unless_zero
+    return SettingCheck(f"0, or {check.passes}", check_unless_zero)
 
 
-def _only(available: object, *later: object) -> Validator:
+def _only(available: object, *later: object) -> SettingCheck:
     def check(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value in later:
             raise ValueError(f"{attribute.name}: {value!r} is not available; the one choice is {available!r}")
         if value != available:
             raise ValueError(f"{attribute.name} must be {available!r}, not {value!r}")
 
-    return check
+    return SettingCheck(f"`{str(available).lower()}`", check)
 
 
-def _one_of(*choices: str) -> Validator:
+def _one_of(*choices: str) -> SettingCheck:
     def check(_instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
         if value not in choices:
             raise ValueError(f"{attribute.name} must be one of {', '.join(choices)}, not {value!r}")
 
-    return check
+    return SettingCheck(", ".join(f"`{choice}`" for choice in choices), check)
 
 
 def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -204,10 +210,12 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
 @attrs.frozen
 class IsolationSettings:
     """Protections by name: `required` ones must be fully on, `allow_missing` ones may be missing though the start is
-    refused without them by default. `root_inside`: commands may run as the session's root.
+    refused without them by default. `root_inside`: commands may run as the session's root. `merge_pages`: the kernel
+    may merge equal pages of the PID 1s of sessions.
     """
 
     root_inside: bool = True
+    merge_pages: bool = False
     required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
     allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
 
@@ -509,7 +517,7 @@ class Config:
     @property
     def api_key_path(self) -> Path:
         """Path of the key that is made at the first start."""
-        return self.data_dir / "api-key"
+        return self.data_dir / API_KEY_NAME
 
     def notices(self) -> list[str]:
         """Return a sentence for each accepted setting that has no effect in this version, or that weakens it."""

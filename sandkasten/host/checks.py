@@ -59,7 +59,8 @@ class Host:
     """Facts about this process and its surroundings.
 
     `container` is the kind of container, empty outside of one; `status` is the text of `/proc/self/status`; `sysctls`
-    maps names of this kernel's sysctls to their values; `installed_s` is the modification time of this program.
+    maps names of this kernel's sysctls to their values; `merging` is the text of `_MERGING`, empty without the file;
+    `installed_s` is the modification time of this program.
     """
 
     data_dir: Path = Path("/")
@@ -70,6 +71,7 @@ class Host:
     mountinfo: str = ""
     sysctls: Mapping[str, str] = attrs.field(factory=dict)
     max_descriptors: int = 0
+    merging: str = ""
     now_s: float = 0
     installed_s: float = 0
 
@@ -92,6 +94,10 @@ class Host:
         return match is not None and bool(int(match[1], 16) >> number & 1)
 
 
+_MERGING = "sys/kernel/mm/ksm/run"
+"""Says 1 while the kernel merges pages (Documentation/admin-guide/mm/ksm.rst)."""
+
+
 def read_host(data_dir: Path, root: str = "/") -> Host:
     """Collect the facts for a data directory, which need not exist. `root` is where the machine's files are."""
     named = ("fs.inotify.max_user_instances", "kernel.core_pattern", *_USERNS_SYSCTLS, *_MAX_NAMESPACES)
@@ -106,6 +112,7 @@ def read_host(data_dir: Path, root: str = "/") -> Host:
         mountinfo=read(f"{root}proc/self/mountinfo"),
         sysctls={name: value for name, value in values.items() if value},
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        merging=read(f"{root}{_MERGING}").strip(),
         now_s=time.time(),
         installed_s=Path(__file__).stat().st_mtime,
     )
@@ -273,7 +280,7 @@ def _kernel(host: Host) -> Check:
     if version < _FULL_KERNEL:
         full = ".".join(map(str, _FULL_KERNEL))
         seen = f"Linux {host.release}: overlays on id-mapped layers came with {full}, if nobody put them back"
-        return fails("kernel", seen, verdict=Verdict.FALLS_BACK)
+        return fails("kernel", seen, fix=_since(full), verdict=Verdict.FALLS_BACK)
     return works("kernel", f"Linux {host.release}")
 
 
@@ -669,6 +676,21 @@ def check_room(room: SessionRoom, wanted: int) -> Check:
         return Check("sessions", "sessions", Verdict.WORKS, seen)
     lacks = f"creates beyond {room.sessions} sessions are refused, although server.max_sessions is {wanted}"
     return Check("sessions", "sessions", Verdict.FALLS_BACK, seen, consequence=lacks, fix=room.fix)
+
+
+def check_merging(host: Host) -> Check:
+    """Return the check of `isolation.merge_pages`, for an installation that asks for it."""
+    if host.merging == "1":
+        return Check("merge_pages", "merging of pages", Verdict.WORKS, f"/{_MERGING} is 1")
+    fix = f"`echo 1 > /{_MERGING}` (and once after each start of the machine)" if host.merging else "CONFIG_KSM=y"
+    return Check(
+        "merge_pages",
+        "merging of pages",
+        Verdict.FALLS_BACK,
+        f"/{_MERGING} is {host.merging}" if host.merging else "this kernel can't merge pages",
+        consequence="isolation.merge_pages has no effect: sessions take as much memory as without",
+        fix=runnable(fix),
+    )
 
 
 def _small_pool(name: str, value: int, needed: int) -> Check:

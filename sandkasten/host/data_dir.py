@@ -73,10 +73,11 @@ def hand_over(config: Config, account: Account) -> None:
         OSError: an owner or a mode can't be changed.
     """
     paths = DataPaths(config.data_dir)
+    listening = (paths.listening, paths.listening.with_suffix(".new"))
     root_fd = os.open(config.data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         known = frozenset({0, os.fstat(root_fd).st_gid, account.gid})
-        for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key):
+        for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key, *listening):
             _give_file(root_fd, path.name, account, known)
         _keep_file(root_fd, paths.keys.name, account, known)
         _give_directory(root_fd, paths.spool.name, account, known)

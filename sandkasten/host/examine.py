@@ -30,6 +30,7 @@ from sandkasten.host.checks import (
     REFUSED,
     Host,
     advise,
+    check_merging,
     check_pools,
     check_room,
     check_sysctls,
@@ -52,7 +53,7 @@ def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = Fa
 
     A process tries once for each file system: the abilities of a kernel do not change while it runs. With `thorough`
     every trial is made afresh, also those that take a moment or write to the kernel's log. With a `config` the pools of
-    the machine are compared with the sessions that there may be.
+    the machine are compared with the sessions that there may be, and what it asks for besides is looked at.
     """
     host = read_host(data_dir)
     directory = _writable_place(data_dir)
@@ -73,7 +74,8 @@ def _check_sessions(host: Host, config: Config) -> list[Check]:
     most = config.server.max_sessions
     totals = read_totals(nearest(config.data_dir), Bounds(), max_sessions=0)
     room = find_room(config, totals, descriptors=host.max_descriptors)
-    return [check_room(room, most), *check_pools(host, most, config.defaults.pids_limit)]
+    merging = [check_merging(host)] if config.isolation.merge_pages else []
+    return [check_room(room, most), *check_pools(host, most, config.defaults.pids_limit), *merging]
 
 
 def _writable_place(data_dir: Path) -> Path:

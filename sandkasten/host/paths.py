@@ -12,6 +12,8 @@ from pathlib import Path
 
 import attrs
 
+from sandkasten.installation import API_KEY_NAME, LISTENING_NAME
+
 RUNNER_SOCKET = "r.sock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -28,12 +30,17 @@ class DataPaths:
 
     @property
     def api_key(self) -> Path:
-        return self.root / "api-key"
+        return self.root / API_KEY_NAME
 
     @property
     def keys(self) -> Path:
         """API keys besides the configured one, as digests; owned by root where the daemon has a user of its own."""
         return self.root / "keys.json"
+
+    @property
+    def listening(self) -> Path:
+        """Where the daemon listens, for clients on this machine."""
+        return self.root / LISTENING_NAME
 
     @property
     def images(self) -> Path:

@@ -12,7 +12,9 @@ Sources: unix(7), proc(5) on /proc/self/fd.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import errno
+import itertools
 import math
 import os
 import socket
@@ -35,12 +37,13 @@ from runner.wire.protocol import (
     FrameDecoder,
     Kind,
     ProtocolError,
-    encode_frame,
+    encode_header,
 )
 from sandkasten.host.paths import RUNNER_SOCKET
 from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
 
 _MAX_IDLE = 4
+"""Connections of a pool that wait for a request. More come and go with theirs."""
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
 _FRAMES_PER_CHECKPOINT = 32
@@ -65,6 +68,7 @@ class RunnerConnection:
         self._receive_bytes = _FIRST_RECEIVE_BYTES
         self._frames_in_a_row = 0
         self.is_idle = True
+        self._is_roomy = False
         self._sending = 0
         self._unsent = b""
         self._patience: trio.CancelScope | None = None
@@ -76,28 +80,22 @@ class RunnerConnection:
         """Start a request; the connection is busy until its final frame was received. `fd` rides along and stays the
         caller's."""
         self.is_idle = False
-        frame = encode_frame(Kind.REQUEST, REQUESTS.encode(request))
-        if fd is None and not self.is_sending:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            try:
-                # Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is needed.
-                sent_bytes = self._socket.send(frame)
-            except BlockingIOError:
-                sent_bytes = 0
-            except _CLOSED as error:
-                raise _lost() from error
-            if sent_bytes == len(frame):
-                return
-            if sent_bytes:
-                self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
-        await self._send_in_turn(frame, fd)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send_frame(Kind.REQUEST, REQUESTS.encode(request), fd)
 
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
 
         A call that is cancelled in the middle of a frame keeps the rest, which goes out before the next frame.
         """
-        await self._send_in_turn(encode_frame(kind, body))
+        await trio.lowlevel.checkpoint()
+        await self._send_frame(kind, body)
+
+    def make_room(self) -> None:
+        """Let the socket hold a whole frame of a file, if the machine lets everybody have that (net.core.wmem_max)."""
+        if not self._is_roomy:
+            self._is_roomy = True
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)
 
     @property
     def has_arrived(self) -> bool:
@@ -170,6 +168,25 @@ class RunnerConnection:
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
+
+    async def _send_frame(self, kind: Kind, body: bytes, fd: int | None = None) -> None:
+        """Send a frame. Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is
+        needed."""
+        parts = encode_header(kind, len(body)), body
+        sent_bytes = 0
+        if fd is None and not self.is_sending:
+            try:
+                sent_bytes = self._socket.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            except _CLOSED as error:
+                raise _lost() from error
+            if sent_bytes == HEADER_BYTES + len(body):
+                return
+        frame = b"".join(parts)
+        if sent_bytes:
+            self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
+        await self._send_in_turn(frame, fd)
 
     async def _send_in_turn(self, frame: bytes, fd: int | None = None) -> None:
         """Send what is left of a cut frame, and then this one."""
@@ -270,6 +287,8 @@ def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     for name in message.__slots__:
         value = getattr(message, name)
+        if value is None or (type(value) is str and len(value) <= _MAX_TEXT_BYTES and value.isascii()):
+            continue  # most are: to call a function costs more than the check
         for each in value if isinstance(value, tuple) else (value,):
             _check_value(each)
 
@@ -293,13 +312,22 @@ def _check_text(text: str) -> None:
         raise RunnerProtocolError("a string that is too long")
 
 
+class Pool(enum.Enum):
+    """Connections by what they carry: requests for files without a `user`, or all others. `NONE`: one of its own, for a
+    single request."""
+
+    REQUESTS = enum.auto()
+    FILES = enum.auto()
+    NONE = enum.auto()
+
+
 class RunnerLink:
     """All connections to one sandbox. `close` ends them. `version`: of the protocol that PID 1 speaks."""
 
     def __init__(self, run_dir: Path) -> None:
         self.version = PROTOCOL_VERSION
         self._dir_fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._idle: list[RunnerConnection] = []
+        self._idle: dict[Pool, list[RunnerConnection]] = {pool: [] for pool in Pool}
         self._busy: set[RunnerConnection] = set()
         self._closed = False
 
@@ -310,12 +338,14 @@ class RunnerLink:
     @property
     def connections(self) -> dict[str, int]:
         """Number of connections that are idle, and that carry a request."""
-        return {"connections_idle": len(self._idle), "connections_busy": len(self._busy)}
+        return {"connections_idle": sum(map(len, self._idle.values())), "connections_busy": len(self._busy)}
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[RunnerConnection]:
+    async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
         """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
-        connection = self._idle.pop() if self._idle else await self._connect()
+        connection = self._take_idle(pool) or await self._connect()
+        if pool is not Pool.REQUESTS:
+            connection.make_room()
         self._busy.add(connection)
         try:
             yield connection
@@ -324,19 +354,29 @@ class RunnerLink:
             raise
         finally:
             self._busy.discard(connection)
-            if connection.is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
+            idle = self._idle[pool]
+            if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:
+                idle.append(connection)
             else:
                 connection.close()
+
+    def _take_idle(self, pool: Pool) -> RunnerConnection | None:
+        """Return an idle connection. Any may become one for files, and not the other way round."""
+        idle = self._idle[pool]
+        if pool is Pool.FILES:
+            while idle and idle[-1].has_arrived:  # its file worker was killed
+                idle.pop().close()
+            idle = idle or self._idle[Pool.REQUESTS]
+        return idle.pop() if idle else None
 
     def close(self) -> None:
         """Close every connection; requests still running end with `RunnerLost`."""
         if not self._closed:
             self._closed = True
             os.close(self._dir_fd)
-            for connection in (*self._idle, *self._busy):
+            for connection in (*itertools.chain(*self._idle.values()), *self._busy):
                 connection.close()
-            self._idle.clear()
+            self._idle = {pool: [] for pool in Pool}
 
     async def _connect(self) -> RunnerConnection:
         give_up_at = trio.current_time() + _CONNECT_PATIENCE_S

@@ -1,4 +1,4 @@
-"""Which sandbox a call is about: found by its label, made at first use, made anew after its end.
+"""The sandbox of a call: found by its label, made at first use, made anew after its end.
 
 The newest protocol has no session, so no state may hang on one. A sandbox has a name, and the name is the label `mcp`
 of a session. What is remembered here only saves the search: another process, or the same one after a restart, finds
@@ -21,7 +21,6 @@ NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 NAME = re.compile(rf"{NAME_PATTERN}\Z")
 MAX_REMEMBERED = 1000
 _LIVE = ("creating", "running", "paused")
-_KEY = re.compile(r"sk_([0-9a-f]{12})_")
 
 
 class NoSandbox(Exception):
@@ -116,10 +115,3 @@ class Sandboxes:
             self._found.clear()
         self._found[name] = session_id
         return Session(self.client, session_id)
-
-
-def key_id_of(api_key: str | None) -> str:
-    """Return the id under which the server lists what a key has made (docs/keys.md); the id is no secret."""
-    if not api_key:
-        return "local"
-    return found[1] if (found := _KEY.match(api_key)) else "configured"

@@ -26,9 +26,9 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.shared.exceptions import MCPError
 
 from sandkasten import errors
-from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes, key_id_of
+from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes
 from sandkasten.mcp.text import shorten
-from sandkasten.mcp.tools import TOOLS, Call, Reply, Tool, chosen, perform
+from sandkasten.mcp.tools import TOOLS, Tool, ToolCall, ToolReply, chosen, perform
 from sandkasten.sdk import SandboxClient, Session
 
 Message = MutableMapping[str, Any]
@@ -81,8 +81,8 @@ def make_server(caller_of: Callable[[Context], Caller]) -> Server[Any]:
             raise MCPError(types.INVALID_PARAMS, f"there is no tool {params.name[:80]!r}")
         arguments = params.arguments or {}
         if (fault := jsonschema.exceptions.best_match(_VALIDATORS[tool.name].iter_errors(arguments))) is not None:
-            return _result(Reply(_fault_in_words(fault), is_error=True))
-        call = Call(caller.sandboxes, arguments.get("sandbox", caller.sandbox))
+            return _result(ToolReply(_fault_in_words(fault), is_error=True))
+        call = ToolCall(caller.sandboxes, arguments.get("sandbox", caller.sandbox))
         if (context.meta or {}).get("progress_token") is not None:
             call.report = lambda seconds, message: context.session.report_progress(seconds, None, message)
         return _result(await perform(tool, call, arguments))
@@ -137,7 +137,7 @@ def _described(tool: Tool) -> types.Tool:
     )
 
 
-def _result(reply: Reply) -> types.CallToolResult:
+def _result(reply: ToolReply) -> types.CallToolResult:
     content: list[types.ContentBlock] = [types.TextContent(text=reply.text)]
     for media_type, data in reply.images:
         content.append(types.ImageContent(data=base64.b64encode(data).decode("ascii"), mime_type=media_type))
@@ -183,15 +183,13 @@ async def _read_resource(sandboxes: Sandboxes, uri: str) -> types.TextResourceCo
 # Standard input and output --------------------------------------------------------------------------------------------
 
 
-async def serve_stdio(
-    client: SandboxClient, api_key: str | None, *, sandbox: str = DEFAULT, tools: Sequence[str] | None = None
-) -> None:
+async def serve_stdio(client: SandboxClient, *, sandbox: str = DEFAULT, tools: Sequence[str] | None = None) -> None:
     """Speak MCP on standard input and output until the input ends. Nothing else may write to standard output.
 
     Raises:
         ValueError: the name of the sandbox is malformed, or there is no such tool.
     """
-    caller = Caller(Sandboxes(client, key_id_of(api_key)), check_name(sandbox), chosen(tools))
+    caller = Caller(Sandboxes(client, client.key_id), check_name(sandbox), chosen(tools))
     server = make_server(lambda _context: caller)
     async with stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())

@@ -1,8 +1,8 @@
 """The table of tools: names and parameters that models were trained with, each a plain function over the SDK.
 
-A tool takes a `Call` and its arguments, and returns a `Reply`. Nothing here knows the protocol. A command that failed
-is a reply; `is_error` is for what the tool could not do, and its text says what would work. To add a tool, write its
-function and its row.
+A tool takes a `ToolCall` and its arguments, and returns a `ToolReply`. Nothing here knows the protocol. A command that
+failed is a reply; `is_error` is for what the tool could not do, and its text says what would work. To add a tool, write
+its function and its row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IMAGES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "gif":
 
 
 @dataclass
-class Reply:
+class ToolReply:
     """The answer of a tool: text, images as media type and bytes, and `structured` by the tool's output schema."""
 
     text: str
@@ -49,7 +49,7 @@ class Reply:
 
 
 @dataclass
-class Call:
+class ToolCall:
     """One call of a tool: whose sandboxes, which of them, and where progress goes, if the client asked for it.
 
     `notes` are lines for the head of the reply.
@@ -78,7 +78,7 @@ class Tool:
     name: str
     description: str
     properties: Mapping[str, Schema]
-    run: Callable[[Call, Arguments], Awaitable[Reply]]
+    run: Callable[[ToolCall, Arguments], Awaitable[ToolReply]]
     required: Sequence[str] = ()
     reads: bool = False
     output: Schema | None = None
@@ -92,7 +92,7 @@ class Tool:
         return made | ({"required": list(self.required)} if self.required else {})
 
 
-async def perform(tool: Tool, call: Call, arguments: Arguments) -> Reply:
+async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply:
     """Run a tool; a sandbox that has ended is made anew once, and errors become replies that say what would work."""
     for has_ended in (False, True):
         try:
@@ -101,12 +101,12 @@ async def perform(tool: Tool, call: Call, arguments: Arguments) -> Reply:
         except (errors.SessionExpired, errors.SessionNotFound) as error:
             call.sandboxes.forget(call.sandbox)
             if has_ended:
-                reply = Reply(_in_words(error), is_error=True)
+                reply = ToolReply(_in_words(error), is_error=True)
         except NoSandbox as error:
-            reply = Reply(str(error), is_error=True)
+            reply = ToolReply(str(error), is_error=True)
             break
         except errors.SandkastenError as error:
-            reply = Reply(_in_words(error), is_error=True)
+            reply = ToolReply(_in_words(error), is_error=True)
             break
     reply.text = "\n".join([*dict.fromkeys(call.notes), reply.text])
     return reply
@@ -134,17 +134,17 @@ def _in_words(error: errors.SandkastenError) -> str:
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-async def _bash(call: Call, arguments: Arguments) -> Reply:
+async def _bash(call: ToolCall, arguments: Arguments) -> ToolReply:
     shell = arguments.get("shell")
     if arguments.get("restart"):
         return await _restart(await call.box(), shell)
     command = arguments.get("command")
     if not command:
-        return Reply("bash needs a `command`, or `restart`", is_error=True)
+        return ToolReply("bash needs a `command`, or `restart`", is_error=True)
     box = await call.box()
     if arguments.get("background"):
         run = await box.process(command, merged=True)
-        return Reply(
+        return ToolReply(
             f"[in the background, exec_id={run.id}: read it with bash_output, end it with kill]",
             {"output": "", "exec_id": run.id, "is_running": True},
         )
@@ -163,7 +163,7 @@ async def _bash(call: Call, arguments: Arguments) -> Reply:
         result = await _reporting(call, run, work)
     text, is_cut = shorten(clean(result.output), f"bash_output exec_id={exec_id} offset={MAX_CHARS // 2}")
     is_cut |= result.truncated
-    return Reply(
+    return ToolReply(
         f"{_line(text)}{ending(result)}",
         {
             "output": text,
@@ -178,11 +178,11 @@ async def _bash(call: Call, arguments: Arguments) -> Reply:
     )
 
 
-async def _restart(box: Session, shell: str | None) -> Reply:
+async def _restart(box: Session, shell: str | None) -> ToolReply:
     """End what runs in a shell and begin a fresh one; the default shell keeps its directory and exported variables."""
     found = next((each for each in await box.shells() if each.name == (shell or "default")), None)
     if found is None:
-        return Reply(f"there is no shell {shell!r}; a command makes it", is_error=True)
+        return ToolReply(f"there is no shell {shell!r}; a command makes it", is_error=True)
     for exec_id in ([found.running.exec_id] if found.running else []) + list(found.queued):
         try:
             await box.run(exec_id).cancel(now=True)
@@ -193,10 +193,10 @@ async def _restart(box: Session, shell: str | None) -> Reply:
     else:
         await box.close_shell(shell)
         await box.shell(shell)
-    return Reply("[the shell was restarted, cwd /workspace]", {"output": ""})
+    return ToolReply("[the shell was restarted, cwd /workspace]", {"output": ""})
 
 
-async def _reporting(call: Call, run: Run, work: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
+async def _reporting(call: ToolCall, run: Run, work: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
     """Return what `work` returns, and report the run's last line and bytes meanwhile."""
     report = call.report
     if report is None:
@@ -227,7 +227,7 @@ async def _reporting(call: Call, run: Run, work: Callable[[], Awaitable[ExecResu
     return results[0]
 
 
-async def _bash_output(call: Call, arguments: Arguments) -> Reply:
+async def _bash_output(call: ToolCall, arguments: Arguments) -> ToolReply:
     run = (await call.box()).run(arguments["exec_id"])
     offset = arguments.get("offset") or 0
     deadline = time.monotonic() + (arguments.get("wait_ms") or 0) / 1000
@@ -245,46 +245,46 @@ async def _bash_output(call: Call, arguments: Arguments) -> Reply:
     facts |= {"truncated": is_cut, "bytes_total": part.total_bytes}
     if end is not None:
         facts |= {"exit_code": end.exit_code, "cause": end.cause, "duration_ms": end.duration_ms}
-    return Reply(f"{_line(text)}{state}{more}", facts)
+    return ToolReply(f"{_line(text)}{state}{more}", facts)
 
 
-async def _write_stdin(call: Call, arguments: Arguments) -> Reply:
+async def _write_stdin(call: ToolCall, arguments: Arguments) -> ToolReply:
     run = (await call.box()).run(arguments["exec_id"])
     text = arguments.get("text") or ""
     if text:
         await run.send(text)
     if arguments.get("close"):
         await run.close_input()
-    return Reply(f"[{len(text.encode())} bytes written{', input closed' if arguments.get('close') else ''}]")
+    return ToolReply(f"[{len(text.encode())} bytes written{', input closed' if arguments.get('close') else ''}]")
 
 
-async def _kill(call: Call, arguments: Arguments) -> Reply:
+async def _kill(call: ToolCall, arguments: Arguments) -> ToolReply:
     info = await (await call.box()).run(arguments["exec_id"]).cancel()
-    return Reply(f"[{info.exec_id} {info.state}]" if info.end is None else ending(info.end))
+    return ToolReply(f"[{info.exec_id} {info.state}]" if info.end is None else ending(info.end))
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-async def _read(call: Call, arguments: Arguments) -> Reply:
+async def _read(call: ToolCall, arguments: Arguments) -> ToolReply:
     path = arguments["file_path"]
     files = (await call.box()).files
     if (media_type := _IMAGES.get(path.rpartition(".")[2].lower())) is not None:
         size = (await files.stat(path, follow=True)).size
         if size > MAX_IMAGE_BYTES:
             text = f"{path} has {words_of_size(size)}; an image may have {words_of_size(MAX_IMAGE_BYTES)}"
-            return Reply(text, is_error=True)
+            return ToolReply(text, is_error=True)
         data = await files.read_bytes(path)
-        return Reply(f"[{path}, {words_of_size(len(data))}]", images=[(media_type, data)])
+        return ToolReply(f"[{path}, {words_of_size(len(data))}]", images=[(media_type, data)])
     first, last = (*(arguments.get("view_range") or ()), None, None)[:2]
     view = await files.view(path, first=first, last=None if last == -1 else last)
     text, is_cut = shorten(view.text, "a smaller view_range shows it")
     if view.truncated or is_cut or view.last < view.lines:
         text = f"{_line(text)}[lines {view.first} to {view.last} of {view.lines}]"
-    return Reply(text)
+    return ToolReply(text)
 
 
-async def _write(call: Call, arguments: Arguments) -> Reply:
+async def _write(call: ToolCall, arguments: Arguments) -> ToolReply:
     path = arguments["file_path"]
     files = (await call.box()).files
     try:
@@ -292,24 +292,24 @@ async def _write(call: Call, arguments: Arguments) -> Reply:
     except errors.FileNotFound:  # the directory is missing
         await files.mkdir(path.rpartition("/")[0] or ".")
         written = await files.write(path, arguments["content"])
-    return Reply(f"[{written.path}, {words_of_size(written.size)} written]")
+    return ToolReply(f"[{written.path}, {words_of_size(written.size)} written]")
 
 
-async def _edit(call: Call, arguments: Arguments) -> Reply:
+async def _edit(call: ToolCall, arguments: Arguments) -> ToolReply:
     edit = {"path": arguments["file_path"], "old": arguments["old_string"], "new": arguments["new_string"]}
     edit |= {"op": "replace", **({"count": "all"} if arguments.get("replace_all") else {})}
     (made,) = await (await call.box()).files.edit([edit])
     diff, _ = shorten(made.diff or "", max_chars=MAX_CHARS // 6)
-    return Reply(f"{_line(diff)}[{made.path}: {made.replacements} replaced]")
+    return ToolReply(f"{_line(diff)}[{made.path}: {made.replacements} replaced]")
 
 
-async def _apply_patch(call: Call, arguments: Arguments) -> Reply:
+async def _apply_patch(call: ToolCall, arguments: Arguments) -> ToolReply:
     try:
         edits = _edits_of(arguments["input"])
     except ValueError as error:
-        return Reply(str(error), is_error=True)
+        return ToolReply(str(error), is_error=True)
     made = await (await call.box()).files.edit(edits)
-    return Reply("\n".join(f"[{each.path}: done]" for each in made))
+    return ToolReply("\n".join(f"[{each.path}: done]" for each in made))
 
 
 _FILES_OF_PATCH = {"*** Add File: ": "create", "*** Delete File: ": "delete", "*** Update File: ": "patch"}
@@ -340,14 +340,14 @@ def _edits_of(patch: str) -> list[dict[str, Any]]:  # JSON values
     return edits
 
 
-async def _glob(call: Call, arguments: Arguments) -> Reply:
+async def _glob(call: ToolCall, arguments: Arguments) -> ToolReply:
     paths = await (await call.box()).files.glob(arguments["pattern"], arguments.get("path") or "")
     shown = paths[:MAX_PATHS]
     more = f"\n[{len(paths) - len(shown)} more]" if len(paths) > len(shown) else ""
-    return Reply(("\n".join(shown) or "[no file]") + more)
+    return ToolReply(("\n".join(shown) or "[no file]") + more)
 
 
-async def _grep(call: Call, arguments: Arguments) -> Reply:
+async def _grep(call: ToolCall, arguments: Arguments) -> ToolReply:
     found = await (await call.box()).files.search(
         arguments["pattern"],
         arguments.get("path") or "",
@@ -359,13 +359,13 @@ async def _grep(call: Call, arguments: Arguments) -> Reply:
     state = f"[{len(found.found)} in {found.files} of {found.searched} files"
     state += ", more left out" if found.truncated else ""
     state += ", out of time" if found.timed_out else ""
-    return Reply(f"{text}{state}]")
+    return ToolReply(f"{text}{state}]")
 
 
 # The sandbox ----------------------------------------------------------------------------------------------------------
 
 
-async def _ports(call: Call, arguments: Arguments) -> Reply:
+async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
     box = await call.box()
     wanted = arguments.get("wait_for")
     deadline = time.monotonic() + (arguments.get("timeout_ms") or 30_000) / 1000
@@ -374,36 +374,40 @@ async def _ports(call: Call, arguments: Arguments) -> Reply:
         if wanted is None or any(each.port == wanted for each in ports):
             break
         if time.monotonic() >= deadline:
-            return Reply(f"nothing listens on port {wanted} yet; look at the process with bash_output", is_error=True)
+            return ToolReply(
+                f"nothing listens on port {wanted} yet; look at the process with bash_output", is_error=True
+            )
         await anyio.sleep(POLL_S)
-    return Reply("\n".join(f"{each.address}:{each.port}" for each in ports) or "[nothing listens]")
+    return ToolReply("\n".join(f"{each.address}:{each.port}" for each in ports) or "[nothing listens]")
 
 
-async def _sandboxes(call: Call, arguments: Arguments) -> Reply:
+async def _sandboxes(call: ToolCall, arguments: Arguments) -> ToolReply:
     name = call.sandbox
     match arguments["action"]:
         case "create":
             await call.sandboxes.make(name, arguments.get("image"))
-            return Reply(f"[{name} is there]")
+            return ToolReply(f"[{name} is there]")
         case "list":
             found = await call.sandboxes.all()
             rows = [
                 f"{each}: {info.status}, image {info.image}, made {info.created_at}" for each, info in found.items()
             ]
-            return Reply("\n".join(rows) or "[no sandbox; the first command makes one]")
+            return ToolReply("\n".join(rows) or "[no sandbox; the first command makes one]")
         case action:
             info = await call.sandboxes.find(name)
             if info is None:
-                return Reply(f"there is no sandbox {name!r}", is_error=True)
+                return ToolReply(f"there is no sandbox {name!r}", is_error=True)
             session = Session(call.sandboxes.client, info.id)
             if action == "end":
                 await session.destroy()
                 call.sandboxes.forget(name)
-                return Reply(f"[{name} has ended]")
+                return ToolReply(f"[{name} has ended]")
             stats = await session.stats()
             used = f"memory {words_of_size(stats.memory_bytes)} of {words_of_size(stats.memory_limit)}"
             limits = ", ".join(f"{key} {value}" for key, value in info.limits.items())
-            return Reply(f"{name}: {info.status}, image {info.image}, ends {info.expires_at}, {used}; limits: {limits}")
+            return ToolReply(
+                f"{name}: {info.status}, image {info.image}, ends {info.expires_at}, {used}; limits: {limits}"
+            )
 
 
 def _line(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Self
 
@@ -120,42 +120,6 @@ class WorkspacePatch:
 
     labels: Mapping[str, str] | None = None
     quota_bytes: int | None = None
-
-
-@attrs.frozen
-class FileInfo:
-    """Properties of a path. `kind` is file, directory, symlink or other; `mode` the permission bits; `owner` the uid
-    inside.
-
-    Names of bytes that are not UTF-8 are surrogate-escaped. `path` is resolved, and empty in a listing.
-    """
-
-    name: str
-    kind: str
-    size_bytes: int
-    mode: int
-    owner: int
-    modified_us: int
-    target: str = ""
-    path: str = ""
-
-
-@attrs.frozen
-class FileListing:
-    """Part of a directory, in the order of the names' bytes. `more`: entries follow behind the last one."""
-
-    path: str
-    entries: Sequence[FileInfo]
-    more: bool
-
-
-@attrs.frozen
-class Packed:
-    """Counts of an archive's members; `skipped`: neither files nor directories nor links."""
-
-    entries: int
-    size_bytes: int
-    skipped: int
 
 
 @attrs.frozen

@@ -286,6 +286,11 @@ class SessionFiles:
         return not self._is_stated or self._records[-1].size_bytes >= max(FILE_BYTES, 4 * self._stated_bytes)
 
     @property
+    def has_old_records(self) -> bool:
+        """Whether there are files of records before the newest."""
+        return len(self._records) > 1
+
+    @property
     def output_bytes(self) -> int:
         """The size of the files of output."""
         return sum(file.size_bytes for file in self._outputs)

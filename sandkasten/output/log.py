@@ -43,6 +43,7 @@ class OutputLog:
     __slots__ = (
         "_discarded",
         "_is_closed",
+        "_is_earlier",
         "_ledger",
         "_news",
         "_readers",
@@ -50,7 +51,6 @@ class OutputLog:
         "exec_id",
         "expires_at",
         "is_gone",
-        "is_recovered",
         "kept",
         "record_bytes",
     )
@@ -60,7 +60,7 @@ class OutputLog:
         self.kept = KeptOutput(exec_id, ledger, account)
         self.is_gone = False
         """Nobody finds the log any more; readers that were close behind its end still get the rest."""
-        self.is_recovered = False
+        self._is_earlier = False
         """The run was begun by an earlier daemon, which may have sent clients more than it had written to the files."""
         self.expires_at = 0.0
         self.record_bytes = 0
@@ -123,6 +123,10 @@ class OutputLog:
             self.tell()
         return piece
 
+    def note_earlier(self) -> None:
+        """Note that an earlier daemon began the run."""
+        self._is_earlier = True
+
     async def recover(self, parts: Sequence[tuple[Span, RecordPlace]], last_line: str) -> None:
         """Begin with output that an earlier daemon wrote to the session's files."""
         if parts:
@@ -168,7 +172,7 @@ class OutputLog:
         """Wait until there is the piece numbered `after`, if an earlier daemon may have sent that to a client: PID 1
         sends it again. Without, the client would get pieces twice. Waits `CATCH_UP_S` at most."""
         with trio.move_on_after(CATCH_UP_S):
-            while self.is_recovered and self.last_sequence < after and not self._is_closed:
+            while self._is_earlier and self.last_sequence < after and not self._is_closed:
                 await self.wait_news()
 
     async def read(self, stream: Stream | None, offset: int, limit: int) -> OutputSlice:

@@ -31,10 +31,12 @@ import errno
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from math import inf
+from functools import partial
+from math import ceil, inf
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar, TypeVarTuple
 
+import attrs
 import trio
 
 from sandkasten.config import MIB, RunsSettings
@@ -79,6 +81,38 @@ Describe = Callable[[str], tuple[RunFacts | bytes, RunState] | None]
 """Returns facts, which may be JSON already, and state; None for a run that is not to be written."""
 
 Chosen = Sequence[tuple[KeptOutput, Block, Tail]]
+
+ROUND_S: Final = 0.1
+"""Time between two moments at which the records of all sessions are written."""
+
+_TURNS_AT_ONCE: Final = 64
+"""Sessions whose records are put together without a pause, and written by one call of a thread."""
+
+
+@attrs.frozen
+class Records:
+    """Records of one session that are written beside those of others. `settle` is called once, by the task that asked
+    for them, with the error if they were not written."""
+
+    files: SessionFiles
+    news: News
+    settle: Callable[[OSError | None], None]
+
+
+Turn = Callable[[], Records | None]
+"""Returns the records of a session that are due, None if there are none or the session writes them itself."""
+
+
+def _write_each(records: Sequence[Records]) -> Sequence[OSError | None]:
+    """Write the records of several sessions, in a worker thread; return the error of each that failed."""
+    errors: list[OSError | None] = []
+    for each in records:
+        try:
+            each.files.write(each.news)
+            errors.append(None)
+        except OSError as error:
+            errors.append(error)
+    return errors
 
 
 class Shelf:
@@ -131,6 +165,15 @@ class Shelf:
         now = trio.current_time()
         while self.next_expiry <= now:
             next(iter(self._logs.values())).drop_oldest()
+
+
+@attrs.frozen
+class _Due:
+    """Ids of a session's runs that are to be written down: with other facts or another state, gone, refused."""
+
+    changed: dict[str, None]
+    gone: list[str]
+    refused: list[str]
 
 
 class SessionOutput:
@@ -294,6 +337,32 @@ class SessionOutput:
             await self._write(chosen)
             return room_bytes <= 0
 
+    def write_soon(self, turn: Turn) -> None:
+        """Have `turn` called at the next round. Does not wait."""
+        self._store.write_soon(turn)
+
+    def take_records(self, on_settled: Callable[[OSError | None], None]) -> Records | None:
+        """Return all records that are due, for a round; the session's files are the round's until `settle`, which calls
+        `on_settled`. None: nothing can be written now, or it takes longer to put together."""
+        exec_ids = self._logs if self.files.needs_statement else self._changed
+        if self._writing.locked() or not self._takes_writes or len(exec_ids) > _RUNS_PER_CHECKPOINT:
+            return None
+        runs = [found for exec_id in exec_ids if (found := self._describe(exec_id)) is not None]
+        self._writing.acquire_nowait()
+        due = self._take_due()
+        news = self._news(due, runs)
+        return Records(self.files, news, partial(self._settle, due, news, on_settled))
+
+    def _settle(
+        self, due: _Due, news: News, on_settled: Callable[[OSError | None], None], error: OSError | None
+    ) -> None:
+        self._writing.release()
+        if error is not None:
+            self._put_back(due)
+        elif news.statement is not None and self.files.has_old_records:
+            self._ledger.note_unneeded(self.files)
+        on_settled(error)
+
     async def write_out(self, batch: Sequence[tuple[KeptOutput, Sequence[Block]]]) -> None:
         """Have blocks leave memory, the oldest of each log; those that lie in memory alone are written before.
 
@@ -326,30 +395,42 @@ class SessionOutput:
 
     async def _append(self, chosen: Chosen) -> None:
         """Write all records that are due and the chosen output; a write that fails is made up for by the next one."""
-        if self._is_closed or self.is_recovering or self.files.is_discarded:
+        if not self._takes_writes:
             raise OSError(errno.EAGAIN, "the session's output is closed, or not taken over yet")
         has_statement = self.files.needs_statement
         if not (chosen or self._changed or self._gone or self._refused or has_statement):
             return
-        changed, self._changed = self._changed, {}
-        gone, self._gone = self._gone, []
-        refused, self._refused = self._refused, []
+        due = self._take_due()
         try:
-            runs = await self._describe_all(list(self._logs if has_statement else changed))
+            runs = await self._describe_all(list(self._logs if has_statement else due.changed))
             # Not before: a run that is dropped while the others are described is among the used ids instead.
-            statement = self.used.encode() if has_statement else None
-            tails = [tail for _, _, tail in chosen]
-            news = News(refused, runs, tails, gone, statement, self.files.take_number())
+            news = self._news(due, runs, [tail for _, _, tail in chosen])
             places = await self._store.in_thread(self.files.write, news)
         except BaseException:  # a thread that was left alone may still write, but not behind a later write
-            self._changed = changed | self._changed
-            self._gone[:0] = gone
-            self._refused[:0] = refused
+            self._put_back(due)
             raise
         for (kept, block, tail), place in zip(chosen, places, strict=False):
             kept.note_written(block, tail.span, place)
-        if has_statement:
+        if has_statement and self.files.has_old_records:
             self._ledger.note_unneeded(self.files)
+
+    @property
+    def _takes_writes(self) -> bool:
+        return not (self._is_closed or self.is_recovering or self.files.is_discarded)
+
+    def _take_due(self) -> _Due:
+        due = _Due(self._changed, self._gone, self._refused)
+        self._changed, self._gone, self._refused = {}, [], []
+        return due
+
+    def _put_back(self, due: _Due) -> None:
+        self._changed = due.changed | self._changed
+        self._gone[:0] = due.gone
+        self._refused[:0] = due.refused
+
+    def _news(self, due: _Due, runs: Sequence[tuple[RunFacts | bytes, RunState]], tails: Sequence[Tail] = ()) -> News:
+        statement = self.used.encode() if self.files.needs_statement else None
+        return News(due.refused, runs, tails, due.gone, statement, self.files.take_number())
 
     async def _describe_all(self, exec_ids: Sequence[str]) -> Sequence[tuple[RunFacts | bytes, RunState]]:
         found = []
@@ -458,6 +539,8 @@ class OutputStore:
         self._files: dict[str, SessionFiles] = {}
         self._sessions: dict[str, SessionOutput] = {}
         self._owners: dict[OutputAccount, SessionOutput] = {}
+        self._turns: list[Turn] = []
+        self._has_turns = trio.Event()
         self._writing = trio.CapacityLimiter(_WRITERS)
         self._recovering = trio.CapacityLimiter(_READERS)
         self.disk_limit_bytes = disk_bytes
@@ -517,7 +600,13 @@ class OutputStore:
         return output
 
     async def run(self) -> NoReturn:
-        """Drop logs whose time is over, remove files, and have blocks leave memory, whenever there is need."""
+        """Drop logs whose time is over, remove files, and have blocks leave memory, whenever there is need; write the
+        records of all sessions in rounds."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_rounds)
+            await self._look_after()
+
+    async def _look_after(self) -> NoReturn:
         ledger = self._ledger
         while True:
             ledger.work = trio.Event()
@@ -528,6 +617,30 @@ class OutputStore:
                 await self._free_memory()
             with trio.move_on_at(self._shelf.next_expiry):
                 await ledger.work.wait()
+
+    def write_soon(self, turn: Turn) -> None:
+        """Have `turn` called at the next round. Does not wait."""
+        self._turns.append(turn)
+        self._has_turns.set()
+
+    async def _write_rounds(self) -> NoReturn:
+        while True:
+            await self._has_turns.wait()
+            await trio.sleep_until(ceil(trio.current_time() / ROUND_S) * ROUND_S)
+            self._has_turns = trio.Event()
+            turns, self._turns = self._turns, []
+            for start in range(0, len(turns), _TURNS_AT_ONCE):
+                await self._write_records(turns[start : start + _TURNS_AT_ONCE])
+
+    async def _write_records(self, turns: Sequence[Turn]) -> None:
+        records = [found for turn in turns if (found := turn()) is not None]
+        errors: Sequence[OSError | None] = [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
+        try:
+            if records:
+                errors = await self.in_thread(_write_each, records)
+        finally:
+            for each, error in zip(records, errors, strict=True):
+                each.settle(error)
 
     def close(self) -> None:
         """Free all writers and readers. The files stay for the next daemon."""

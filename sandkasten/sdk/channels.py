@@ -34,6 +34,7 @@ CHANNELS = 60
 """Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
 _IDLE_S = 100.0
 """Age at which an unused WebSocket is not used again: the server closes it after 120 s."""
+_CLOSE_S = 1.0
 _REFUSALS = 2
 """Handshakes that may fail before WebSockets count as impossible."""
 
@@ -61,6 +62,10 @@ class RunChannel:
     """Bytes that came twice: they took credit as well."""
     partial: tuple[int, int] = (0, 0)
     """The piece that came in part, and the size of the part."""
+    is_left: bool = False
+    """Whether nobody takes what still comes."""
+    is_over: bool = False
+    """Whether nothing more comes."""
 
     def has_news(self) -> bool:
         """Tell whether there is something to take."""
@@ -71,6 +76,8 @@ class RunChannel:
 
         Whole pieces are sent twice by a daemon that has not got them again from the sandbox.
         """
+        if self.is_left:
+            return
         if frame.seq <= self.start.after:
             self.dropped += len(frame.data)
             return
@@ -88,9 +95,11 @@ class RunChannel:
             case "started":
                 self.exec_id = value["exec_id"]
             case "exit":
-                self.end = run_end(value)
+                self.end, self.is_over = run_end(value), True
+            case "detached":
+                self.is_over = True
             case "error" if value.get("final"):
-                self.error = errors.api_error(message, None, streamed=True)
+                self.error, self.is_over = errors.api_error(message, None, streamed=True), True
 
 
 class ExecSocket:
@@ -168,8 +177,8 @@ class RunLink:
                 if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
                 self._refusals = _REFUSALS
-            except Lost:
-                self._refusals += 1
+            except Lost as lost:
+                self._refusals += lost.was_sent
             except _Crowded:
                 pass
         feed = self._events(exec_id, begin)
@@ -320,22 +329,26 @@ class ChannelFeed:
         socket.leave(channel)
 
     async def aclose(self, *, cancel: bool = False) -> None:
-        """Leave the run, which goes on unless it is to `cancel`; a further `next` goes on behind what was taken."""
+        """Leave the run, which goes on unless it is to `cancel`; a further `next` goes on behind what was taken.
+
+        The output that is on its way is read and dropped: the server sends its answer, and what other runs write,
+        behind it.
+        """
         if self._joined is None:
             return
         socket, channel = self._joined
-        self._leave()
-        if channel.end is not None or channel.error is not None:
-            return
+        channel.is_left = True
         try:
-            if cancel:
-                await socket.say(channel, type="cancel")
-            elif channel.exec_id:
-                await socket.say(channel, type="detach")
-            else:  # a run that has not begun can't be detached; the other runs are attached again
-                await socket.close()
-        except Lost:
+            if not channel.is_over and (cancel or channel.exec_id):
+                await socket.say(channel, type="cancel" if cancel else "detach")
+                await socket.pump.until(lambda: channel.is_over)
+        except (Lost, SocketClosed):
             pass
+        finally:
+            self._leave()
+            if not channel.is_over:  # a run that has not begun can't be detached; the other runs are attached again
+                with waiting.shield(_CLOSE_S):
+                    await socket.close()
 
 
 def without_id(begin: dict[str, Any]) -> dict[str, Any]:

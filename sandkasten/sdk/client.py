@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from sandkasten import errors
+from sandkasten.contexts import choose_server
 from sandkasten.sdk import waiting
 from sandkasten.sdk.files import Files, FileStream, Progress, Source
 from sandkasten.sdk.run import CANCEL_S
@@ -24,7 +25,7 @@ from sandkasten.sdk.types import (
     Unset,
     WorkspaceInfo,
 )
-from sandkasten.sdk.wire import HttpCall, call, given, new_id, part, set_values
+from sandkasten.sdk.wire import HttpCall, call, given, key_id_of, new_id, part, set_values
 
 DEFAULT_URL = "http://localhost:8080"
 
@@ -68,7 +69,7 @@ class Workspace:
 
     def export(self, *, format: Literal["tar", "tar.zst"] = "tar.zst") -> FileStream:
         """Return the whole workspace as an archive, to be read in pieces."""
-        request = self._endpoint.call("GET", "/export", query={"format": format}, patience_s=None)
+        request = self._endpoint.call("GET", "/export", query={"format": format}, patience_s=None, is_transfer=True)
         return FileStream(self._endpoint.transport, request)
 
     async def import_archive(
@@ -77,7 +78,9 @@ class Workspace:
         """Make the workspace of an archive (tar or tar.zst), whole or not at all; `replace` one that is there."""
         headers = {"content-type": "application/x-tar"}
         query = given(replace=replace or None)
-        request = self._endpoint.call("POST", "/import", query=query, headers=headers, patience_s=None, repeat=replace)
+        request = self._endpoint.call(
+            "POST", "/import", query=query, headers=headers, patience_s=None, is_transfer=True, repeat=replace
+        )
         return UnpackedArchive.take((await self.files._upload(request, archive, progress)).value)
 
 
@@ -100,18 +103,29 @@ class SandboxClient:
                 of uploads and streams the time without progress. None is no limit.
         """
         self._transport = Transport(base_url, api_key, timeout)
+        self._key_id = key_id_of(api_key)
         self._endpoint = Endpoint(self._transport, "")
 
     @classmethod
     def from_env(cls, *, timeout: float | None = 120.0) -> Self:
-        """Return a client of the server that the environment names: `SANDKASTEN_URL`, `SANDKASTEN_API_KEY`."""
-        base_url = os.environ.get("SANDKASTEN_URL") or DEFAULT_URL
-        return cls(base_url=base_url, api_key=os.environ.get("SANDKASTEN_API_KEY") or None, timeout=timeout)
+        """Return a client of the server that the environment names (`SANDKASTEN_URL`, `SANDKASTEN_API_KEY`), else of
+        the one that the command line speaks to: a context's, or this machine's. A context's command for the key is run.
+
+        Raises:
+            ConfigError: there is none, or its key can't be had.
+        """
+        server = choose_server(os.environ)
+        return cls(base_url=server.url, api_key=server.api_key, timeout=timeout)
 
     @property
     def base_url(self) -> str:
         """The server's URL."""
         return self._transport.base_url
+
+    @property
+    def key_id(self) -> str:
+        """The id of the API key, which is no secret: `SessionInfo.key_id` of what this client made."""
+        return self._key_id
 
     async def close(self) -> None:
         """Close all connections."""
@@ -130,7 +144,7 @@ class SandboxClient:
     async def create_session(
         self,
         *,
-        image: str = "python",
+        image: str | None = "python",
         ttl_seconds: int | None = None,
         workspace_id: str | None = None,
         labels: Mapping[str, str] | None = None,
@@ -206,6 +220,10 @@ class SandboxClient:
         await self._endpoint.ask("GET", f"/v1/sessions/{part(session_id)}")
         return Session(self, session_id)
 
+    def session(self, session_id: str) -> Session:
+        """Return the session of that id. Nothing is asked of the server before it is used."""
+        return Session(self, session_id)
+
     async def list_sessions(self) -> list[SessionInfo]:
         """Return all live sessions, newest first."""
         return [each async for each in self.sessions()]
@@ -256,14 +274,15 @@ class SandboxClient:
         """Return the images from which sessions can be made."""
         return [ImageInfo(name) for name in (await self.node()).images]
 
-    def events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+    def events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of all sessions.
 
         Args:
             cursor: begin behind this event; `0` is the oldest kept one. By default the next that happens is the first.
             types: only events of these types, such as `exec.ended`.
+            follow: go on with what happens; else the events end with those that had happened at their beginning.
         """
-        return Events(self._endpoint.below("/v1/events"), cursor, types)
+        return Events(self._endpoint.below("/v1/events"), cursor, types, follow=follow)
 
     async def node(self) -> NodeInfo:
         """Return the node: its state, capacity, images and sessions."""
@@ -290,5 +309,5 @@ class SandboxClient:
         return list((await self._endpoint.ask("GET", "/v1/keys"))["keys"])
 
     async def healthz(self) -> bool:
-        """Return whether the server answers, without a key."""
+        """Return whether the server answers."""
         return bool((await self._endpoint.ask("GET", "/healthz"))["status"] == "ok")

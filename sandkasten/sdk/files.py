@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from sandkasten import errors
 from sandkasten.sdk import waiting
 from sandkasten.sdk.archives import pack, unpack
 from sandkasten.sdk.streams import ResumedEvents
-from sandkasten.sdk.transport import Endpoint, HttpStream, Transport
+from sandkasten.sdk.transport import Endpoint, HttpStream, Lost, StreamRecovery, Transport
 from sandkasten.sdk.types import (
     FileEdit,
     FileInfo,
@@ -30,7 +31,9 @@ from sandkasten.sdk.types import (
 )
 from sandkasten.sdk.wire import HttpCall, given, new_id
 
+_MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
+_PARTIAL = 206
 """Bytes that are read from a local file at once."""
 
 Progress = Callable[[int, int | None], object]
@@ -46,9 +49,12 @@ class FileStream:
     `size` is in bytes, None if the server does not tell; `etag` is the version that is read.
     """
 
-    def __init__(self, transport: Transport, request: HttpCall, progress: Progress | None = None) -> None:
-        """Internal: use `Files.open`."""
-        self._transport, self._request, self._progress = transport, request, progress
+    def __init__(
+        self, transport: Transport, request: HttpCall, progress: Progress | None = None, *, offset: int | None = None
+    ) -> None:
+        """Internal: use `Files.open`. `offset` is where the file is read from, None if it can't be read on."""
+        self._transport, self._request, self._progress, self._offset = transport, request, progress, offset
+        self._recovery = StreamRecovery(transport.timeout)
         self._moved = 0
         self._reply: HttpStream | None = None
         self.size: int | None = None
@@ -71,17 +77,44 @@ class FileStream:
         return self
 
     async def __anext__(self) -> bytes:
+        """Return the next piece. Where a connection is lost, the file is read on, if nobody has changed it.
+
+        Raises:
+            ConnectionFailed: the connection was lost, and the file can't be read on.
+        """
         assert self._reply is not None, "a file is opened by `async with`"
-        if not (data := await self._reply.read()):
+        while True:
+            try:
+                data = await self._reply.read()
+                break
+            except Lost as error:
+                if self._moved == self.size:
+                    raise StopAsyncIteration from None
+                await self._read_on(error)
+        if not data:
             raise StopAsyncIteration
         self._moved += len(data)
+        self._recovery.progress()
         if self._progress is not None:
             self._progress(self._moved, self.size)
         return data
 
+    async def _read_on(self, error: Lost) -> None:
+        """Connect anew behind what has come. Raises the error if that is not possible."""
+        if self._offset is None or self.size is None or not self.etag or self.etag.startswith("W/"):
+            raise error
+        assert self._reply is not None
+        await self._reply.aclose()
+        await self._recovery.wait(error)
+        rest = f"bytes={self._offset + self._moved}-{self._offset + self.size - 1}"
+        self._request.headers |= {"range": rest, "if-range": self.etag}
+        self._reply = await self._transport.open(self._request)
+        if self._reply.status != _PARTIAL:
+            raise error
+
 
 class WatchedChanges:
-    """WatchedChanges of watched files: `async with files.watch(path) as changes: async for change in changes`.
+    """Changes of watched files: `async with files.watch(path) as changes: async for change in changes`.
 
     The first change is `ready`: all that happens from then on is told. After a lost connection, too, `ready` comes
     first, and what happened between is not told.
@@ -133,12 +166,14 @@ class Files:
             FileNotFound, IsADirectory, NotAFile, PermissionDenied: as the names say.
             RangeNotSatisfiable: `offset` is behind the end.
         """
+        request = self._reading(path, offset, length, user, cwd)
+        return FileStream(self._endpoint.transport, request, offset=offset)
+
+    def _reading(self, path: str, offset: int, length: int | None, user: str | None, cwd: str | None) -> HttpCall:
         end = "" if length is None else str(offset + length - 1)
         headers = {"range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         query = given(path=path, user=user, cwd=cwd)
-        return FileStream(
-            self._endpoint.transport, self._endpoint.call("GET", "/file", query=query, headers=headers, patience_s=None)
-        )
+        return self._endpoint.call("GET", "/file", query=query, headers=headers, patience_s=None, is_transfer=True)
 
     async def read_bytes(
         self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None, cwd: str | None = None
@@ -146,8 +181,7 @@ class Files:
         """Return the content of a file, or a part of it. Errors as of `open`."""
         if length == 0:
             return b""
-        async with self.open(path, offset=offset, length=length, user=user, cwd=cwd) as stream:
-            return b"".join([piece async for piece in stream])
+        return (await self._endpoint.transport.send(self._reading(path, offset, length, user, cwd))).body
 
     async def read_text(
         self, path: str, *, encoding: str = "utf-8", user: str | None = None, cwd: str | None = None
@@ -184,7 +218,7 @@ class Files:
         """
         headers = given(**{"if-match": if_match, "if-none-match": "*" if new else None})
         query = given(path=path, mode=None if mode is None else f"{mode:04o}", user=user, cwd=cwd)
-        request = self._endpoint.call("PUT", "/file", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call("PUT", "/file", query=query, headers=headers, patience_s=None, is_transfer=True)
         # A condition holds once: a repetition would find the file that the lost request wrote.
         request.repeat = if_match is None and not new
         return WrittenFile.take((await self._upload(request, content, progress)).value)
@@ -292,7 +326,7 @@ class Files:
     async def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
     ) -> None:
-        """WatchedChange permission bits, such as 0o755."""
+        """Change permission bits, such as 0o755."""
         body = given(path=path, mode=f"{mode:04o}", recursive=recursive or None, user=user, cwd=cwd)
         await self._endpoint.ask("POST", "/chmod", body)
 
@@ -306,7 +340,7 @@ class Files:
         user: str | None = "root",
         cwd: str | None = None,
     ) -> None:
-        """WatchedChange the owner, the group, or both."""
+        """Change the owner, the group, or both."""
         body = given(path=path, uid=uid, gid=gid, recursive=recursive or None, user=user, cwd=cwd)
         await self._endpoint.ask("POST", "/chown", body)
 
@@ -398,7 +432,8 @@ class Files:
         """Return a directory as an archive, to be read in pieces."""
         query = given(path=path or None, format=format, user=user, cwd=cwd)
         return FileStream(
-            self._endpoint.transport, self._endpoint.call("GET", "/archive", query=query, patience_s=None)
+            self._endpoint.transport,
+            self._endpoint.call("GET", "/archive", query=query, patience_s=None, is_transfer=True),
         )
 
     async def unpack(
@@ -413,7 +448,9 @@ class Files:
         """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing."""
         query = given(path=path or None, user=user, cwd=cwd)
         headers = {"content-type": "application/x-tar"}
-        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call(
+            "POST", "/archive", query=query, headers=headers, patience_s=None, is_transfer=True
+        )
         return UnpackedArchive.take((await self._upload(request, archive, progress)).value)
 
     # Directories ------------------------------------------------------------------------------------------------------
@@ -423,19 +460,22 @@ class Files:
     ) -> None:
         """Copy a local file or directory to a path: a directory as an archive, of which no more than a piece is held.
 
-        Links are copied as links. Files that are there stay, unless they have the same name. `progress` is told the
-        bytes of the archive.
+        Permission bits stay. Links are copied as links. Files that are there stay, unless they have the same name.
+        `progress` is told the bytes of the archive.
 
         Raises:
             OSError: a local file can't be read.
         """
         source = Path(local)
-        if not await waiting.in_thread(source.is_dir):
-            await self.write(path, source, user=user, progress=progress)
+        mode = (await waiting.in_thread(source.stat)).st_mode
+        if not stat.S_ISDIR(mode):
+            await self.write(path, source, mode=mode & _MODE_BITS, user=user, progress=progress)
             return
         query = given(path=path, user=user)
         headers = {"content-type": "application/x-tar"}
-        request = self._endpoint.call("POST", "/archive", query=query, headers=headers, patience_s=None)
+        request = self._endpoint.call(
+            "POST", "/archive", query=query, headers=headers, patience_s=None, is_transfer=True
+        )
         request.source = lambda: _in_threads(pack(source), progress)
         await self._endpoint.transport.send(request)
 
@@ -452,13 +492,17 @@ class Files:
             OSError: a local file can't be written.
         """
         target = Path(local)
-        is_directory = (await self.stat(path, follow=True, user=user)).is_dir
+        info = await self.stat(path, follow=True, user=user)
+        is_directory = info.is_dir
         query = given(path=path, format="tar" if is_directory else None, user=user)
-        request = self._endpoint.call("GET", "/archive" if is_directory else "/file", query=query, patience_s=None)
-        async with FileStream(self._endpoint.transport, request, progress) as stream:
+        request = self._endpoint.call(
+            "GET", "/archive" if is_directory else "/file", query=query, patience_s=None, is_transfer=True
+        )
+        offset = None if is_directory else 0
+        async with FileStream(self._endpoint.transport, request, progress, offset=offset) as stream:
             if is_directory:
                 return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
-            return await _save(stream, target)
+            return await _save(stream, target, int(info.mode, 8) & _MODE_BITS)
 
     # Last, since the name hides the type in what follows.
 
@@ -539,7 +583,7 @@ async def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Asy
             progress(moved, None)
 
 
-async def _save(pieces: AsyncIterator[bytes], target: Path) -> UnpackedArchive:
+async def _save(pieces: AsyncIterator[bytes], target: Path, mode: int) -> UnpackedArchive:
     """Write a local file, which takes its name when it is whole."""
     part = target.with_name(f".{target.name}.{new_id()}")
     size = 0
@@ -548,6 +592,7 @@ async def _save(pieces: AsyncIterator[bytes], target: Path) -> UnpackedArchive:
             async for data in pieces:
                 await waiting.in_thread(file.write, data)
                 size += len(data)
+            os.fchmod(file.fileno(), mode)
         await waiting.in_thread(os.replace, part, target)
     except BaseException:
         part.unlink(missing_ok=True)

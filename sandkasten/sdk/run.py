@@ -56,6 +56,7 @@ class Run:
         self._feed: Feed | None = None
         self._rest: Iterator[Output] = iter(())
         self._end: RunEnd | None = None
+        self._is_refused = False
 
     @property
     def id(self) -> str:
@@ -71,6 +72,10 @@ class Run:
         """The end of the run, once this object has seen it: after `wait`, or after the last piece of output."""
         return self._end
 
+    def detach(self) -> None:
+        """Let the run go on when the block is left, although it has not ended."""
+        self._detach = True
+
     async def __aenter__(self) -> Self:
         await self._open()
         return self
@@ -78,9 +83,10 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_unwanted = self._end is None and not self._detach
-        await self.aclose(cancel=is_unwanted)
-        if is_unwanted:
+        if self._end is not None or self._is_refused:
+            return
+        await self.aclose(cancel=not self._detach)
+        if not self._detach:
             await give_up(self._link.session, self.id)
 
     async def aclose(self, *, cancel: bool = False) -> None:
@@ -123,8 +129,12 @@ class Run:
     async def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None
-        feed = await self._open()
-        piece = await feed.next()
+        try:
+            feed = await self._open()
+            piece = await feed.next()
+        except errors.SandkastenAPIError:
+            self._is_refused = True  # it has ended, or never began
+            raise
         if not isinstance(piece, RunEnd):
             return piece
         self._end, self._rest = piece, self._decoder.rest()

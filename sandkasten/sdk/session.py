@@ -137,16 +137,12 @@ class Session:
             CommandTimeout: the command ran out of time; `details` has its output until then.
         """
         fields = {"output_fields": ["output", "stdout", "stderr"]} if separate else {}
-        body = fields | given(
-            raw_output=raw_output or None,
-            cwd=cwd,
-            env=None if env is None else dict(env),
-            stdin=stdin,
-            shell=shell,
-            mode=_mode(stateless),
-            user=user,
-            on_timeout=on_timeout,
-            queue_timeout_ms=queue_timeout_ms,
+        body = (
+            fields
+            | _options(cwd, env, shell, stateless, user)
+            | given(
+                raw_output=raw_output or None, stdin=stdin, on_timeout=on_timeout, queue_timeout_ms=queue_timeout_ms
+            )
         )
         return exec_result(await self._execute(cmd, timeout_ms, body, exec_id))
 
@@ -165,15 +161,8 @@ class Session:
         exec_id: str | None = None,
     ) -> ExecBytes:
         """Run a command and return its output as exact bytes, each stream by itself. Otherwise as `exec`."""
-        body = {"output_fields": ["stdout", "stderr"], "encoding": "base64"} | given(
-            cwd=cwd,
-            env=None if env is None else dict(env),
-            stdin=stdin,
-            shell=shell,
-            mode=_mode(stateless),
-            user=user,
-            on_timeout=on_timeout,
-        )
+        body = {"output_fields": ["stdout", "stderr"], "encoding": "base64"} | given(stdin=stdin, on_timeout=on_timeout)
+        body |= _options(cwd, env, shell, stateless, user)
         return exec_bytes(await self._execute(cmd, timeout_ms, body, exec_id))
 
     async def _execute(
@@ -221,16 +210,9 @@ class Session:
         Raises:
             SandkastenStreamError: the stream ended with an error, such as `CommandTimeout`.
         """
-        body = given(
-            cwd=cwd,
-            env=None if env is None else dict(env),
-            stdin=stdin,
-            shell=shell,
-            mode=_mode(stateless),
-            user=user,
-            on_timeout="error",
-        )
-        run = self._make_run(cmd, exec_id, body | {"timeout_ms": timeout_ms}, raw=True, detach=False)
+        body = {"timeout_ms": timeout_ms, "on_timeout": "error"} | given(stdin=stdin)
+        body |= _options(cwd, env, shell, stateless, user)
+        run = self._make_run(cmd, exec_id, body, raw=True, detach=False)
         decoder = Decoder(clean=not raw_output)
         async with run:
             async for piece in run.pieces():
@@ -282,16 +264,8 @@ class Session:
 
         The other arguments are those of `exec`. For what has no limit in time, see `process`.
         """
-        options = {"timeout_ms": timeout_ms, "on_timeout": "result"} | given(
-            stdin=stdin or None,
-            cwd=cwd,
-            env=None if env is None else dict(env),
-            shell=shell,
-            mode=_mode(stateless),
-            user=user,
-            tty=_size(tty),
-            streams=_streams(merged),
-        )
+        options = {"timeout_ms": timeout_ms, "on_timeout": "result"} | _options(cwd, env, shell, stateless, user)
+        options |= given(stdin=stdin or None, tty=_size(tty), streams=_streams(merged))
         return self._make_run(cmd, exec_id, options, raw=raw, detach=detach)
 
     async def process(
@@ -469,7 +443,7 @@ class Session:
         limits: Mapping[str, float] | Unset = UNSET,
         env: Mapping[str, str | None] | Unset = UNSET,
     ) -> SessionInfo:
-        """WatchedChange the session: all that is given, or nothing and an error.
+        """Change the session: all that is given, or nothing and an error.
 
         None means never for a time, and removes a variable.
         """
@@ -503,13 +477,17 @@ class Session:
         """Return a diagnosis of the session, as docs/observability.md describes it."""
         return dict(await self._endpoint.ask("GET", "/diagnostics"))
 
-    def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = ()) -> Events:
+    def watch_events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of the session. Arguments as of `SandboxClient.events`."""
-        return Events(self._endpoint.below("/events"), cursor, types)
+        return Events(self._endpoint.below("/events"), cursor, types, follow=follow)
 
 
-def _mode(stateless: bool | None) -> str | None:
-    return None if stateless is None else "stateless" if stateless else "stateful"
+def _options(
+    cwd: str | None, env: Mapping[str, str] | None, shell: str | None, stateless: bool | None, user: str | None
+) -> dict[str, Any]:  # JSON values
+    """Return the fields that say where and as whom a command runs."""
+    mode = None if stateless is None else "stateless" if stateless else "stateful"
+    return given(cwd=cwd, env=None if env is None else dict(env), shell=shell, mode=mode, user=user)
 
 
 def _size(tty: tuple[int, int] | None) -> dict[str, int] | None:

@@ -132,16 +132,19 @@ class EventFeed:
 
 
 class Events:
-    """Events of the journal as they happen: `async for event in events`, for ever, over many connections if need be.
+    """Events of the journal as they happen: `async for event in events`, over many connections if need be; for ever,
+    or, without `follow`, up to those that had happened when the first was asked for.
 
     `async with` closes the connection at the end of the block. `cursor` is the position behind the last event that was
     handed out, or further where other events came since; a later reader goes on from there.
     """
 
-    def __init__(self, place: Endpoint, cursor: str | None, types: Sequence[str]) -> None:
+    def __init__(self, place: Endpoint, cursor: str | None, types: Sequence[str], *, follow: bool = True) -> None:
         """Internal: use `SandboxClient.events` or `Session.watch_events`."""
         query = {"cursor": cursor, "types": ",".join(types) or None}
         self._stream = ResumedEvents(place.transport, place.call("GET", query=query))
+        self._now = None if follow else ResumedEvents(place.transport, place.call("GET"))
+        self._until: str | None = None
         self._cursor = cursor
 
     @property
@@ -167,13 +170,17 @@ class Events:
         Raises:
             CursorGone: the events after the cursor are not kept any more; `details.oldest_cursor` is the oldest.
         """
-        while True:
+        if self._now is not None and self._until is None:
+            self._until = (await self._now.next()).id  # a stream begins with its position
+            await self._now.aclose()
+        while self._until is None or (self.cursor or "") < self._until:
             found = await self._stream.next()
             if found.name == "error":
                 await self.aclose()
                 raise errors.api_error(found.data, None, streamed=True)
-            if found.data:
+            if found.data and (self._until is None or found.id <= self._until):
                 return Event.take(found.value)
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Close the connection; a further event opens another."""

@@ -46,7 +46,10 @@ class Terminal:
         """End of the terminal's program, once this viewer has seen it."""
 
     async def __aenter__(self) -> Self:
-        self._socket = await self._transport.websocket(self._request, TERMINAL_PROTOCOL)
+        try:
+            self._socket = await self._transport.websocket(self._request, TERMINAL_PROTOCOL)
+        except Lost as lost:
+            raise (lost.__cause__ if isinstance(lost.__cause__, errors.SandkastenAPIError) else lost) from None
         self._pump = Pump(self._socket, self._take)
         try:
             await self._until(lambda: bool(self.id) or self.end is not None)

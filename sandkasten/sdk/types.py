@@ -47,18 +47,28 @@ class Taken:
 # Results of commands --------------------------------------------------------------------------------------------------
 
 
-class _Ended:
-    """Fields and checks that results of commands have in common."""
+@dataclass(kw_only=True)
+class _Ended(Taken):
+    """Fields and checks that results of commands have in common. The fields are given by name, and so come behind."""
 
-    exit_code: int
-    cause: str
-    signal: int | None
-    exec_id: str
+    exec_id: str = ""
+    cause: str = "exited"
+    signal: int | None = None
+    victim: str | None = None
+    timed_out: bool = False
+    timeout_ms: int | None = None
+    queued_ms: int = 0
+    shell_restarted: bool = False
+    usage: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether the command ended by itself with status 0."""
-        return self.exit_code == 0 and self.cause == "exited"
+        return self._status == 0 and self.cause == "exited"
+
+    @property
+    def _status(self) -> int:
+        return int(getattr(self, "exit_code", 0))
 
     def check(self) -> Self:
         """Return the result itself if the command succeeded.
@@ -68,7 +78,7 @@ class _Ended:
         """
         if self.ok:
             return self
-        how = f"exit code {self.exit_code}" if self.cause == "exited" else f"{self.cause}, exit code {self.exit_code}"
+        how = f"exit code {self._status}" if self.cause == "exited" else f"{self.cause}, exit code {self._status}"
         text = getattr(self, "output", "")
         if len(text) > _SHOWN_CHARS:
             half = _SHOWN_CHARS // 2
@@ -77,7 +87,7 @@ class _Ended:
 
 
 @dataclass
-class ExecResult(_Ended, Taken):
+class ExecResult(_Ended):
     """Result of a command.
 
     `output` has both streams in order of arrival; `stdout` and `stderr` are filled if `exec` was asked for `separate`
@@ -91,21 +101,12 @@ class ExecResult(_Ended, Taken):
     duration_ms: int
     stdout: str = ""
     stderr: str = ""
-    exec_id: str = ""
-    cause: str = "exited"
-    signal: int | None = None
-    victim: str | None = None
-    timed_out: bool = False
-    timeout_ms: int | None = None
-    queued_ms: int = 0
-    shell_restarted: bool = False
     bytes_total: int = 0
     bytes_omitted: int = 0
-    usage: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
-class ExecBytes(_Ended, Taken):
+class ExecBytes(_Ended):
     """Result of a command with its output as exact bytes; the other fields are those of `ExecResult`."""
 
     exit_code: int
@@ -114,17 +115,8 @@ class ExecBytes(_Ended, Taken):
     stderr: bytes
     truncated: bool
     duration_ms: int
-    exec_id: str = ""
-    cause: str = "exited"
-    signal: int | None = None
-    victim: str | None = None
-    timed_out: bool = False
-    timeout_ms: int | None = None
-    queued_ms: int = 0
-    shell_restarted: bool = False
     bytes_total: int = 0
     bytes_omitted: int = 0
-    usage: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -145,21 +137,12 @@ class ExecChunk:
 
 
 @dataclass
-class RunEnd(_Ended, Taken):
+class RunEnd(_Ended):
     """End of a run. The fields are those of `ExecResult` that are not output."""
 
     exit_code: int
     cwd: str
     duration_ms: int
-    exec_id: str = ""
-    cause: str = "exited"
-    signal: int | None = None
-    victim: str | None = None
-    timed_out: bool = False
-    timeout_ms: int | None = None
-    queued_ms: int = 0
-    shell_restarted: bool = False
-    usage: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -452,7 +435,7 @@ class Matches(Taken):
 
 @dataclass
 class WatchedChange(Taken):
-    """WatchedChange of a watched file: `create`, `write`, `close`, `rename` (`to` is the new path), `chmod`, `remove`;
+    """Change of a watched file: `create`, `write`, `close`, `rename` (`to` is the new path), `chmod`, `remove`;
     `ready` comes first; `overflow` says that changes were lost.
     """
 

@@ -5,6 +5,7 @@ anyio runs on asyncio and on trio. It is imported here alone, and is there where
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
@@ -15,9 +16,41 @@ import anyio.to_thread
 
 T = TypeVar("T")
 
-Lock = anyio.Lock
-Condition = anyio.Condition
+Lock = functools.partial(anyio.Lock, fast_acquire=True)
 sleep = anyio.sleep
+
+
+class Turns:
+    """Turns of tasks at one thing that each of them may need to do: one does it, and the others wait for news."""
+
+    def __init__(self) -> None:
+        self.news = 0
+        """Number of the last news."""
+        self._is_taken = False
+        self._told: anyio.Event | None = None
+
+    async def take(self, news: int) -> bool:
+        """Return True with the turn, which the caller gives back; or False, once there is news later than `news`."""
+        if news != self.news:
+            return False
+        if not self._is_taken:
+            self._is_taken = True
+            return True
+        self._told = told = self._told or anyio.Event()
+        await told.wait()
+        return False
+
+    def give(self) -> None:
+        """Give the turn back; one of those that wait takes it."""
+        self._is_taken = False
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake all that wait."""
+        self.news += 1
+        if self._told is not None:
+            self._told.set()
+            self._told = None
 
 
 def shield(seconds: float) -> anyio.CancelScope:

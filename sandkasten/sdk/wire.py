@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ _GATEWAY = frozenset({502, 503, 504})
 @dataclass(slots=True)
 class HttpCall:
     """A request. `patience_s` is added to the client's timeout; None is no limit. A call that is not `repeat` is sent
-    once, and is `Uncertain` when the connection is lost. A stream is lost after `silence_s` without a byte, if given.
+    once, and is `Uncertain` when the connection is lost. A stream is lost after `silence_s` without a byte, if given,
+    and a transfer is given up after the client's timeout without one.
 
     `source` makes the pieces of a body anew for each attempt; `headers` then has its length, if that is known.
     """
@@ -43,6 +45,7 @@ class HttpCall:
     headers: dict[str, str] = field(default_factory=dict)
     patience_s: float | None = 0.0
     silence_s: float | None = None
+    is_transfer: bool = False
     repeat: bool = True
 
     @property
@@ -91,8 +94,10 @@ def call(
     **fields: Any,  # of HttpCall
 ) -> HttpCall:
     """Return a request with `value` as JSON, if given; a query's value of None is left out."""
-    pairs = query.items() if isinstance(query, Mapping) else query
-    spelled = urlencode([(name, _spell(each)) for name, each in pairs if each is not None], quote_via=quote)
+    spelled = ""
+    if query:
+        pairs = query.items() if isinstance(query, Mapping) else query
+        spelled = urlencode([(name, _spell(each)) for name, each in pairs if each is not None], quote_via=quote)
     body = None if value is None else json.dumps(value, separators=(",", ":")).encode()
     headers = (JSON if body is not None else {}) | fields.pop("headers", {})
     return HttpCall(method, path, spelled, body, headers=headers, **fields)
@@ -289,3 +294,13 @@ def read_message(message: str) -> dict[str, Any]:  # JSON values
     except ValueError:
         pass
     raise errors.ConnectionFailed("the server sent a message that is none of the protocol")
+
+
+_KEY = re.compile(r"sk_([0-9a-f]{12})_")
+
+
+def key_id_of(api_key: str | None) -> str:
+    """Return the id under which the server lists what a key has made (docs/keys.md); the id is no secret."""
+    if not api_key:
+        return "local"
+    return found[1] if (found := _KEY.match(api_key)) else "configured"

@@ -154,7 +154,10 @@ async def make_attack(field: Field, attempt: Attempt, *, user: str | None = None
         except NotApplicable as reason:
             outcome = Outcome(NOT_APPLICABLE, str(reason))
         except Exception as error:  # noqa: BLE001 - whatever went wrong, it is no hold
-            outcome = Outcome(BROKEN, f"{type(error).__name__}: {error}")
+            first = error
+            while isinstance(first, ExceptionGroup):  # of a nursery, whose own words say nothing
+                first = first.exceptions[0]
+            outcome = Outcome(BROKEN, f"{type(first).__name__}: {first}")
     duration_ms = round(1000 * (trio.current_time() - started))
     return Result(attempt, field.user if user is None else user, outcome.verdict, outcome.seen, duration_ms)
 

@@ -57,6 +57,7 @@ class Run:
         self._feed: Feed | None = None
         self._rest: Iterator[Output] = iter(())
         self._end: RunEnd | None = None
+        self._is_refused = False
 
     @property
     def id(self) -> str:
@@ -72,6 +73,10 @@ class Run:
         """The end of the run, once this object has seen it: after `wait`, or after the last piece of output."""
         return self._end
 
+    def detach(self) -> None:
+        """Let the run go on when the block is left, although it has not ended."""
+        self._detach = True
+
     def __enter__(self) -> Self:
         self._open()
         return self
@@ -79,9 +84,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_unwanted = self._end is None and not self._detach
-        self.close(cancel=is_unwanted)
-        if is_unwanted:
+        if self._end is not None or self._is_refused:
+            return
+        self.close(cancel=not self._detach)
+        if not self._detach:
             give_up(self._link.session, self.id)
 
     def close(self, *, cancel: bool = False) -> None:
@@ -124,8 +130,12 @@ class Run:
     def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None
-        feed = self._open()
-        piece = feed.next()
+        try:
+            feed = self._open()
+            piece = feed.next()
+        except errors.SandkastenAPIError:
+            self._is_refused = True  # it has ended, or never began
+            raise
         if not isinstance(piece, RunEnd):
             return piece
         self._end, self._rest = piece, self._decoder.rest()

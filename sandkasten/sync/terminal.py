@@ -47,7 +47,10 @@ class Terminal:
         """End of the terminal's program, once this viewer has seen it."""
 
     def __enter__(self) -> Self:
-        self._socket = self._transport.websocket(self._request, TERMINAL_PROTOCOL)
+        try:
+            self._socket = self._transport.websocket(self._request, TERMINAL_PROTOCOL)
+        except Lost as lost:
+            raise (lost.__cause__ if isinstance(lost.__cause__, errors.SandkastenAPIError) else lost) from None
         self._pump = Pump(self._socket, self._take)
         try:
             self._until(lambda: bool(self.id) or self.end is not None)

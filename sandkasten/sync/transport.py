@@ -124,6 +124,7 @@ class Transport:
         has_limit = timeout is not None and request.patience_s is not None
         deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
         lost_at: float | None = None
+        may_have_worked = False
         wait_s = FIRST_WAIT_S
         while True:
             error: errors.SandkastenError
@@ -138,12 +139,13 @@ class Transport:
                 if not self._was_reached or (not lost.was_sent and not request.repeat):
                     raise
                 error, advice_s = lost, None
+                may_have_worked = may_have_worked or lost.was_sent
                 lost_at = time.monotonic() if lost_at is None or lost.was_sent else lost_at
             else:
                 self._was_reached = True
                 if answer.status < 400:
                     return answer, response
-                if lost_at is not None and request.method == "DELETE" and answer.status == 404:
+                if may_have_worked and request.method == "DELETE" and answer.status == 404:
                     return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
                 error, advice_s = answer.error, answer.retry_after_s
                 if not (request.repeat and may_pass(answer)):
@@ -169,8 +171,9 @@ class Transport:
         """
         import httpcore2
 
-        read_s = left_s if request.silence_s is None else request.silence_s
-        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": left_s, "pool": left_s}
+        idle_s = self.timeout if request.is_transfer else left_s
+        read_s = idle_s if request.silence_s is None else request.silence_s
+        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": idle_s, "pool": left_s}
         content = request.body if request.source is None else request.source()
         try:
             response = self._pool.handle_request(self._request(request, content, timeouts))
@@ -180,14 +183,13 @@ class Transport:
             try:
                 return WholeAnswer(response.status, headers, response.read()), None
             finally:
-                with waiting.shield(WRITE_S):
-                    response.close()
+                response.close()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
                 raise Lost(self._said(error), was_sent=True) from error
-            message = f"no answer to {request.method} {request.path} in {left_s:.1f} s"
+            message = f"nothing was heard of {request.method} {request.path} for {idle_s:.1f} s"
             raise errors.DeadlineExceeded(message) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(self._said(error), was_sent=True) from error
@@ -220,7 +222,7 @@ class Transport:
 
         Raises:
             SandkastenAPIError: the server refuses, or a proxy before it, then without a leaf.
-            Lost: no server answers, or the connection was lost.
+            Lost: no server answers, the connection was lost, or the cause is a refusal that may pass.
             DeadlineExceeded: there is no answer within the client's timeout.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode("ascii")
@@ -229,6 +231,8 @@ class Transport:
         answer, response = self._attempt(request, self.timeout, is_whole=False)
         self._was_reached = True
         if response is None:
+            if may_pass(answer):
+                raise Lost(f"no WebSocket can be opened now ({answer.error})", was_sent=True) from answer.error
             raise answer.error
         if answer.status != 101:
             with waiting.shield(WRITE_S):
@@ -428,9 +432,7 @@ class Pump:
     def __init__(self, socket: WebSocket, take: Callable[[str | bytes], None]) -> None:
         self._socket = socket
         self._take = take
-        self._condition = waiting.Condition()
-        self._is_read = False
-        self._waiting = 0
+        self._turns = waiting.Turns()
         self.failure: Exception | None = None
 
     def until(self, is_done: Callable[[], bool]) -> None:
@@ -439,33 +441,23 @@ class Pump:
         Raises:
             Lost, SocketClosed: the connection ended before.
         """
-        while not is_done():
+        while True:
+            news = self._turns.news
+            if is_done():
+                return
             if self.failure is not None:
                 raise self.failure
-            with self._condition:
-                if self._is_read:
-                    self._waiting += 1
-                    try:
-                        self._condition.wait()
-                    finally:
-                        self._waiting -= 1
-                    continue
-                self._is_read = True
-            try:
-                self._read(is_done)
-            finally:
-                with waiting.shield(WRITE_S):
-                    with self._condition:
-                        self._is_read = False
-                        self._condition.notify_all()
+            if self._turns.take(news):
+                try:
+                    self._read(is_done)
+                finally:
+                    self._turns.give()
 
     def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
                 self._take(self._socket.receive())
-                if self._waiting:
-                    with self._condition:
-                        self._condition.notify_all()
+                self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error
 

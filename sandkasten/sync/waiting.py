@@ -12,8 +12,43 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Lock = threading.Lock
-Condition = threading.Condition
 sleep = time.sleep
+
+
+class Turns:
+    """Turns of threads at one thing that each of them may need to do: one does it, and the others wait for news."""
+
+    def __init__(self) -> None:
+        self.news = 0
+        """Number of the last news."""
+        self._is_taken = False
+        self._condition = threading.Condition()
+
+    def take(self, news: int) -> bool:
+        """Return True with the turn, which the caller gives back; or False, once there is news later than `news`."""
+        with self._condition:
+            if news != self.news:
+                return False
+            if not self._is_taken:
+                self._is_taken = True
+                return True
+            self._condition.wait()
+            return False
+
+    def give(self) -> None:
+        """Give the turn back; one of those that wait takes it."""
+        with self._condition:
+            self._is_taken = False
+            self._tell()
+
+    def tell(self) -> None:
+        """Wake all that wait."""
+        with self._condition:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.news += 1
+        self._condition.notify_all()
 
 
 def shield(seconds: float) -> AbstractContextManager[None]:

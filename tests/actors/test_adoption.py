@@ -14,13 +14,16 @@ import trio
 import trio.testing
 
 from nsinit.wire import protocol
+from runner.wire.protocol import FILES_VERSION, OLDEST_VERSION, PROTOCOL_VERSION
 from sandkasten.actors.core import Ref
 from sandkasten.actors.session.birth import AdoptionTurns
 from sandkasten.config import Config, ServerSettings
 from sandkasten.model import EndReason, ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import Capacity, SessionExpired
+from sandkasten.model.errors import Capacity, Conflict, SessionExpired
+from sandkasten.supervisor import Files
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.file_requests import listed, looked_at, written
 from tests.waiting import until
 
 SLOW = 4
@@ -190,3 +193,37 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
     await trio.testing.wait_all_tasks_blocked()
     assert set(begun) == {*refs[:SLOW], refs[-1], refs[SLOW + 1]}
     done.set()
+
+
+@pytest.mark.parametrize("version", [OLDEST_VERSION, FILES_VERSION - 1, FILES_VERSION, PROTOCOL_VERSION])
+async def test_a_pid_1_of_an_earlier_version_still_gives_and_takes_files(nursery: trio.Nursery, version: int) -> None:
+    """Whole ones, if it is older than the requests for files; all others are refused then, and say why."""
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        config = Config(data_dir=Path(directory) / "data", server=ServerSettings(pool_sandboxes=0))
+        config = attrs.evolve(config, sessions_on_stop="keep")
+        nsinit = FakeNsinit(config.data_dir, {}, nursery)
+        async with open_scripted(config, nsinit=nsinit) as tree:
+            session_id = (await tree.supervisor.create(SessionSpec())).id
+            tree.runner.version = version
+        async with open_scripted(config, nsinit=nsinit) as tree:
+            files = tree.supervisor.files(session_id)
+            assert await written(files, "f", b"0123456789") == "/workspace/f"
+            async with files.open_read("f", max_bytes=4) as reader:
+                assert (reader.head.size_bytes, reader.head.truncated) == (10, True)
+                assert b"".join([piece async for piece in reader]) == b"0123"
+            refusals = []
+            for ask in (lambda: listed(files), lambda: looked_at(files, "f"), lambda: with_mode(files)):
+                try:
+                    await ask()
+                except Conflict as refused:
+                    refusals.append(str(refused))
+            is_old = version < FILES_VERSION
+            assert refusals == ["this session began before an update of the daemon: it takes and gives whole files"] * (
+                3 * is_old
+            )
+            await tree.supervisor.destroy(session_id)
+
+
+async def with_mode(files: Files) -> None:
+    async with files.open_write("f", mode=0o600) as writer:
+        await writer.commit()

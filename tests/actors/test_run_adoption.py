@@ -27,9 +27,11 @@ from sandkasten.model.run import make_exec_id
 from sandkasten.output.disk import Written
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
 from sandkasten.output.store import OutputStore, SessionOutput
+from tests.actors.test_record_cost import end_one
 from tests.fakes.runner import answer
 from tests.stores import disk_bytes
 from tests.unit.test_output_disk import END, FACTS, SESSION
+from tests.waiting import until
 
 SEAL = Seal(b"k" * 32, SESSION)
 REPLY = protocol.ExecReply("a", 0, None, "exited", "/", 1, shell_restarted=False, cpu_us=1)
@@ -150,6 +152,7 @@ async def open_daemon(root: Path) -> AsyncIterator[Daemon]:
     store = OutputStore(root)
     await store.open({SESSION})
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
         yield Daemon(root, store.session(SESSION), nursery)
         await trio.sleep(0.3)  # the background write
         nursery.cancel_scope.cancel()
@@ -266,6 +269,31 @@ async def test_a_daemon_that_stops_writes_all_output(tmp_path: Path) -> None:
         daemon.runs.persistence.note_pause(is_paused=True)
         await daemon.runs.persistence.leave()
     assert disk_bytes(tmp_path) > 160 * 64 * 1024
+
+
+async def test_pid_1_is_not_told_of_each_run_without_output(tmp_path: Path) -> None:
+    """PID 1 hears of many at once, since a message wakes it as much as the run did; of a run with output, soon."""
+    async with open_daemon(tmp_path) as daemon:
+        persistence = daemon.runs.persistence
+        ended = [end_one(daemon.output, number, ":") for number in range(17)]
+        for run in ended[:16]:
+            persistence.ended(run)
+        await trio.sleep(0.3)
+        assert daemon.forgotten == []
+        persistence.ended(ended[16])
+        await until(lambda: has_forgotten(daemon, 17))
+        run = Run(RunRequest(ExecSpec(":", exec_id="with-output"), timeout_ms=1000))
+        run.join(daemon.output.open(run.exec_id), cancel=lambda run, now: None, wake=trio.lowlevel.checkpoint)
+        run.begin(1)
+        await run.put(Stream.STDOUT, b"x")
+        await daemon.output.write([run.exec_id])
+        run.finish(attrs.evolve(END, exec_id=run.exec_id))
+        persistence.ended(run)
+        await until(lambda: has_forgotten(daemon, 18))
+
+
+async def has_forgotten(daemon: Daemon, count: int) -> bool:
+    return len(daemon.forgotten) == count
 
 
 async def test_a_hostile_answer_ends_the_session(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ bodies of an answer are compared a few times for each operation and status, sinc
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import httpx
 from jsonschema import Draft202012Validator
 
 from sandkasten.api.app import read_target
@@ -31,7 +33,13 @@ ALWAYS = frozenset(
 ALWAYS_KNOWN = ALWAYS | {"sandkasten-ignored", "cache-control", "x-accel-buffering", "allow"}
 """Headers that the description names once, for all operations, and those of any stream."""
 
+OF_THE_SERVER = frozenset({b"date", b"transfer-encoding"})
+"""Headers that the server adds to what the front says."""
+
 _MOST_BYTES = 64 * 1024
+"""Longest JSON body that is compared."""
+
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 
 Operation = Mapping[str, Any]  # JSON values
 
@@ -93,15 +101,39 @@ class Described:
         self.problems.append(f"{operation['operationId']}: {problem}")
 
 
+def assert_described(response: httpx.Response) -> None:
+    """Hold the head of an answer against the description, and the body of an error; a hook of httpx's clients."""
+    request = response.request
+    host = (b"host", request.headers["host"].encode())
+    scope = {
+        "type": "http",
+        "method": request.method,
+        "raw_path": request.url.raw_path.partition(b"?")[0],
+        "headers": [host],
+    }
+    if (operation := _operation(scope)) is not None:
+        front = Described(_nobody)
+        said = _Said(front, operation, is_head=request.method == "HEAD")
+        headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in OF_THE_SERVER]
+        said.take({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        if response.is_error:
+            said.take({"type": "http.response.body", "body": response.read()})
+        assert front.problems == [], front.problems
+
+
+async def _nobody(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """Answer nothing."""
+
+
 _compared: Counter[tuple[object, ...]] = Counter()
-"""How often a body was compared in this process."""
+"""Numbers of comparisons in this process, by operation, status and code."""
 
 
 def _operation(scope: Scope) -> Operation | None:
-    """Return the operation that a request is for, None where there is none."""
+    """Return the operation that a request is for, None where there is none, and for `/mcp`, whose protocol tells."""
     target = read_target(scope)
     found = None if target is None else TABLE.find(target.segments)
-    if found is None:
+    if target is None or found is None or target.path == "/mcp":
         return None
     if scope["type"] == WEBSOCKET:
         route = found.websocket
@@ -111,7 +143,7 @@ def _operation(scope: Scope) -> Operation | None:
 
 
 class _Said:
-    """What is said to one request."""
+    """The answer to one request."""
 
     def __init__(self, front: Described, operation: Operation, *, is_head: bool) -> None:
         self._front, self._operation, self._is_head = front, operation, is_head
@@ -131,8 +163,11 @@ class _Said:
             case "websocket.accept":
                 self._front.seen[self._operation["operationId"], 101, ""] += 1
             case "websocket.send":
-                self._go_on(bytes(message.get("frames", b"")))
-                self._hear()
+                self._body += message["frames"]
+                for opcode, payload in _frames(self._body):
+                    if opcode == Opcode.TEXT:
+                        value = json.loads(payload)
+                        self._hear(WEBSOCKET, value["type"], value)
 
     def _begin(self, status: int, headers: Mapping[str, bytes]) -> None:
         self._status = status
@@ -148,9 +183,19 @@ class _Said:
             self._problem(f"headers {sorted(extra)} of {status} are not described")
 
     def _go_on(self, data: bytes) -> None:
-        if not self._is_cut and self._kind in (JSON, "text/event-stream", "application/x-ndjson", ""):
-            self._body += data
+        self._body += data if self._kind in (JSON, EVENTS, LINES) and not self._is_cut else b""
+        if self._kind == JSON:
             self._is_cut = len(self._body) > _MOST_BYTES
+        elif self._kind == EVENTS:
+            for block in _parts(self._body, b"\n\n"):
+                fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if line[:1] != b":")
+                if b"data" in fields:
+                    self._hear(EVENTS, fields[b"event"].decode(), json.loads(fields[b"data"]))
+        elif self._kind == LINES:
+            for line in _parts(self._body, b"\n"):
+                value = json.loads(line)
+                name = next((name for name, sign in _SIGNS.items() if sign in value), "match")
+                self._hear(LINES, name, value)
 
     def _end(self) -> None:
         body = bytes(self._body)
@@ -162,28 +207,8 @@ class _Said:
             if described is not None and JSON in described["content"]:
                 self._compare(value, described["content"][JSON]["schema"], self._status, code)
         self._front.seen[self._operation["operationId"], self._status, code] += 1
-        if self._kind == "text/event-stream":
-            self._hear_events(body.split(b"\n\n")[:-1])
-        elif self._kind == "application/x-ndjson":
-            for line in body.split(b"\n")[:-1]:
-                value = json.loads(line)
-                name = next((name for name, sign in _LINES.items() if sign in value), "match")
-                self._hear_message(self._kind, name, value)
 
-    def _hear_events(self, blocks: list[bytes]) -> None:
-        for block in blocks:
-            lines = dict(line.split(b": ", 1) for line in block.split(b"\n") if line[:1] != b":")
-            if b"data" in lines:
-                self._hear_message(self._kind, lines[b"event"].decode(), json.loads(lines[b"data"]))
-
-    def _hear(self) -> None:
-        """Take the text frames apart that have come."""
-        for opcode, payload in _frames(self._body):
-            if opcode == Opcode.TEXT:
-                value = json.loads(payload)
-                self._hear_message(WEBSOCKET, value["type"], value)
-
-    def _hear_message(self, medium: str, name: str, value: object) -> None:
+    def _hear(self, medium: str, name: str, value: object) -> None:
         schema = self._operation["x-messages"][medium]["server"].get(name)
         if schema is None:
             self._problem(f"the message {name} is not described")
@@ -201,8 +226,15 @@ class _Said:
         self._front.note(self._operation, text)
 
 
-_LINES = {"totals": "totals", "error": "error_code"}
+_SIGNS = {"totals": "totals", "error": "error_code"}
 """Signs of the lines of a search that are no match."""
+
+
+def _parts(received: bytearray, end: bytes) -> Iterator[bytes]:
+    """Yield the whole parts at the beginning of what came, and remove them."""
+    while (size := received.find(end)) >= 0:
+        yield bytes(received[:size])
+        del received[: size + len(end)]
 
 
 def _frames(received: bytearray) -> Iterator[tuple[int, bytes]]:
@@ -218,3 +250,17 @@ def _frames(received: bytearray) -> Iterator[tuple[int, bytes]]:
             return
         yield received[0] & 0x0F, bytes(received[start : start + size])
         del received[: start + size]
+
+
+def missing_of(component: str, cls: Any) -> set[str]:  # a dataclass
+    """Return the differences of a client's dataclass from the component that it is made of: `name` for a member of the
+    component that the class has no field for, `+name` for a field that is no member, `name=` for a field that must be
+    given although the member may be absent."""
+    schema = DOCUMENT["components"]["schemas"][component]
+    given = {
+        each.name.removesuffix("_"): each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        for each in dataclasses.fields(cls)
+    }
+    members = {name: name in schema.get("required", ()) for name in schema["properties"]}
+    must = {f"{name}=" for name in members.keys() & given.keys() if given[name] and not members[name]}
+    return (members.keys() - given.keys()) | {f"+{name}" for name in given.keys() - members.keys()} | must

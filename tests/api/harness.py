@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -195,15 +196,16 @@ async def send_and_read(running: Running, data: bytes) -> bytes:
 
 
 class Steps(trio.abc.Instrument):
-    """CPU time that the steps of tasks took, together and the longest of them."""
+    """CPU time that the steps of tasks took, together and the longest of them. A step under way when this is installed
+    does not count: most of it was before."""
 
     def __init__(self) -> None:
         self.longest_s = self.whole_s = 0.0
-        self._began_s = time.thread_time()
+        self._began_s = math.inf
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self._began_s = time.thread_time()
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        took_s = time.thread_time() - self._began_s
+        took_s = max(0.0, time.thread_time() - self._began_s)
         self.longest_s, self.whole_s = max(self.longest_s, took_s), self.whole_s + took_s

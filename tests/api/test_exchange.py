@@ -11,6 +11,7 @@ import trio
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.guard import Message
+from sandkasten.api.http.mcp import McpFront
 from sandkasten.api.http.measured import FrontMetrics
 from sandkasten.api.http.zstandard import Zstandard
 from sandkasten.model.errors import DiskFull
@@ -43,6 +44,7 @@ async def open_exchange(*messages: Message) -> AsyncIterator[Exchange]:
             shares=tree.supervisor.shares,
             metrics=FrontMetrics(),
             zstandard=Zstandard(),
+            mcp=McpFront(),
         )
 
 

@@ -58,8 +58,9 @@ async def test_a_write_gives_the_mode_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [
-        ("/etc/passwd", 400, "PATH_OUTSIDE"),
-        ("../../etc/passwd", 400, "PATH_OUTSIDE"),
+        ("/proc/self/environ", 409, "NOT_A_FILE"),
+        ("../../proc/self/environ", 409, "NOT_A_FILE"),
+        ("/etc/passwd", 404, "FILE_NOT_FOUND"),
         ("/workspace", 409, "IS_DIRECTORY"),
         ("missing", 404, "FILE_NOT_FOUND"),
         ("", 400, "INVALID_REQUEST"),

@@ -5,6 +5,8 @@ is said once.
 from __future__ import annotations
 
 import json
+import socket
+import sys
 
 import pytest
 import trio
@@ -117,3 +119,35 @@ async def test_a_length_given_twice_is_refused_and_ends_the_connection(path: str
     status, fields, body = parse_answer(answers)
     assert (status, fields["connection"], json.loads(body)["error_code"]) == (400, "close", "INVALID_REQUEST")
     assert answers.count(b"HTTP/1.1 ") == 1
+
+
+_DATA_SEGMENTS_IN = 152
+"""Place of `tcpi_data_segs_in` in `struct tcp_info` (linux/tcp.h)."""
+
+
+def segments_in(stream: trio.SocketStream) -> int:
+    """Return how many segments with data have come so far."""
+    info = stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int.from_bytes(info[_DATA_SEGMENTS_IN : _DATA_SEGMENTS_IN + 4], sys.byteorder)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/healthz"), ("GET", "/v1/sessions"), ("HEAD", "/healthz")])
+async def test_an_answer_of_known_length_is_one_write(method: str, path: str) -> None:
+    """Head and body share a segment: of the front's own routes, of Quart's, and without a body."""
+    async with running_front() as running, await running.connect() as stream:
+        for count in range(1, 4):
+            await stream.send_all(request_bytes(method, path))
+            await read_until(stream, b"\r\n\r\n")
+            assert segments_in(stream) == count
+
+
+async def test_a_head_without_a_body_to_come_is_not_kept_back() -> None:
+    """An application that fails between the two shows the client how far it came."""
+
+    async def fail(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        raise RuntimeError("no body")
+
+    async with running_app(fail) as running, await running.connect() as stream:
+        await stream.send_all(request_bytes("GET", "/"))
+        assert b" 200 " in await read_to_end(stream)

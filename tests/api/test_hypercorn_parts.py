@@ -95,6 +95,25 @@ async def test_a_stopped_idle_task_stays_stopped() -> None:
         await TrioSingleTask().stop()
 
 
+def test_the_idle_task_is_only_started_anew_and_stopped() -> None:
+    """A deadline of ours stands in its place, and has those two methods."""
+    from hypercorn.trio.tcp_server import TCPServer
+
+    source = inspect.getsource(TCPServer)
+    assert set(re.findall(r"self\.idle_task\.(\w+)", source)) == {"restart", "stop"}
+    assert "await self.idle_task.restart(self._task_group, self._idle_timeout)" in source
+
+
+def test_the_bytes_of_an_answer_pass_one_method() -> None:
+    """`_send_h11_event` is what sends them, but for the pieces of a WebSocket."""
+    from hypercorn.protocol.h11 import H11Protocol
+
+    assert list(inspect.signature(H11Protocol._send_h11_event).parameters) == ["self", "event"]
+    source = inspect.getsource(H11Protocol)
+    assert source.count("self.connection.send(") == 1
+    assert source.count("RawData(data=") == 2
+
+
 async def test_worker_context_has_the_event_that_ends_idle_connections() -> None:
     """`terminated` is set on stop; without `max_requests` nothing else sets it."""
     from hypercorn.trio.worker_context import WorkerContext

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from backports.zstd import ZstdCompressor, compress, decompress
 
-from sandkasten.actors.workspaces.files import Unpacking
+from sandkasten.actors.workspaces.files import LocalFileStream
 from tests.api.harness import running_front
 
 TOP = "/v1/workspaces"
@@ -192,13 +192,13 @@ async def test_what_is_no_archive_makes_nothing(kind: str) -> None:
 async def test_a_bomb_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty bytes that hold a mebibyte, hundreds of times: never more than a piece of it is in memory at once."""
     pieces: list[int] = []
-    forward = Unpacking.send
+    forward = LocalFileStream.send
 
-    async def watched(self: Unpacking, data: bytes) -> None:
+    async def watched(self: LocalFileStream, data: bytes) -> bool:
         pieces.append(len(data))
-        await forward(self, data)
+        return await forward(self, data)
 
-    monkeypatch.setattr(Unpacking, "send", watched)
+    monkeypatch.setattr(LocalFileStream, "send", watched)
     async with running_front() as running, running.client() as client:
         compressor = ZstdCompressor(level=19)
         bomb = b"".join(compressor.compress(bytes(MIB)) for _ in range(64)) + compressor.flush()

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 from sandkasten.api.http.errors import STATUS
 from sandkasten.api.http.routing import RouteKind
 from sandkasten.api.routes import TABLE
+from sandkasten.cli.main import make_parser
+from sandkasten.config import MIB, Config
+from sandkasten.config.files import load_config
 from tests.e2e.daemon import SCRIPT, running_daemon
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CONFIG = Config()
+TRIED_ELSEWHERE = {
+    ("README.md", "python"): "tests/sdk/test_usage.py",
+    ("docs/sdk.md", "python"): "tests/sdk/test_usage.py",
+    ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
+    ("docs/operations.md", "sh"): "tests/e2e/test_operations.py restores a backup with them",
+    ("docs/quickstart.md", "sh"): "tests/e2e/test_make.py: `make run`",
+    ("docs/deployment.md", "nginx"): "tests/e2e/test_proxies.py",
+    ("docs/deployment.md", "caddyfile"): "tests/e2e/test_proxies.py",
+    ("docs/architecture.md", "mermaid"): "tests/contract/test_written_docs.py draws it",
+}
+NOT_TRIED = {
+    ("README.md", "sh"): "needs Claude Code; tests/mcp speaks the protocol",
+    ("docs/mcp.md", "sh"): "likewise",
+    ("docs/systemd.md", "sh"): "needs a machine that systemd runs; its units are tried",
+    ("docs/wsl2.md", "powershell"): "needs Windows",
+    ("docs/websocket.md", "js"): "needs xterm.js; tests/api/test_terminal_raw.py speaks the protocol",
+}
 API = (ROOT / "docs/api.md").read_text()
 WORKSPACES = (ROOT / "docs/workspaces.md").read_text()
 _BLOCK = re.compile(r"^```(\w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -48,56 +69,104 @@ def data_dir() -> Iterator[Path]:
         yield Path(directory)
 
 
+def _pages(kind: str) -> list[str]:
+    """Return the pages that have blocks of a kind."""
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    having = [page for page in pages if kind in {each for each, _ in _blocks(page.read_text())}]
+    return [name for page in having if ((name := str(page.relative_to(ROOT))), kind) not in TRIED_ELSEWHERE]
+
+
 @needs_root
-@pytest.mark.parametrize("number", range(2))
-def test_the_library_examples_run_and_print_what_is_shown(data_dir: Path, number: int) -> None:
-    """docs/library.md: each program, then its output."""
-    blocks = [text for _, text in _blocks((ROOT / "docs/library.md").read_text())]
-    assert len(blocks) == 4
-    program, shown = blocks[2 * number : 2 * number + 2]
+@pytest.mark.parametrize("page", _pages("console"))
+def test_the_lines_of_a_page_work_as_a_user_would_paste_them(data_dir: Path, tmp_path: Path, page: str) -> None:
+    """All console blocks of a page, one after the other, in one shell: each `$` line is run, and what it prints has the
+    shape of the lines below it. The command is at hand, with the data directory of the daemon and an empty home."""
+    block = "".join(text for kind, text in _blocks((ROOT / page).read_text()) if kind == "console")
+    _check_console(block, data_dir, tmp_path, has_tables=page == "docs/cli.md")
+
+
+@needs_root
+@pytest.mark.parametrize("page", _pages("python"))
+def test_the_programs_of_a_page_run_and_print_what_is_shown(data_dir: Path, page: str) -> None:
+    """Each Python program, and the block behind it."""
+    blocks = _blocks((ROOT / page).read_text())
+    for place in (place for place, (kind, _) in enumerate(blocks) if kind == "python"):
+        _check_program(blocks[place][1], blocks[place + 1][1], data_dir)
+
+
+def _check_program(program: str, shown: str, data_dir: Path) -> None:
     command = [sys.executable, "-c", program, str(data_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.stdout == shown, done.stderr
 
 
-@needs_root
-def test_the_first_session_of_the_readme_works_line_by_line(data_dir: Path) -> None:
-    """Each `$` line of the console block is run by one shell, as a new user would paste it."""
-    block = next(text for kind, text in _blocks(README) if kind == "console")
-    _check_console(block, data_dir)
+@pytest.mark.parametrize("page", _pages("yaml"))
+def test_the_settings_of_a_page_are_taken(tmp_path: Path, page: str) -> None:
+    """Each block of YAML is a configuration, but for Prometheus' own."""
+    for kind, text in _blocks((ROOT / page).read_text()):
+        if kind == "yaml" and "scrape_configs" not in text:
+            path = tmp_path / "sandkasten.yaml"
+            path.write_text(text)
+            assert load_config(path, environ={}) != Config()
 
 
-@needs_root
-def test_the_examples_of_the_api_work_line_by_line(data_dir: Path) -> None:
-    """docs/api.md: all its console blocks, one after the other, in one shell."""
-    _check_console("".join(text for kind, text in _blocks(API) if kind == "console"), data_dir)
+def test_every_block_of_code_is_tried_or_known_not_to_be() -> None:
+    """A page's shell lines are in console blocks, which are run. The others are few, and why is told here."""
+    found = {
+        (str(page.relative_to(ROOT)), kind)
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for kind, _ in _blocks(page.read_text())
+    }
+    tried = {(page, kind) for kind in ("console", "python", "yaml") for page in _pages(kind)}
+    assert {each for each in found - tried if each[1] not in ("", "json")} == set(TRIED_ELSEWHERE) | set(NOT_TRIED)
 
 
-@needs_root
-def test_the_example_of_the_workspaces_works_line_by_line(data_dir: Path) -> None:
-    """docs/workspaces.md likewise."""
-    _check_console("".join(text for kind, text in _blocks(WORKSPACES) if kind == "console"), data_dir)
+def test_the_commands_that_pages_name_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each `sandkasten ...` in the text has a subcommand and options that there are, if not all that it needs."""
+    named: set[str] = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named |= {" ".join(line.split()) for line in re.findall(r"`sandkasten\s+([a-z-][^`…|]*)`", page.read_text())}
+    assert len(named) > 10
+    for line in named:
+        try:
+            words = shlex.split(line.partition(" -- ")[0])
+            make_parser(words[0]).parse_args(words)
+        except SystemExit:
+            assert re.search("invalid choice|unrecognized", capsys.readouterr().err) is None, line
 
 
-@needs_root
-def test_the_examples_of_keys_work_line_by_line(data_dir: Path) -> None:
-    """docs/keys.md: made, used, over a quota, revoked, in one shell with the command at hand."""
-    text = (ROOT / "docs/keys.md").read_text()
-    environment = {"PATH": f"{SCRIPT.parent}:{os.environ['PATH']}", "SANDKASTEN_DATA_DIR": str(data_dir)}
-    _check_console("".join(block for kind, block in _blocks(text) if kind == "console"), data_dir, environment)
+def _table_shape(text: str) -> str:
+    """Replace what differs in tables as well: beginnings of ids, spans, sizes, and how wide columns are."""
+    text = re.sub(r"\b[0-9a-f]{12}\b", "<id>", text)
+    text = re.sub(r"\b\d+[smhd]( \d+[smhd])?\b", "<span>", text)
+    text = re.sub(r"\b[\d.]+ (?:[KM]i)?B\b", "<size>", text)
+    return re.sub(r" {2,}", "  ", _shape(text))
 
 
-def _check_console(block: str, data_dir: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+def _check_console(block: str, data_dir: Path, home: Path, *, has_tables: bool) -> None:
     """Run the `$` lines against a daemon; what they print must have the shape of the other lines."""
+    shape = _table_shape if has_tables else _shape
+    environment = {
+        "PATH": f"{SCRIPT.parent}:{os.environ['PATH']}",
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": "",
+        "XDG_STATE_HOME": "",
+        "SANDKASTEN_DATA_DIR": str(data_dir),
+        "SANDKASTEN_API_KEY": "",
+    }
+    unix = data_dir / "sandkasten.sock"
     commands: list[str] = []
     shown: list[str] = []
     for line in block.splitlines():
         (commands if line.startswith("$ ") else shown).append(line.removeprefix("$ "))
-    with running_daemon(data_dir, SANDKASTEN_API_KEY="") as daemon:
-        url = daemon.wait_url()
-        script = "\n".join(commands).replace(".sandkasten/api-key", str(data_dir / "api-key"))
+    with running_daemon(data_dir, "--listen", f"unix:{unix}", SANDKASTEN_API_KEY="") as daemon:
+        places = {".sandkasten/": f"{data_dir}/", "/run/sandkasten/sandkasten.sock": str(unix)}
+        script = "\n".join(commands).replace("127.0.0.1:8080", daemon.wait_url().removeprefix("http://"))
+        for written, here in places.items():
+            script = script.replace(written, here)
         done = subprocess.run(
-            ["bash", "-e", "-c", script.replace("http://127.0.0.1:8080", url)],
+            ["bash", "-e", "-c", script],
+            cwd=data_dir,
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
@@ -105,7 +174,7 @@ def _check_console(block: str, data_dir: Path, environment: Mapping[str, str] = 
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    assert _shape(done.stdout.replace("}{", "}\n{")) == _shape("\n".join(shown)), done.stderr
+    assert shape(done.stdout.replace("}{", "}\n{")) == shape("\n".join(shown)), done.stderr
 
 
 def test_the_readme_names_make_targets_that_exist() -> None:
@@ -123,6 +192,33 @@ def test_the_readme_quotes_the_goals_of_the_last_report() -> None:
     quoted = README.partition("<!-- goals: begin -->")[2].partition("<!-- goals: end -->")[0].strip()
     assert f"docs/benchmarks/{report.name}" in README
     assert quoted == goals
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "value", "told"),
+    [
+        ("concepts", "120 s unless asked otherwise", CONFIG.defaults.max_exec_timeout_ms, 120_000),
+        ("concepts", "idle timeout (half an hour unless set)", CONFIG.session_ttl_seconds, 1800),
+        ("concepts", "maximum lifetime (none unless set)", CONFIG.maximum.max_lifetime_seconds, None),
+        ("concepts", "record stays for a week", CONFIG.records.keep_seconds, 7 * 86_400),
+        ("concepts", "15 minutes after its end", CONFIG.runs.keep_seconds, 900),
+        ("troubleshooting", "512 by default", CONFIG.defaults.mem_limit_mb, 512),
+        ("troubleshooting", "timeout of half an hour", CONFIG.session_ttl_seconds, 1800),
+        ("troubleshooting", "120 s unless asked otherwise", CONFIG.defaults.max_exec_timeout_ms, 120_000),
+        ("api", "for 15 minutes (`runs.keep_seconds`)", CONFIG.runs.keep_seconds, 900),
+        ("api", "64 MiB (`runs.keep_mb`)", CONFIG.runs.keep_mb, 64),
+        ("api", "`runs.max_exec_ids` (a million)", CONFIG.runs.max_exec_ids, 1_000_000),
+        ("api", "above 5 MiB (`server.output_cap_bytes`)", CONFIG.server.output_cap_bytes, 5 * MIB),
+        ("api", "`server.max_json_bytes` (16 MiB)", CONFIG.server.max_json_bytes, 16 * MIB),
+        ("events", "newest 100 000 events (`events.keep`", CONFIG.events.keep, 100_000),
+    ],
+)
+def test_the_defaults_that_pages_tell_are_those_of_the_settings(
+    page: str, sentence: str, value: object, told: object
+) -> None:
+    """Where a page outside of the reference tells a default, it is the one of the class."""
+    assert sentence in " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert value == told
 
 
 def test_what_counts_as_proof_leaves_no_test_out() -> None:
@@ -167,10 +263,3 @@ def test_the_documented_routes_of_workspaces_are_those_that_there_are() -> None:
 def _requests() -> set[tuple[str, str]]:
     """Return the method and path of every route but WebSockets."""
     return {(route.method, route.path) for route in TABLE.routes if route.kind is not RouteKind.WEBSOCKET}
-
-
-def test_links_between_documents_lead_somewhere() -> None:
-    """No relative link is broken."""
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"

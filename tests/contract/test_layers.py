@@ -30,7 +30,8 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("adapters"),
         Layer("client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
-        Layer("errors"),
+        Layer("contexts"),
+        Layer("installation", "errors"),
     ),
     "sandkasten.actors": (
         Layer("tree"),
@@ -141,6 +142,19 @@ def test_privileged_and_inner_code_is_standard_library_only(package: str) -> Non
     assert {name for name in outside if top(name) not in sys.stdlib_module_names} == set()
 
 
+def test_the_runner_imports_nothing_once_it_runs() -> None:
+    """PID 1 has another root by then: a module would be missing, or be the session's own."""
+    late = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "runner").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert late == []
+
+
 def test_the_runner_imports_nothing_of_the_others() -> None:
     """PID 1 of a sandbox carries its own code alone."""
     assert {edge for edge in imports("runner") if top(edge[1]) in ("nsinit", "sandkasten")} == set()
@@ -194,14 +208,19 @@ def circles() -> set[frozenset[str]]:
     return set()
 
 
-def test_the_clients_import_the_errors_and_nothing_else_of_ours() -> None:
+def test_the_clients_import_errors_and_contexts_and_nothing_else_of_ours() -> None:
     """The SDK runs where no server is installed."""
     edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
     ours = {imported for _, imported in edges if top(imported) in ("sandkasten", "nsinit", "runner")}
     assert {name for name in ours if not name.startswith(("sandkasten.sdk", "sandkasten.sync"))} == {
-        "sandkasten.errors"
+        "sandkasten.contexts",
+        "sandkasten.errors",
     }
-    assert {name for _, name in imports("sandkasten.errors") if top(name) not in sys.stdlib_module_names} == set()
+    assert {edge for edge in imports("sandkasten.contexts") if top(edge[1]) not in sys.stdlib_module_names} == {
+        ("sandkasten.contexts", "sandkasten.installation")
+    }
+    below = imports("sandkasten.errors") | imports("sandkasten.installation")
+    assert {name for _, name in below if top(name) not in sys.stdlib_module_names} == {"yaml"}
 
 
 def test_the_adapters_import_the_clients_and_nobody_imports_the_adapters() -> None:
@@ -268,4 +287,4 @@ def test_signals_are_received_by_the_command_line_alone() -> None:
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         if names & {"open_signal_receiver", "set_wakeup_fd"}:
             found.add(str(path.relative_to(ROOT)))
-    assert found == {"sandkasten/cli/serve.py"}
+    assert found == {f"sandkasten/cli/{name}.py" for name in ("client", "serve", "terminal")}

@@ -16,6 +16,7 @@ from typing import IO
 
 import httpx
 
+from tests.api.described import assert_described
 from tests.waiting import patience
 
 KEY = "test-key-0123456789"
@@ -62,8 +63,13 @@ class Daemon:
         raise AssertionError(f"no line matches {pattern}:\n" + "\n".join([*self.printed, *self.log]))
 
     def client(self, **options: object) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.Client(base_url=self.wait_url(), headers=headers, timeout=patience(60.0))
+        """Return a client whose answers must be described in `/openapi.json`."""
+        return httpx.Client(
+            base_url=self.wait_url(),
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=patience(60.0),
+            event_hooks={"response": [assert_described]},
+        )
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Send a signal and return the exit status."""

@@ -37,6 +37,23 @@ def start(data_dir: Path) -> Daemon:
     return Daemon(process, data_dir)
 
 
+def in_another_terminal(data_dir: Path, directory: Path) -> str:
+    """Return what a command in a sandbox prints that is typed in a checkout where `make run` serves."""
+    if not (directory / ".sandkasten").exists():
+        (directory / ".sandkasten").symlink_to(data_dir)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SANDKASTEN_")}
+    done = subprocess.run(
+        [ROOT / ".venv/bin/sandkasten", "run", "--", "python3", "-c", "print(42)"],
+        cwd=directory,
+        env=variables | {"HOME": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=patience(30),
+        check=False,
+    )
+    return done.stdout or done.stderr
+
+
 def interrupt(daemon: Daemon) -> None:
     os.killpg(daemon.process.pid, signal.SIGINT)
     daemon.process.wait(patience(30))
@@ -44,9 +61,9 @@ def interrupt(daemon: Daemon) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".venv/bin/sandkasten").exists(), reason="needs the environment that make makes")
-def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
+def test_make_run_serves_twice_in_a_row(data_dir: Path, tmp_path: Path) -> None:
     """The second start finds image, configuration and key of the first; the printed line works and answers as in the
-    README; Ctrl-C leaves none."""
+    README, and the command line finds the daemon; Ctrl-C leaves none."""
     (shown,) = map(json.loads, re.findall(r'^{"id".*}$', (ROOT / "README.md").read_text(), re.MULTILINE))
     kept = []
     for _ in range(2):
@@ -58,6 +75,7 @@ def test_make_run_serves_twice_in_a_row(data_dir: Path) -> None:
                 ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False
             )
             assert shown.keys() <= json.loads(done.stdout).keys(), done.stderr
+            assert in_another_terminal(data_dir, tmp_path) == "42\n"
         finally:
             interrupt(daemon)
         assert list((data_dir / "sessions").iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import venv
@@ -14,7 +13,6 @@ import pytest
 from tests.e2e.daemon import KEY, Daemon
 from tests.waiting import patience
 
-ROOT = Path(__file__).parents[2]
 CLIENT = "sandkasten==0.3.0"
 
 SCRIPT = """
@@ -102,11 +100,31 @@ def test_the_published_client_works_unchanged(daemon: Daemon, client_python: Pat
     assert done.stdout == "every call worked\n", done.stderr + "\n".join(daemon.log)
 
 
-def test_the_example_of_the_readme_runs(daemon: Daemon, client_python: Path, tmp_path: Path) -> None:
-    """The README's program runs unchanged but for the daemon's address, with the key in its directory."""
-    (program,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PROGRAM = """import asyncio
+from pathlib import Path
+
+from sandkasten import SandboxClient
+
+
+async def main():
+    key = Path(".sandkasten/api-key").read_text().strip()
+    async with SandboxClient(base_url="http://127.0.0.1:8080", api_key=key) as client:
+        async with await client.create_session() as session:
+            await session.write("hello.py", "print('hello from the sandbox')")
+            result = await session.exec("python3 hello.py")
+            print(result.exit_code, result.output, end="")
+            async for chunk in session.exec_stream("for i in 1 2 3; do echo $i; sleep 0.2; done"):
+                print(chunk.output, end="", flush=True)
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_with_a_key_in_a_file_runs(daemon: Daemon, client_python: Path, tmp_path: Path) -> None:
+    """A program as users have it runs unchanged but for the daemon's address, with the key in its directory."""
     (tmp_path / ".sandkasten").mkdir()
     (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")
-    command = [str(client_python), "-c", program.replace("http://127.0.0.1:8080", daemon.wait_url())]
+    command = [str(client_python), "-c", PROGRAM.replace("http://127.0.0.1:8080", daemon.wait_url())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False, cwd=tmp_path)
     assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr + "\n".join(daemon.log)

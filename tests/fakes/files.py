@@ -4,6 +4,7 @@ remove them.
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import shutil
@@ -18,7 +19,8 @@ import trio
 
 from nsinit.sandbox.child import RunnerKernel
 from runner.files.operations import FileWork, perform
-from runner.files.paths import Resolver, check_regular, refusal
+from runner.files.paths import Resolver, refusal
+from runner.files.tree import is_of_kernel
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.wire import protocol
@@ -27,14 +29,17 @@ from runner.wire.protocol import CHUNK_BYTES, Kind
 WORKSPACE = "/workspace"
 ROOTS = (WORKSPACE, "/tmp", "/home/sandbox")
 
-FileRequest = protocol.ReadFile | protocol.WriteFile | protocol.FileRequest
+FileRequest = protocol.FileRequest
 Receive = Callable[[], Awaitable[protocol.Frame | None]]
 Send = Callable[[bytes], Awaitable[None]]
 
 
+_TAKES_CONTENT = (protocol.PutFile, protocol.AppendUpload, protocol.EditFiles, protocol.Unpack)
+
+
 class ScriptedFiles:
-    """Files below the allowed roots, which are directories in `top`; the workspace may lie elsewhere. `files_only`: no
-    program runs there, and `/` is the workspace."""
+    """Files in `top`, the sandbox's root; the workspace may lie elsewhere. `files_only`: no program runs there, and `/`
+    is the workspace."""
 
     def __init__(self, top: Path, workspace: Path | None = None, *, files_only: bool = False) -> None:
         self._top, self._workspace, self._files_only = top, workspace, files_only
@@ -62,18 +67,20 @@ class ScriptedFiles:
 
     @cached_property
     def _resolver(self) -> Resolver:
-        roots = tuple(self._places.values())
-        return Resolver(RunnerConfig(workspace=self._places[WORKSPACE], file_roots=roots), self._kernel)
+        config = RunnerConfig(workspace=self._places[WORKSPACE], files_only=self._files_only)
+        return Resolver(config, self._kernel)
 
     def path(self, path: str) -> Path:
-        """Return the place of a file on this machine; one outside of the roots is where it says."""
+        """Return the place of a file on this machine. What is outside of a workspace has one place, outside of it."""
         if self._files_only and not f"{path}/".startswith(f"{WORKSPACE}/"):
             path = path.lstrip("/")
         inside = posixpath.normpath(posixpath.join(WORKSPACE, path))
         for root, place in self._places.items():
             if inside == root or inside.startswith(f"{root}/"):
                 return Path(place + inside.removeprefix(root))
-        return Path(inside)
+        if self._files_only:
+            return Path(self._places[WORKSPACE]) / ".."
+        return Path(inside) if is_of_kernel(os.fsencode(inside)) else self._top / inside[1:]
 
     def content(self) -> dict[str, bytes]:
         """Return the files by their paths inside."""
@@ -92,16 +99,10 @@ class ScriptedFiles:
         request = self._placed(request)
         with tempfile.TemporaryFile() as spool:
             try:
-                takes = isinstance(request, protocol.WriteFile) or getattr(request, "takes_input", False)
-                if takes and not await self._take(spool, receive):
+                if isinstance(request, _TAKES_CONTENT) and not await self._take(spool, receive):
                     return None
-                if isinstance(request, protocol.ReadFile):
-                    return await self._read(request, send)
-                if isinstance(request, protocol.WriteFile):
-                    return self._write(request, spool)
                 if isinstance(request, protocol.WatchFiles):
                     return await self._watch(request, send)
-                assert isinstance(request, protocol.FileRequest)
                 heads: list[object] = []
                 answer: Any = self._perform(request, spool, heads.append)
             except Refused as refused:
@@ -110,16 +111,16 @@ class ScriptedFiles:
                 return refusal(error, path).error
             for head in heads:
                 await send(protocol.encode_frame(Kind.STARTED, protocol.ANSWERS.encode(self._named(head))))
-            if request.gives_output:
-                await _send_all(spool, os.fstat(spool.fileno()).st_size, send)
+            if not isinstance(request, _TAKES_CONTENT):
+                await _send_all(spool, send)
         return self._named(answer)
 
     def _perform(self, request: protocol.FileRequest, spool: IO[bytes], start: Callable[[object], None]) -> object:
         """Perform a request whose input is in `spool`, which holds the output afterwards."""
         with tempfile.TemporaryFile() as out:
-            work = FileWork(self._resolver, self._kernel, start, spool.fileno(), out.fileno())
-            answer = perform(request, work)
-            if request.gives_output:
+            source, target = (io.FileIO(each.fileno(), "r+b", closefd=False) for each in (spool, out))
+            answer = perform(request, FileWork(self._resolver, self._kernel, start, source, target, lambda _step: None))
+            if not isinstance(request, _TAKES_CONTENT):
                 spool.seek(0)
                 spool.truncate()
                 out.seek(0)
@@ -170,42 +171,14 @@ class ScriptedFiles:
             if self.is_keeping:
                 spool.write(frame[1])
 
-    async def _read(self, request: protocol.ReadFile, send: Send) -> protocol.Done:
-        file, path = self._open(request.path)
-        with file:
-            size, limit = os.fstat(file.fileno()).st_size, request.max_bytes
-            info = protocol.FileInfo(path, size, truncated=size > limit)
-            await send(protocol.encode_frame(Kind.STARTED, protocol.ANSWERS.encode(info)))
-            await _send_all(file, min(size, limit), send)
-        return protocol.Done(path)
-
-    def _open(self, path: str) -> tuple[IO[bytes], str]:
-        fd, real = self._resolver.open_existing(self._resolver.encode(path))
-        try:
-            check_regular(os.fstat(fd))
-            return open(f"/proc/self/fd/{fd}", "rb"), self._inside(os.fsdecode(real))
-        finally:
-            os.close(fd)
-
-    def _write(self, request: protocol.WriteFile, spool: IO[bytes]) -> protocol.Done:
-        target = self._resolver.target_for_writing(self._resolver.encode(request.path))
-        os.close(target.directory_fd)
-        with open(target.path, "wb") as file:
-            os.fchmod(file.fileno(), target.mode or 0o644)
-            while data := spool.read(CHUNK_BYTES):
-                file.write(data)
-        return protocol.Done(self._inside(os.fsdecode(target.path)))
-
     def _inside(self, path: str) -> str:
-        for root, place in self._places.items():
+        for root, place in (*self._places.items(), ("", str(self._top.resolve()))):
             if path == place or path.startswith(f"{place}/"):
-                return root + path.removeprefix(place)
+                return root + path.removeprefix(place) or "/"
         raise AssertionError(path)
 
 
-async def _send_all(file: IO[bytes], size: int, send: Send) -> None:
-    """Send the first `size` bytes of a file."""
+async def _send_all(file: IO[bytes], send: Send) -> None:
     file.seek(0)
-    while data := file.read(min(CHUNK_BYTES, size)):
+    while data := file.read(CHUNK_BYTES):
         await send(protocol.encode_frame(Kind.DATA, data))
-        size -= len(data)

@@ -238,6 +238,7 @@ class ScriptedRunner:
         self._streams: set[trio.SocketStream] = set()
         self.env: dict[str, str | None] = {}
         """Variables that were set since `Setup`."""
+        self.version = protocol.PROTOCOL_VERSION
         self.is_silent = False
         """Whether requests are read and not answered."""
 
@@ -276,6 +277,8 @@ class ScriptedRunner:
                 await self._attach(connection, request, self.runs.get(exec_id))
             case protocol.Watch():
                 await self._watch(connection)
+            case protocol.ReadFile() | protocol.WriteFile():
+                await self._serve_older(connection, request)
             case _ if isinstance(request, FileRequest):
                 final = await self.files.serve(request, connection.receive, connection.stream.send_all)
                 if final is not None:
@@ -321,7 +324,7 @@ class ScriptedRunner:
             f"/bin/{self.setup.shell}",
             WORKSPACE,
             tuple(self.shells.values()),
-            protocol.PROTOCOL_VERSION,
+            self.version,
             has_changes=bool(self.env),
         )
 
@@ -399,6 +402,25 @@ class ScriptedRunner:
                 if not run.request.ticket:
                     run.cancel(now=True)
             nursery.cancel_scope.cancel()
+
+    async def _serve_older(self, connection: _Connection, request: protocol.ReadFile | protocol.WriteFile) -> None:
+        """Perform a request that only a PID 1 of an older version takes; one that is newer refuses it."""
+        if self.version >= protocol.FILES_VERSION:
+            await connection.stream.send_all(answer(protocol.Error("BAD_REQUEST", "no request of this version")))
+            return
+        path = self.files.path(request.path)
+        if isinstance(request, protocol.WriteFile):
+            content = b""
+            while (frame := await connection.receive()) is not None and frame[0] is not Kind.END:
+                content += frame[1]
+            path.write_bytes(content)
+        else:
+            content = path.read_bytes()
+            info = protocol.FileInfo(f"{WORKSPACE}/{request.path}", len(content), len(content) > request.max_bytes)
+            await connection.stream.send_all(answer(info, Kind.STARTED))
+            if content:
+                await connection.stream.send_all(protocol.encode_frame(Kind.DATA, content[: request.max_bytes]))
+        await connection.stream.send_all(answer(protocol.Done(f"{WORKSPACE}/{request.path}")))
 
     async def _watch(self, connection: _Connection) -> None:
         """Tell of ports until the daemon closes the connection."""

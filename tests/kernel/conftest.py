@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nsinit import spawn
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ServerSettings, WorkspaceSettings
@@ -16,6 +17,15 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from tests.kernel.harness import Nsinit, data_directory, running
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, open_sandbox
+from tests.kernel.seed import planted
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seed() -> Iterator[None]:
+    """Start each nsinit of this process from a seed (`tests/kernel/seed.py`)."""
+    with planted(spawn.spawn_python) as start, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "spawn_python", start)
+        yield
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import nsinit
+from nsinit import spawn
 from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
@@ -119,16 +120,17 @@ class Nsinit:
         self.ready = self.ask(Start, data_dir=str(data_dir), node_id=node_id, **wishes)[0]
 
     def _spawn(self, theirs: socket.socket) -> int:
+        if not self._wrapper:
+            return spawn.spawn_nsinit(theirs.fileno(), self._log.fileno(), *self._grant)
         null_fd = os.open("/dev/null", os.O_RDWR)
         actions = [
             *((os.POSIX_SPAWN_DUP2, null_fd, fd) for fd in (0, 1)),
             (os.POSIX_SPAWN_DUP2, self._log.fileno(), 2),
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), spawn.CHANNEL_FD),
         ]
         try:
-            place = str(Path(nsinit.__file__).parent)
-            program = [*self._wrapper, sys.executable, "-I", "-S", "-B", place, *self._grant]
-            return os.posix_spawn(program[0], program, {"LANG": "C.UTF-8", "TZ": "UTC0"}, file_actions=actions)
+            program = [*self._wrapper, sys.executable, *spawn.FLAGS, str(Path(nsinit.__file__).parent), *self._grant]
+            return os.posix_spawn(program[0], program, spawn.ENVIRONMENT, file_actions=actions)
         finally:
             os.close(null_fd)
 
@@ -373,10 +375,12 @@ def running(
     io: IoLimits = NO_IO_LIMITS,
     allowance: Allowance | None = None,
     own_filters: bool = True,
+    merge_pages: bool = False,
     cgroup_parent: str = "auto",
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
     wishes = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
+    wishes["merge_pages"] = merge_pages
     server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **wishes)
     try:
         yield server

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sandkasten.model import Session
+from tests.kernel.seed import NAME as SEED_NAME
 from tests.leaks import descendants
 
 
@@ -16,7 +18,7 @@ def init_pid(session: Session) -> int:
     """Return the host's pid of the sandbox's PID 1, found by the host name in its own namespace."""
     wanted = f"sk-{session.id[:8]}"
     for pid, _ in descendants(os.getpid()):
-        if _is_init(pid) and _hostname(pid) == wanted:
+        if is_init(pid) and _hostname(pid) == wanted:
             return pid
     raise AssertionError(f"no init process of {session.id}")
 
@@ -26,7 +28,8 @@ def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def _is_init(pid: int) -> bool:
+def is_init(pid: int) -> bool:
+    """Whether a process is PID 1 of a pid namespace."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # the process ended meanwhile
@@ -54,13 +57,14 @@ def _hostname(pid: int) -> str:
 
 def nsinit_pid() -> int:
     """Return the pid of the fork server that this process started."""
-    for pid, _ in descendants(os.getpid()):
+    for pid, name in descendants(os.getpid()):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # the process ended meanwhile
             continue
-        if parent == os.getpid() and any(part.endswith(b"nsinit") for part in command):
+        is_nsinit = name != SEED_NAME and any(part.endswith((b"nsinit", b"seed.py")) for part in command)
+        if parent == os.getpid() and is_nsinit:
             return pid
     raise AssertionError("nsinit is not running")
 
@@ -68,7 +72,16 @@ def nsinit_pid() -> int:
 def init_pids(root: int | None = None) -> list[int]:
     """Return the pids of all PID 1s, of pool sandboxes too, that supervisors of this process, or of `root`, started."""
     found = descendants(root or os.getpid())
-    return [pid for pid, name in found if name == "sandkasten-init" and _is_init(pid)]
+    return [pid for pid, name in found if name == "sandkasten-init" and is_init(pid)]
+
+
+def stop_serving(pid: int) -> None:
+    """Stop a PID 1 and its file workers, so that no request is answered."""
+    os.kill(pid, signal.SIGSTOP)
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    for worker, its_name in descendants(pid):
+        if its_name == name:
+            os.kill(worker, signal.SIGSTOP)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ from runner.wire.protocol import (
     Error,
     Exec,
     ExecReply,
+    FileRequest,
     FrameDecoder,
+    GetFile,
     HelloReply,
     Kind,
-    ReadFile,
+    PutFile,
     Setup,
-    WriteFile,
     encode_frame,
 )
 from tests.waiting import patience
@@ -103,15 +104,30 @@ class Outcome:
 
 @dataclass
 class Client:
-    """One connection to a runner, blocking."""
+    """One connection to a runner, blocking. With `connect` it is several, as a daemon has them: requests for files have
+    one of their own for each user. `sock` is that of the last request."""
 
     sock: socket.socket
+    connect: Callable[[], socket.socket] | None = None
     decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES))
+    _kind: object = None
+    _others: dict[object, Client] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Leave."""
+        self.sock.close()
+        for other in self._others.values():
+            other.sock.close()
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         self.sock.sendall(encode_frame(kind, body))
 
     def request(self, message: object) -> None:
+        kind = (message.user,) if isinstance(message, FileRequest) else None
+        if self.connect is not None and kind != self._kind:
+            self._others[self._kind] = Client(self.sock, decoder=self.decoder)
+            other = self._others.pop(kind, None) or Client(self.connect())
+            self.sock, self.decoder, self._kind = other.sock, other.decoder, kind
         self.send(Kind.REQUEST, REQUESTS.encode(message))
 
     def next_frame(self) -> tuple[Kind, bytes]:
@@ -177,15 +193,16 @@ class Client:
         return self.run(command, **options).stdout
 
     def write_file(self, path: str, content: bytes) -> Any:
-        self.request(WriteFile(path))
+        """Return `FilePut` or `Error`."""
+        self.request(PutFile(path))
         for start in range(0, len(content), 65536):
             self.send(Kind.DATA, content[start : start + 65536])
         self.send(Kind.END)
         return self.next_message()
 
-    def read_file(self, path: str, max_bytes: int = 1 << 30) -> tuple[Any, bytes]:
-        """Return (FileInfo or Error, content)."""
-        first = self.ask(ReadFile(path, max_bytes))
+    def read_file(self, path: str, start: int | None = None, end: int | None = None) -> tuple[Any, bytes]:
+        """Return (FilePart or Error, content)."""
+        first = self.ask(GetFile(path, start, end))
         if isinstance(first, Error):
             return first, b""
         content = bytearray()
@@ -207,12 +224,16 @@ class Sandbox:
     clients: list[Client] = field(default_factory=list)
 
     def connect(self) -> Client:
+        client = Client(self.open(), self.open)
+        self.clients.append(client)
+        return client
+
+    def open(self) -> socket.socket:
+        """Return a connected socket, the caller's."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(patience(PATIENCE_S))
         sock.connect(self.socket_path)
-        client = Client(sock)
-        self.clients.append(client)
-        return client
+        return sock
 
     def shell(self, name: str = "bash", env: dict[str, str] | None = None) -> Client:
         """Return a connection after `Setup` with this shell."""
@@ -254,7 +275,7 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
             yield sandbox
         finally:
             for client in sandbox.clients:
-                client.sock.close()
+                client.close()
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -289,7 +310,6 @@ def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> 
             **{
                 "uid": UID,
                 "workspace": "/mnt/workspace",
-                "file_roots": ("/mnt/workspace", "/tmp", "/home/sandbox"),
                 "outside_peers_only": True,
                 **overrides,
             }

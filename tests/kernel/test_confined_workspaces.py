@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -14,32 +13,19 @@ from sandkasten.config import Config
 from sandkasten.model import SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
 from sandkasten.supervisor import WorkspaceSupervisor
+from tests import file_requests
+from tests.file_requests import listed, looked_at, packed, removed, unpacked, written
 
 A, B = {"team": "a"}, {"team": "b"}
 WORKSPACE = "ws"
 
 
 async def write(workspaces: WorkspaceSupervisor, content: bytes) -> None:
-    async with workspaces.open_workspace_write(WORKSPACE, "f") as writer:
-        await writer.send(content)
-        await writer.commit()
+    await written(workspaces.workspace_files(WORKSPACE, make=True), "f", content)
 
 
 async def read(workspaces: WorkspaceSupervisor) -> bytes:
-    async with workspaces.open_workspace_read(WORKSPACE, "f", max_bytes=1 << 20) as reader:
-        return b"".join([piece async for piece in reader])
-
-
-@contextlib.asynccontextmanager
-async def packed(workspaces: WorkspaceSupervisor) -> AsyncIterator[bytes]:
-    async with workspaces.open_pack(WORKSPACE) as archive:
-        yield b"".join([piece async for piece in archive])
-
-
-async def unpack(workspaces: WorkspaceSupervisor, archive: bytes, *, replace: bool) -> None:
-    async with workspaces.open_unpack(WORKSPACE, replace=replace) as unpacking:
-        await unpacking.send(archive)
-        await unpacking.commit()
+    return await file_requests.read(workspaces.workspace_files(WORKSPACE), "f")
 
 
 async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) -> None:
@@ -48,20 +34,19 @@ async def test_what_has_another_label_is_not_there(supervisor: LocalSupervisor) 
     """
     ours, theirs = supervisor.workspaces_within(A), supervisor.workspaces_within(B)
     await write(ours, b"kept")
-    async with packed(ours) as archive:
-        pass
+    archive, _ = await packed(ours.workspace_files(WORKSPACE))
     attempts: list[Callable[[], Awaitable[object]]] = [
         lambda: read(theirs),
         lambda: write(theirs, b"lost"),
-        lambda: theirs.list_files(WORKSPACE),
-        lambda: theirs.stat_file(WORKSPACE, "f"),
-        lambda: theirs.remove_file(WORKSPACE, "f"),
+        lambda: listed(theirs.workspace_files(WORKSPACE)),
+        lambda: looked_at(theirs.workspace_files(WORKSPACE), "f"),
+        lambda: removed(theirs.workspace_files(WORKSPACE), "f"),
         lambda: theirs.workspace(WORKSPACE, measure=True),
         lambda: theirs.update_workspace(WORKSPACE, WorkspacePatch(B)),
         lambda: theirs.delete_workspace(WORKSPACE, force=True),
-        lambda: packed(theirs).__aenter__(),
-        lambda: unpack(theirs, archive, replace=True),
-        lambda: unpack(theirs, archive, replace=False),
+        lambda: packed(theirs.workspace_files(WORKSPACE)),
+        lambda: unpacked(theirs, WORKSPACE, archive, replace=True),
+        lambda: unpacked(theirs, WORKSPACE, archive, replace=False),
         lambda: supervisor.create(SessionSpec(workspace_id=WORKSPACE, workspace_within=B)),
     ]
     for attempt in attempts:

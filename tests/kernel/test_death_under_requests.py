@@ -28,7 +28,8 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.errors import Capacity, SandkastenError, SessionExpired
-from tests.kernel.processes import init_pid, init_pids
+from tests.file_requests import listed, looked_at, removed
+from tests.kernel.processes import init_pid, init_pids, stop_serving
 from tests.waiting import patience, until
 
 MANY_BYTES = 1 << 20
@@ -40,21 +41,21 @@ Request = Callable[[LocalSupervisor, str, Stop], Awaitable[object]]
 
 
 async def _write(supervisor: LocalSupervisor, session_id: str, stop: Stop) -> None:
-    async with supervisor.open_write(session_id, "half") as writer:
+    async with supervisor.files(session_id).open_write("half") as writer:
         await writer.send(b"x")
         stop()
         await writer.send(bytes(MANY_BYTES))
 
 
 async def _commit(supervisor: LocalSupervisor, session_id: str, stop: Stop) -> None:
-    async with supervisor.open_write(session_id, "whole") as writer:
+    async with supervisor.files(session_id).open_write("whole") as writer:
         stop()
         await writer.commit()
 
 
 async def _read(supervisor: LocalSupervisor, session_id: str, stop: Stop) -> None:
     await supervisor.exec(session_id, ExecSpec(f"head -c {2 * MANY_BYTES} /dev/zero >big"))
-    async with supervisor.open_read(session_id, "big", max_bytes=2 * MANY_BYTES) as reader:
+    async with supervisor.files(session_id).open_read("big", max_bytes=2 * MANY_BYTES) as reader:
         stop()
         async for _ in reader:
             pass
@@ -62,7 +63,7 @@ async def _read(supervisor: LocalSupervisor, session_id: str, stop: Stop) -> Non
 
 async def _begin_read(supervisor: LocalSupervisor, session_id: str, stop: Stop) -> None:
     stop()
-    async with supervisor.open_read(session_id, "/etc/passwd", max_bytes=1):
+    async with supervisor.files(session_id).open_read("/etc/passwd", max_bytes=1):
         pass
 
 
@@ -176,7 +177,7 @@ async def test_every_kind_of_request_is_told_that_the_session_has_ended(supervis
         pid = init_pid(session)
 
         def stop() -> None:
-            os.kill(pid, signal.SIGSTOP)
+            stop_serving(pid)
             stopped[request.__name__] = pid
 
         outcomes[request.__name__] = await _outcome(request, supervisor, session.id, stop)
@@ -204,7 +205,7 @@ async def test_a_file_that_the_end_of_the_daemon_cuts_off_may_be_asked_for_again
         session = await supervisor.create(SessionSpec())
 
         async def write() -> None:
-            async with supervisor.open_write(session.id, "half") as writer:
+            async with supervisor.files(session.id).open_write("half") as writer:
                 await writer.send(b"x")
                 await supervisor._sessions.ask(sessions.LeaveAll())
                 await writer.commit()
@@ -217,19 +218,19 @@ async def test_a_workspace_whose_helper_is_killed_is_reached_by_another_one(supe
     """Each request under way may be made again, and then it works."""
 
     async def read() -> bytes:
-        async with supervisor.open_workspace_read("files", "file", max_bytes=MANY_BYTES) as reader:
+        async with supervisor.workspace_files("files").open_read("file", max_bytes=MANY_BYTES) as reader:
             return b"".join([piece async for piece in reader])
 
-    async with supervisor.open_workspace_write("files", "file") as writer:
+    async with supervisor.workspace_files("files", make=True).open_write("file") as writer:
         await writer.send(b"kept")
         await writer.commit()
     (pid,) = init_pids()
-    os.kill(pid, signal.SIGSTOP)
+    stop_serving(pid)
     requests: tuple[Callable[[], Awaitable[object]], ...] = (
         read,
-        lambda: supervisor.list_files("files"),
-        lambda: supervisor.stat_file("files", "file"),
-        lambda: supervisor.remove_file("files", "file"),
+        lambda: listed(supervisor.workspace_files("files")),
+        lambda: looked_at(supervisor.workspace_files("files"), "file"),
+        lambda: removed(supervisor.workspace_files("files"), "file"),
     )
     outcomes: list[type[Exception]] = []
 

@@ -5,6 +5,7 @@ One sandbox for each shell; each row has a shell of its own in it, so that what 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -83,7 +84,8 @@ def check(row: Row, outcome: Outcome, *, restarted: bool) -> None:
 def test_a_command_ends_as_the_table_says_and_its_shell_goes_on(session: Session, shell: str, row: Row) -> None:
     """A shell that survived has its functions, one that was replaced its exports; both are where they were."""
     if row.file:
-        session.client.write_file(f"{WORKSPACE}/{shell}/bytes", row.file)
+        with contextlib.closing(session.sandbox.connect()) as client:
+            client.write_file(f"{WORKSPACE}/{shell}/bytes", row.file)
     outcome = session.client.run(row.command, shell=shell, stdin=row.stdin, timeout_ms=row.timeout_ms)
     restarted = os.path.basename(session.path) in row.ends
     check(row, outcome, restarted=restarted)

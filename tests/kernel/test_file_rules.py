@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 
 from nsinit.kernel import landlock
+from runner.wire.protocol import (
+    BeginUpload,
+    CopyFile,
+    Done,
+    EditFiles,
+    FileRequest,
+    GetFile,
+    ListFiles,
+    MakeDirectory,
+    MoveFile,
+    Pack,
+    PutFile,
+    RemoveFile,
+    SearchFiles,
+    Unpack,
+    ViewFile,
+)
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.model import ExecSpec, FileRules, SessionSpec
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.errors import InvalidRequest, PermissionDenied
+from tests.file_requests import listed, looked_at, read, refusal_of, written
 
 ABI = landlock.probe_abi()
 needs_rules = pytest.mark.skipif(ABI < landlock.FILES_ABI, reason=f"needs Landlock ABI 3, not {ABI}")
@@ -30,11 +54,9 @@ async def test_commands_write_only_where_it_is_allowed(supervisor: LocalSupervis
     """Making, changing, emptying, renaming and removing files work below the writable paths and nowhere else, root or
     not.
     """
+    await written(supervisor.workspace_files("given", make=True), "kept", b"content")
     rules = FileRules(writable=("/tmp",))
-    session = await supervisor.create(SessionSpec(filesystem=rules, user=user))
-    async with supervisor.open_write(session.id, "/workspace/kept") as writer:
-        await writer.send(b"content")
-        await writer.commit()
+    session = await supervisor.create(SessionSpec(filesystem=rules, user=user, workspace_id="given"))
     all_of_it = ["made", "written", "emptied", "directory", "moved", "removed"]
     assert await output(supervisor, session.id, f"cd /tmp; echo > kept; {TRY}") == all_of_it
     for how in ({}, {"stateless": True}):
@@ -63,14 +85,85 @@ python3 -c 'print("python")'
     await supervisor.destroy(session.id)
 
 
+READ: Mapping[str, FileRequest] = {
+    "get": GetFile("f"),
+    "list": ListFiles("."),
+    "view": ViewFile("f"),
+    "search": SearchFiles("f", "x"),
+    "pack": Pack("."),
+    "copy from": CopyFile("f", "/tmp/copy"),
+}
+WRITE: Mapping[str, FileRequest] = {
+    "put": PutFile("new"),
+    "upload": BeginUpload("new", "0" * 32),
+    "make": MakeDirectory("new"),
+    "move": MoveFile("f", "new"),
+    "copy": CopyFile("/tmp/own", "new"),
+    "edit": EditFiles(),
+    "unpack": Unpack(10, 1000),
+    "remove": RemoveFile("f"),
+}
+
+
+EDIT = json.dumps([{"path": "f", "op": "replace", "old": "x", "new": "y"}]).encode()
+
+
 @needs_rules
-async def test_the_file_api_is_not_bound(supervisor: LocalSupervisor) -> None:
-    """File rules bind commands and not the file API: the holder of the key writes files where commands can't."""
-    session = await supervisor.create(SessionSpec(filesystem=FileRules(writable=())))
-    async with supervisor.open_write(session.id, "/workspace/given") as writer:
-        await writer.send(b"given")
-        await writer.commit()
-    assert await output(supervisor, session.id, "cat given; echo x 2>/dev/null > given; cat given") == ["givengiven"]
+@pytest.mark.parametrize("asks", [None, "root"])
+@pytest.mark.parametrize("user", [None, "root"])
+async def test_requests_for_files_keep_to_the_rules(
+    supervisor: LocalSupervisor, user: str | None, asks: str | None
+) -> None:
+    """A link that a command leaves leads the holder of the key nowhere, whoever the session's user is, and whoever a
+    request is made as."""
+    await written(supervisor.workspace_files("given", make=True), "f", b"x")
+    closed = FileRules(readable=("/usr", "/etc", "/tmp"), writable=("/tmp",))
+    session = await supervisor.create(SessionSpec(filesystem=closed, user=user, workspace_id="given"))
+    files = supervisor.files(session.id)
+    await supervisor.exec(session.id, ExecSpec("cd /tmp; echo x > own; ln -s /workspace/f link; ln -s /workspace out"))
+    contents = {"put": b"y", "edit": EDIT, "unpack": archive("new")}
+    told = {
+        name: await refusal_of(files, replace(request, user=asks), contents.get(name))
+        for name, request in {**READ, **WRITE}.items()
+    }
+    assert told == dict.fromkeys({**READ, **WRITE}, "PERMISSION_DENIED")
+    assert await refusal_of(files, GetFile("/tmp/link", user=asks)) == "PERMISSION_DENIED"
+    assert await refusal_of(files, PutFile("/tmp/out/new", user=asks), b"y") == "PERMISSION_DENIED"
+    assert await refusal_of(files, GetFile("/tmp/own", user=asks)) == "done"
+    assert await refusal_of(files, PutFile("/tmp/own", user=asks), b"y") == "done"
+    assert await refusal_of(files, GetFile("/etc/passwd", user=asks)) == "done"
+    assert (await looked_at(files, "/workspace/f")).size_bytes == 1  # names can be looked up
+    await supervisor.destroy(session.id)
+    assert await read(supervisor.workspace_files("given"), "f") == b"x"
+    assert [each.name for each in (await listed(supervisor.workspace_files("given"))).entries] == ["f"]
+
+
+def archive(name: str) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as made:
+        made.addfile(tarfile.TarInfo(name))
+    return file.getvalue()
+
+
+@needs_rules
+async def test_a_file_can_be_written_where_none_can_be_read(supervisor: LocalSupervisor) -> None:
+    """As a command that only writes could."""
+    session = await supervisor.create(SessionSpec(filesystem=FileRules(readable=("/usr", "/etc"))))
+    files = supervisor.files(session.id)
+    assert await written(files, "f", b"x") == "/workspace/f"
+    assert await refusal_of(files, GetFile("f")) == "PERMISSION_DENIED"
+    await supervisor.destroy(session.id)
+
+
+@pytest.mark.parametrize(
+    "request_", [RemoveFile("/tmp", recursive=True, user="root"), MoveFile("/tmp", "/t", user="root")]
+)
+async def test_mount_points_stay_where_they_are(supervisor: LocalSupervisor, request_: RemoveFile | MoveFile) -> None:
+    """Not even the session's root removes or moves one, and is told so."""
+    session = await supervisor.create(SessionSpec())
+    with pytest.raises(PermissionDenied):
+        await supervisor.files(session.id).ask(request_, Done)
+    assert await output(supervisor, session.id, "stat -c %m /tmp") == ["/tmp"]
     await supervisor.destroy(session.id)
 
 

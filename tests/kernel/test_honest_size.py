@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import attrs
 import pytest
+import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
+from tests.file_requests import written
 
 pytestmark = pytest.mark.cgroup_v2
 
@@ -29,6 +32,10 @@ JAVA = """public class Size { public static void main(String[] none) {
     var here = Runtime.getRuntime();
     System.out.println(here.availableProcessors() + " " + (here.maxMemory() <= 256 << 20));
 } }"""
+GO = """package main
+import "runtime"
+func main() { println(runtime.GOMAXPROCS(0), runtime.NumCPU()) }
+"""
 
 
 async def _said(supervisor: LocalSupervisor, session_id: str, command: str) -> str:
@@ -60,6 +67,20 @@ async def test_programs_find_the_limits(supervisor: LocalSupervisor) -> None:
         said = await _said(supervisor, session.id, f"cd /tmp; echo '{JAVA}' > Size.java; java Size.java")
         assert said == "1 true\n"
     await supervisor.destroy(session.id)
+
+
+@pytest.mark.skipif(shutil.which("go") is None, reason="no Go here")
+async def test_a_go_program_takes_the_processors_of_its_limit(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """One thread of Go code for each processor that the session may fill, whether this Go reads the limit or counts
+    processors; the program is built outside, for its compiler needs more memory than this session has."""
+    (tmp_path / "size.go").write_text(GO)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CGO_ENABLED": "0", "GO111MODULE": "off"}
+    await trio.run_process(["go", "build", "size.go"], cwd=tmp_path, env=environment)
+    for limits in (SMALL, attrs.evolve(SMALL, cpu=float(MANY))):
+        session = await supervisor.create(SessionSpec(limits=limits))
+        await written(supervisor.files(session.id), "size", (tmp_path / "size").read_bytes())
+        count = int(limits.cpu)
+        assert await _said(supervisor, session.id, "chmod +x size; ./size 2>&1") == f"{count} {count}\n"
 
 
 async def test_a_change_of_limits_shows(config: Config) -> None:

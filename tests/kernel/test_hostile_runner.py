@@ -53,7 +53,7 @@ async def test_of_a_file_comes_no_more_than_was_asked_for(
 
     async def read() -> None:
         nonlocal size
-        async with supervisor.open_read(victim.id, "f", max_bytes=100_000) as reader:
+        async with supervisor.files(victim.id).open_read("f", max_bytes=100_000) as reader:
             async for piece in reader:
                 size += len(piece)
 
@@ -84,7 +84,7 @@ async def test_a_pid_1_that_was_stopped_crashes_the_session(
         if request_kind == "command":
             await supervisor.exec(victim.id, ExecSpec("true", timeout_ms=100))
         else:
-            async with supervisor.open_read(victim.id, "/etc/passwd", max_bytes=100):
+            async with supervisor.files(victim.id).open_read("/etc/passwd", max_bytes=100):
                 pass
 
     os.kill(pid, signal.SIGSTOP)

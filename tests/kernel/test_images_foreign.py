@@ -74,7 +74,7 @@ async def test_an_image_without_any_other_program_runs_builtins(
     result = await supervisor.exec(session.id, ExecSpec("echo $kept; pwd; echo x > file; gcc"))
     assert result.stdout == b"yes\n/tmp\n"
     assert result.end.exit_code == 127
-    async with supervisor.open_read(session.id, "/tmp/file", max_bytes=10) as reader:
+    async with supervisor.files(session.id).open_read("/tmp/file", max_bytes=10) as reader:
         assert b"".join([piece async for piece in reader]) == b"x\n"
     missing = await supervisor.exec(session.id, ExecSpec(argv=("ls",)))
     assert missing.end.exit_code == 127

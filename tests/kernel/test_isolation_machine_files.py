@@ -76,11 +76,11 @@ def test_system_owners_show_as_themselves(server: Nsinit, directory: Path) -> No
 
 def test_an_id_map_outlives_the_process_that_it_was_made_with() -> None:
     """Only the user namespace of the map is left, also when the mapping is refused; its descriptor tells the kind."""
-    before = os.listdir("/proc/self/fd")
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = os.listdir("/proc/self/fd"), children.read_text()
     userns_fd = make_id_map(f"0 {FIRST_BASE} {SYSTEM_IDS}\n")
     assert os.readlink(f"/proc/self/fd/{userns_fd}").startswith("user:[")
     os.close(userns_fd)
     with pytest.raises(OSError, match="Invalid argument"):
         make_id_map("no mapping\n")
-    assert os.listdir("/proc/self/fd") == before
-    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() == []
+    assert (os.listdir("/proc/self/fd"), children.read_text()) == before

@@ -10,7 +10,7 @@ import pytest
 
 from nsinit.kernel.capabilities import ROOT_CAPABILITIES, RUNNER_CAPABILITIES
 from nsinit.kernel.slots import SANDBOX_ID, SQUASHED_ID
-from runner.wire.protocol import Error, Exec, ExecReply, OpenShell, ReadFile, RunProgram, Setup
+from runner.wire.protocol import Error, Exec, ExecReply, GetFile, OpenShell, RunProgram, Setup
 from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
@@ -111,7 +111,7 @@ def test_pid_1_can_hand_them_on_and_not_use_them(sandbox: Sandbox) -> None:
     found = status(Path(f"/proc/{sandbox.pid}/status").read_text())
     assert sets(found) == (ROOT_CAPABILITIES, ROOT_CAPABILITIES | RUNNER_CAPABILITIES, RUNNER_CAPABILITIES, 0, 0)
     as_root(sandbox, "sh", "-c", "umask 077; echo secret > /workspace/../tmp/of-root")
-    reply, *_ = sandbox.request(ReadFile("/tmp/of-root", 100))
+    reply, *_ = sandbox.request(GetFile("/tmp/of-root"))
     assert isinstance(reply, Error)
     assert reply.code == "PERMISSION_DENIED"
 
@@ -395,7 +395,7 @@ def test_a_session_of_roots_is_roots_throughout(server: Nsinit) -> None:
     assert box.run("id -u; echo $HOME $USER; umask 077; echo kept > /tmp/own; cd /root && pwd").out.split() == [
         *("0", "/root", "root", "/root"),
     ]
-    reply, *_ = box.request(ReadFile("/tmp/own", 100))
-    assert type(reply).__name__ == "Done"
     assert box.run("pwd").out == "/root\n"
+    reply, *_ = box.request(GetFile("/tmp/own"))
+    assert type(reply).__name__ == "Done"
     box.teardown()

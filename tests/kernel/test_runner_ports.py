@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 
 from runner.server.ports import MAX_LISTENERS
 from runner.wire.protocol import ANSWERS, Done, Kind, PortClosed, PortOpened, RunProgram, Setup, Watch
-from tests.kernel.harness import Sandbox, data_directory, host_plan, running, wait_until
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, running, wait_until
 from tests.kernel.harness import connect as connect_to
 from tests.kernel.runner_harness import Client
 from tests.waiting import patience
@@ -77,19 +80,24 @@ class Watched:
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    with data_directory() as data_dir, running(data_dir) as server:
-        box = server.build(host_plan())
-        clients = [Client(connect_to(data_dir, box.session_id)) for _ in range(2)]
-        clients[0].ask(Setup())
-        clients[1].request(Watch())
-        kind, _ = clients[1].next_frame()
-        assert kind is Kind.STARTED
-        try:
-            yield Watched(box, clients[0], clients[1], data_dir)
-        finally:
-            for client in clients:
-                client.sock.close()
-            box.teardown()
+    with data_directory() as data_dir, running(data_dir) as server, watching(server) as watched:
+        yield watched
+
+
+@contextmanager
+def watching(server: Nsinit) -> Iterator[Watched]:
+    box = server.build(host_plan())
+    clients = [Client(connect_to(server.data_dir, box.session_id)) for _ in range(2)]
+    clients[0].ask(Setup())
+    clients[1].request(Watch())
+    kind, _ = clients[1].next_frame()
+    assert kind is Kind.STARTED
+    try:
+        yield Watched(box, clients[0], clients[1], server.data_dir)
+    finally:
+        for client in clients:
+            client.sock.close()
+        box.teardown()
 
 
 @pytest.mark.parametrize(("host", "other"), [("0.0.0.0", "::"), ("127.0.0.1", "127.0.0.2"), ("::", "0.0.0.0")])
@@ -185,3 +193,35 @@ def test_nobody_looks_while_nothing_lives(watched: Watched) -> None:
     watched.serve()
     watched.tell_server("open", port=7000)
     assert watched.next_event() == PortOpened(7000, "0.0.0.0")
+
+
+NO_SOCK_DIAG = """
+import errno, os, sys
+sys.path.insert(0, sys.argv[1])
+from nsinit.kernel.seccomp.bpf import encode
+from nsinit.kernel.seccomp.compile import compile_list
+from nsinit.kernel.seccomp.filters import ARCH
+from nsinit.kernel.seccomp.profile import ArgTest, Rule
+from nsinit.kernel.seccomp.table import NUMBERS
+from nsinit.kernel.syscalls import FilterProgram, set_filter
+args = ArgTest(0, "eq", 16), ArgTest(2, "eq", 4)
+rule = Rule(("socket",), "errno", errno.EPROTONOSUPPORT, args)
+set_filter(FilterProgram(encode(compile_list(NUMBERS[ARCH], ARCH, rules=[rule]))))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Makes the kernel one without CONFIG_INET_DIAG for the program that it executes."""
+
+
+def test_a_kernel_without_sock_diag_still_tells_of_ports() -> None:
+    """PID 1 reads the tables of its network instead, and tells the same."""
+    root = str(Path(__file__).parents[2])
+    wrapper = (sys.executable, "-I", "-c", NO_SOCK_DIAG, root)
+    ask = "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4)"
+    refused = subprocess.run([*wrapper, sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    assert "Protocol not supported" in refused.stderr
+    with data_directory() as data_dir, running(data_dir, wrapper=wrapper) as server, watching(server) as watched:
+        watched.serve()
+        watched.tell_server("open", port=8000)
+        assert watched.next_event() == PortOpened(8000, "0.0.0.0")
+        watched.tell_server("close")
+        assert watched.next_event() == PortClosed(8000, "0.0.0.0")

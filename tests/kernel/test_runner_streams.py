@@ -137,6 +137,7 @@ def test_descriptors_do_not_pile_up(sandbox: Sandbox) -> None:
     """Commands, files and connections leave no descriptor behind."""
     client = sandbox.shell()
     client.run("true")
+    client.read_file("missing")
     before = descriptors(sandbox)
     for _ in range(30):
         client.run("true", stdin=b"x", env={"A": "1"}, cwd="/tmp")

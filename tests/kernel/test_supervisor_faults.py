@@ -127,7 +127,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_a_file_does_not_pin_the_s
     for _ in range(5):
         with trio.CancelScope() as scope:
             scope.cancel()
-            async with supervisor.open_read(session.id, "/workspace/x", max_bytes=1):
+            async with supervisor.files(session.id).open_read("/workspace/x", max_bytes=1):
                 pass
 
     async def has_expired() -> bool:
@@ -250,7 +250,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
         opened: list[int] = []
 
         async def hold() -> None:
-            async with supervisor.open_read(session.id, "big", max_bytes=10_000_000):
+            async with supervisor.files(session.id).open_read("big", max_bytes=10_000_000):
                 opened.append(1)
                 await trio.sleep_forever()
 
@@ -262,7 +262,7 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
 
         await until(are_open)
         with pytest.raises(Capacity):
-            async with supervisor.open_read(session.id, "big", max_bytes=1):
+            async with supervisor.files(session.id).open_read("big", max_bytes=1):
                 pass
         result = await supervisor.exec(session.id, ExecSpec("echo fine"))
         assert result.stdout == b"fine\n"

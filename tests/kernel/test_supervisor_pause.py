@@ -87,11 +87,11 @@ async def test_any_request_that_needs_it_resumes_it(supervisor: LocalSupervisor,
         assert (await supervisor.get(session_id)).status is Status.PAUSED
         assert (await supervisor.exec(session_id, ExecSpec("echo a"))).stdout == b"a\n"
         await is_paused_again()
-        async with supervisor.open_write(session_id, "f") as writer:
+        async with supervisor.files(session_id).open_write("f") as writer:
             await writer.send(b"content")
             await writer.commit()
         await is_paused_again()
-        async with supervisor.open_read(session_id, "f", max_bytes=100) as file:
+        async with supervisor.files(session_id).open_read("f", max_bytes=100) as file:
             assert b"".join([each async for each in file]) == b"content"
         await is_paused_again()
         await supervisor.update(session_id, SessionPatch(env={"A": "b"}))
@@ -125,7 +125,7 @@ async def test_one_that_is_to_stay_paused_refuses_requests(supervisor: LocalSupe
     with pytest.raises(SessionPaused):
         await supervisor.exec(session_id, ExecSpec("true"))
     with pytest.raises(SessionPaused):
-        async with supervisor.open_read(session_id, "f", max_bytes=1):
+        async with supervisor.files(session_id).open_read("f", max_bytes=1):
             pass
     assert (await supervisor.get(session_id)).status is Status.PAUSED
     await supervisor.pause(session_id)
@@ -246,7 +246,7 @@ async def test_a_paused_session_can_be_destroyed_and_its_death_is_seen(
 
 async def test_no_pause_in_the_middle_of_a_file(supervisor: LocalSupervisor, session_id: str) -> None:
     """A session is not paused while a file is transferred: the client of the transfer would wait in vain."""
-    async with supervisor.open_write(session_id, "f") as writer:
+    async with supervisor.files(session_id).open_write("f") as writer:
         await writer.send(b"half")
         with pytest.raises(Conflict):
             await supervisor.pause(session_id)

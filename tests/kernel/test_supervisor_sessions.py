@@ -24,6 +24,7 @@ from sandkasten.model import (
     SessionSpec,
     ShellSpec,
     Status,
+    WaitFor,
 )
 from sandkasten.model.errors import (
     Capacity,
@@ -221,14 +222,16 @@ async def test_a_memory_hog_is_killed_named_and_the_shell_lives(supervisor: Loca
         await supervisor.close_shell(session.id, name)
 
 
-SMALL = "import time; x = bytearray(2 << 20); time.sleep(1000)"
+SMALL = 'import time; x = bytearray(2 << 20); print("held", flush=True); time.sleep(1000)'
 
 
 @pytest.mark.parametrize("kind", ["commands", "processes"])
 async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
     supervisor: LocalSupervisor, kind: str
 ) -> None:
-    """Each of many small programs is smaller than PID 1: the memory of its fork is taken from them all the same."""
+    """Each of many small programs is smaller than PID 1: the memory of its fork is taken from them all the same. A
+    program has what it asks for, or is gone, before the next is started: where none of those that were killed gets a
+    processor in time to end, the kernel goes on to kill."""
     session = await supervisor.create(SessionSpec(limits=Limits(memory_mb=64)))
     if kind == "commands":
         await supervisor.open_shell(session.id, ShellSpec("other"))
@@ -236,7 +239,8 @@ async def test_a_start_in_a_full_session_costs_a_program_and_not_the_session(
         await supervisor.exec(session.id, ExecSpec(fill, shell="other"))
     else:
         for _ in range(30):
-            await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-c", SMALL)))
+            started = await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-c", SMALL)))
+            await supervisor.wait_process(session.id, started.exec_id, WaitFor(pattern="held"), timeout_s=patience(10))
     for _ in range(20):
         await supervisor.exec(session.id, ExecSpec(argv=("true",)))
     assert ((await supervisor.stats(session.id)).oom_kills or 0) > 0

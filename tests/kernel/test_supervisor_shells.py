@@ -60,7 +60,7 @@ async def test_a_shell_that_can_not_be_had_is_told_of(
             await supervisor.exec(session.id, ExecSpec("echo hi"))
     program = await supervisor.exec(session.id, ExecSpec(argv=("echo", "hi")))
     assert (program.stdout == b"hi\n") is is_program_run
-    async with supervisor.open_write(session.id, "file") as writer:
+    async with supervisor.files(session.id).open_write("file") as writer:
         await writer.send(b"x")
         assert await writer.commit() == "/workspace/file"
 
@@ -97,7 +97,7 @@ async def test_a_root_that_ruins_what_shells_need_is_answered(supervisor: LocalS
 
 
 async def test_closing_a_shell_that_root_hides_ends_its_commands(supervisor: LocalSupervisor) -> None:
-    """The running and the waiting command of a shell end with it, though PID 1 cannot read `/proc`."""
+    """The running and the waiting command of a shell end with it, though `/` is closed to PID 1."""
     session = await supervisor.create(SessionSpec(user="root"))
     await supervisor.open_shell(session.id, ShellSpec("second"))
     causes: list[Cause] = []
@@ -117,6 +117,39 @@ async def test_closing_a_shell_that_root_hides_ends_its_commands(supervisor: Loc
             await supervisor.close_shell(session.id, "second")
             causes.append((await running.wait_end()).cause)
     assert causes == [Cause.CANCELLED, Cause.CANCELLED]
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("by", ["cancel", "time"])
+async def test_what_root_hides_is_ended_and_what_waits_behind_it_runs(
+    supervisor: LocalSupervisor, by: str, program: bool
+) -> None:
+    """With `/` closed to PID 1 a cancel and a time limit still end a command, a program and the daemons that they have
+    started, and the next command of the shell has its turn.
+    """
+    session = await supervisor.create(SessionSpec(user="root"))
+    script = "chmod 0 /; setsid sleep 4321 & echo closed; sleep 1234"
+    limit_ms = 60_000 if by == "cancel" else 500
+    spec = (
+        ExecSpec(argv=("sh", "-c", script), exec_id="one", timeout_ms=limit_ms)
+        if program
+        else ExecSpec(script, exec_id="one", timeout_ms=limit_ms)
+    )
+    said: list[bytes] = []
+
+    async def wait_turn() -> None:
+        said.append((await supervisor.exec(session.id, ExecSpec("echo next"))).stdout)
+
+    with trio.fail_after(patience(5)):
+        async with supervisor.open_exec(session.id, spec) as running, trio.open_nursery() as nursery:
+            await anext(aiter(running))
+            nursery.start_soon(wait_turn)
+            if by == "cancel":
+                await supervisor.cancel_exec(session.id, "one")
+            assert (await running.wait_end()).cause is (Cause.CANCELLED if by == "cancel" else Cause.TIMED_OUT)
+        assert said == [b"next\n"]
+        left = await supervisor.exec(session.id, ExecSpec("ps -C sleep -o args="))
+    assert left.stdout == b""
 
 
 async def test_shells_share_the_network(supervisor: LocalSupervisor, session_id: str) -> None:

@@ -15,10 +15,11 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runner.wire.protocol import Packed
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import errors
-from sandkasten.model.workspace import Packed
+from tests.file_requests import packed, unpacked
 from tests.kernel.processes import nsinit_pid
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))
@@ -27,14 +28,7 @@ _TIME = st.integers(0, 2**33 * 10**9)
 
 
 async def pack(supervisor: LocalSupervisor, workspace_id: str, path: str = ".") -> bytes:
-    async with supervisor.open_pack(workspace_id, path) as reader:
-        return b"".join([piece async for piece in reader])
-
-
-async def unpack(supervisor: LocalSupervisor, workspace_id: str, archive: bytes, *, replace: bool = False) -> Packed:
-    async with supervisor.open_unpack(workspace_id, replace=replace) as writer:
-        await writer.send(archive)
-        return await writer.commit()
+    return (await packed(supervisor.workspace_files(workspace_id), path))[0]
 
 
 def tree(top: Path) -> dict[bytes, tuple[object, ...]]:
@@ -92,7 +86,7 @@ async def test_what_goes_out_comes_back(supervisor: LocalSupervisor, config: Con
     for number, names in enumerate(drawn):
         (top / "out" / str(number)).mkdir()
         fill(top / "out" / str(number), names)
-    await unpack(supervisor, "back", await pack(supervisor, "out"))
+    await unpacked(supervisor, "back", await pack(supervisor, "out"))
     assert tree(top / "back") == tree(top / "out") | {
         os.fsencode(str(number)): (*before[:2], 1000, 1000, None)
         for number in range(len(drawn))
@@ -117,10 +111,9 @@ async def test_hard_links_and_holes_survive_and_odd_files_are_counted(
     os.mkfifo(top / "d/fifo")
     for each in (top, *top.rglob("*")):
         os.lchown(each, 1000, 1000)
-    async with supervisor.open_pack("links", "d") as reader:
-        archive = b"".join([piece async for piece in reader])
-        assert reader.packed == Packed(2, 100_000, 1)
-    assert await unpack(supervisor, "linked", archive) == Packed(2, 100_000, 0)
+    archive, contents = await packed(supervisor.workspace_files("links"), "d")
+    assert contents == Packed(2, 100_000, 1)
+    assert await unpacked(supervisor, "linked", archive) == Packed(2, 100_000, 0)
     back = config.data_dir / "workspaces" / "linked"
     assert (back / "a").stat().st_ino == (back / "b").stat().st_ino
     (top / "d/secret").write_bytes(b"x")  # root's, and closed
@@ -157,12 +150,12 @@ async def test_hostile_archives_make_nothing(supervisor: LocalSupervisor, config
     }
     for name, archive in hostile.items():
         with pytest.raises(errors.InvalidRequest):
-            await unpack(supervisor, f"bad-{name}", archive)
+            await unpacked(supervisor, f"bad-{name}", archive)
     assert os.listdir(config.data_dir / "workspaces") == os.listdir(config.data_dir / "drafts") == []
     assert await supervisor.workspaces() == []
     devices = [_member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3), _member("fifo", type=tarfile.FIFOTYPE)]
     fine = _archive(*devices, _member("suid", size=3, mode=0o6755, uid=0, gid=0), _member("/absolute/f", size=1))
-    assert await unpack(supervisor, "fine", fine) == Packed(4, 4, 2)
+    assert await unpacked(supervisor, "fine", fine) == Packed(4, 4, 2)
     found = tree(config.data_dir / "workspaces" / "fine")
     assert {path: (facts[0], facts[2]) for path, facts in found.items()} == {
         b"suid": (stat.S_IFREG | 0o755, 1000),
@@ -174,16 +167,16 @@ async def test_hostile_archives_make_nothing(supervisor: LocalSupervisor, config
 async def test_an_import_replaces_all_or_nothing(supervisor: LocalSupervisor, config: Config) -> None:
     """Refused while there is one; with `replace` the old files stay until the new ones are whole, then are gone."""
     kept, new = _archive(_member("old", size=1)), _archive(_member("new", size=1))
-    await unpack(supervisor, "one", kept)
+    await unpacked(supervisor, "one", kept)
     with pytest.raises(errors.Conflict):
-        await unpack(supervisor, "one", new)
+        await unpacked(supervisor, "one", new)
     with pytest.raises(errors.InvalidRequest):
-        await unpack(supervisor, "one", new[:512] + b"broken" * 1000, replace=True)
+        await unpacked(supervisor, "one", new[:512] + b"broken" * 1000, replace=True)
     async with supervisor.open_unpack("one", replace=True) as writer:  # and left before the end
         await writer.send(new[:700])
     top = config.data_dir / "workspaces" / "one"
     assert sorted(os.listdir(top)) == ["old"]
-    await unpack(supervisor, "one", new, replace=True)
+    await unpacked(supervisor, "one", new, replace=True)
     assert sorted(os.listdir(top)) == ["new"]
     assert os.listdir(config.data_dir / "drafts") == []
 
@@ -194,7 +187,7 @@ async def test_an_import_whose_caller_has_left_publishes_nothing_of_the_next_one
     """An import whose caller has left may still be completed or not; it never publishes what the next import has sent
     so far, nor loses the content that the next import was to replace.
     """
-    await unpack(supervisor, "one", _archive(_member("old", size=1)))
+    await unpacked(supervisor, "one", _archive(_member("old", size=1)))
     top = config.data_dir / "workspaces" / "one"
     is_sent, may_commit = trio.Event(), trio.Event()
 

@@ -17,6 +17,7 @@ from sandkasten.config import Config, Defaults, DiskSettings, ServerSettings, Wo
 from sandkasten.model import ExecSpec, SessionSpec, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceQuota, WorkspaceSpec
 from sandkasten.security.posture import check_workspaces
+from tests.file_requests import packed, unpacked, written
 from tests.kernel.test_workspace_quota import MIB
 
 QUOTA = WorkspaceQuota.of(32 * MIB)
@@ -64,14 +65,9 @@ async def test_a_session_can_fill_its_workspace_and_not_the_disk(supervisor: Loc
 async def test_every_way_of_making_one_gives_the_quota(supervisor: LocalSupervisor, config: Config) -> None:
     """A workspace made by a request, by a file or by an archive has the quota, on record and on disk."""
     await supervisor.make_workspace("asked", WorkspaceSpec())
-    async with supervisor.open_workspace_write("written", "f") as writer:
-        await writer.send(b"text")
-        await writer.commit()
-    async with supervisor.open_pack("written") as archive:
-        packed = b"".join([piece async for piece in archive])
-    async with supervisor.open_unpack("imported") as unpacking:
-        await unpacking.send(packed)
-        await unpacking.commit()
+    await written(supervisor.workspace_files("written", make=True), "f", b"text")
+    archive, _ = await packed(supervisor.workspace_files("written"))
+    await unpacked(supervisor, "imported", archive)
     found = {each.id: each.quota for each in await supervisor.workspaces()}
     assert found == dict.fromkeys(("asked", "imported", "written"), QUOTA)
     assert sorted(os.listdir(config.data_dir / "volumes")) == sorted(found)
@@ -96,12 +92,9 @@ async def test_an_older_workspace_keeps_its_files_and_is_told(config: Config) ->
         session = await supervisor.create(SessionSpec(workspace_id="older"))
         result = await supervisor.exec(session.id, ExecSpec("cat f"))
         assert (result.stdout, (await supervisor.workspace("older")).quota) == (b"kept\n", None)
-        async with supervisor.open_pack("older") as archive:
-            packed = b"".join([piece async for piece in archive])
+        archive, _ = await packed(supervisor.workspace_files("older"))
         await supervisor.destroy(session.id)
-        async with supervisor.open_unpack("older", replace=True) as unpacking:
-            await unpacking.send(packed)
-            await unpacking.commit()
+        await unpacked(supervisor, "older", archive, replace=True)
         await supervisor.delete_workspace("older")
         await supervisor.make_workspace("older", WorkspaceSpec())
         assert (await supervisor.workspace("older")).quota == QUOTA

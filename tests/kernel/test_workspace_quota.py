@@ -12,6 +12,7 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config
 from sandkasten.model import ExecSpec, SessionSpec, errors
 from sandkasten.model.workspace import Workspace, WorkspacePatch, WorkspaceQuota, WorkspaceSpec
+from tests.file_requests import listed, looked_at, packed, unpacked, written
 from tests.kernel.processes import nsinit_pid
 from tests.waiting import until
 
@@ -25,14 +26,11 @@ async def make(supervisor: LocalSupervisor) -> Workspace:
 
 
 async def write(supervisor: LocalSupervisor, path: str, size_bytes: int) -> None:
-    async with supervisor.open_workspace_write(ID, path) as writer:
-        for _ in range(size_bytes // 65536):
-            await writer.send(bytes(65536))
-        await writer.commit()
+    await written(supervisor.workspace_files(ID, make=True), path, bytes(size_bytes))
 
 
 async def size_of(supervisor: LocalSupervisor, path: str) -> int:
-    return (await supervisor.stat_file(ID, path)).size_bytes
+    return (await looked_at(supervisor.workspace_files(ID), path)).size_bytes
 
 
 async def test_a_quota_holds_with_a_session_and_without(supervisor: LocalSupervisor, config: Config) -> None:
@@ -113,31 +111,19 @@ async def test_archives_come_and_go_within_the_quota(supervisor: LocalSupervisor
     """An import that is too much leaves what was there; one that fits replaces it, and the quota stays."""
     await make(supervisor)
     await write(supervisor, "a", 4 * MIB)
-    async with supervisor.open_pack(ID) as archive:
-        fits = b"".join([piece async for piece in archive])
+    fits, _ = await packed(supervisor.workspace_files(ID))
     await supervisor.make_workspace("plain", WorkspaceSpec())
-    async with supervisor.open_workspace_write("plain", "big") as writer:
-        for _ in range(40 * 16):
-            await writer.send(bytes(65536))
-        await writer.commit()
-    async with supervisor.open_pack("plain") as archive:
-        too_much = b"".join([piece async for piece in archive])
+    await written(supervisor.workspace_files("plain", make=True), "big", bytes(40 * MIB))
+    too_much, _ = await packed(supervisor.workspace_files("plain"))
     await write(supervisor, "later", MIB)
     with pytest.raises(errors.DiskFull):
-        await unpack(supervisor, too_much)
+        await unpacked(supervisor, ID, too_much, replace=True)
     assert await size_of(supervisor, "later") == MIB
-    await unpack(supervisor, fits)
-    assert [each.name for each in (await supervisor.list_files(ID)).entries] == ["a"]
+    await unpacked(supervisor, ID, fits, replace=True)
+    assert [each.name for each in (await listed(supervisor.workspace_files(ID))).entries] == ["a"]
     with pytest.raises(errors.DiskFull):
         await write(supervisor, "b", 40 * MIB)
     assert (await supervisor.workspace(ID)).quota == QUOTA
-
-
-async def unpack(supervisor: LocalSupervisor, archive: bytes) -> None:
-    async with supervisor.open_unpack(ID, replace=True) as unpacking:
-        for start in range(0, len(archive), 65536):
-            await unpacking.send(archive[start : start + 65536])
-        await unpacking.commit()
 
 
 async def test_a_quota_that_is_remembered_is_never_forgotten_on_the_disk(

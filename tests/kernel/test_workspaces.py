@@ -17,12 +17,15 @@ import trio.testing
 
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME
 from nsinit.sandbox.init_steps import NAME
+from runner.wire.protocol import ChangeOwner, Done
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status, errors
 from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
-from tests.kernel.processes import nsinit_pid
+from tests import file_requests
+from tests.file_requests import listed, looked_at, removed, written
+from tests.kernel.processes import is_init, nsinit_pid
 from tests.leaks import descendants
 from tests.waiting import patience, until
 
@@ -30,14 +33,11 @@ WORKSPACE = "user-1"
 
 
 async def write(supervisor: LocalSupervisor, path: str, content: bytes) -> str:
-    async with supervisor.open_workspace_write(WORKSPACE, path) as writer:
-        await writer.send(content)
-        return await writer.commit()
+    return await written(supervisor.workspace_files(WORKSPACE, make=True), path, content)
 
 
 async def read(supervisor: LocalSupervisor, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-    async with supervisor.open_workspace_read(WORKSPACE, path, max_bytes=max_bytes) as reader:
-        return b"".join([piece async for piece in reader])
+    return await file_requests.read(supervisor.workspace_files(WORKSPACE), path, max_bytes=max_bytes)
 
 
 async def run(supervisor: LocalSupervisor, session_id: str, command: str) -> str:
@@ -51,19 +51,28 @@ async def test_files_need_no_session(supervisor: LocalSupervisor, config: Config
     assert await write(supervisor, "a/b.txt", b"hello") == "/workspace/a/b.txt"
     assert await read(supervisor, "a/b.txt") == b"hello"
     assert await read(supervisor, "/workspace/a/b.txt", max_bytes=2) == b"he"
-    listing = await supervisor.list_files(WORKSPACE, "a")
+    listing = await listed(supervisor.workspace_files(WORKSPACE), "a")
     assert [(each.name, each.kind, each.size_bytes, each.mode, each.owner) for each in listing.entries] == [
         ("b.txt", "file", 5, 0o644, 1000)
     ]
     on_disk = os.stat(config.data_dir / "workspaces" / WORKSPACE / "a/b.txt")
     assert (on_disk.st_uid, on_disk.st_gid) == (1000, 1000)
-    assert (await supervisor.stat_file(WORKSPACE, "a")).path == "/workspace/a"
+    assert (await looked_at(supervisor.workspace_files(WORKSPACE), "a")).path == "/workspace/a"
     with pytest.raises(errors.NotEmpty):
-        await supervisor.remove_file(WORKSPACE, "a")
-    assert await supervisor.remove_file(WORKSPACE, "a", recursive=True) == "/workspace/a"
-    assert (await supervisor.list_files(WORKSPACE)).entries == ()
+        await removed(supervisor.workspace_files(WORKSPACE), "a")
+    assert await removed(supervisor.workspace_files(WORKSPACE), "a", recursive=True) == "/workspace/a"
+    assert (await listed(supervisor.workspace_files(WORKSPACE))).entries == ()
     with pytest.raises(errors.WorkspaceNotFound):
-        await supervisor.list_files("another")
+        await listed(supervisor.workspace_files("another"))
+
+
+async def test_the_files_have_one_owner(supervisor: LocalSupervisor) -> None:
+    """An id that the workspace's mount has no place for is refused, as any other is."""
+    await write(supervisor, "f", b"")
+    for owner in (0, 370, 65535):
+        with pytest.raises(errors.PermissionDenied):
+            await supervisor.workspace_files(WORKSPACE).ask(ChangeOwner("f", owner=owner), Done)
+    assert (await looked_at(supervisor.workspace_files(WORKSPACE), "f")).owner == 1000
 
 
 @pytest.mark.parametrize("path", ["a/b", "/a/b", "//a/b", "/workspace/a/b", "/a/../a/b"])
@@ -251,7 +260,7 @@ async def test_a_session_that_ends_in_the_middle_of_an_upload_leaves_nothing_of_
         spec = SessionSpec(workspace_id=WORKSPACE, workspace_mode="exclusive")
         session = await supervisor.create(spec)
         with contextlib.suppress(errors.SessionExpired):
-            async with supervisor.open_write(session.id, name) as writer:
+            async with supervisor.files(session.id).open_write(name) as writer:
                 await writer.send(b"x" * 100_000)
                 await run(supervisor, session.id, "true")  # PID 1 has handled all that was sent before
                 await supervisor.destroy(session.id)
@@ -298,14 +307,14 @@ async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_p
     for path, refusal in {
         "out": errors.FileNotFound,
         "root/etc/passwd": errors.FileNotFound,
-        "proc/etc/passwd": errors.PathOutside,
+        "proc/etc/passwd": errors.FileNotFound,
         "up/etc/passwd": errors.FileNotFound,
         "zero": errors.PathOutside,
         "fifo": errors.NotAFile,
         "loop": errors.PathOutside,
         "../../etc/passwd": errors.FileNotFound,
         "/etc/passwd": errors.FileNotFound,
-        "/proc/self/environ": errors.PathOutside,
+        "/proc/self/environ": errors.FileNotFound,
         "root": errors.PathOutside,
     }.items():
         with pytest.raises(refusal):
@@ -314,16 +323,18 @@ async def test_hostile_files_stay_in_the_jail(supervisor: LocalSupervisor, tmp_p
         with pytest.raises(
             errors.FileNotFound if path == "/proc" else errors.PathOutside
         ):  # a link to where nothing is
-            await supervisor.list_files(WORKSPACE, path)
+            await listed(supervisor.workspace_files(WORKSPACE), path)
     for path in ("root/x", "up/x", "/root/x", "../x", "/../x"):
         with pytest.raises((errors.PathOutside, errors.PermissionDenied)):
             await write(supervisor, path, b"x")
     assert await read(supervisor, "fine") == b"in\n"
-    kinds = {each.name: (each.kind, each.target) for each in (await supervisor.list_files(WORKSPACE)).entries}
+    kinds = {
+        each.name: (each.kind, each.target) for each in (await listed(supervisor.workspace_files(WORKSPACE))).entries
+    }
     assert kinds["out"] == ("symlink", str(secret))
     assert kinds["fifo"] == ("other", "")
-    assert (await supervisor.stat_file(WORKSPACE, "root")).kind == "symlink"
-    assert await supervisor.remove_file(WORKSPACE, "root", recursive=True) == "/workspace/root"
+    assert (await looked_at(supervisor.workspace_files(WORKSPACE), "root")).kind == "symlink"
+    assert await removed(supervisor.workspace_files(WORKSPACE), "root", recursive=True) == "/workspace/root"
     assert secret.read_text() == "secret"
 
 
@@ -333,8 +344,8 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     """
 
     async def helpers() -> set[int]:
-        """No image is mounted in a helper, and so its root is a tmpfs."""
-        roots = {pid: _root_of(pid) for pid, name in descendants(os.getpid()) if name == NAME}
+        """No image is mounted in a helper, and so its root is a tmpfs. Its file workers are forks of it."""
+        roots = {pid: _root_of(pid) for pid, name in descendants(os.getpid()) if name == NAME and is_init(pid)}
         return {pid for pid, root in roots.items() if root == "tmpfs"}
 
     async def is_gone() -> bool:
@@ -349,11 +360,11 @@ async def test_what_serves_files_goes_when_it_is_idle_and_with_nsinit(supervisor
     await write(supervisor, "f", b"x")
     async with trio.open_nursery() as nursery:
         for _ in range(5):
-            nursery.start_soon(supervisor.list_files, WORKSPACE)
+            nursery.start_soon(listed, supervisor.workspace_files(WORKSPACE))
     assert len(await helpers()) == 1
     await until(is_gone)
     assert await reads()
-    await write(supervisor, "f", b"x")  # a file request changes the ids of PID 1, and back
+    await write(supervisor, "f", b"x")
     (helper,) = await helpers()
     with OwnedFd(os.pidfd_open(helper)) as pidfd, trio.fail_after(patience()):
         os.kill(nsinit_pid(), signal.SIGKILL)
@@ -377,7 +388,7 @@ async def test_a_huge_directory_comes_in_pages(supervisor: LocalSupervisor) -> N
     names: list[str] = []
     more = True
     while more:
-        page = await supervisor.list_files(WORKSPACE, "d", after=names[-1] if names else "")
+        page = await listed(supervisor.workspace_files(WORKSPACE), "d", after=names[-1] if names else "")
         names += [each.name for each in page.entries]
         more = page.more
         assert len(page.entries) <= 1000
@@ -438,7 +449,7 @@ async def test_the_memory_of_ended_sessions_is_given_back_and_no_other(
     # A machine may free pages of its own accord at any time (DAMON, where `/sys/kernel/mm/damon/admin` has a scheme
     # with the action `pageout`: some pages every few seconds), but not during most of the ends of sessions.
     assert statistics.median(missing) == 0, missing
-    assert len((await supervisor.list_files(WORKSPACE, ".")).entries) == 36
+    assert len((await listed(supervisor.workspace_files(WORKSPACE), ".")).entries) == 36
 
 
 async def _files_in_memory(directory: Path) -> int:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import functools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -24,7 +23,7 @@ from sandkasten.errors import NotInstalled
 from sandkasten.mcp.server import _described
 from sandkasten.mcp.tools import TOOLS, chosen
 from tests.e2e.conftest import daemon as daemon  # one daemon for this file
-from tests.e2e.daemon import KEY, Daemon, running_daemon
+from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.e2e.test_keys import key
 from tests.waiting import patience
 
@@ -92,17 +91,8 @@ async def over_http(daemon: Daemon, era: str = "auto", *, token: str = KEY, quer
 @contextlib.asynccontextmanager
 async def over_stdio(daemon: Daemon, era: str = "auto", *, token: str = KEY) -> AsyncIterator[Talk]:
     """Start the server as a child that speaks on its standard input and output."""
-    program = (
-        "import os, anyio\n"
-        "from sandkasten.mcp.server import serve_stdio\n"
-        "from sandkasten.sdk import SandboxClient\n"
-        "async def main():\n"
-        "    async with SandboxClient.from_env() as client:\n"
-        "        await serve_stdio(client, os.environ['SANDKASTEN_API_KEY'])\n"
-        "anyio.run(main)\n"
-    )
     variables = {"SANDKASTEN_URL": daemon.wait_url(), "SANDKASTEN_API_KEY": token}
-    server = StdioServerParameters(command=sys.executable, args=["-c", program], env=variables)
+    server = StdioServerParameters(command=str(SCRIPT), args=["mcp"], env=variables)
     async with Client(server, mode=era) as client:
         yield Talk(client)
 
@@ -364,7 +354,7 @@ def test_requests_that_are_not_served(daemon: Daemon) -> None:
 
 
 def test_the_list_of_tools_is_short() -> None:
-    """It costs every conversation its length: at most 10 kB for all of them, output schemas included."""
+    """Every conversation pays for its length: at most 10 kB for all tools, output schemas included."""
     described = [_described(tool).model_dump(by_alias=True, exclude_none=True, mode="json") for tool in TOOLS.values()]
     assert len(json.dumps(described, separators=(",", ":"))) < 10_000
     assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]

@@ -42,7 +42,7 @@ def test_both_have_the_same_interface(name: str) -> None:
 
 def test_the_part_by_hand_has_all_names() -> None:
     """Each primitive is there for both."""
-    assert {"Lock", "Condition", "sleep", "shield", "in_thread", "FileOf"} <= set(vars(waiting)) & set(vars(blocking))
+    assert {"Lock", "Turns", "sleep", "shield", "in_thread", "FileOf"} <= set(vars(waiting)) & set(vars(blocking))
 
 
 _SERVER = (

@@ -190,6 +190,32 @@ async def test_an_upload_is_repeated_if_its_source_can_be_had_again() -> None:
             assert (await Session(client, session).files.write("g", pieces())).size == 1024 * 1024
 
 
+async def test_a_download_is_read_on() -> None:
+    """Each byte comes once, unless somebody changes the file meanwhile: then that is said."""
+    async with behind_proxy() as (_running, proxy, session):
+        content = bytes(range(256)) * 4096
+        async with client_of(proxy) as client:
+            await Session(client, session).files.write("f", content)
+        await trio.sleep(0.05)  # a file that changed just now has no version to go on with
+        for offset, at in ((0, 100), (0, 700_000), (1000, 500_000)):
+            async with client_of(proxy) as client:
+                files = Session(client, session).files
+                proxy.cuts = [Cut(at, of_request=False)]
+                async with files.open("f", offset=offset) as stream:
+                    assert b"".join([piece async for piece in stream]) == content[offset:]
+                proxy.cuts = [Cut(at, of_request=False)]
+        async with client_of(proxy) as client:
+            files = Session(client, session).files
+            proxy.cuts = [Cut(700_000, of_request=False)]
+            async with files.open("f") as stream:
+                await anext(stream)
+                async with client_of(proxy) as other:
+                    await Session(other, session).files.write("f", content[::-1])
+                with pytest.raises(errors.ConnectionFailed):
+                    async for _ in stream:
+                        pass
+
+
 async def test_a_session_that_takes_no_more_ids_is_used_without(caplog: pytest.LogCaptureFixture) -> None:
     """Commands and streams go on, which is said once; then they are not repeated."""
     async with (

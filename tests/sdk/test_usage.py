@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.conftest import daemon as daemon  # one daemon for this file
 from tests.e2e.daemon import KEY, Daemon, running_daemon
-from tests.e2e.test_published_client import SCRIPT
+from tests.e2e.test_published_client import PROGRAM, SCRIPT
 from tests.sdk import usage
 from tests.sdk.twin import FLAVOURS, run
 from tests.waiting import patience
@@ -80,20 +80,47 @@ def _patient(address: str, cls: Any) -> Any:  # the class of a client, and the c
 def test_the_programs_of_the_docs_print_what_is_shown(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each program of docs/sdk.md, as it stands."""
+    """Each program of the README and of docs/sdk.md, as it stands."""
     monkeypatch.setenv("SANDKASTEN_URL", daemon.wait_url())
     monkeypatch.setenv("SANDKASTEN_API_KEY", KEY)
-    text = (Path(__file__).parents[2] / "docs/sdk.md").read_text()
+    text = "".join((Path(__file__).parents[2] / page).read_text() for page in ("README.md", "docs/sdk.md"))
     programs = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(programs) == text.count("```python") >= 5
+    assert len(programs) == text.count("```python") >= 6
     for program, shown in programs:
         exec(compile(program, "docs/sdk.md", "exec"), {"__name__": "__main__"})
         assert capsys.readouterr().out == shown
 
 
-def test_the_program_of_the_published_client_runs_here(daemon: Daemon, tmp_path: Path) -> None:
-    """The same script that is run with the client of PyPI."""
-    (tmp_path / "use_client.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "use_client.py"), daemon.wait_url(), KEY]
+def test_programs_of_the_published_client_run_here(daemon: Daemon, tmp_path: Path) -> None:
+    """The same programs that are run with the client of PyPI."""
+    command = [sys.executable, "-c", SCRIPT, daemon.wait_url(), KEY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.stdout == "every call worked\n", done.stderr
+    (tmp_path / ".sandkasten").mkdir()
+    (tmp_path / ".sandkasten/api-key").write_text(KEY + "\n")
+    command = [sys.executable, "-c", PROGRAM.replace("http://127.0.0.1:8080", daemon.wait_url())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=patience(60), check=False)
+    assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr
+
+
+async def _tools(client: Any) -> None:  # the asynchronous client
+    from agents.tool_context import ToolContext
+
+    from sandkasten.agents import SandkastenContext, sandbox_tools_for_workspace, sandkasten_tools
+
+    async with sandbox_tools_for_workspace(client, "user-1") as (session, bound):
+        context = ToolContext(context=SandkastenContext(session), tool_name="", tool_call_id="", tool_arguments="")
+        for tools in (bound, sandkasten_tools()):
+            exec_, write, read, list_, stats = tools
+            assert set(exec_.params_json_schema["properties"]) == {"cmd", "timeout_ms"}
+            assert await write.on_invoke_tool(context, '{"path": "a", "content": "text"}') == "wrote a"
+            assert await read.on_invoke_tool(context, '{"path": "a", "max_bytes": null}') == "text"
+            assert (await exec_.on_invoke_tool(context, '{"cmd": "cat a; exit 3"}')).endswith("---\ntext")
+            assert " a" in await list_.on_invoke_tool(context, '{"path": "."}')
+            assert "memory_limit=" in await stats.on_invoke_tool(context, "{}")
+
+
+def test_tools_of_the_published_client(make: Callable[[Any], Any]) -> None:
+    """Both kinds of tools work with the Agents SDK."""
+    pytest.importorskip("agents", reason="openai-agents is not installed")
+    run("asyncio", _tools, make)

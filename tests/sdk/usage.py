@@ -49,6 +49,24 @@ async def commands(client: SandboxClient) -> None:
     assert (gone.value.status_code, gone.value.details["end_reason"]) == (410, "user")
 
 
+async def runs_that_are_left(client: SandboxClient) -> None:
+    """Endless output that nobody takes any more holds up neither its own end nor another run on the connection."""
+    async with (
+        await client.create_session() as box,
+        box.start("echo here; cat", stdin=True, stateless=True) as other,
+    ):
+        assert (await anext(other)).data == "here\n"
+        for is_cancelled in (True, False):
+            async with box.start("yes", stateless=True, raw=True) as run:
+                assert len((await anext(run)).data) > 0
+                if not is_cancelled:
+                    run.detach()
+            assert (await run.info()).state == ("ended" if is_cancelled else "running")
+            await other.send("more\n")
+            assert (await anext(other)).data == "more\n"
+        await run.cancel(now=True)
+
+
 async def streams(client: SandboxClient) -> None:
     """Output comes as it is written, as text without half characters, from any number of runs at once."""
     async with await client.create_session() as box:
@@ -253,7 +271,7 @@ async def the_rest(client: SandboxClient) -> None:
         await client.get_session("0123456789abcdef")
 
 
-USES = (commands, streams, runs, terminals, the_rest)
+USES = (commands, runs_that_are_left, streams, runs, terminals, the_rest)
 
 
 async def a_restart(client: SandboxClient, begun: threading.Event) -> None:

@@ -21,7 +21,7 @@ from sandkasten.cli import keys, serve
 from sandkasten.cli.common import Stop
 from sandkasten.cli.main import main
 from sandkasten.cli.notices import notices
-from sandkasten.config import Config, ConfigError
+from sandkasten.config import Config, ConfigError, IsolationSettings
 from sandkasten.host.checks import disk_notices
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -95,6 +95,15 @@ def test_a_data_directory_in_memory_or_on_a_small_disk_is_told(tmp_path: Path) -
     (small,) = disk_notices(tmp_path / "new", 2 * free_mb)
     assert f"less than the {2 * free_mb} MiB" in small
     assert int(small.split()[1]) == pytest.approx(free_mb, rel=0.1)
+
+
+def test_merging_that_has_no_effect_is_told(tmp_path: Path) -> None:
+    """The notice comes exactly if merging was asked for and the kernel does not merge."""
+    switch = Path("/sys/kernel/mm/ksm/run")
+    merges = switch.exists() and switch.read_text().strip() == "1"
+    for is_asked in (False, True):
+        said = notices(Config(data_dir=tmp_path, isolation=IsolationSettings(merge_pages=is_asked)))
+        assert len([each for each in said if "nothing is merged" in each]) == (is_asked and not merges)
 
 
 def test_the_published_client_in_the_same_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +391,9 @@ def test_failures_an_operator_can_mend_are_sentences(error: Exception, words: st
 def test_a_repeated_listen_option_adds_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP and a unix socket at once, from the command line."""
     from sandkasten.cli.common import load
-    from sandkasten.cli.main import _parser
+    from sandkasten.cli.main import make_parser
 
-    arguments = _parser().parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
+    arguments = make_parser("serve").parse_args(["serve", "--listen", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s"])
     monkeypatch.setenv("SANDKASTEN_API_KEY", "from-environment")
     config = load(arguments)
     assert config.listen == ("127.0.0.1:0", f"unix:{tmp_path}/s")

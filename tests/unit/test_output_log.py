@@ -83,7 +83,7 @@ async def test_a_log_of_an_earlier_daemon_catches_up(
 
     await log.append(OUT, b"a")
     await log.catch_up(2)  # a log of this daemon has all that was sent
-    log.is_recovered = True
+    log.note_earlier()
     nursery.start_soon(wait)
     await trio.testing.wait_all_tasks_blocked()
     assert not caught_up.is_set()

@@ -201,7 +201,7 @@ async def test_sessions_go_to_disk_in_turn(tmp_path: Path) -> None:
     """The oldest of each leaves memory first, not all of one session."""
     async with open_spool(tmp_path, memory_bytes=4 * MB) as spool:
         logs = [await ended(spool.session(name), "a", pieces=38) for name in ("first", "second")]
-        await wait_memory_below(spool, 4 * MB)
+        await wait_memory_below(spool, 3 * MB)
         assert all(log.kept.blocks[0].pieces is None for log in logs)
         assert all(log.kept.blocks[-1].pieces is not None for log in logs)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import attrs
 import pytest
+import trio
 
 from sandkasten.model import Output, Stream
 from sandkasten.model.errors import ExecGone
@@ -16,7 +20,9 @@ from sandkasten.output.store import OutputStore, SessionOutput
 from tests.stores import MB, PIECE, disk_bytes, ended, file_size_limit, files, fill, numbered_piece, open_spool
 from tests.stores import wait_memory_below as wait_memory
 from tests.unit.test_output_disk import ENDED, FACTS, SESSION
+from tests.waiting import until
 
+R = TypeVar("R")
 OUT, ERR = Stream.STDOUT, Stream.STDERR
 
 
@@ -65,6 +71,50 @@ async def test_nothing_is_written_while_runs_are_recovered(tmp_path: Path) -> No
     await output.write(None)
     _, written = await open_next(tmp_path)
     assert list(written.runs) == ["run/a", "run/b"]
+
+
+class CountingStore(OutputStore):
+    """A store that counts what it does in threads."""
+
+    jobs = 0
+
+    async def in_thread(self, work: Callable[..., R], *args: Any) -> R:  # type: ignore[override]  # the same calls
+        self.jobs += 1
+        return await super().in_thread(work, *args)
+
+
+async def has_all(settled: Sequence[object], names: Sequence[object]) -> bool:
+    return len(settled) == len(names)
+
+
+async def test_the_records_of_many_sessions_share_a_thread(tmp_path: Path) -> None:
+    """All that are due in a round are written by a call for each 64 of them. A session that can't write fails alone,
+    and has its records for the next round."""
+    store = CountingStore(tmp_path)
+    names = [f"{number:024x}" for number in range(100)]
+    await store.open()
+    outputs = [described(store, name) for name in names]
+    settled: list[OSError | None] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        for output in outputs:
+            output.open("a")
+            output.note_changed("a")
+            output.write_soon(partial(output.take_records, settled.append))
+        store.jobs = 0
+        in_its_place = tmp_path / f"{names[70]}.00000001.runs"
+        in_its_place.mkdir()
+        await until(lambda: has_all(settled, names))
+        assert store.jobs == 2
+        assert [type(error) for error in settled if error] == [FileExistsError]
+        in_its_place.rmdir()
+        await outputs[70].write()
+        nursery.cancel_scope.cancel()
+    store.close()
+    again = OutputStore(tmp_path)
+    await again.open(names)
+    for name in names:
+        assert list((await described(again, name).read()).runs) == ["a"]
 
 
 async def test_output_is_written_once(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sandkasten.host.checks import (
     CATALOGUE,
     Host,
     advise,
+    check_merging,
     check_pools,
     check_room,
     check_sysctls,
@@ -96,6 +97,20 @@ def test_only_file_systems_that_can_hold_a_layer_pass(path: str, ok: bool) -> No
 def test_kernels_are_judged_by_number(release: str, verdict: Verdict) -> None:
     """Too old stops the start, old is told, new enough passes."""
     assert judge("kernel", Host(release=release)).verdict is verdict
+
+
+def test_what_doctor_says_in_wsl_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/wsl2.md quotes the rows of an old WSL kernel with the data directory on a Windows drive."""
+    place = Path("/mnt/c/Users/me/sandkasten")
+    host = Host(release="5.15.167.4-microsoft-standard-WSL2", data_dir=place, mountinfo=MOUNTINFO)
+    doctor._print_table(Machine(datetime.now(UTC), [judge(name, host) for name in ("kernel", "wsl", "data_dir")], {}))
+    printed = capsys.readouterr().out.replace(f"{Path(sys.executable).parent}/", "")
+    assert f"```\n{printed}```" in (Path(__file__).parents[2] / "docs/wsl2.md").read_text()
+
+
+def test_an_old_kernel_is_not_told_to_become_what_it_is() -> None:
+    """Linux 5.15 works in part; the fix names the version that works whole."""
+    assert judge("kernel", Host(release="5.15.0")).fix == "a kernel from 5.19 on"
 
 
 def test_missing_capabilities_are_named() -> None:
@@ -219,6 +234,15 @@ def test_the_number_of_sessions_is_told_with_the_limit_behind_it() -> None:
     few = check_room(SessionRoom(486, "memory"), 1000)
     assert (few.verdict, few.fix) == (Verdict.FALLS_BACK, FIXES["memory"])
     assert "486" in few.consequence
+
+
+def test_merging_of_pages_is_the_operators_to_switch_on() -> None:
+    """A kernel that could and does not comes with the line for it, one that can't with its option."""
+    assert check_merging(Host(merging="1")).verdict is Verdict.WORKS
+    switched_off, missing = check_merging(Host(merging="0")), check_merging(Host())
+    assert switched_off.verdict is missing.verdict is Verdict.FALLS_BACK
+    assert "`echo 1 > /sys/kernel/mm/ksm/run`" in switched_off.fix
+    assert missing.fix == "CONFIG_KSM=y"
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:

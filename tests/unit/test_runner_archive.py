@@ -17,7 +17,7 @@ import pytest
 from nsinit.sandbox.child import RunnerKernel
 from runner.files import archive, zip_archive
 from runner.files.archive import TreeMaker, pack, unpack
-from runner.files.operations import FileWork, perform
+from runner.files.operations import perform
 from runner.files.tree import TreeFile, Walk
 from runner.loop.context import Refused
 from runner.wire.protocol import Pack, Packed, Unpack
@@ -146,13 +146,12 @@ def test_what_is_unpacked_is_on_the_disk_and_little_waits_meanwhile(
 
 def zipped(top: Path, path: str = ".") -> tuple[Packed, bytes]:
     """Return the counts and an archive that went through a pipe."""
-    base = work_in(top, anywhere=True)
     read_fd, write_fd = os.pipe()
     with subprocess.Popen(["cat"], stdin=read_fd, stdout=subprocess.PIPE) as reader:
         os.close(read_fd)
         assert reader.stdout is not None
         try:
-            answer = perform(Pack(path, "zip"), FileWork(base.resolver, base.kernel, base.start, output_fd=write_fd))
+            answer = perform(Pack(path, "zip"), work_in(top, anywhere=True, out_fd=write_fd))
         finally:
             os.close(write_fd)
         content = reader.stdout.read()
@@ -162,11 +161,10 @@ def zipped(top: Path, path: str = ".") -> tuple[Packed, bytes]:
 
 def unzipped(top: Path, content: bytes, *, path: str = ".", entries: int = 100, size: int = 10_000_000) -> Packed:
     """Unpack an archive below `top`."""
-    base = work_in(top, anywhere=True)
     spool = top.parent / "spool"
     spool.write_bytes(content)
     with spool.open("rb") as source:
-        work = FileWork(base.resolver, base.kernel, base.start, input_fd=source.fileno())
+        work = work_in(top, anywhere=True, source_fd=source.fileno())
         answer = perform(Unpack(entries, size, path, "zip"), work)
     assert isinstance(answer, Packed)
     return answer

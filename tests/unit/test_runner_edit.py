@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from runner.files import edit
 from runner.files.operations import perform
+from runner.files.tree import etag_of
 from runner.files.view import MAX_VIEW_BYTES
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, Edited, EditFiles, Unedited, Viewed, ViewFile
@@ -24,10 +28,7 @@ def make(top: Path, *edits: dict[str, Any], dry_run: bool = False) -> Edited | U
     with tempfile.TemporaryFile() as spool:
         spool.write(json.dumps(edits).encode())
         spool.seek(0)
-        work = work_in(top)
-        answer = perform(
-            EditFiles(dry_run), type(work)(work.resolver, work.kernel, work.start, input_fd=spool.fileno())
-        )
+        answer = perform(EditFiles(dry_run), work_in(top, source_fd=spool.fileno()))
     assert isinstance(answer, Edited | Unedited)
     assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
     return answer
@@ -168,6 +169,57 @@ def test_a_file_that_another_process_changes_meanwhile_is_kept(tmp_path: Path, m
     assert contents_of(tmp_path) == {"f": b"theirs"}
 
 
+def test_after_a_kill_every_file_is_old_or_new(tmp_path: Path) -> None:
+    """A kill at any step leaves each file whole, under its name. What lies beside it is hidden, and the request can be
+    made again for the files that are old."""
+    names, old, new = ["a", "b", "c"], b"old\n" * 1000, b"new\n" * 1000
+    wanted = [{"path": name, "op": "replace", "old": "old", "new": "new", "count": "all"} for name in names]
+    seen = set[int]()
+    for step in itertools.count():
+        for name in names:
+            (tmp_path / name).write_bytes(old)
+        pid = os.fork()
+        if pid == 0:
+            _edit_until(tmp_path, wanted, step)
+        was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
+        found = {name: (tmp_path / name).read_bytes() for name in names}
+        assert set(found.values()) <= {old, new}
+        seen.add(list(found.values()).count(new))
+        rest = [
+            each | {"if_match": etag_of((tmp_path / each["path"]).stat())}
+            for each in wanted
+            if found[each["path"]] == old
+        ]
+        assert not rest or isinstance(make(tmp_path, *rest), Edited)
+        assert {(tmp_path / name).read_bytes() for name in names} == {new}
+        for each in set(tmp_path.iterdir()) - {tmp_path / name for name in names}:
+            assert each.name.startswith(".sandkasten-")
+            each.unlink()
+        if not was_killed:
+            break
+    assert seen == {0, 1, 2, 3}
+
+
+def _edit_until(top: Path, wanted: list[dict[str, Any]], step: int) -> None:
+    """Make edits and exit, or be killed before a step that changes something on the disk."""
+    steps = itertools.count()
+
+    def killing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def kill_or_call(*arguments: Any, **options: Any) -> Any:  # of the call
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return kill_or_call
+
+    try:
+        for name in ("write", "fchmod", "link", "rename", "unlink"):
+            setattr(os, name, killing(getattr(os, name)))
+        make(top, *wanted)
+    finally:
+        os._exit(0)
+
+
 @pytest.mark.parametrize("patch", ["", "x", "@@ -1,2 +1 @@\n-a\n", "@@\n*a\n", "*** Add File: x\n+a\n"])
 def test_what_is_no_patch_is_refused(tmp_path: Path, patch: str) -> None:
     """Nothing is changed."""
@@ -180,10 +232,7 @@ def test_what_is_no_patch_is_refused(tmp_path: Path, patch: str) -> None:
 
 def see(top: Path, first: int, last: int | None) -> tuple[bytes, Viewed]:
     with tempfile.TemporaryFile() as out:
-        work = work_in(top)
-        seen = perform(
-            ViewFile("f", first, last), type(work)(work.resolver, work.kernel, work.start, output_fd=out.fileno())
-        )
+        seen = perform(ViewFile("f", first, last), work_in(top, out_fd=out.fileno()))
         out.seek(0)
         assert isinstance(seen, Viewed)
         return out.read(), seen

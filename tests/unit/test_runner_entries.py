@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,21 @@ from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles,
 from sandkasten.api.resources.fields import FilePath, check_of, spell_path
 
 
-def work_in(top: Path, *, anywhere: bool = False) -> FileWork:
+def work_in(
+    top: Path,
+    *,
+    anywhere: bool = False,
+    source_fd: int = -1,
+    out_fd: int = -1,
+    start: Callable[[object], None] = lambda _head: None,
+) -> FileWork:
+    """Return means of work within a directory, or `anywhere`. The descriptors, of content, stay the caller's."""
     kernel = RunnerKernel(filters_commands=False)
-    config = RunnerConfig(workspace=str(top), file_roots=(str(top),))
-    return FileWork(Resolver(config, kernel, anywhere=anywhere), kernel, lambda _head: None)
+    config = RunnerConfig(workspace=str(top), files_only=not anywhere)
+    nothing = io.RawIOBase()
+    source = nothing if source_fd < 0 else io.FileIO(source_fd, "rb", closefd=False)
+    out = nothing if out_fd < 0 else io.FileIO(out_fd, "wb", closefd=False)
+    return FileWork(Resolver(config, kernel), kernel, start, source, out, config.passing)
 
 
 def pages(top: Path, request: ListFiles) -> list[str]:
@@ -61,6 +74,20 @@ def test_a_cursor_of_an_entry_that_is_gone_goes_on_behind_it(tmp_path: Path) -> 
     listing = perform(ListFiles(".", "b/a", depth=3), work_in(tmp_path))
     assert isinstance(listing, Listing)
     assert [each.name for each in listing.entries] == ["b/c", "b/c/d", "b.x", "out"]
+
+
+def test_a_page_has_what_was_made_since_the_last_one(tmp_path: Path) -> None:
+    """Names that are kept from one page to the next are those of the same version of the directory."""
+    make_tree(tmp_path)
+    time.sleep(0.03)  # a directory that was changed just now is read anew
+    work = work_in(tmp_path)
+    first = perform(ListFiles(".", limit=2), work)
+    assert isinstance(first, Listing)
+    (tmp_path / "b.w").touch()
+    (tmp_path / "out").unlink()
+    second = perform(ListFiles(".", first.entries[-1].name), work)
+    assert isinstance(second, Listing)
+    assert [[each.name for each in page.entries] for page in (first, second)] == [["a", "b"], ["b.w", "b.x"]]
 
 
 def test_a_pattern_is_of_names_or_of_paths(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from runner.loop.context import Context
 from runner.process.process_set import Process
 from runner.programs import program as module
 from runner.programs.program import Program, ProgramPlan
+from runner.shell.command_driver import command_text
 from runner.shell.ending import Ladder
 from runner.shell.execution import Execution
 from runner.shell.link import Link, Reports
@@ -130,6 +131,17 @@ def test_a_ladder_hands_an_error_of_its_last_step_to_the_owner_and_climbs_no_mor
     assert context.loop.pending_timers == 0
 
 
+def test_a_ladder_that_can_not_look_looks_again(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a look is no news that nobody is left, and no end of the climb."""
+    processes, cleared = Processes(), list[bool]()
+    looks: list[Callable[[], object]] = [list, fail, fail]
+    monkeypatch.setattr(processes, "find", lambda: looks.pop()())
+    Ladder(context, processes, on_clear=lambda: cleared.append(True), on_error=fail).climb()
+    while not cleared:
+        context.loop.run_once()
+    assert looks == []
+
+
 def test_a_command_whose_end_fails_is_answered(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ladder found nothing left, and the last output could not be read."""
     run, answer = shell.run("a")
@@ -168,9 +180,9 @@ def test_a_command_whose_streams_can_not_be_closed_is_answered(
 def test_a_command_that_is_ended_before_it_begins_has_nothing_to_run(shell: Shell, context: Context) -> None:
     """The shell that reads the order late finds an empty text, and its report ends the command."""
     run, answer = shell.run("a")
-    assert Path(context.file("shell/cmd")).read_text() == "true"
+    assert Path(context.file("shell/cmd")).read_text() == command_text("true", link=shell.queue.shell.link_number)
     run.on_cancel()
-    assert Path(context.file("shell/cmd")).read_text() == ""
+    assert Path(context.file("shell/cmd")).read_text() == command_text("", link=shell.queue.shell.link_number)
     run.cancel(now=True)
     shell.queue._on_status(0)
     shell.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.files import search as module
-from runner.files.operations import FileWork, perform
+from runner.files.operations import perform
 from runner.files.search import Pattern
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileMatch, FoundFiles, GlobFiles, Searched, SearchFiles
@@ -39,10 +39,8 @@ def found(top: Path, pattern: str, **options: Any) -> list[str]:
 
 
 def searched(top: Path, pattern: str, path: str = ".", **options: Any) -> tuple[list[FileMatch], Searched]:
-    base = work_in(top)
     with open(top.parent / f"{top.name}.out", "w+b") as out:
-        work = FileWork(base.resolver, base.kernel, base.start, output_fd=out.fileno())
-        totals = perform(SearchFiles(path, pattern, **options), work)
+        totals = perform(SearchFiles(path, pattern, **options), work_in(top, out_fd=out.fileno()))
         out.seek(0)
         lines = out.read().splitlines()
     assert isinstance(totals, Searched)

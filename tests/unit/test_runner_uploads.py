@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def append(top: Path, offset: int, content: bytes, *, max_bytes: int = 100) -> o
     os.close(write_fd)
     try:
         request = AppendUpload("f", ID, offset, max_bytes)
-        return perform(request, replace(work_in(top), input_fd=read_fd))
+        return perform(request, work_in(top, source_fd=read_fd))
     finally:
         os.close(read_fd)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from runner.files import watch as module
-from runner.files.operations import FileWork, perform
+from runner.files.operations import perform
 from runner.loop.context import Refused
 from runner.wire.protocol import ANSWERS, Done, FileChange, WatchFiles
 from tests.unit.test_runner_entries import work_in
@@ -80,12 +80,11 @@ class Watched:
 def _perform(top: Path, request: WatchFiles, read_fd: int, write_fd: int) -> None:
     try:
         os.close(read_fd)
-        base = work_in(top)
 
         def tell(_head: object) -> None:
             os.write(write_fd, b"ready\n")
 
-        assert isinstance(perform(request, FileWork(base.resolver, base.kernel, tell, output_fd=write_fd)), Done)
+        assert isinstance(perform(request, work_in(top, out_fd=write_fd, start=tell)), Done)
     finally:
         os._exit(0)
 

@@ -5,7 +5,7 @@ every other, those of newer kernels included. `debug` adds the calls of gdb and 
 every other call, for programs that `strict` breaks. `off` stands for no filter, so it is no profile.
 
 Numbers: asm/ioctls.h, linux/sched.h, linux/personality.h, linux/in.h, linux/socket.h, asm/socket.h, asm/resource.h,
-asm-generic/mman.h, linux/memfd.h, linux/shm.h.
+asm-generic/mman.h, asm-generic/mman-common.h, linux/prctl.h, linux/memfd.h, linux/shm.h.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ _MOST_POLLED = 2048
 _LONGEST_ATTRIBUTE = 484
 """Bytes of an extended attribute. An access control list of that length takes 512, which are charged to nobody; the
 file in memory that it belongs to takes twice as much, which is charged."""
+_MERGEABLE = 12
+_SET_MEMORY_MERGE = 67
 _HUGETLB_MAPPING, _HUGETLB_MEMFD, _HUGETLB_SHM = 0x40000, 0x4, 0o4000
 _PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
 _ADDR_NO_RANDOMIZE = 0x40000
@@ -190,6 +192,11 @@ FLOOR: Final = (
     # They write every file of the host, or of the file system of all sessions, and all who write wait. A file that must
     # be on disk gets there by fsync(2); success, since package managers end when they fail.
     _refuse("sync syncfs", 0),
+    # As a kernel without CONFIG_KSM. The time of a write tells whether a page was merged, so whoever offers pages finds
+    # out what is in those of others.
+    _when("madvise", ArgTest(2, "eq", _MERGEABLE), errno=errno.EINVAL),
+    _when("process_madvise", ArgTest(3, "eq", _MERGEABLE), errno=errno.EINVAL),
+    _when("prctl", ArgTest(0, "eq", _SET_MEMORY_MERGE), errno=errno.EINVAL),
     *_SOCKETS,
     # As the kernel does above RLIMIT_NOFILE.
     *(_when(name, ArgTest(1, "gt", _MOST_POLLED), errno=errno.EINVAL) for name in ("poll", "ppoll")),

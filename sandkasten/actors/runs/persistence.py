@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -39,7 +40,7 @@ from sandkasten.model import DEFAULT_SHELL, ExecKind, ExecSpec, OnDisconnect, Ou
 from sandkasten.model.errors import ExecGone, ExecIdsExhausted, RunnerLost, SandkastenError
 from sandkasten.model.run import is_made
 from sandkasten.output.records import RunFacts, RunState, Seal, facts_to_json
-from sandkasten.output.store import SessionOutput
+from sandkasten.output.store import Records, SessionOutput
 
 
 class ExecIds:
@@ -167,9 +168,6 @@ def age_s(run: Run) -> float:
 
 log = logging.getLogger(__name__)
 
-WRITE_EVERY_S: Final = 0.1
-"""Longer no record stays unwritten, unless the disk is slow."""
-
 LOAN_BYTES: Final = 256 * 1024
 LOAN_RUNS: Final = 32
 """As long as all runs that PID 1 keeps have written no more, and no more of them have ended, the output of those that
@@ -178,7 +176,11 @@ ended stays with PID 1. PID 1 gives up output of ended runs when it has four tim
 _BEHIND_BYTES: Final = 1024 * 1024
 _ALL_BEHIND_BYTES: Final = 4 * 1024 * 1024
 """A run is held up when it has more than this to be written, or more than its equal part of the session's bound. Half
-as much is written at once, and less within `WRITE_EVERY_S`."""
+as much is written at once, and less at the next round."""
+
+_UNTOLD_RUNS: Final = 16
+"""Ended runs without output that PID 1 is not told to forget: to tell of each would wake it as often as the runs did.
+"""
 
 _FORGET_AT_ONCE: Final = 256
 _MAX_UNWANTED: Final = 4096
@@ -223,8 +225,8 @@ class RunPersistence(RunObserver):
         """Ended runs of an earlier daemon of which PID 1 may have output that is in no file, with the state that was
         written: no later record says less than that."""
         self._unwanted: dict[str, None] = {}
-        self._is_due = self._is_working = False
-        self._hurry = trio.Event()
+        self._is_due = self._is_queued = self._is_working = False
+        self._must_tell = False
         self._written = trio.Event()
         self._gives_tickets = False
         self._is_reachable = True
@@ -277,14 +279,17 @@ class RunPersistence(RunObserver):
             self._due[run.exec_id] = 0
             self._schedule()
         self._due[run.exec_id] += len(piece.data) + _PIECE_COST_BYTES
-        if 2 * self._due[run.exec_id] >= self._most_bytes:
-            self._hurry.set()
+        if self._is_much(run.exec_id):
+            self._begin_work()
         return self._is_behind(run)
 
     async def wait_room(self, run: Run) -> None:
         """Wait until so much of the run's output was written that the run may go on."""
         while run.exec_id in self._due and self._is_behind(run):
             await self._written.wait()
+
+    def _is_much(self, exec_id: str) -> bool:
+        return 2 * self._due[exec_id] >= self._most_bytes
 
     def _is_behind(self, run: Run) -> bool:
         return self._due[run.exec_id] >= self._most_bytes
@@ -316,6 +321,7 @@ class RunPersistence(RunObserver):
     def unwanted(self, exec_ids: Iterable[str]) -> None:
         """Have PID 1 told to forget these runs. A run that goes on there is ended."""
         self._unwanted.update(dict.fromkeys(exec_ids))
+        self._must_tell = True
         while len(self._unwanted) > _MAX_UNWANTED:
             del self._unwanted[next(iter(self._unwanted))]
         self._schedule()
@@ -329,42 +335,89 @@ class RunPersistence(RunObserver):
 
     def _schedule(self) -> None:
         self._is_due = True
+        if not (self._is_queued or self._is_working):
+            self._is_queued = True
+            self._output.write_soon(self._take_turn)
+
+    def _take_turn(self) -> Records | None:
+        """Return the records that are due, if they are all that there is to do; else have a task do it."""
+        self._is_queued = False
+        if self._is_working:
+            return None
+        has_output = any(self._due.get(run.exec_id) for run in self._active)
+        if not (has_output or self._has_to_tell) and self._lends():
+            written = [exec_id for exec_id, run in self._ended.items() if _is_written(run)]
+            if (records := self._output.take_records(partial(self._settle, written))) is not None:
+                self._is_due, self._is_working = False, True
+                self._begin_write()
+                return records
+        self._begin_work()
+        return None
+
+    def _settle(self, written: Sequence[str], error: OSError | None) -> None:
+        if error is not None:
+            self._tell_failure(error)
+        else:
+            self._note_written(written)
+            self._is_due = self._is_due or self._has_to_tell
+        self._finish_work()
+
+    def _begin_work(self) -> None:
         if not self._is_working:
             self._is_working = True
             self._host.start_task(self._work)
 
     async def _work(self) -> None:
-        while self._is_due:
-            with trio.move_on_after(WRITE_EVERY_S):
-                await self._hurry.wait()
-            self._hurry = trio.Event()
-            self._is_due = False
-            await self.write()
-            await self._tell_runner()
+        self._is_due = False
+        await self.write()
+        await self._tell_runner()
+        self._finish_work()
+
+    def _finish_work(self) -> None:
         self._is_working = False
+        if any(map(self._is_much, self._due)):
+            self._begin_work()
+        elif self._is_due:
+            self._schedule()
+
+    def _begin_write(self) -> dict[str, int]:
+        due, self._due = self._due, {}
+        self._written.set()
+        self._written = trio.Event()
+        return due
 
     async def write(self, *, is_last: bool = False) -> bool:
         """Write all records that are due, and the output that PID 1 may not keep. With `is_last` all output. True:
         there is more to write, and the disk takes it."""
         if self._output.is_recovering:
             return False  # the files have everything still, and PID 1 is told to forget nothing
-        due, self._due = self._due, {}
-        self._written.set()
-        self._written = trio.Event()
+        due = self._begin_write()
         ended = {} if not is_last and self._lends() else dict(self._ended)
         going = [run.exec_id for run in self._active if due.get(run.exec_id)]
         written = {exec_id: run for exec_id, run in self._ended.items() if exec_id in ended or _is_written(run)}
         try:
             has_more = await self._output.write(None if is_last else (*ended, *going))
         except OSError as error:
-            log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
+            self._tell_failure(error)
             return False
-        for exec_id, run in written.items():
+        self._note_written(written)
+        return has_more
+
+    def _note_written(self, exec_ids: Iterable[str]) -> None:
+        """Note that records and output of ended runs are written, unless more of the output came meanwhile."""
+        for exec_id in exec_ids:
+            run = self._ended.get(exec_id)
+            if run is None:
+                continue
             if not _is_written(run):
                 self._is_due = True
-            elif self._ended.pop(exec_id, None) is not None:
-                self._unwanted[exec_id] = None
-        return has_more
+                continue
+            del self._ended[exec_id]
+            self._unwanted[exec_id] = None
+            self._must_tell = self._must_tell or run.output_bytes > 0
+
+    def _tell_failure(self, error: OSError) -> None:
+        log.error("runs_not_written", extra={"session_id": self._host.session_id, "error": str(error)})
 
     async def leave(self) -> None:
         """Leave the runs to the next daemon: write all records and all output, and close the session's output."""
@@ -390,7 +443,7 @@ class RunPersistence(RunObserver):
 
     async def _tell_runner(self) -> None:
         """Let PID 1 forget the runs that it need not keep. After an error, those that are left are told later."""
-        while self._unwanted and self._gives_tickets and self._is_reachable:
+        while self._has_to_tell and self._gives_tickets and self._is_reachable:
             exec_ids = tuple(islice(self._unwanted, _FORGET_AT_ONCE))
             try:
                 await self._host.ask_runner(protocol.ForgetRuns(exec_ids), protocol.Done)
@@ -401,6 +454,11 @@ class RunPersistence(RunObserver):
                 return
             for exec_id in exec_ids:
                 self._unwanted.pop(exec_id, None)
+            self._must_tell = self._must_tell and bool(self._unwanted)
+
+    @property
+    def _has_to_tell(self) -> bool:
+        return bool(self._unwanted) and (self._must_tell or len(self._unwanted) > _UNTOLD_RUNS)
 
 
 def _is_written(run: Run) -> bool:

@@ -198,7 +198,7 @@ class Runs(RunObserver):
         if not run.has_ended:
             self._take(run)
             assert run.log is not None
-            run.log.is_recovered = True
+            run.log.note_earlier()
             self.accounts.restore(run, readings)
             return
         run.join(self._output.open(run.exec_id), cancel=self._request_cancel, wake=self._host.wake)

@@ -249,12 +249,14 @@ class NsinitClient(Actor):
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
         own_filters: bool = True,
+        merge_pages: bool = False,
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
         self._profiles, self._terminals = tuple(profiles), terminals
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
+        self._merge_pages = merge_pages
         self._process: NsinitProcess | None = None
 
     async def on_start(self) -> None:
@@ -274,11 +276,15 @@ class NsinitClient(Actor):
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
             own_filters=self._own_filters,
+            merge_pages=self._merge_pages,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("nsinit_ready", extra=describe(self._ready))
         if self._ready.disk == "none":
             log.warning("disk_unlimited", extra={"reasons": self._ready.disk_refused})
+        if self._merge_pages and not self._ready.features.get("merge_pages"):
+            reason = "this kernel has no CONFIG_KSM, or root's configuration, which nsinit goes by, does not allow it"
+            log.warning("pages_not_merged", extra={"reason": reason})
 
     async def on_stop(self) -> None:
         """Close the socket, which ends nsinit, and wait for it; kill it when it takes too long."""

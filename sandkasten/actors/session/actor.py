@@ -48,6 +48,7 @@ from sandkasten.actors.session.changing import change_session, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
+    Activity,
     Attend,
     Borrow,
     Claim,
@@ -445,7 +446,7 @@ class SessionActor(Actor):
         return self._work(message)
 
     def handle_at_once(self, message: Life | Work) -> Any:  # each message names its answer
-        if isinstance(message, RunToEnd | OpenRun) and self._own.facts.status in USABLE:
+        if isinstance(message, RunToEnd | OpenRun | Borrow) and self._own.facts.status in USABLE:
             return self._work(message)
         return LATER
 
@@ -483,13 +484,13 @@ class SessionActor(Actor):
             case WatchPorts():
                 self._ports.ensure_watched()
                 return self._ports
-            case Borrow(done, lasting=False):
-                return self._lend(done)
-            case Borrow(done):
-                self._attend(done)
+            case Borrow(activity, lasting=False):
+                return self._lend(activity)
+            case Borrow(activity):
+                self._attend(activity)
                 return self.link
-            case Attend(done):
-                return self._attend(done)
+            case Attend(activity):
+                return self._attend(activity)
             case _:
                 assert_never(message)
 
@@ -529,19 +530,18 @@ class SessionActor(Actor):
     async def _close_shell(self, name: str) -> None:
         self._terminals.close_view(await self._runs.shells.close(name))
 
-    # File transfers and followers: activity until the asker sets an event ---------------------------------------
+    # File transfers and followers -------------------------------------------------------------------------------
 
-    def _lend(self, done: trio.Event) -> RunnerLink:
+    def _lend(self, activity: Activity) -> RunnerLink:
         if self._transfers >= _MAX_TRANSFERS:
             raise Capacity("too many files of this session are being transferred", limit=_MAX_TRANSFERS)
         self._transfers += 1
         self._runs.accounts.note_company()
         self.begin_activity()
-        self.start_task(self._await_transfer, done)
+        activity.begin(self._end_transfer)
         return self.link
 
-    async def _await_transfer(self, done: trio.Event) -> None:
-        await done.wait()
+    def _end_transfer(self) -> None:
         self._transfers -= 1
         self._transfer_ended.set()
         self._transfer_ended = trio.Event()
@@ -554,15 +554,14 @@ class SessionActor(Actor):
                 await self._transfer_ended.wait()
         return self._transfers == 0
 
-    def _attend(self, done: trio.Event) -> None:
+    def _attend(self, activity: Activity) -> None:
         if self._attendants >= _MAX_ATTENDANTS:
             raise Capacity("too many follow this session", limit=_MAX_ATTENDANTS)
         self._attendants += 1
         self.begin_activity()
-        self.start_task(self._await_leave, done)
+        activity.begin(self._end_attendance)
 
-    async def _await_leave(self, done: trio.Event) -> None:
-        await done.wait()
+    def _end_attendance(self) -> None:
         self._attendants -= 1
         self.end_activity()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import trio
 
 from sandkasten.actors.core import Ask, Tell
 from sandkasten.actors.runs.ports import Ports
@@ -173,20 +172,40 @@ class WatchPorts(Ask[Ports]):
     """Return the session's ports, watched from now on."""
 
 
+class Activity:
+    """A use of the session that its asker ends by itself, in any case: also when the asker left before it began."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._on_end: Callable[[], None] | None = None
+
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Have `on_end` called once at the end, which may be now."""
+        if self._is_over:
+            on_end()
+        else:
+            self._on_end = on_end
+
+    def end(self) -> None:
+        self._is_over = True
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+
 @attrs.frozen
 class Borrow(Ask[RunnerLink]):
-    """Lend the link to PID 1 for a file transfer, an activity until the asker sets `done`, as it does in any case.
-    What is `lasting` holds up no pause."""
+    """Lend the link to PID 1 for a file transfer. What is `lasting` holds up no pause."""
 
-    done: trio.Event
+    activity: Activity
     lasting: bool = False
 
 
 @attrs.frozen
 class Attend(Ask[None]):
-    """Begin to follow the session, an activity until the asker sets `done`, as it does in any case."""
+    """Begin to follow the session."""
 
-    done: trio.Event
+    activity: Activity
 
 
 Work = (

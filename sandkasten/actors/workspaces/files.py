@@ -1,4 +1,4 @@
-"""Files of a sandbox over a link to its PID 1: one file, lists, archives; and sandboxes for files without a session.
+"""Requests for files over a link to a sandbox's PID 1; and sandboxes for files without a session.
 
 Leaving a context early closes the connection, which ends the work in the sandbox: a file written by halves never
 replaces the old one. Paths are handed on as they are and resolved inside the sandbox only. Everything that comes back
@@ -12,6 +12,7 @@ this sandbox only. One that a dead daemon left behind is an unknown session, and
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import math
@@ -26,7 +27,7 @@ import trio
 
 from nsinit.wire import protocol as nsinit_protocol
 from runner.wire import protocol
-from runner.wire.protocol import CHUNK_BYTES, Kind
+from runner.wire.protocol import MAX_FRAME_BYTES, Kind
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, build, teardown
@@ -35,7 +36,7 @@ from sandkasten.actors.workspaces.records import not_found
 from sandkasten.crash import Crash, Point
 from sandkasten.host.paths import DataPaths
 from sandkasten.links.fds import wait_ended
-from sandkasten.links.runner import RunnerConnection, RunnerLink, check_piece, decode_answer
+from sandkasten.links.runner import Pool, RunnerConnection, RunnerLink, check_piece, decode_answer
 from sandkasten.model.errors import (
     BuildFailed,
     Capacity,
@@ -59,9 +60,6 @@ from sandkasten.model.workspace import (
     MAX_UPLOADS,
     UPLOAD_S,
     FileHead,
-    FileInfo,
-    FileListing,
-    Packed,
     Upload,
     UploadSpec,
     WorkspaceUsage,
@@ -75,11 +73,11 @@ T = TypeVar("T")
 _ANSWER_S = 60.0
 """Time for PID 1 to send the next piece of a file."""
 
-_SYNCED_S = 1800.0
-"""Time until a file is on the disk."""
+WRITE_S = 1800.0
+"""Until a file is in its place, and in a workspace on the disk."""
 
-_TREE_S = 1800.0
-"""Until the first byte or the end of a request that walks a whole tree."""
+_PROBE_S = 5.0
+_DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles | protocol.Unpack
 
 _MEASURE_ENTRIES = 1_000_000
 _MEASURE_MS = 5_000
@@ -103,67 +101,6 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
 }
 
 
-class LocalFileReader:
-    """Implements `supervisor.FileReader`. Hands out at most `max_bytes`, whatever the runner sends."""
-
-    def __init__(self, connection: RunnerConnection, info: protocol.FileInfo, max_bytes: int) -> None:
-        self._connection = connection
-        self._left_bytes = max_bytes
-        self.head = FileHead(path=info.path, size_bytes=info.size_bytes, truncated=info.truncated)
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        kind, body = await self._connection.receive(deadline=trio.current_time() + _ANSWER_S)
-        if kind is Kind.DATA:
-            check_piece(body, "a file")
-            self._left_bytes -= len(body)
-            if self._left_bytes < 0:
-                raise RunnerProtocolError("more of a file than was asked for")
-            return body
-        require(decode_answer(kind, body), protocol.Done)
-        raise StopAsyncIteration
-
-
-class LocalFileWriter:
-    """Implements `supervisor.FileWriter`."""
-
-    def __init__(self, connection: RunnerConnection, *, patience_s: float) -> None:
-        self._connection, self._patience_s = connection, patience_s
-
-    async def send(self, data: bytes) -> None:
-        for start in range(0, len(data), CHUNK_BYTES):
-            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
-
-    async def commit(self) -> str:
-        await self._connection.send(Kind.END)
-        answer = await self._connection.receive_answer(deadline=trio.current_time() + self._patience_s)
-        done: protocol.Done = require(answer, protocol.Done)
-        return done.path
-
-
-@asynccontextmanager
-async def open_reader(link: RunnerLink, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
-    """Open `path` for reading. Raises as `Supervisor.open_read`."""
-    check_path(path)
-    async with link.connection() as connection:
-        await connection.send_request(protocol.ReadFile(path=path, max_bytes=max_bytes))
-        answer = await connection.receive_answer(deadline=trio.current_time() + _ANSWER_S)
-        info = require(answer, protocol.FileInfo)
-        yield LocalFileReader(connection, info, max_bytes)
-
-
-@asynccontextmanager
-async def open_writer(link: RunnerLink, path: str, *, sync: bool = False) -> AsyncIterator[LocalFileWriter]:
-    """Start replacing `path`. A refusal may come as late as `commit`, which with `sync` returns when all is on the
-    disk."""
-    check_path(path)
-    async with link.connection() as connection:
-        await connection.send_request(protocol.WriteFile(path=path, sync=sync))
-        yield LocalFileWriter(connection, patience_s=_SYNCED_S if sync else _ANSWER_S)
-
-
 class LocalFileStream:
     """Implements `supervisor.FileStream`."""
 
@@ -171,7 +108,7 @@ class LocalFileStream:
         self._connection, self._patience_s = connection, patience_s
         self._answer: object = None
 
-    async def head(self, expected: type[T]) -> T:
+    async def head(self, expected: type[T] | tuple[type[T], ...]) -> T:
         return require(await self._connection.receive_answer(deadline=self._deadline), expected)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -192,10 +129,10 @@ class LocalFileStream:
         return require(self._answer, expected)
 
     async def send(self, data: bytes) -> bool:
-        for start in range(0, len(data), CHUNK_BYTES):
+        for start in range(0, len(data), MAX_FRAME_BYTES):
             if self._connection.has_arrived:
                 return False
-            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+            await self._connection.send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
         return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
@@ -207,12 +144,55 @@ class LocalFileStream:
         return trio.current_time() + self._patience_s
 
 
+class LocalFileReader:
+    """Implements `supervisor.FileReader`. Hands out at most `count` bytes, whatever the runner sends."""
+
+    def __init__(self, stream: LocalFileStream, head: FileHead, count: int) -> None:
+        self._stream, self._left_bytes = stream, count
+        self.head = head
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece = await anext(self._stream, None)
+        if piece is None:
+            await self._stream.answer(protocol.Done)
+            raise StopAsyncIteration
+        self._left_bytes -= len(piece)
+        if self._left_bytes < 0:
+            raise RunnerProtocolError("more of a file than was asked for")
+        return piece
+
+
+class LocalFileWriter:
+    """Implements `supervisor.FileWriter`."""
+
+    def __init__(self, stream: LocalFileStream) -> None:
+        self._stream = stream
+
+    async def send(self, data: bytes) -> bool:
+        return await self._stream.send(data)
+
+    async def commit(self) -> str:
+        done: protocol.FilePut | protocol.Done = await self._stream.end((protocol.FilePut, protocol.Done))
+        return done.path
+
+
 class LocalFiles:
     """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; its argument tells whether
-    the loan lasts. `place` names the session or the workspace in the records of uploads."""
+    the loan lasts. `place` names the session or the workspace in the records of uploads. `syncs`: what is written is on
+    the disk when that is answered."""
 
-    def __init__(self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]], store: Ref, place: str) -> None:
-        self._lend, self._store, self._place = lend, store, place
+    def __init__(
+        self,
+        lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]],
+        store: Ref,
+        place: str,
+        *,
+        syncs: bool = False,
+    ) -> None:
+        self._lend, self._store, self._place, self._syncs = lend, store, place, syncs
 
     async def ask(
         self,
@@ -221,18 +201,59 @@ class LocalFiles:
         *,
         patience_s: float = _ANSWER_S,
     ) -> T:
-        async with self._lend(False) as link:
-            _check_version(link)
-            return await _ask(link, request, expected, patience_s=patience_s)
+        async with self.stream(request, patience_s=patience_s) as stream:
+            return await stream.answer(expected)
+
+    def stream(
+        self, request: protocol.FileRequest, *, patience_s: float = _ANSWER_S
+    ) -> AbstractAsyncContextManager[LocalFileStream]:
+        return self._open(request, patience_s)
 
     @asynccontextmanager
-    async def stream(
-        self, request: protocol.FileRequest, *, patience_s: float = _ANSWER_S
+    async def _open(
+        self,
+        request: protocol.FileRequest,
+        patience_s: float,
+        older: protocol.ReadFile | protocol.WriteFile | None = None,
     ) -> AsyncIterator[LocalFileStream]:
-        async with self._lend(patience_s == math.inf) as link, link.connection() as connection:
-            _check_version(link)
-            await connection.send_request(request)
-            yield LocalFileStream(connection, patience_s)
+        """Begin a request, or the one that means the same to a PID 1 from before `FILES_VERSION`."""
+        if self._syncs and isinstance(request, _DURABLE):
+            request = dataclasses.replace(request, sync=True)
+        async with self._lend(request.lasts) as link:
+            asked: object = request
+            if link.version < protocol.FILES_VERSION:
+                if older is None:
+                    raise Conflict("this session began before an update of the daemon: it takes and gives whole files")
+                asked = older
+            is_alone = request.lasts or request.user is not None
+            lost: RunnerLost | None = None
+            try:
+                async with link.connection(Pool.NONE if is_alone else Pool.FILES) as connection:
+                    await connection.send_request(asked)
+                    yield LocalFileStream(connection, math.inf if request.lasts else patience_s)
+            except RunnerLost as error:
+                lost = error
+            if lost is not None:
+                raise await _explain_loss(link, lost)
+
+    def open_read(self, path: str, *, max_bytes: int) -> AbstractAsyncContextManager[LocalFileReader]:
+        return self._open_read(path, max_bytes)
+
+    @asynccontextmanager
+    async def _open_read(self, path: str, max_bytes: int) -> AsyncIterator[LocalFileReader]:
+        older = protocol.ReadFile(path, max_bytes)
+        async with self._open(protocol.GetFile(path, 0, max_bytes - 1), _ANSWER_S, older) as stream:
+            head: protocol.FilePart | protocol.FileInfo = await stream.head((protocol.FilePart, protocol.FileInfo))
+            yield LocalFileReader(stream, FileHead(head.path, head.size_bytes, head.size_bytes > max_bytes), max_bytes)
+
+    def open_write(self, path: str, *, mode: int | None = None) -> AbstractAsyncContextManager[LocalFileWriter]:
+        return self._open_write(path, mode)
+
+    @asynccontextmanager
+    async def _open_write(self, path: str, mode: int | None) -> AsyncIterator[LocalFileWriter]:
+        older = protocol.WriteFile(path, self._syncs) if mode is None else None
+        async with self._open(protocol.PutFile(path, mode), WRITE_S, older) as stream:
+            yield LocalFileWriter(stream)
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:
         upload = Upload(secrets.token_hex(16), spec, datetime.now(UTC))
@@ -259,145 +280,29 @@ class LocalFiles:
     async def end_upload(self, upload_id: str) -> None:
         await self._store.ask_again(do(end_upload, upload_id))
 
+    async def measure(self) -> WorkspaceUsage:
+        """Count files and bytes of the workspace, within bounds of entries and time."""
+        request = protocol.Measure(".", _MEASURE_ENTRIES, _MEASURE_MS)
+        found = await self.ask(request, protocol.Measured)
+        return WorkspaceUsage(
+            found.entries, found.files, found.size_bytes, found.disk_bytes, found.complete, datetime.now(UTC)
+        )
+
 
 def is_old(upload: Upload) -> bool:
     """Whether an upload has taken all the time that one may take."""
     return datetime.now(UTC) - upload.begun_at > timedelta(seconds=UPLOAD_S)
 
 
-def _check_version(link: RunnerLink) -> None:
-    if link.version < protocol.FILES_VERSION:
-        raise Conflict("this session began before an update of the daemon: it only reads and writes whole files")
-
-
-# Lists and archives ---------------------------------------------------------------------------------------------------
-
-
-async def list_files(link: RunnerLink, path: str, *, after: str, limit: int) -> FileListing:
-    """See `WorkspaceSupervisor.list_files`."""
-    check_path(path)
-    listing = await _ask(link, protocol.ListFiles(path, after, limit), protocol.Listing)
-    return FileListing(listing.path, tuple(_file_info(each) for each in listing.entries), listing.more)
-
-
-async def stat_file(link: RunnerLink, path: str) -> FileInfo:
-    """See `WorkspaceSupervisor.stat_file`."""
-    check_path(path)
-    return _file_info(await _ask(link, protocol.StatFile(path), protocol.FileEntry))
-
-
-async def remove_file(link: RunnerLink, path: str, *, recursive: bool) -> str:
-    """See `WorkspaceSupervisor.remove_file`."""
-    check_path(path)
-    return (await _ask(link, protocol.RemoveFile(path, recursive), protocol.Done, patience_s=_TREE_S)).path
-
-
-async def measure(link: RunnerLink) -> WorkspaceUsage:
-    """Count files and bytes of the workspace, within bounds of entries and time."""
-    request = protocol.Measure(".", _MEASURE_ENTRIES, _MEASURE_MS)
-    found = await _ask(link, request, protocol.Measured)
-    return WorkspaceUsage(
-        found.entries, found.files, found.size_bytes, found.disk_bytes, found.complete, datetime.now(UTC)
-    )
-
-
-async def _ask(
-    link: RunnerLink, request: object, answer: type[T] | tuple[type[T], ...], *, patience_s: float = _ANSWER_S
-) -> T:
-    async with link.connection() as connection:
-        await connection.send_request(request)
-        return require(await connection.receive_answer(deadline=trio.current_time() + patience_s), answer)
-
-
-def _file_info(entry: protocol.FileEntry) -> FileInfo:
-    return FileInfo(
-        name=entry.name,
-        kind=entry.kind,
-        size_bytes=entry.size_bytes,
-        mode=entry.mode,
-        owner=entry.owner,
-        modified_us=entry.mtime_us,
-        target=entry.target,
-        path=entry.path,
-    )
-
-
-class LocalArchiveReader:
-    """Implements `supervisor.ArchiveReader`. `first` was received already."""
-
-    def __init__(self, connection: RunnerConnection, first: bytes) -> None:
-        self._connection = connection
-        self._first: bytes | None = first
-        self.packed: Packed | None = None
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if self.packed is not None:
-            raise StopAsyncIteration
-        kind, body = await self._connection.receive(deadline=trio.current_time() + _TREE_S)
-        if kind is Kind.DATA:
-            check_piece(body, "an archive")
-            return body
-        self.packed = _packed(require(decode_answer(kind, body), protocol.Packed))
-        raise StopAsyncIteration
-
-
-@asynccontextmanager
-async def open_pack(link: RunnerLink, path: str) -> AsyncIterator[LocalArchiveReader]:
-    """Begin to pack a directory. Raises if it can't be packed."""
-    check_path(path)
-    async with link.connection() as connection:
-        await connection.send_request(protocol.Pack(path))
-        kind, body = await connection.receive(deadline=trio.current_time() + _TREE_S)
-        if kind is not Kind.DATA:  # an archive has an end mark at the least
-            require(decode_answer(kind, body), protocol.FileInfo)
-            raise RunnerProtocolError("a file instead of an archive")
-        check_piece(body, "an archive")
-        yield LocalArchiveReader(connection, body)
-
-
-class Unpacking:
-    """An archive on its way into a sandbox."""
-
-    def __init__(self, connection: RunnerConnection) -> None:
-        self._connection = connection
-
-    async def send(self, data: bytes) -> None:
-        for start in range(0, len(data), CHUNK_BYTES):
-            await self._connection.send(Kind.DATA, data[start : start + CHUNK_BYTES])
-
-    async def end(self) -> Packed:
-        """Tell PID 1 that the archive is complete, and wait until it is unpacked."""
-        await self._connection.send(Kind.END)
-        answer = await self._connection.receive_answer(deadline=trio.current_time() + _TREE_S)
-        return _packed(require(answer, protocol.Packed))
-
-
-@asynccontextmanager
-async def open_unpack(link: RunnerLink, *, max_entries: int, max_bytes: int) -> AsyncIterator[Unpacking]:
-    """Begin to unpack an archive. A bad archive is refused at its end."""
-    async with link.connection() as connection:
-        await connection.send_request(protocol.Unpack(max_entries, max_bytes, sync=True))
-        yield Unpacking(connection)
-
-
-def _packed(answer: protocol.Packed) -> Packed:
-    return Packed(answer.entries, answer.size_bytes, answer.skipped)
-
-
-def check_path(path: str) -> None:
-    """Refuse a string that is no path. Raises `InvalidRequest`."""
-    if not path or "\0" in path:
-        raise InvalidRequest("malformed path", path="empty" if not path else "NUL character")
+async def _explain_loss(link: RunnerLink, lost: RunnerLost) -> SandkastenError:
+    """Return the error of a connection that was lost: a file worker may end alone, killed by a command of its user."""
     try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest("malformed path", path="lone surrogate") from None
+        await _greet(link, within_s=_PROBE_S)
+    except RunnerLost:
+        return lost
+    except SandkastenError as error:
+        return error
+    return SandboxError("the work on files was cut short")
 
 
 def require(answer: object, expected: type[T] | tuple[type[T], ...]) -> T:
@@ -542,7 +447,8 @@ class FileSandboxes:
             self._crash.passing(Point.FILES_BUILT)
             link = RunnerLink(self._paths.run_dir(sandbox.session_id))
             sandbox.opened(link)
-            await _greet(link)
+            if (await _greet(link)).version != protocol.PROTOCOL_VERSION:
+                raise SandboxError("the workspace's init speaks another protocol")
         except SandkastenError as error:
             sandbox.failed(_explain(error, workspace_id))
             await self._end(key, sandbox)
@@ -594,17 +500,13 @@ class FileSandboxes:
         self._directory.reserved.discard(sandbox.session_id)
 
 
-async def _greet(link: RunnerLink) -> None:
-    with trio.move_on_after(_HELLO_S):
+async def _greet(link: RunnerLink, *, within_s: float = _HELLO_S) -> protocol.HelloReply:
+    """Ask PID 1 for a sign of life. Raises `RunnerLost`: there is none in time."""
+    with trio.move_on_after(within_s):
         async with link.connection() as connection:
             await connection.send_request(protocol.Hello())
-            answer = await connection.receive_answer()
-        match answer:
-            case protocol.HelloReply(version=protocol.PROTOCOL_VERSION):
-                return
-            case _:
-                raise SandboxError("the workspace's init speaks another protocol")
-    raise RunnerLost("the workspace's init does not answer")
+            return require(await connection.receive_answer(), protocol.HelloReply)
+    raise RunnerLost("the sandbox's init does not answer")
 
 
 def _explain(error: SandkastenError, workspace_id: str) -> SandkastenError:

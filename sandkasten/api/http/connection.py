@@ -13,16 +13,43 @@ import ipaddress
 import math
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import trio
 
 LINGER_S = 2.0
+BULK_BYTES = 256 * 1024
+"""Read at once of a client that sends much: each piece costs the same, whatever its size."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ClientGone(Exception):
     """The client has left. Raised into a handler, caught at the edge, never logged as an error."""
+
+
+class Leave:
+    """The moment at which a client leaves: the end of its side, a reset, or a write that failed."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
+        self._has_come = False
+
+    def note(self) -> None:
+        """The moment has come; it may be noted again."""
+        self._has_come = True
+        for call in list(self._calls):
+            call()
+
+    @contextlib.contextmanager
+    def calling(self, call: Callable[[], None]) -> Iterator[None]:
+        """Have `call` called at that moment if it comes within the block, at once if it came before."""
+        if self._has_come:
+            call()
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
 
 
 class GuardedStream:
@@ -31,7 +58,7 @@ class GuardedStream:
     `is_broken`: data that is sent reaches nobody. `is_at_eof`: the client ended its side and may still read ours.
     `has_unread_body`: the application answered before the request had been read to its end; the application sets it.
     `idle_since`: the moment since which no request is being served, None while one is. `peer`: the client's address
-    for the share of connections, "" behind a unix socket.
+    for the share of connections, "" behind a unix socket. `leave` tells of the client's leaving.
     """
 
     def __init__(self, stream: trio.SocketStream, *, write_timeout_s: float, head_timeout_s: float) -> None:
@@ -43,8 +70,11 @@ class GuardedStream:
         self._requests = 0
         self.idle_since: float | None = trio.current_time()
         self._head_deadline = trio.current_time() + head_timeout_s
+        self._idle_deadline = math.inf
+        self.leave = Leave()
         self._is_sending = False
         self._is_closed = False
+        self._read_bytes = 0
         self.is_broken = False
         self.is_at_eof = False
         self.has_unread_body = False
@@ -66,10 +96,10 @@ class GuardedStream:
             with trio.move_on_after(self._write_timeout_s) as scope:
                 await self._stream.send_all(data)
         except trio.BrokenResourceError:
-            self.is_broken = True
+            self._break()
             raise
         except trio.BusyResourceError:  # `send_eof` is running
-            self.is_broken = True
+            self._break()
             raise trio.BrokenResourceError("the connection is being ended") from None
         finally:
             self._is_sending = False
@@ -92,25 +122,47 @@ class GuardedStream:
 
     def _set_head_deadline(self, deadline: float) -> None:
         self._head_deadline = deadline
+        self._move_deadline()
+
+    def set_idle_deadline(self, deadline: float) -> None:
+        """Set when the connection ends unless a request comes, in `trio.current_time()` seconds."""
+        self._idle_deadline = deadline
+        self._move_deadline()
+
+    def end_if_idle(self) -> None:
+        """End the connection now if it waits for a request."""
+        if self._idle_deadline < math.inf:
+            self.set_idle_deadline(-math.inf)
+
+    def _move_deadline(self) -> None:
         if self._receiving is not None:
-            self._receiving.deadline = deadline
+            self._receiving.deadline = min(self._head_deadline, self._idle_deadline)
+
+    def _break(self) -> None:
+        self.is_broken = True
+        self.leave.note()
 
     async def receive_some(self, max_bytes: int) -> bytes:
-        """Return the next bytes, `b""` at the end.
+        """Return the next bytes, `b""` at the end: at most `max_bytes`, or while a body comes fast `BULK_BYTES`.
 
         Raises:
             trio.BrokenResourceError: the connection was reset.
-            trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head that did not come in time.
+            trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head or request that did not come
+                in time.
         """
         if self._is_closed:
             raise trio.ClosedResourceError
-        with trio.CancelScope(deadline=self._head_deadline) as self._receiving:
+        with trio.CancelScope(deadline=min(self._head_deadline, self._idle_deadline)) as self._receiving:
             try:
-                data = await self._stream.receive_some(max_bytes)
+                data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
             except trio.BrokenResourceError:
-                self.is_broken = self.is_at_eof = True
+                self.is_at_eof = True
+                self._break()
                 raise
             self.is_at_eof = not data
+            if not data:
+                self.leave.note()
+            self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
             if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
                 self._head_deadline = trio.current_time() + self._head_timeout_s
             return bytes(data)
@@ -122,7 +174,8 @@ class GuardedStream:
 
     async def aclose(self) -> None:
         """End both directions for the protocol code. The socket itself lives until its owner closes it."""
-        self._is_closed = self.is_broken = True
+        self._is_closed = True
+        self._break()
         if self._is_sending:
             self.abort()
         if self._receiving is not None:
@@ -131,7 +184,8 @@ class GuardedStream:
 
     def abort(self) -> None:
         """Reset the connection at once; pending reads and writes raise."""
-        self._is_closed = self.is_broken = True
+        self._is_closed = True
+        self._break()
         if self.socket.fileno() != -1:
             with contextlib.suppress(OSError):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

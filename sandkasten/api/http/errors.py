@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the table from the classes of `model/errors.py` to status codes, and the error body.
+"""Errors as HTTP answers: the table from the classes of `sandkasten/errors.py` to status codes, and the error body.
 
 An exception without a row is a bug: the client gets 500 INTERNAL_ERROR and the log a traceback. An answer with that
 code tells the client no internals; the log has them under the request's id.

@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl, quote
 import trio
 
 from sandkasten.admission.quotas import KeyShares
-from sandkasten.api.http.connection import ClientGone
+from sandkasten.api.http.connection import ClientGone, Leave
 from sandkasten.api.http.errors import Answer, Headers
-from sandkasten.api.http.guard import App, Message, Receive, Scope, Send, has_body
+from sandkasten.api.http.guard import LEAVE_KEY, App, Message, Receive, Scope, Send, has_body
 from sandkasten.api.http.json import check_value_count
 from sandkasten.api.http.key_scope import own_workspaces
 from sandkasten.api.http.measured import FrontMetrics
@@ -164,6 +164,11 @@ class Exchange(AsgiExchange):
             body += chunk
         return bytes(body)
 
+    async def drop_body(self) -> None:
+        """Read a body that means nothing, as that of a GET; raises as `read_chunk`."""
+        if has_body(self.scope):
+            await self.read_body(limit_bytes=self.settings.max_request_bytes)
+
     async def read_json_body(self, *, limit_bytes: int | None = None) -> bytes:
         """Return a JSON body, not parsed yet; the same one when called again.
 
@@ -261,6 +266,19 @@ class Exchange(AsgiExchange):
             ClientGone: the client left first.
             SandkastenError: what `work` raised.
         """
+        leave: Leave | None = self.scope.get(LEAVE_KEY)
+        if leave is None or not (self._is_body_done or not has_body(self.scope)):
+            return await self._until_message(work)
+        with trio.CancelScope() as scope, leave.calling(scope.cancel):
+            try:
+                return await work()
+            except* ClientGone:  # a write noticed it before the reader did
+                pass
+        raise ClientGone
+
+    async def _until_message(self, work: Callable[[], Awaitable[T]]) -> T:
+        """As `until_disconnect`, for a request whose body nobody reads: the connection's reader would wait for that,
+        and not see the client leave."""
         results: list[T] = []
         failure: SandkastenError | None = None
         async with trio.open_nursery() as nursery:

@@ -2,9 +2,10 @@
 
 Per connection, not per request. Looks at no route, header or key.
 - hypercorn's `send` returns without a checkpoint once the client is gone, so a loop of sends would freeze the event
-  loop. Here every send is a checkpoint, and raises once the connection is over (`websocket.py` does so for WebSockets).
-  The end of an HTTP client's side alone does not end the connection here: a handler that is soon done still answers. A
-  handler that waits hears `http.disconnect`, which `Exchange.until_disconnect` takes for a leave.
+  loop. Here the send of each piece is a checkpoint, and every send raises once the connection is over (`websocket.py`
+  does so for WebSockets). The end of an HTTP client's side alone does not end the connection here: a handler that is
+  soon done still answers. A handler that waits is told by the connection's `Leave` (`Exchange.until_disconnect`), and
+  by `http.disconnect`.
 - hypercorn hands on bodies, and the end of answers, through a queue of a few pieces. An application that answers
   without reading would wait for itself for ever. Here the unread rest of a body is dropped meanwhile.
 - hypercorn reports `http.disconnect` after each complete answer. quart-trio cancels itself on it, which also cancels
@@ -26,6 +27,10 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+LEAVE_KEY = "sandkasten.leave"
+"""Where the scope of a request has the `Leave` of its connection."""
 
 
 class GuardedApp:
@@ -61,10 +66,11 @@ class GuardedApp:
                 await _send_dropping(send, message, receive)
             else:
                 await send(message)
-            if is_http:
+            if is_http and message.get("more_body", False):
                 await trio.lowlevel.checkpoint()
 
         self._stream.has_unread_body = False
+        scope[LEAVE_KEY] = self._stream.leave
         try:
             with self._stream.serving():
                 await self._app(scope, guarded_receive, guarded_send)

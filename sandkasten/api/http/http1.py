@@ -15,12 +15,12 @@ from http import HTTPStatus
 from typing import cast
 
 import h11
-import trio
 from hypercorn.events import Closed, RawData
-from hypercorn.protocol.events import Body, Event, Request, Response
+from hypercorn.protocol.events import Body, Event, Request, Response, StreamClosed
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
 from hypercorn.protocol.ws_stream import Handshake, WSStream
 from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.typing import H11SendableEvent
 
 from sandkasten import logcontext
 from sandkasten.api.http.errors import Answer, error_answer, head_too_large
@@ -61,6 +61,9 @@ class Http1(H11Protocol):
     """
 
     on_refusal: Callable[[], None]
+    _held = b""
+    """Head of an answer of known length, which goes out with what follows it."""
+
     _is_head = False
     _made_up_headers: Sequence[tuple[bytes, bytes]] = ()
 
@@ -84,7 +87,6 @@ class Http1(H11Protocol):
 
     async def _check_protocol(self, event: h11.Request) -> None:
         self._is_head = event.method == b"HEAD"
-        await trio.lowlevel.checkpoint()
 
     async def _create_stream(self, request: h11.Request) -> None:
         """Serve WebSockets by our own code, and refuse broken handshakes before any application is asked.
@@ -132,12 +134,31 @@ class Http1(H11Protocol):
 
     async def stream_send(self, event: Event) -> None:
         """Pass on an application's answer; give an answer of hypercorn's own the usual headers and body."""
+        if self._held and isinstance(event, StreamClosed):
+            await self._send_held()
         if not isinstance(event, Response) or event.headers != BARE or event.status_code in _NOT_THE_REQUEST:
             await super().stream_send(event)
             return
         headers, answer = self._make_up(event.status_code)
         await super().stream_send(Response(stream_id=STREAM_ID, headers=headers, status_code=answer.status))
         await super().stream_send(Body(stream_id=STREAM_ID, data=answer.body))
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        """Send what h11 makes of an event, in one piece with a head before it."""
+        try:
+            data = self.connection.send(event) or b""
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+            return
+        self._held += data
+        if not (isinstance(event, h11.Response) and any(name == b"content-length" for name, _ in event.headers)):
+            await self._send_held()
+
+    async def _send_held(self) -> None:
+        data, self._held = self._held, b""
+        if data:
+            await self.send(RawData(data=data))
 
     def _make_up(self, status: int) -> tuple[list[tuple[bytes, bytes]], Answer]:
         self.on_refusal()

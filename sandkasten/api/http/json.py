@@ -11,6 +11,7 @@ nothing else is checked.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -91,6 +92,12 @@ def encode_json(value: object) -> bytes:
         return orjson.dumps(value, default=to_plain)
     except orjson.JSONEncodeError:
         return orjson.dumps(_scrub_all(to_plain(value)))
+
+
+def encode_ascii(value: object) -> bytes:
+    """Return the same as one line of ASCII: some readers end a line at U+0085, U+2028, VT or FF."""
+    encoded = encode_json(value)
+    return encoded if encoded.isascii() else json.dumps(orjson.loads(encoded), separators=(",", ":")).encode("ascii")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:  # JSON values

@@ -67,7 +67,7 @@ class RouteKind(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Messages:
-    """What is said in a stream, each message by its name: by the server and, over a WebSocket, by the client.
+    """Messages of a stream, by their names: of the server and, over a WebSocket, of the client.
 
     A message is an attrs class or a type of event. `binary` says what binary frames are, where there are any.
     """

@@ -20,7 +20,7 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from sandkasten.api.http.connection import GuardedStream
@@ -81,6 +81,22 @@ def hypercorn_config(settings: ApiSettings) -> Config:
     return config
 
 
+class _IdleTimer:
+    """In place of hypercorn's task that waits while a connection is idle: a deadline of the read that waits anyway."""
+
+    def __init__(self, stream: GuardedStream, timeout_s: float, stopping: trio.Event) -> None:
+        self._stream, self._timeout_s, self._stopping = stream, timeout_s, stopping
+
+    async def restart(self, _task_group: object, _action: object) -> None:
+        """No request is being served any more. Ends the connection now if the server stops."""
+        left_s = -math.inf if self._stopping.is_set() else self._timeout_s
+        self._stream.set_idle_deadline(trio.current_time() + left_s)
+
+    async def stop(self) -> None:
+        """A request is being served, or the connection ends."""
+        self._stream.set_idle_deadline(math.inf)
+
+
 class _TcpConnection(TCPServer):
     """hypercorn's connection, which ends with the client's side: the original then waits for its keep-alive timer."""
 
@@ -121,7 +137,9 @@ class _Server:
             async with trio.open_nursery() as connections:
                 task_status.started(connections)
                 await self._stopping.wait()
-                await self._context.terminated.set()  # idle connections close, busy ones after their answer
+                await self._context.terminated.set()  # busy connections close after their answer
+                for stream in self._streams:
+                    stream.end_if_idle()
                 with trio.move_on_after(self._settings.graceful_timeout_s):
                     if self._streams:
                         await self._all_gone.wait()
@@ -182,7 +200,10 @@ class _Server:
         # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
         transport = cast("trio.SSLStream[trio.SocketStream]", stream)
         state = ConnectionState({"stopping": self._stopping})
-        await _TcpConnection(app, self._config, self._context, state, transport).run()
+        connection = _TcpConnection(app, self._config, self._context, state, transport)
+        timer = _IdleTimer(stream, self._config.keep_alive_timeout, self._stopping)
+        connection.idle_task = cast(TrioSingleTask, timer)  # it has the methods that are used
+        await connection.run()
 
     async def _refuse(self, stream: trio.SocketStream) -> None:
         if self._refusing >= REFUSALS:

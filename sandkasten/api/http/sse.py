@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-import orjson
 
 from sandkasten.api.http.errors import ErrorBody, Headers, error_body
-from sandkasten.api.http.json import Body, encode_json, to_plain
+from sandkasten.api.http.json import Body, encode_ascii, to_plain
 from sandkasten.model import Stream
 from sandkasten.model.errors import SandkastenError
 
@@ -42,8 +41,7 @@ PING = b": ping\n\n"
 
 def event(name: str, data: Mapping[str, object]) -> bytes:
     """Return one event; text from a sandbox becomes ASCII that every parser takes."""
-    value = orjson.loads(encode_json(data))
-    return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
+    return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), encode_ascii(data))
 
 
 @attrs.frozen(kw_only=True)

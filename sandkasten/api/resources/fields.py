@@ -73,7 +73,6 @@ _MAX_NAME_CHARS = 64
 _MOST_IGNORED = 32
 _NONE = "is unknown; this request takes no query"
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
-MAX_READ_BYTES = 2**53
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
 TOP = "/workspace"
@@ -128,7 +127,6 @@ ListLimit = NewType("ListLimit", int)
 FilesLimit = NewType("FilesLimit", int)
 Offset = NewType("Offset", int)
 OutputBytes = NewType("OutputBytes", int)
-PathBelow = NewType("PathBelow", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
@@ -325,12 +323,6 @@ def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
 
 
-def _path_below(value: object) -> str:
-    if value in ("", "/"):
-        raise ValueError("is required")
-    return check_path(value)
-
-
 def _path_in_workspace(value: object) -> str:
     return TOP if value in ("", "/") else check_path(value)
 
@@ -379,12 +371,14 @@ def _file_mode(value: object) -> int:
 
 
 def some_text(value: object) -> str:
+    """Return a text that is not empty."""
     if not value:
         raise ValueError("must not be empty")
     return _encodable(value)
 
 
 def edit_count(value: object) -> object:
+    """Return how often a text may be there."""
     if value != "all" and (value != 1 or isinstance(value, bool)):
         raise ValueError("must be 1 or 'all'")
     return value
@@ -555,7 +549,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilesLimit: Between(1, MAX_FILES),
     Offset: Between(0, 2**53),
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
-    PathBelow: _path_below,
     PathInWorkspace: _path_in_workspace,
     FilePath: file_path,
     FileMode: _file_mode,
@@ -573,7 +566,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FileArchiveFormat: Choice(("tar", "tar.zst", "zip")),
     WindowBytes: Between(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES),
     SessionId: Matching(SESSION_ID, "must be 16 to 32 hexadecimal digits in lower case"),
-    ReadBytes: Between(1, MAX_READ_BYTES),
+    ReadBytes: Between(1, 2**53),
     EventTypes: CommaList(EventType),
     StatusFilter: Choice((*Status, "all")),
     LabelFilter: Matching(re.compile("[^=]"), "must be NAME or NAME=VALUE"),

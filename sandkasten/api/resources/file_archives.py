@@ -62,18 +62,22 @@ async def pack(exchange: Exchange) -> None:
     """Download a directory as an archive."""
     query = read_query(exchange, PackQuery)
     kind: Literal["tar", "zip"] = "zip" if query.format == "zip" else "tar"
-    request = Pack(query.at(query.path), kind, user=query.user)
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send(exchange, request, query.format))
+    await send_archive(exchange, Pack(query.at(query.path), kind, user=query.user), query.format, "files")
 
 
-async def _send(exchange: Exchange, request: Pack, kind: str) -> None:
+async def send_archive(exchange: Exchange, request: Pack, kind: str, name: str) -> None:
+    """Send an archive of a kind, whose file is to have a name."""
+    await exchange.drop_body()
+    await exchange.until_disconnect(lambda: _send(exchange, request, kind, name))
+
+
+async def _send(exchange: Exchange, request: Pack, kind: str, name: str) -> None:
     async with exchange.files.stream(request, patience_s=_TREE_S) as stream:
         first = await anext(stream, None)
         if first is None:  # an archive has an end at the least
             await stream.answer(Packed)
-        name = f'attachment; filename="files.{kind}"'
-        await exchange.start(200, (("content-type", TYPES[kind]), ("content-disposition", name)))
+        disposition = f'attachment; filename="{name}.{kind}"'
+        await exchange.start(200, (("content-type", TYPES[kind]), ("content-disposition", disposition)))
         if exchange.method == "HEAD":
             await exchange.finish()
             return
@@ -104,7 +108,6 @@ async def unpack(exchange: Exchange) -> Answer:
         exchange.settings.max_import_bytes,
         query.at(query.path),
         "zip" if head.startswith(_ZIPS) else "tar",
-        sync=bool(exchange.workspace_id),
         user=query.user,
     )
     async with exchange.made_files().stream(request, patience_s=_TREE_S) as stream:

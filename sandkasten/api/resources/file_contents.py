@@ -107,38 +107,42 @@ class PutBody(Body):
 async def get(exchange: Exchange) -> None:
     """Read a file, or with `Range` a part."""
     query = read_query(exchange, GetQuery)
-    head = read_head(exchange, GetHead)
-    start, end = head.range or (None, None)
+    asked = read_head(exchange, GetHead)
+    start, end = asked.range or (None, None)
     request = GetFile(
         query.at(query.path),
         start=start,
         end=end,
-        if_none_match=head.if_none_match,
-        if_range=head.if_range,
+        if_none_match=asked.if_none_match,
+        if_range=asked.if_range,
         head_only=exchange.method == "HEAD",
         user=query.user,
     )
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send(exchange, request))
-
-
-async def _send(exchange: Exchange, request: GetFile) -> None:
+    await exchange.drop_body()
+    # No task looks for a client that leaves: the next write finds out, and the sandbox gives its pieces at once.
     async with exchange.files.stream(request) as stream:
         head = await stream.head(FilePart)
         if head.result == "unsatisfiable":
             raise RangeNotSatisfiable("the part begins behind the end of the file", size=head.size_bytes)
         status, headers = _head_of(head)
         await exchange.start(status, headers)
-        left = 0 if request.head_only else head.count
-        async for piece in stream:
-            left -= len(piece)
-            if left < 0:
-                raise RunnerProtocolError("more of a file than was announced")
-            await exchange.write(piece)
-        await stream.answer(Done)
-        if left:
-            raise SandboxError("the file became shorter while it was read")
-        await exchange.finish()
+        await exchange.finish(await _send(exchange, stream, 0 if request.head_only else head.count))
+
+
+async def _send(exchange: Exchange, stream: FileStream, count: int) -> bytes:
+    """Send a file's content, `count` bytes, and return the last piece of it."""
+    last = b""
+    async for piece in stream:
+        count -= len(piece)
+        if count < 0:
+            raise RunnerProtocolError("more of a file than was announced")
+        if last:
+            await exchange.write(last)
+        last = piece
+    await stream.answer(Done)
+    if count:
+        raise SandboxError("the file became shorter while it was read")
+    return last
 
 
 def _head_of(head: FilePart) -> tuple[int, Headers]:
@@ -163,7 +167,6 @@ async def put(exchange: Exchange) -> Answer:
         query.mode,
         if_match=conditions.if_match,
         create_only=conditions.if_none_match is not None,
-        sync=bool(exchange.workspace_id),
         user=query.user,
     )
     async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:

@@ -35,7 +35,6 @@ from sandkasten.api.resources.fields import (
     spell_path,
 )
 from sandkasten.model.errors import RunnerProtocolError
-from sandkasten.model.workspace import FileInfo
 
 HERE = FilePath(".")
 FIRST_PAGE = NameCursor("")
@@ -107,19 +106,19 @@ class EntryBody(Body):
     name_base64: str | None = None
 
     @classmethod
-    def of(cls, file: FileInfo, **others: Any) -> Self:  # others: fields of the subclass
+    def of(cls, entry: FileEntry, **others: Any) -> Self:  # others: fields of the subclass
         """Return an entry as clients see it."""
-        is_text = scrub(file.name) == file.name
+        name = posixpath.basename(entry.name) or "/"
         return cls(
-            name=file.name,
-            is_dir=file.kind == "directory",
-            type=file.kind,
-            size=file.size_bytes,
-            mode=f"{file.mode:04o}",
-            owner=file.owner,
-            modified_at=_moment(file.modified_us),
-            target=file.target if file.kind == "symlink" else None,
-            name_base64=None if is_text else base64.b64encode(os.fsencode(file.name)).decode("ascii"),
+            name=name,
+            is_dir=entry.kind == "directory",
+            type=entry.kind,
+            size=entry.size_bytes,
+            mode=f"{entry.mode:04o}",
+            owner=entry.owner,
+            modified_at=_moment(entry.mtime_us),
+            target=entry.target if entry.kind == "symlink" else None,
+            name_base64=None if scrub(name) == name else base64.b64encode(os.fsencode(name)).decode("ascii"),
             **others,
         )
 
@@ -139,17 +138,8 @@ class FileInfoBody(EntryBody):
     @classmethod
     def of_entry(cls, entry: FileEntry, path: str) -> FileInfoBody:
         """Return an entry as clients see it."""
-        file = FileInfo(
-            name=posixpath.basename(entry.name) or "/",
-            kind=entry.kind,
-            size_bytes=entry.size_bytes,
-            mode=entry.mode,
-            owner=entry.owner,
-            modified_us=entry.mtime_us,
-            target=entry.target,
-        )
         return cls.of(
-            file,
+            entry,
             path=spell_path(path),
             uid=entry.owner,
             gid=entry.group,

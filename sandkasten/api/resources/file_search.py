@@ -15,7 +15,7 @@ import attrs
 from runner.wire.protocol import ANSWERS, FileMatch, FoundFiles, GlobFiles, ProtocolError, Searched, SearchFiles
 from sandkasten.api.http.errors import Answer, ErrorBody, error_body, json_answer
 from sandkasten.api.http.exchange import Exchange
-from sandkasten.api.http.json import Body, encode_json
+from sandkasten.api.http.json import Body, encode_ascii
 from sandkasten.api.resources.fields import (
     MAX_FILES,
     ContextLines,
@@ -172,7 +172,7 @@ async def _start(exchange: Exchange) -> None:
 
 
 def _line(body: Body) -> bytes:
-    return encode_json(body) + b"\n"
+    return encode_ascii(body) + b"\n"
 
 
 async def messages(stream: FileStream, expected: type[T]) -> AsyncGenerator[Sequence[T], None]:

@@ -123,7 +123,7 @@ async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
     request = await read_request(exchange, EditRequest)
     edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
-    wanted = EditFiles(request.dry_run, sync=bool(exchange.workspace_id), user=request.user)
+    wanted = EditFiles(request.dry_run, user=request.user)
     async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
         await stream.send(json.dumps(edits).encode("ascii"))
         answer: Edited | Unedited = await stream.end((Edited, Unedited))

@@ -121,7 +121,6 @@ async def commit(exchange: Exchange) -> Answer:
         spec.mode,
         if_match=conditions.if_match,
         create_only=conditions.if_none_match is not None,
-        sync=bool(exchange.workspace_id),
         user=spec.user,
     )
     done: FilePut | Unmatched | UploadState

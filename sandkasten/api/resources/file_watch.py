@@ -6,7 +6,6 @@ The first event, `ready`, comes when every change from then on is told. A client
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Literal, get_args
@@ -47,7 +46,7 @@ CHANGES: Mapping[str, type[Body]] = dict.fromkeys(("ready", *get_args(ChangeKind
 async def watch(exchange: Exchange) -> None:
     """Follow the changes of a file, or of the files in a directory, as server-sent events."""
     query = read_query(exchange, WatchQuery)
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.drop_body()
     await exchange.until_disconnect(lambda: _stream(exchange, query))
 
 
@@ -73,7 +72,7 @@ async def changes(exchange: AsgiExchange, query: WatchQuery) -> AsyncGenerator[l
     silence_ms = int(exchange.settings.ping_interval_s * 1000)
     path = query.at(query.path)
     request = WatchFiles(path, query.recursive, silence_ms, user=query.user)
-    async with exchange.files.stream(request, patience_s=math.inf) as stream:
+    async with exchange.files.stream(request) as stream:
         head = await stream.head(Watching)
         yield [ChangeBody("ready", spell_path(head.path))]
         async with aclosing(messages(stream, FileChange)) as batches:

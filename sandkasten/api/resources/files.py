@@ -24,7 +24,6 @@ from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
-from runner.wire.protocol import FilePut, PutFile
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import JSON, Exchange
 from sandkasten.api.http.json import Body, encode_json
@@ -41,7 +40,6 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.api.resources.file_contents import WRITE_S
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.supervisor import FileReader, FileWriter
 
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 
     from trio._file_io import AsyncIOWrapper  # the type of trio.wrap_file's value has no public name
 
-PIECE_BYTES = 64 * 1024
 _END = b'"}'
 """End of a body whose last member is a text."""
 
@@ -108,22 +105,10 @@ class UploadedBody(Body):
 async def write(exchange: Exchange) -> Answer:
     """Write a file, replacing one that is there; missing directories are made."""
     request = await read_request(exchange, WriteRequest, limit_bytes=exchange.settings.max_json_bytes)
-    content = memoryview(request.content)
-    if request.mode is not None:
-        return json_answer(WrittenBody(True, await _put(exchange, request.path, request.mode, content)))
-    async with open_write(exchange, request.path) as writer:
-        for start in range(0, len(content), PIECE_BYTES):
-            await writer.send(bytes(content[start : start + PIECE_BYTES]))
+    async with exchange.made_files().open_write(request.path, mode=request.mode) as writer:
+        await writer.send(request.content)
         path = await writer.commit()
-    return json_answer(WrittenBody(True, path))
-
-
-async def _put(exchange: Exchange, path: str, mode: int, content: memoryview) -> str:
-    """Write a file with a mode, anywhere where the user may, and return its resolved path."""
-    request = PutFile(path, mode, sync=bool(exchange.workspace_id))
-    async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:
-        await stream.send(bytes(content))
-        return spell_path((await stream.end(FilePut)).path)
+    return json_answer(WrittenBody(True, spell_path(path)))
 
 
 async def read(exchange: Exchange) -> None:
@@ -133,38 +118,24 @@ async def read(exchange: Exchange) -> None:
     max_bytes = settings.default_read_bytes if query.max_bytes is None else query.max_bytes
     if max_bytes > settings.max_read_bytes:
         raise bad_query("max_bytes", f"must be between 1 and {settings.max_read_bytes}")
-    await exchange.read_body(limit_bytes=settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send_file(exchange, query.path, max_bytes))
+    await exchange.drop_body()
+    async with exchange.files.open_read(query.path, max_bytes=max_bytes) as reader:
+        await _send_file(exchange, reader)
 
 
-def open_write(exchange: Exchange, path: str) -> AbstractAsyncContextManager[FileWriter]:
-    """Replace a file of the session or workspace in the request's path."""
-    if exchange.workspace_id:
-        return exchange.workspaces.open_workspace_write(exchange.workspace_id, path)
-    return exchange.supervisor.open_write(exchange.session_id, path)
-
-
-def _open_read(exchange: Exchange, path: str, max_bytes: int) -> AbstractAsyncContextManager[FileReader]:
-    if exchange.workspace_id:
-        return exchange.workspaces.open_workspace_read(exchange.workspace_id, path, max_bytes=max_bytes)
-    return exchange.supervisor.open_read(exchange.session_id, path, max_bytes=max_bytes)
-
-
-async def _send_file(exchange: Exchange, path: str, max_bytes: int) -> None:
-    async with _open_read(exchange, path, max_bytes) as reader:
-        await exchange.start(200, (JSON,))
-        body = FileBody(reader.head.path, reader.head.truncated, content_base64="")
-        await exchange.write(encode_json(body).removesuffix(_END))
-        rest = b""
-        if exchange.method != "HEAD":
-            async for piece in reader:
-                # Only whole groups of three bytes: padding belongs to the end alone (RFC 4648 §4).
-                data = rest + piece
-                whole = len(data) - len(data) % 3
-                rest = data[whole:]
-                if whole:
-                    await exchange.write(base64.b64encode(data[:whole]))
-    await exchange.finish(base64.b64encode(rest) + _END)
+async def _send_file(exchange: Exchange, reader: FileReader) -> None:
+    await exchange.start(200, (JSON,))
+    unsent = encode_json(FileBody(spell_path(reader.head.path), reader.head.truncated, "")).removesuffix(_END)
+    rest = b""
+    if exchange.method != "HEAD":
+        async for piece in reader:
+            if unsent:
+                await exchange.write(unsent)
+            # Only whole groups of three bytes: padding belongs to the end alone (RFC 4648 §4).
+            data = rest + piece
+            whole = len(data) - len(data) % 3
+            unsent, rest = base64.b64encode(data[:whole]), data[whole:]
+    await exchange.finish(unsent + base64.b64encode(rest) + _END)
 
 
 # Uploads --------------------------------------------------------------------------------------------------------------
@@ -283,14 +254,12 @@ class _Upload:
         if self._directory is None:
             await self._spool_file(name)
             return
-        async with open_write(self._exchange, self._target(name)) as writer:
+        async with self._open(name) as writer:
             is_open = True
             while is_open:
                 data = await self._parts.data()
-                if data.data:
-                    await writer.send(data.data)
-                is_open = data.more_data
-            self._paths.append(await writer.commit())
+                is_open = await writer.send(data.data) and data.more_data
+            self._paths.append(spell_path(await writer.commit()))
 
     async def _spool_file(self, name: str) -> None:
         if self._spool is None:
@@ -309,15 +278,15 @@ class _Upload:
             return
         await self._spool.seek(0)
         for name, size in self._waiting:
-            async with open_write(self._exchange, self._target(name)) as writer:
+            async with self._open(name) as writer:
                 while size:
                     data = await self._spool.read(min(size, SPOOL_READ_BYTES))
                     await writer.send(data)
                     size -= len(data)
-                self._paths.append(await writer.commit())
+                self._paths.append(spell_path(await writer.commit()))
         self._waiting.clear()
         self._spool = None
 
-    def _target(self, name: str) -> str:
+    def _open(self, name: str) -> AbstractAsyncContextManager[FileWriter]:
         directory = self._directory or TOP
-        return f"{directory.rstrip('/')}/{name}"
+        return self._exchange.made_files().open_write(f"{directory.rstrip('/')}/{name}")

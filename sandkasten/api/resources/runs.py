@@ -538,7 +538,7 @@ async def read_output(exchange: Exchange) -> Answer | None:
 
 async def follow_run(exchange: Exchange) -> None:
     """Follow a run as events, from its beginning, `after` a place or Last-Event-ID on."""
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
+    await exchange.drop_body()
     query = read_query(exchange, FollowQuery)
     position = read_head(exchange, FollowHead).last_event_id or query.after
     wanted = _exec_id(exchange)

@@ -12,6 +12,7 @@ from datetime import datetime
 
 import attrs
 
+from runner.wire.protocol import ListFiles, Listing, Pack
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
@@ -26,7 +27,6 @@ from sandkasten.api.resources.fields import (
     Labels,
     ListLimit,
     NameCursor,
-    PathBelow,
     PathInWorkspace,
     QuotaBytes,
     QuotaFiles,
@@ -34,14 +34,19 @@ from sandkasten.api.resources.fields import (
     encode_cursor,
     read_query,
     read_request,
+    spell_path,
 )
-from sandkasten.api.resources.file_archives import TYPES, UnpackedBody, check_type, forward, head_of
+from sandkasten.api.resources.file_archives import (
+    UnpackedBody,
+    check_type,
+    forward,
+    head_of,
+    send_archive,
+)
 from sandkasten.api.resources.file_entries import FIRST_PAGE, EntryBody
-from sandkasten.api.resources.files import WrittenBody
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, InvalidRequest
 from sandkasten.model.workspace import (
-    Packed,
     Workspace,
     WorkspacePatch,
     WorkspaceQuota,
@@ -118,14 +123,6 @@ class FilesQuery:
     path: PathInWorkspace = _ITSELF
     limit: FilesLimit = _ALL_FILES
     cursor: NameCursor = FIRST_PAGE
-
-
-@attrs.frozen
-class RemoveQuery:
-    """The query of a removal, which the workspace itself can't be the object of."""
-
-    path: PathBelow
-    recursive: bool = False
 
 
 @attrs.frozen
@@ -274,18 +271,9 @@ async def delete(exchange: Exchange) -> Answer:
 async def list_files(exchange: Exchange) -> Answer:
     """List a directory, in the order of the names' bytes."""
     query = read_query(exchange, FilesQuery)
-    listing = await exchange.workspaces.list_files(
-        exchange.workspace_id, query.path, after=query.cursor, limit=query.limit
-    )
+    listing = await exchange.files.ask(ListFiles(query.path, query.cursor, query.limit), Listing)
     cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
-    return json_answer(FilesBody(listing.path, [EntryBody.of(each) for each in listing.entries], cursor))
-
-
-async def remove(exchange: Exchange) -> Answer:
-    """Remove a file, or with `recursive` a directory."""
-    query = read_query(exchange, RemoveQuery)
-    path = await exchange.workspaces.remove_file(exchange.workspace_id, query.path, recursive=query.recursive)
-    return json_answer(WrittenBody(True, path))
+    return json_answer(FilesBody(spell_path(listing.path), [EntryBody.of(each) for each in listing.entries], cursor))
 
 
 # Archives -------------------------------------------------------------------------------------------------------------
@@ -293,32 +281,13 @@ async def remove(exchange: Exchange) -> Answer:
 
 async def export(exchange: Exchange) -> None:
     """Download the whole workspace as an archive."""
-    await _download(exchange, TOP, read_query(exchange, ExportQuery).format)
+    await send_archive(exchange, Pack(TOP), read_query(exchange, ExportQuery).format, exchange.workspace_id)
 
 
 async def download(exchange: Exchange) -> None:
     """Download a file or directory as an archive."""
     query = read_query(exchange, DownloadQuery)
-    await _download(exchange, query.path, query.format)
-
-
-async def _download(exchange: Exchange, path: str, kind: str) -> None:
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # a GET's body means nothing
-    await exchange.until_disconnect(lambda: _send(exchange, path, kind))
-
-
-async def _send(exchange: Exchange, path: str, kind: str) -> None:
-    async with exchange.workspaces.open_pack(exchange.workspace_id, path) as archive:
-        name = f'attachment; filename="{exchange.workspace_id}.{kind}"'
-        await exchange.start(200, (("content-type", TYPES[kind]), ("content-disposition", name)))
-        if exchange.method == "HEAD":
-            await exchange.finish()
-        elif kind == "tar":
-            async for piece in archive:
-                await exchange.write(piece)
-            await exchange.finish()
-        else:
-            await exchange.finish(await exchange.zstandard.compress(aiter(archive), exchange.write))
+    await send_archive(exchange, Pack(query.path), query.format, exchange.workspace_id)
 
 
 async def import_archive(exchange: Exchange) -> Answer:
@@ -327,7 +296,7 @@ async def import_archive(exchange: Exchange) -> Answer:
     query = read_query(exchange, ImportQuery)
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await forward(exchange, await head_of(exchange), archive.send)
-        packed: Packed = await archive.commit()
+        packed = await archive.commit()
     return json_answer(UnpackedBody.take(packed, ok=True), status=201)
 
 

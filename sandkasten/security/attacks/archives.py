@@ -150,7 +150,7 @@ async def _use(field: Field, name: str) -> str:
     except SandkastenError:
         return "harmless"
     try:
-        async with field.supervisor.open_read(session.id, "/workspace/secret", max_bytes=4096) as reader:
+        async with field.supervisor.files(session.id).open_read("/workspace/secret", max_bytes=4096) as reader:
             content = b"".join([piece async for piece in reader])
     except SandkastenError:
         content = b""

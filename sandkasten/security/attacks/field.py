@@ -110,7 +110,7 @@ class Field:
 
 async def put(supervisor: LocalSupervisor, session_id: str, path: str, content: bytes) -> None:
     """Write a file by the file interface."""
-    async with supervisor.open_write(session_id, path) as writer:
+    async with supervisor.files(session_id).open_write(path) as writer:
         await writer.send(content)
         await writer.commit()
 

@@ -54,7 +54,7 @@ while True:
 async def _read(field: Field, session_id: str, path: str) -> str:
     """Return the result of reading a file: the name of the refusal, or the owner of the content."""
     try:
-        async with field.supervisor.open_read(session_id, path, max_bytes=_MAX_BYTES) as reader:
+        async with field.supervisor.files(session_id).open_read(path, max_bytes=_MAX_BYTES) as reader:
             content = b"".join([piece async for piece in reader])
     except SandkastenError as error:
         return type(error).__name__
@@ -63,7 +63,7 @@ async def _read(field: Field, session_id: str, path: str) -> str:
 
 async def _write(field: Field, session_id: str, path: str) -> str:
     try:
-        async with field.supervisor.open_write(session_id, path) as writer:
+        async with field.supervisor.files(session_id).open_write(path) as writer:
             await writer.send(b"evil")
             await writer.commit()
     except SandkastenError as error:

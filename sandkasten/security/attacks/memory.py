@@ -1,24 +1,29 @@
 """Attacks that make the kernel take memory for a session, object by object; the judge is the machine's free memory.
 
 A session's own counters prove nothing here: memory that no cgroup is charged for is in none of them. An attempt fills
-objects of one class until it is refused or killed, and counts what the machine then misses, while the session lives.
-Each is bounded: the session ends as soon as the machine misses four times its limit, and that alone is a verdict.
+objects of one class until it is refused or killed. Its figure is what the session is charged for, and what the machine
+misses beyond that while the session lives. Each is bounded: the session ends as soon as the figure is four times its
+limit, and that alone is a verdict.
 
-Other programs of the machine are heard in the same figures, so moments do not count, and an attempt that seems to
-pass the limit is made three times. The kernel's own memory, of which others hardly change the amount, must be over the
-limit in two of them; all memory, that of programs included, in each. An attempt begins when the machine gets nothing
-more back from the one before.
+The machine has other programs. What their cgroups are charged for is taken off, since the processes beside a session
+may use more within a second than the session may at all. What is charged to nobody is heard, whoever made it: moments
+do not count, and an attempt that seems to pass the limit is made three times, of which two must be over it. An attempt
+begins when the machine gets nothing more back from the one before, and what seems to be above the limit is looked at
+again, in a pause, when the machine gets nothing more back from it.
 
 The session's root has no capability that counts here, so the sandbox user alone makes the attempts.
 
 Sources: socket(7), udp(7), netlink(7), unix(7), pipe(7), epoll(7), fcntl(2), poll(2), acl(5), inotify(7), sysvipc(7);
-Documentation/admin-guide/cgroup-v2.rst "memory.stat"; proc_meminfo(5).
+Documentation/admin-guide/cgroup-v2.rst "memory.stat"; Documentation/admin-guide/cgroup-v1/memory.rst "stat file";
+proc_meminfo(5), cgroups(7).
 """
 
 from __future__ import annotations
 
 import resource
 from contextlib import suppress
+from functools import cache
+from glob import glob
 
 import attrs
 import trio
@@ -37,10 +42,9 @@ _STOP_MIB = _LIMIT_MIB * 4
 _FILL_S = 2.0
 _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
-_MOMENT_S = 0.1
-_MOST_PATIENCE = 3
-"""The kernel gives and frees memory no more slowly than so many times the usual, on an emulated processor either."""
+_MOMENT_S = 0.05
 _HELD = "within the limit"
+_MIB = 1 << 20
 
 _FILL = """
 import array, ctypes, fcntl, os, resource, select, signal, socket, struct, time
@@ -84,47 +88,65 @@ time.sleep(60)
 """Says that all is full when each of the processes has been refused something, or was killed."""
 
 
-@attrs.frozen
-class _Use:
-    """Memory that the machine can't get back without ending a program, in MiB: the kernel's, and all of it."""
+def _uncharged() -> int:
+    """Return the MiB that the machine can't get back without ending a program, and that no cgroup is charged for.
 
-    kernel: int
-    whole: int
-
-    @classmethod
-    def read(cls) -> _Use:
-        with open("/proc/meminfo") as file:
-            mib = {name: int(rest.split()[0]) >> 10 for name, _, rest in (line.partition(":") for line in file)}
-        with open("/proc/zoneinfo") as file:  # free pages that a processor keeps; MemFree lacks up to hundreds of MiB
-            kept = sum(int(line.split()[1]) for line in file if line.lstrip().startswith("count:"))
-        free = mib["MemFree"] + (kept * resource.getpagesize() >> 20)
-        whole = mib["MemTotal"] - free - mib["SReclaimable"] - mib["Buffers"] - mib["Cached"] + mib["Shmem"]
-        return cls(whole - mib["AnonPages"] - mib["Shmem"], whole)
-
-    def most(self, seen: _Use, before: _Use) -> _Use:
-        return _Use(max(self.kernel, seen.kernel - before.kernel), max(self.whole, seen.whole - before.whole))
+    Root's cgroup is charged for nothing, so what its own processes use is among them.
+    """
+    with open("/proc/meminfo") as file:
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in file)}
+    with open("/proc/zoneinfo") as file:  # free pages that a processor keeps; MemFree lacks up to hundreds of MiB
+        kept = sum(int(line.split()[1]) for line in file if line.lstrip().startswith("count:"))
+    used = kib["MemTotal"] - kib["MemFree"] - kib["Buffers"] - kib["Cached"] + kib["Shmem"]
+    charged = 0
+    for directory in glob(f"{_memory_hierarchy()}/*/"):
+        with suppress(OSError):  # removed meanwhile
+            charged += _charged(directory)
+    return (used >> 10) - ((kept * resource.getpagesize() + charged) >> 20)
 
 
-async def _use(field: Field) -> _Use:
-    """Return the least that is in use within a tenth of a second: no moment of another program counts."""
-    seen = [_Use.read()]
-    end = trio.current_time() + _MOMENT_S * min(field.patience, _MOST_PATIENCE)
+def _charged(directory: str) -> int:
+    """Return the bytes that a cgroup and those below it are charged for, page cache apart.
+
+    Caches that the kernel can give back, such as names of files, are in it, and in the sum that it is taken off.
+    """
+    with open(f"{directory}memory.stat") as file:
+        of_v2 = {name: int(value) for name, value in map(str.split, file)}
+    if "total_rss" not in of_v2:
+        return of_v2.get("anon", 0) + of_v2.get("shmem", 0) + of_v2.get("kernel", 0) + of_v2.get("sock", 0)
+    with open(f"{directory}memory.kmem.usage_in_bytes") as file:
+        return of_v2["total_rss"] + of_v2["total_shmem"] + int(file.read())
+
+
+@cache
+def _memory_hierarchy() -> str:
+    """Return where the hierarchy of the memory controller is mounted: v1's, or v2's."""
+    with open("/proc/self/mounts") as file:
+        mounts = [line.split() for line in file]
+    v1 = [point for _, point, kind, options, *_ in mounts if kind == "cgroup" and "memory" in options.split(",")]
+    return next(iter([*v1, *(point for _, point, kind, *_ in mounts if kind == "cgroup2")]))
+
+
+async def _missing() -> int:
+    """Return the least that was uncharged within a twentieth of a second: no moment of another program counts."""
+    seen = [_uncharged()]
+    end = trio.current_time() + _MOMENT_S
     while trio.current_time() < end:
         await trio.sleep(0.01)
-        seen.append(_Use.read())
-    return _Use(min(each.kernel for each in seen), min(each.whole for each in seen))
+        seen.append(_uncharged())
+    return min(seen)
 
 
-async def _fill(field: Field, program: str) -> tuple[_Use, str]:
-    """Return how much memory a session that runs the program takes from the machine, and the witness's answer."""
+async def _fill(field: Field, program: str) -> tuple[int, str]:
+    """Return how many MiB a session that runs the program takes from the machine, and the witness's answer."""
     argv = ("python3", "-I", "-S", "-c", _FILL.format(program=program))
     spec = ExecSpec(argv=argv, user=field.exec_user, timeout_ms=round(30_000 * field.patience))
     async with field.session(_LIMITS) as session_id:
-        before = await _use(field)
+        before = await _missing()
         with trio.move_on_after(_FREE_S * field.patience):
-            while (now := await _use(field)).kernel < before.kernel - 1:
+            while (now := await _missing()) < before - 1:
                 before = now
-        most, has_begun, is_full = _Use(0, 0), False, False
+        most, has_begun, is_full = 0, False, False
 
         async def listen(stream: RunReader) -> None:
             nonlocal is_full
@@ -142,10 +164,14 @@ async def _fill(field: Field, program: str) -> tuple[_Use, str]:
             ):
                 has_begun = True
                 nursery.start_soon(listen, stream)
-                end = trio.current_time() + _FILL_S * min(field.patience, _MOST_PATIENCE)
-                while max(most.kernel, most.whole) < _STOP_MIB:
-                    is_last = is_full or await _was_killed(field, session_id) or trio.current_time() > end
-                    most = most.most(await _use(field), before)
+                end = trio.current_time() + _FILL_S * field.patience
+                while most < _STOP_MIB:
+                    charged_mib, was_killed = await _own(field, session_id)
+                    is_last = is_full or was_killed or trio.current_time() > end
+                    missing = await _missing()
+                    if charged_mib + missing - before > _MOST_MIB:
+                        missing = await _settled(field, session_id, missing)
+                    most = max(most, charged_mib + missing - before)
                     if is_last:
                         break
                 nursery.cancel_scope.cancel()
@@ -153,25 +179,39 @@ async def _fill(field: Field, program: str) -> tuple[_Use, str]:
             if not has_begun:
                 raise
         # At the stop there is no time to ask.
-        return most, "not asked" if max(most.kernel, most.whole) >= _STOP_MIB else await field.ask_witness()
+        return most, "not asked" if most >= _STOP_MIB else await field.ask_witness()
 
 
-async def _was_killed(field: Field, session_id: str) -> bool:
-    """Tell whether the session has as much as it gets: charged memory is at its limit once a process was killed."""
+async def _settled(field: Field, session_id: str, missing: int) -> int:
+    """Return what is missing once the kernel has freed what it frees by itself: what a program gave back stays for a
+    grace period of RCU, a fifth of a second on a loaded machine. The session is paused meanwhile: it keeps what it has.
+    """
+    with suppress(SessionExpired):  # PID 1 was killed
+        await field.supervisor.pause(session_id)
+        with trio.move_on_after(_FREE_S * field.patience):
+            while (now := await _missing()) < missing - 1:
+                missing = now
+        await field.supervisor.resume(session_id)
+    return missing
+
+
+async def _own(field: Field, session_id: str) -> tuple[int, bool]:
+    """Return the MiB that the session is charged for, and whether it has as much as it gets: charged memory was at its
+    limit once a process was killed."""
     try:
-        return bool((await field.supervisor.stats(session_id)).oom_kills)
+        stats = await field.supervisor.stats(session_id)
     except SessionExpired:  # PID 1 was
-        return True
+        return _LIMIT_MIB, True
+    return _LIMIT_MIB if stats.memory_bytes is None else stats.memory_bytes >> 20, bool(stats.oom_kills)
 
 
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
     @attempt(f"memory.{name}", what, "memory limit bypass", (_HELD, "answers"), users=(SANDBOX,), layer=layer)
     async def fill(field: Field) -> Answers:
         tries = [await _fill(field, program)]
-        while max(tries[0][0].kernel, tries[0][0].whole) > _MOST_MIB and len(tries) < 3:
+        while tries[0][0] > _MOST_MIB and len(tries) < 3:
             tries.append(await _fill(field, program))
-        # Whatever else starts counts in the whole. The kernel alone must be over the limit in two of three.
-        held = max(sorted(use.kernel for use, _ in tries)[len(tries) // 2], min(use.whole for use, _ in tries))
+        held = sorted(mib for mib, _ in tries)[len(tries) // 2]  # whatever else starts counts: two of three decide
         witness = min(answer for _, answer in tries)
         return {"machine": _HELD if held <= _MOST_MIB else f"{held} MiB of {_LIMIT_MIB}", "witness": witness}
 

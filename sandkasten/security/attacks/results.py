@@ -148,6 +148,8 @@ _SPOILT = {
         *("enable -n echo", "enable -n command", "enable -n pwd", "enable -n .", "enable -n printf unset test umask"),
         *("trap 'exit 0' DEBUG", "trap 'exit 0' USR1 EXIT", "trap '' 2 15 50", "readonly __sk_s=0", "set -e", "set -r"),
         *("readonly __sk_r=2 __sk_m=- __sk_a=", "exec 49>&1", "exec 49>&-", "IFS=0123456789abcdef", "ulimit -n 20"),
+        *("enable -n eval", "enable -n shopt test; return 3", "shopt() { return 0; }; test() { return 1; }; return 3"),
+        *("readonly __sk_text=true", "readonly __sk_lost=x; return 3", "readonly __sk_file=/tmp/none; return 3"),
         "command() { return 0; }; echo() { return 0; }; unset() { return 0; }; export -f command echo",
         "echo 'echo forged; exit 0' > /tmp/env; export BASH_ENV=/tmp/env ENV=/tmp/env; kill -9 $$",
     ),

@@ -68,7 +68,10 @@ REPLIES: Mapping[str, tuple[str, str, bytes]] = {
 }
 """Messages of a hostile runner by name: a description, the weakness, the bytes."""
 
-_HEAD = encode_frame(Kind.STARTED, b'{"type":"FileInfo","path":"/workspace/f","size_bytes":9,"truncated":false}')
+_HEAD = encode_frame(
+    Kind.STARTED,
+    b'{"type":"FilePart","path":"/workspace/f","size_bytes":9,"mtime_us":0,"etag":"x","result":"whole","offset":0,"count":9}',
+)
 
 FILE_REPLIES: Mapping[str, tuple[str, str, bytes, bytes]] = {
     "file-endless": (
@@ -183,7 +186,7 @@ async def _run(field: Field, victim: str) -> str:
 async def _read(field: Field, victim: str) -> str:
     """Read a file, and give up where the daemon should have: the attempt must not exhaust its own process."""
     size = pieces = 0
-    async with field.supervisor.open_read(victim, "f", max_bytes=_MAX_READ_BYTES) as reader:
+    async with field.supervisor.files(victim).open_read("f", max_bytes=_MAX_READ_BYTES) as reader:
         async for piece in reader:
             size, pieces = size + len(piece), pieces + 1
             if size > 2 * _MAX_READ_BYTES or pieces > 10_000:
@@ -236,7 +239,7 @@ async def flood_events(field: Field) -> Answers:
     async with field.session() as victim:
         await put(field.supervisor, victim, "f", bytes(8 * _MAX_READ_BYTES))
         async with (
-            field.supervisor.open_read(victim, "f", max_bytes=8 * _MAX_READ_BYTES),
+            field.supervisor.files(victim).open_read("f", max_bytes=8 * _MAX_READ_BYTES),
             impostor(_place(field, victim), _PORTS, again=_FLOOD, only=b'"Watch"'),
             trio.open_nursery() as nursery,
         ):

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from runner.wire.protocol import Done, ListFiles, Listing, Pack, Packed, RemoveFile
 from sandkasten.model.errors import ClientError, PermissionDenied, SandboxError, SandkastenError
 from sandkasten.security.attacks.archives import HOSTILE, Member, find_wrong, make_tar, tree
 from sandkasten.security.attacks.field import Field
@@ -135,18 +136,19 @@ async def _run(field: Field, session_id: str, program: str) -> None:
 
 
 async def _names(field: Field, workspace_id: str, path: str = ".") -> set[str]:
-    return {each.name for each in (await field.supervisor.list_files(workspace_id, path)).entries}
+    listing = await field.supervisor.workspace_files(workspace_id).ask(ListFiles(path), Listing)
+    return {each.name for each in listing.entries}
 
 
 async def _read(field: Field, workspace_id: str, path: str) -> bytes:
-    async with field.supervisor.open_workspace_read(workspace_id, path, max_bytes=_MAX_BYTES) as reader:
+    async with field.supervisor.workspace_files(workspace_id).open_read(path, max_bytes=_MAX_BYTES) as reader:
         return b"".join([piece async for piece in reader])
 
 
 async def _write(field: Field, workspace_id: str, path: str) -> None:
     """Write a file, unless refused: files of the session's root are not the daemon's to replace."""
     try:
-        async with field.supervisor.open_workspace_write(workspace_id, path) as writer:
+        async with field.supervisor.workspace_files(workspace_id, make=True).open_write(path) as writer:
             await writer.send(b"evil")
             await writer.commit()
     except PermissionDenied:
@@ -154,8 +156,14 @@ async def _write(field: Field, workspace_id: str, path: str) -> None:
 
 
 async def _pack(field: Field, workspace_id: str) -> bytes:
-    async with field.supervisor.open_pack(workspace_id) as reader:
-        return b"".join([piece async for piece in reader])
+    async with field.supervisor.workspace_files(workspace_id).stream(Pack(".")) as stream:
+        archive = b"".join([piece async for piece in stream])
+        await stream.answer(Packed)
+    return archive
+
+
+async def _remove(field: Field, workspace_id: str, path: str) -> None:
+    await field.supervisor.workspace_files(workspace_id).ask(RemoveFile(path, recursive=True), Done, patience_s=600)
 
 
 @attempt("workspaces.list-race", "exchange a directory for a link while it is listed", "CVE-2018-15664", (_OWN,))
@@ -190,7 +198,7 @@ async def race_remove(field: Field) -> Answers:
     """A removal that looks first and enters by name afterwards would empty the link's target."""
 
     async def work(workspace_id: str) -> str:
-        await field.supervisor.remove_file(workspace_id, "flip", recursive=True)
+        await _remove(field, workspace_id, "flip")
         return _OWN
 
     return await _beside(field, _FLIP, "flop", work)
@@ -282,7 +290,7 @@ async def serve_deep_tree(field: Field) -> Answers:
         works: dict[str, Callable[[], Awaitable[object]]] = {
             "measure": lambda: supervisor.workspace(workspace_id, measure=True),
             "export": lambda: _pack(field, workspace_id),
-            "remove": lambda: supervisor.remove_file(workspace_id, "d" * 20, recursive=True),
+            "remove": lambda: _remove(field, workspace_id, "d" * 20),
         }
         for name, work in works.items():
             try:

@@ -1,0 +1,315 @@
+"""`sandkasten cp | port`: files and directories, and TCP connections, between here and a session.
+
+`port` needs no route of the server's: each connection is a process inside, a relay of a few lines, whose input and
+output are the connection. It needs python3 or bash in the image; with bash alone, a client that closes only its own
+side of the connection is not told to the server inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
+from sandkasten.cli.common import Stop, printable_line
+from sandkasten.cli.output import Progress, print_json, print_table, tell
+from sandkasten.cli.runs import kill
+
+if TYPE_CHECKING:
+    from anyio.abc import SocketStream
+
+    from sandkasten.sdk import FileStream, Run, SandboxClient, Session
+    from sandkasten.sdk.types import FileInfo
+
+_PLACE = re.compile(r"(?P<session>|[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
+"""A path in a session; without a name the last one used, since a word that begins with - would be an option."""
+_PIPE = "-"
+_MODE_BITS = 0o777
+
+
+# cp
+
+
+def add_cp(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Copy a file or a directory. One side is SESSION:PATH (:PATH in the last session used), the other a path here, "
+        "or - for a tar on standard input or output. A directory goes into one that is there, and takes the new name "
+        "otherwise; DIR/. is what is in DIR."
+    )
+    parser.add_argument("source", metavar="SRC", help="SESSION:PATH, PATH or -")
+    parser.add_argument("target", metavar="DST", help="SESSION:PATH, PATH or -")
+    parser.add_argument("-u", "--user", metavar="USER", help="user inside, such as root")
+    add_client_options(parser)
+    parser.set_defaults(command=verb(cp))
+
+
+async def cp(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Copy into a session, or out of one."""
+    source, target = _PLACE.fullmatch(arguments.source), _PLACE.fullmatch(arguments.target)
+    if (source is None) == (target is None):
+        raise Stop("one of SRC and DST must be SESSION:PATH; a path here with a colon is written ./PATH", BAD_ARGUMENTS)
+    progress = Progress(arguments.source, is_off=arguments.json)
+    with contextlib.closing(progress):
+        if target is not None:
+            session = await find_session(client, target["session"] or LAST)
+            path = await _into(session, arguments.source, target["path"] or ".", arguments.user, progress)
+        else:
+            assert source is not None
+            session = await find_session(client, source["session"] or LAST)
+            path = await _out_of(session, source["path"] or ".", arguments.target, arguments.user, progress)
+    if arguments.json and arguments.target != _PIPE:
+        print_json({"path": path, "bytes": progress.moved})
+    return 0
+
+
+async def _into(session: Session, source: str, target: str, user: str | None, progress: Progress) -> str:
+    if source == _PIPE:
+        await session.files.unpack(pipe(), target, user=user, progress=progress)
+        return target
+    name, is_content = _local_name(source)
+    there = await _remote(session, target, user)
+    if target.endswith("/") or (there is not None and there.is_dir and not is_content):
+        target = f"{target.rstrip('/')}/{name}"
+    await session.files.copy_in(Path(source), target, user=user, progress=progress)
+    return target
+
+
+def _local_name(source: str) -> tuple[str, bool]:
+    """Return the name of a file or directory, and whether the content of the directory is meant. Raises `Stop`."""
+    path = Path(source)
+    if not path.exists():
+        raise Stop(f"there is no {printable_line(source)}", FAULT)
+    return path.resolve().name, path.is_dir() and _means_content(source)
+
+
+def _means_content(path: str) -> bool:
+    return path == "." or path.endswith("/.")
+
+
+async def _out_of(session: Session, source: str, target: str, user: str | None, progress: Progress) -> str:
+    found = await _remote(session, source, user)
+    if found is None:
+        raise Stop(f"there is no {printable_line(source)} in session {session.id}", FAULT)
+    if target == _PIPE:
+        if found.is_dir:
+            async with session.files.archive(source, user=user) as stream:
+                await save(stream, _PIPE, progress)
+        else:
+            async with session.files.open(source, user=user) as stream:
+                await _save_as_tar(stream, found, progress)
+        return _PIPE
+    target = _local_target(target, found, source)
+    await session.files.copy_out(source, target, user=user, progress=progress)
+    return target
+
+
+def _local_target(target: str, found: FileInfo, source: str) -> str:
+    """Return what a copy is called here: a directory that is there gets it, but for the content of a directory."""
+    if target.endswith("/") or (os.path.isdir(target) and not (found.is_dir and _means_content(source))):
+        return os.path.join(target, found.path.rpartition("/")[2])
+    return target
+
+
+async def _remote(session: Session, path: str, user: str | None) -> FileInfo | None:
+    from sandkasten import errors
+
+    try:
+        return await session.files.stat(path, follow=True, user=user)
+    except errors.FileNotFound:
+        return None
+
+
+async def pipe() -> AsyncIterator[bytes]:
+    """Yield what comes on standard input."""
+    from sandkasten.cli.terminal import IN, read_some
+
+    while data := await read_some(IN):
+        yield data
+
+
+async def save(stream: AsyncIterator[bytes], file: str, progress: Progress) -> int:
+    """Write pieces to standard output (`-`), or to a file that takes its name when it is whole; return their bytes.
+
+    Raises:
+        Stop: standard output is a terminal.
+    """
+    from sandkasten.cli.terminal import OUT, write_all
+
+    if file == _PIPE and os.isatty(OUT):
+        raise Stop("standard output is a terminal, and this is an archive: send it to a file", BAD_ARGUMENTS)
+    with contextlib.closing(progress), contextlib.nullcontext(OUT) if file == _PIPE else _part_of(file) as fd:
+        async for data in stream:
+            await write_all(fd, data)
+            progress(progress.moved + len(data), None)
+    return progress.moved
+
+
+@contextlib.contextmanager
+def _part_of(file: str) -> Iterator[int]:
+    """Open a file beside another, whose name it takes at the end of the block."""
+    part = Path(f"{file}.part")
+    try:
+        with part.open("wb") as out:
+            yield out.fileno()
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -> None:
+    """Write a file to standard output as a tar with one member."""
+    member = tarfile.TarInfo(info.name)
+    member.size, member.mode = info.size, int(info.mode, 8) & _MODE_BITS
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield member.tobuf(tarfile.PAX_FORMAT)
+        left = info.size
+        async for data in stream:
+            if len(data) > left:
+                break
+            left -= len(data)
+            yield data
+        if left:
+            raise Stop(f"{printable_line(info.path)} changed while it was read", FAULT)
+        yield bytes(-info.size % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
+
+    await save(pieces(), _PIPE, progress)
+
+
+# port
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    add_session(parser)
+    parser.add_argument("ports", nargs="*", metavar="[LOCAL:]REMOTE", help="without any: list what listens")
+    parser.add_argument("--address", default="127.0.0.1", metavar="HOST", help="where to listen (127.0.0.1)")
+    add_client_options(parser)
+    parser.set_defaults(command=verb(port))
+
+
+async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Forward ports until ^C, or list those on which a session listens."""
+    wanted = [_ports_of(each) for each in arguments.ports]
+    session = await find_session(client, arguments.session)
+    if not wanted:
+        found = await session.ports()
+        if arguments.json:
+            for each in found:
+                print_json(each)
+        else:
+            print_table(("PORT", "ADDRESS"), [(each.port, each.address) for each in found])
+        return 0
+
+    import anyio
+
+    async with anyio.create_task_group() as tasks:
+        for local, remote in wanted:
+            try:
+                listener = await anyio.create_tcp_listener(local_host=arguments.address, local_port=local)
+            except OSError as error:
+                raise Stop(f"can't listen on {arguments.address}:{local}: {error.strerror or error}", FAULT) from None
+            bound = listener.extra(anyio.abc.SocketAttribute.local_port)
+            if arguments.json:
+                print_json({"address": arguments.address, "local": bound, "remote": remote})
+            else:
+                print(f"{arguments.address}:{bound} leads to port {remote} of {session.id}", flush=True)
+            relay = _Forwarding(session, remote)
+            tasks.start_soon(listener.serve, relay.carry)
+    return 0
+
+
+def _ports_of(text: str) -> tuple[int, int]:
+    """Return the local and the remote port; 0 is any free one. Raises `Stop`."""
+    local, colon, remote = text.rpartition(":")
+    try:
+        ports = int(local) if colon else int(remote), int(remote)
+        if not (0 <= ports[0] <= 0xFFFF and 0 < ports[1] <= 0xFFFF):
+            raise ValueError
+    except ValueError:
+        raise Stop(f"{printable_line(text)!r} is no [LOCAL:]REMOTE pair of ports", BAD_ARGUMENTS) from None
+    return ports
+
+
+_PYTHON_RELAY = """\
+import os, socket, sys, threading
+reasons = []
+for host in ("127.0.0.1", "::1"):
+    try:
+        link = socket.create_connection((host, int(sys.argv[1])))
+        break
+    except OSError as error:
+        reasons.append(error.strerror)
+else:
+    sys.exit(reasons[0])
+def up():
+    while data := os.read(0, 65536):
+        link.sendall(data)
+    link.shutdown(socket.SHUT_WR)
+threading.Thread(target=up, daemon=True).start()
+while data := link.recv(65536):
+    while data:
+        data = data[os.write(1, data):]
+"""
+_BASH_RELAY = 'exec 3<>"/dev/tcp/127.0.0.1/$1" || exit; cat >&3 & exec cat <&3'
+_RELAY = """\
+command -v python3 >/dev/null && exec python3 -c "$1" "$3"
+command -v bash >/dev/null && exec bash -c "$2" bash "$3"
+echo "the image has neither python3 nor bash, one of which port needs" >&2
+exit 127
+"""
+
+
+class _Forwarding:
+    """Connections to one port of a session."""
+
+    def __init__(self, session: Session, remote: int) -> None:
+        self._session, self._remote = session, remote
+
+    async def carry(self, stream: SocketStream) -> None:
+        """Carry one connection until both sides have ended, or either is gone."""
+        import anyio
+
+        from sandkasten import errors
+
+        argv = ["sh", "-c", _RELAY, "relay", _PYTHON_RELAY, _BASH_RELAY, str(self._remote)]
+        try:
+            run = await self._session.process(argv, raw=True, merged=False)
+            try:
+                async with stream, anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._up, stream, run)
+                    await self._down(stream, run)
+                    tasks.cancel_scope.cancel()
+            finally:
+                await kill(run)
+        except* errors.SandkastenError as group:
+            for error in group.exceptions:
+                tell(f"port {self._remote}: {error}")
+        except* (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the local side is gone
+
+    async def _up(self, stream: SocketStream, run: Run) -> None:
+        import anyio
+
+        from sandkasten import errors
+
+        with contextlib.suppress(errors.ExecEnded):
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    await run.send(await stream.receive())
+            await run.close_input()
+
+    async def _down(self, stream: SocketStream, run: Run) -> None:
+        async with run:
+            async for piece in run:
+                assert isinstance(piece.data, bytes)
+                if piece.stream == "stdout":
+                    await stream.send(piece.data)
+                else:
+                    said = piece.data.decode("utf-8", "replace").strip()
+                    tell(f"port {self._remote}: {said}")

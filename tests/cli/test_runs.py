@@ -1,0 +1,162 @@
+"""`run`, `exec` and `logs` on pipes: exit statuses, input, output, signals, and what is said of failures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.e2e.daemon import SCRIPT
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "status", "said"),
+    [
+        ((), ("sh", "-c", "echo out; echo err >&2; exit 7"), 7, "err\n"),
+        ((), ("sh", "-c", "kill -TERM $$"), 143, ""),
+        (("--timeout", "1s"), ("sleep", "60"), 124, "sandkasten: out of time after 1 s\n"),
+        ((), ("no-such-program",), 127, None),
+        (("no-such-image",), ("true",), 125, None),
+        (("-m", "0"), ("true",), 2, None),
+        (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
+    ],
+)
+def test_the_exit_status_is_the_command_s_unless_the_fault_is_ours(
+    command: Command, options: tuple[str, ...], words: tuple[str, ...], status: int, said: str | None
+) -> None:
+    """124 out of time, 128 and a signal, 125 a fault of ours or the server's, 2 bad arguments; each session is gone."""
+    done = command.run("run", *options, "--", *words)
+    assert done.returncode == status, done
+    assert said is None or done.stderr == said
+    assert done.stdout == ("out\n" if "echo out" in words[-1] else "")
+    assert [each for each in command.lines("ps") if each["labels"] == {}] == []
+
+
+def test_a_run_needs_no_argument_but_its_command(command: Command) -> None:
+    """The image is the server's, and what the command prints arrives as it is."""
+    assert command.out("run", "--", "python3", "-c", "print(42)") == "42\n"
+    done = command.run("run", "--", "head", "-c", "3", "/dev/zero")
+    assert (done.returncode, done.stdout) == (0, "\0\0\0")
+    assert command.run("run").returncode == 2
+
+
+def test_standard_input_is_passed_on_unless_it_is_not_to_be(command: Command, session: str) -> None:
+    """To the last byte, whatever bytes; an empty one ends at once."""
+    data = bytes(range(256)) * 1000
+    digest = hashlib.sha256(data).hexdigest()
+    assert command.run("run", "--", "sha256sum", stdin=data).stdout == f"{digest}  -\n"
+    assert command.run("exec", session, "--", "sha256sum", stdin=data).stdout == f"{digest}  -\n"
+    assert command.out("exec", session, "--", "wc -c", stdin="four") == "4\n"
+    assert command.out("exec", "-n", session, "--", "wc -c", stdin="four") == "0\n"
+
+
+def test_a_persistent_shell_keeps_its_state(command: Command, session: str) -> None:
+    """One word is a script, of several each is an argument; `--stateless` and a user are beside the shell."""
+    command.out("exec", session, "--", "cd /tmp; export WHO=world")
+    assert command.out("exec", session, "--", "echo $WHO $PWD") == "world /tmp\n"
+    assert command.out("exec", session, "--", "printf", "%s|", "a b", "$WHO") == "a b|$WHO|"
+    assert command.out("exec", "--stateless", session, "--", "echo $WHO $PWD") == "/workspace\n"
+    assert command.out("exec", "-u", "root", "-w", "/", session, "--", "id -u; pwd") == "0\n/\n"
+    assert command.out("exec", "-e", "A=1", "-e", "HOME", session, "--", "echo $A $HOME").startswith("1 /")
+
+
+def test_a_session_is_named_by_a_beginning_a_label_or_as_the_last(command: Command, session: str) -> None:
+    """An ambiguous or unknown name is a sentence."""
+    for name in (session, session[:6], "kind=shared", "-"):
+        assert command.out("exec", name, "--", "echo here") == "here\n"
+    other = command.out("run", "-d", "-l", "kind=shared").strip()
+    done = command.run("exec", "kind=shared", "--", "true")
+    assert (done.returncode, done.stderr.count("\n")) == (125, 1)
+    assert "2 sessions fit" in done.stderr
+    command.out("rm", other)
+    for name, words in (("kind=none", "no live session"), ("ffffffffffff", "no live session"), ("x y", "names no")):
+        assert words in command.run("exec", name, "--", "true").stderr
+
+
+def test_json_is_one_object_with_the_output(command: Command, session: str) -> None:
+    """For scripts: both streams, the status, the cause."""
+    done = command.run("exec", "--json", session, "--", "echo out; echo err >&2; exit 3")
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["exit_code"], result["stdout"], result["stderr"]) == (3, 3, "out\n", "err\n")
+    assert command.json("run", "-d", "--", "true")["id"] != session
+    command.out("rm", "-")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_are_passed_on(command: Command, session: str, number: signal.Signals, status: int) -> None:
+    """The command gets them, and its end is the answer."""
+    script = "trap 'echo got it; exit 9' USR1; echo ready; while :; do sleep 0.1; done"
+    with command.started("exec", session, "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait() == status
+    with command.started("exec", session, "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == b"got it\n"
+        assert process.wait() == 9
+
+
+def test_a_command_that_takes_no_notice_is_given_up_and_killed(command: Command, session: str) -> None:
+    """The third interrupt ends the wait, and the run."""
+    script = "trap '' INT TERM; echo ready; while :; do sleep 0.1; done"
+    with command.started("exec", session, "--stateless", "--", script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(Exception, match="timed out"):
+                process.wait(0.3)
+        assert process.wait() == 143
+
+
+def test_a_reader_that_leaves_ends_the_command(command: Command, session: str) -> None:
+    """As SIGPIPE does in a shell: status 141, and no endless `yes` is left."""
+    with command.started("exec", session, "--", "yes") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(6) == b"y\ny\ny\n"
+        process.stdout.close()
+        assert process.wait() == 141
+    assert command.json("info", session)["runs"] == []
+
+
+def test_what_is_closed_is_no_connection(command: Command, session: str) -> None:
+    """Without standard input, output or error the command runs all the same, and its output goes nowhere."""
+    script = f"'{SCRIPT}' exec {session} -- 'cat; echo out; echo err >&2; exit 3' <&- >&- 2>&-; echo $?"
+    done = subprocess.run(["bash", "-c", script], env=command.environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+    done = subprocess.run(
+        ["bash", "-c", f"'{SCRIPT}' ps >&-; echo $?"],
+        env=command.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
+    """Each line behind its run; one run alone as it is; with -f until the session ends, new runs included."""
+    session = command.out("run", "-d", "--", "sh", "-c", "echo one; echo two").strip()
+    run = command.out("exec", "-d", session, "--", "printf 'a\\001b\\nlast'").strip()
+    lines = command.out("logs", session).splitlines()
+    assert [line.split(" | ")[1] for line in lines] == ["one", "two", "a\x01b", "last"]
+    assert {line.split(" | ")[0] for line in lines if "last" in line} == {run[:12]}
+    assert command.out("logs", session, run[:-3]) == "a\x01b\nlast"
+    assert [each["line"] for each in command.lines("logs", session, run)] == ["a\x01b", "last"]
+    with command.started("logs", "-f", session) as process:
+        assert process.stdout is not None
+        while b"last" not in process.stdout.readline():
+            pass
+        command.out("exec", session, "--", "echo new")
+        assert process.stdout.readline().endswith(b" | new\n")
+        command.out("rm", session)
+        assert process.wait() == 0

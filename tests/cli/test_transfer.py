@@ -1,0 +1,163 @@
+"""`cp` and `port`: files and directories both ways, archives on pipes, and connections to a session's ports."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import socket
+import struct
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.waiting import patience
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_file_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
+    """Content and permission bits; a directory that is there gets the file, and another name is its new one."""
+    source = tmp_path / "tool"
+    source.write_bytes(bytes(range(256)) * 9)
+    source.chmod(0o755)
+    command.out("cp", source, f"{session}:/tmp")
+    command.out("cp", source, f"{session}:new/name")
+    assert command.out("exec", session, "--", "stat -c '%n %a %s' /tmp/tool new/name") == (
+        "/tmp/tool 755 2304\nnew/name 755 2304\n"
+    )
+    command.out("cp", ":/tmp/tool", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+    assert (tmp_path / "back").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "into").mkdir()
+    command.out("cp", "kind=shared:new/name", tmp_path / "into")
+    assert (tmp_path / "into/name").read_bytes() == source.read_bytes()
+
+
+def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
+    """Into a directory that is there, under a new name, or what is in the directory."""
+    (tmp_path / "src/sub").mkdir(parents=True)
+    (tmp_path / "src/sub/a").write_text("a")
+    (tmp_path / "src/link").symlink_to("sub/a")
+    for target in (".", "copy", "copy"):
+        command.out("cp", tmp_path / "src", f"{session}:{target}")
+    command.out("cp", f"{tmp_path}/src/.", f"{session}:flat")
+    found = command.out("exec", session, "--", "find src copy flat -type f -o -type l").split()
+    assert sorted(found) == sorted(
+        [f"{top}/{name}" for top in ("copy", "copy/src", "flat", "src") for name in ("link", "sub/a")]
+    )
+    command.out("cp", f"{session}:src", tmp_path / "out")
+    command.out("cp", f"{session}:src/.", tmp_path / "out")
+    assert (tmp_path / "out/sub/a").read_text() == "a"
+    assert os.readlink(tmp_path / "out/link") == "sub/a"
+    assert not (tmp_path / "out/src").exists()
+    assert command.json("cp", f"{session}:src", f"{tmp_path}/out")["path"] == f"{tmp_path}/out/src"
+
+
+def test_a_tar_goes_in_and_out_on_pipes(command: Command, session: str) -> None:
+    """A directory's, and that of a single file; a terminal gets none."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        member = tarfile.TarInfo("deep/file")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"hello"))
+    assert command.run("cp", "-", f"{session}:/tmp/x", stdin=archive.getvalue()).returncode == 0
+    for path, name in (("/tmp/x", "deep/file"), ("/tmp/x/deep/file", "file")):
+        with command.started("cp", f"{session}:{path}", "-") as process:
+            assert process.stdout is not None
+            with tarfile.open(fileobj=io.BytesIO(process.stdout.read())) as tar:
+                content = tar.extractfile(name)
+                assert content is not None
+                assert content.read() == b"hello"
+            assert process.wait() == 0
+    with command.terminal("cp", f"{session}:/tmp/x", "-") as terminal:
+        assert terminal.wait() == 2
+        assert b"standard output is a terminal" in terminal.seen
+
+
+def test_progress_is_told_on_a_terminal(command: Command, session: str, tmp_path: Path) -> None:
+    """In one line that is drawn anew; not with --json."""
+    (tmp_path / "big").write_bytes(bytes(20 * 2**20))
+    with command.terminal("cp", str(tmp_path / "big"), f"{session}:/tmp/big") as terminal:
+        assert terminal.wait() == 0
+        assert b"100 %  20.0 MiB of 20.0 MiB" in terminal.seen
+    with command.terminal("cp", "--json", f"{session}:/tmp/big", str(tmp_path / "back")) as terminal:
+        assert terminal.wait() == 0
+        assert terminal.seen.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "status", "words"),
+    [
+        ("a", "b", 2, "must be SESSION:PATH"),
+        (":a", ":b", 2, "must be SESSION:PATH"),
+        ("nowhere", ":b", 125, "there is no nowhere"),
+        (":nowhere", "b", 125, "there is no nowhere in session"),
+        (":/etc/passwd", "/proc/x", 125, "/proc"),
+    ],
+)
+def test_a_copy_that_can_t_be_is_a_sentence(
+    command: Command, session: str, source: str, target: str, status: int, words: str
+) -> None:
+    """Bad arguments are told from what is not there."""
+    command.out("info", session)
+    done = command.run("cp", source, target)
+    assert (done.returncode, done.stderr.count("\n"), words in done.stderr) == (status, 1, True), done
+
+
+SERVER = (
+    "import socket\n"
+    "server = socket.create_server(('127.0.0.1', 8000))\n"
+    "while True:\n"
+    "    link, _ = server.accept()\n"
+    "    data = b''.join(iter(lambda: link.recv(65536), b''))\n"
+    "    link.sendall(data[::-1]); link.close()\n"
+)
+"""Returns what comes, backwards, once the client has ended its side."""
+
+
+def test_a_port_is_forwarded(command: Command, session: str) -> None:
+    """Bytes both ways, each side's end, several connections, one of them reset; and listed when something listens."""
+    command.out("exec", "-d", session, "--", "python3", "-c", SERVER)
+    _wait_listening(command, session)
+    assert command.out("port", session).splitlines()[1].split() == ["8000", "127.0.0.1"]
+    with command.started("port", session, "0:8000", "0:9") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        ports = [int(re.findall(rb":(\d+) leads", process.stdout.readline())[0]) for _ in range(2)]
+        data = bytes(range(256)) * 1000
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20)) as link:
+                link.sendall(data)
+                link.shutdown(socket.SHUT_WR)
+                assert b"".join(iter(lambda: link.recv(65536), b"")) == data[::-1]
+        with socket.create_connection(("127.0.0.1", ports[1]), timeout=patience(20)) as link:
+            assert link.recv(1) == b""
+        assert b"port 9: Connection refused" in process.stderr.readline()
+        with socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20)) as link:
+            link.sendall(data)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to be closed with RST
+        hanging = socket.create_connection(("127.0.0.1", ports[0]), timeout=patience(20))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+        hanging.close()
+    assert len(command.json("info", session)["runs"]) == 1
+
+
+def _wait_listening(command: Command, session: str) -> None:
+    for _ in range(100):
+        if command.lines("port", session):
+            return
+    raise AssertionError("nothing listens")
+
+
+def test_ports_that_are_none_are_refused(command: Command, session: str) -> None:
+    """Before anything listens; a port that is taken here is a sentence, too."""
+    for ports in ("x", "0", "70000", "1:2:3", ":5"):
+        assert command.run("port", session, ports).returncode == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = command.run("port", session, f"{taken.getsockname()[1]}:80")
+    assert (done.returncode, done.stderr.count("\n")) == (125, 1)

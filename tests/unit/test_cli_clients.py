@@ -1,0 +1,293 @@
+"""Parts of the client verbs that need no server: contexts, the local installation, tables, keys, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandkasten.cli import output
+from sandkasten.cli.main import VERBS, main
+from sandkasten.cli.terminal import Keys, Modes
+from sandkasten.contexts import choose_server, contexts_path, own_directory
+from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine's own configuration or of the person's is seen."""
+    for name in [name for name in os.environ if name.startswith(("SANDKASTEN_", "XDG_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+# Contexts and the local installation
+
+
+def test_the_first_that_is_given_is_the_server(tmp_path: Path) -> None:
+    """Arguments, a URL, a context or a configuration in the environment, the chosen context, this machine. A key in the
+    environment goes to no server of a context."""
+    _write({"a": {"url": "http://a"}, "b": {"url": "http://b"}}, current="a")
+    (tmp_path / "data").mkdir()
+    tell_listening(tmp_path / "data", ["http://0.0.0.0:1", "unix:/x"])
+    here = {"HOME": str(tmp_path)}
+    local = here | {"SANDKASTEN_DATA_DIR": str(tmp_path / "data")}
+    url = {"SANDKASTEN_URL": "http://u"}
+    named = {"SANDKASTEN_CONTEXT": "b"}
+    assert choose_server(here).url == "http://a"
+    assert choose_server(local).url == "http://127.0.0.1:1"
+    assert choose_server(local | named).url == "http://b"
+    assert choose_server(local | named | url).url == "http://u"
+    assert choose_server(local | url, context="a").url == "http://a"
+    assert choose_server(url | named, data_dir=tmp_path / "data").url == "http://127.0.0.1:1"
+    assert choose_server(named | {"SANDKASTEN_API_KEY": "of another"}).api_key is None
+    assert choose_server(local, context="local").url == "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match="no context 'c'"):
+        choose_server(here, context="c")
+
+
+@pytest.mark.parametrize(
+    ("environ", "path"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.config/sandkasten"),
+        ({"HOME": "/home/a", "XDG_CONFIG_HOME": "/etc/a"}, "/etc/a/sandkasten"),
+        ({"HOME": "/home/a", "XDG_CONFIG_HOME": "relative"}, "/home/a/.config/sandkasten"),
+        ({"HOME": "relative"}, "/nonexistent/.config/sandkasten"),
+    ],
+)
+def test_own_files_are_below_the_home_or_nowhere(environ: dict[str, str], path: str) -> None:
+    """A relative path counts for nothing: no file of ours is made wherever somebody happens to be."""
+    assert str(own_directory(environ, "XDG_CONFIG_HOME", ".config")) == path
+
+
+def _write(contexts: object, *, current: str | None = None) -> Path:
+    path = contexts_path(os.environ)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"current": current, "contexts": contexts}))
+    path.chmod(0o600)
+    return path
+
+
+def test_the_commands_of_contexts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is chosen, names are checked, and no key is shown."""
+    for arguments, key in ((("lab", "http://lab:8080"), "secret\n"), (("lan", "unix:/run/x"), "")):
+        monkeypatch.setattr("sys.stdin", _Input(key))
+        assert main(["context", "add", *arguments]) == 0
+    assert main(["context", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    assert [line.split() for line in shown.splitlines()[3:]] == [
+        ["*", "lab", "http://lab:8080", "in", "the", "file"],
+        ["-", "lan", "unix:/run/x", "-"],
+        ["-", "local", "the", "installation", "of", "this", "machine", "-"],
+    ]
+    tried: tuple[tuple[tuple[str, ...], int], ...] = (
+        (("use", "lan"), 0),
+        (("rm", "lan"), 0),
+        (("use", "lan"), 125),
+        (("rm", "local"), 125),
+        (("add", "local", "http://x"), 2),
+        (("add", "x/y", "http://x"), 2),
+        (("add", "x", "x:80"), 2),
+        (("use", "local"), 0),
+    )
+    for words, status in tried:
+        assert main(["context", *words]) == status, words
+    assert main(["context", "list", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(each["name"], each["current"]) for each in lines] == [("lab", False), ("local", True)]
+
+
+class _Input:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def isatty(self) -> bool:
+        return False
+
+    def readline(self) -> str:
+        return self._text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"contexts": []}', '{"contexts": {"a": 1}, "current": null}', '{"contexts": {}}', "\xff"]
+)
+def test_a_damaged_file_is_refused(text: str) -> None:
+    """In a sentence that names the file."""
+    path = _write({})
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"contexts\.json is damaged"):
+        choose_server(os.environ)
+
+
+def test_a_file_that_others_may_use_is_refused() -> None:
+    """The file has keys, and commands that are run."""
+    path = _write({"a": {"url": "http://a"}}, current="a")
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            choose_server(os.environ)
+    if os.geteuid() == 0:
+        path.chmod(0o600)
+        os.chown(path, 1000, -1)
+        with pytest.raises(ConfigError, match="belongs to user 1000"):
+            choose_server(os.environ)
+
+
+def test_the_daemon_tells_where_it_listens(tmp_path: Path) -> None:
+    """For its user alone, whatever was there before; the key is the environment's, the configuration's, the file's."""
+    with pytest.raises(ConfigError, match="no server runs here"):
+        find_local(None, tmp_path, {})
+    (tmp_path / "listening.new").symlink_to("/etc/passwd")
+    tell_listening(tmp_path, ["http://[::]:8080"])
+    assert (tmp_path / LISTENING_NAME).stat().st_mode & 0o777 == 0o600
+    (tmp_path / "api-key").write_text("of the file\n")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"data_dir: {tmp_path}\napi_key: of the configuration\nlisten: ignored\n")
+    assert find_local(None, tmp_path, {}).api_key == "of the file"
+    found = find_local(config, None, {})
+    assert (found.url, found.api_key) == ("http://[::1]:8080", "of the configuration")
+    assert find_local(config, None, {"SANDKASTEN_API_KEY": "given"}).api_key == "given"
+    config.chmod(0o666)
+    with pytest.raises(ConfigError, match="other users may write"):
+        find_local(config, None, {})
+    for text in ("", "[]", '{"addresses": []}', '{"addresses": 1}'):
+        (tmp_path / LISTENING_NAME).write_text(text)
+        with pytest.raises(ConfigError, match="damaged"):
+            find_local(None, tmp_path, {})
+    (tmp_path / LISTENING_NAME).unlink()
+    os.mkfifo(tmp_path / LISTENING_NAME)
+    with pytest.raises(ConfigError, match="damaged"):
+        find_local(None, tmp_path, {})
+    forget_listening(tmp_path)
+    forget_listening(tmp_path)
+
+
+# Tables and figures
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (1e18, "909495 TiB")],
+)
+def test_sizes_are_for_people(size: float | None, shown: str) -> None:
+    """In the unit that leaves a few digits."""
+    assert output.size_text(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(-5, "0s"), (59.9, "59s"), (61, "1m 1s"), (3600, "1h"), (90_000, "1d 1h"), (86_405, "1d")]
+)
+def test_spans_are_for_people(seconds: float, shown: str) -> None:
+    """In their largest units; a clock that went backwards is no time at all."""
+    assert output.span_text(seconds) == shown
+
+
+@given(st.lists(st.tuples(st.text(), st.text()), max_size=5))
+def test_a_table_has_a_line_for_each_row_and_obeys_no_cell(rows: Sequence[tuple[str, str]]) -> None:
+    """Text of any kind may be in the cells."""
+    lines = output.table(("A", "B"), rows)
+    assert len(lines) == len(rows) + 1
+    assert all(line.isprintable() for line in lines)
+
+
+def test_columns_stand_below_each_other() -> None:
+    """Also of wide and of combining characters."""
+    assert output.table(("A", "B"), [("漢字", "x"), ("e\u0301", "y"), ("", "z")]) == [
+        "A     B",
+        "漢字  x",
+        "e\u0301     y",
+        "-     z",
+    ]
+
+
+# The terminal
+
+
+@given(st.lists(st.binary(max_size=6)))
+def test_keys_come_through_whole_but_for_the_two_that_detach(pieces: Sequence[bytes]) -> None:
+    """Readings may be cut anywhere."""
+    keys, sent, typed = Keys(), b"", b"".join(pieces)
+    for piece in pieces:
+        more, is_over = keys.feed(piece)
+        sent += more
+        if is_over:
+            break
+    assert sent + keys.flush() == typed.partition(b"\x10\x11")[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "undone"),
+    [
+        (b"plain \x1b[31mred", b""),
+        (b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"),
+        (b"\x1b[?1049h vim \x1b[?1049l", b""),
+        (b"\x1b[?25l\x1b[?25h\x1b[?7h\x1b[?12l", b""),
+        (b"\x1b[?1000;1006h\x1b[?1006l\x1b[?2004h", b"\x1b[?1000l\x1b[?2004l"),
+        (b"\x1b[?;h\x1b[?999999999999h\x1b[?h\x1b[?" + b"1" * 100 + b"h", b""),
+    ],
+)
+def test_modes_that_are_left_on_are_switched_off(written: bytes, undone: bytes) -> None:
+    """Wherever the output is cut."""
+    for at in range(len(written)):
+        modes = Modes()
+        modes.feed(written[:at])
+        modes.feed(written[at:])
+        assert modes.undo() == b"\x1b\\\x1b[0m" + undone
+        assert modes.undo() == b"\x1b\\\x1b[0m"
+
+
+# The command as a whole
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_that_loads_nothing_heavy(verb: str) -> None:
+    """A page at once, without the SDK or a package of the server."""
+    code = (
+        "import sys, contextlib\nfrom sandkasten.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main([{verb!r}, '--help'])\n"
+        "print(sorted({'trio', 'attrs', 'yaml', 'asyncio', 'anyio', 'sandkasten.sdk.client'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith(f"usage: sandkasten {verb}")
+    assert last == "[]"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_one_of_its_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shell itself finds no fault with it, where it is installed."""
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert {verb for verb in VERBS if verb not in script} == set()
+    if (program := shutil.which(shell)) is not None:
+        checked = subprocess.run([program, "-n"], input=script, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_words_behind_the_double_dash_are_the_command_s() -> None:
+    """None of them is an option of ours, and a second double dash is one of them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sandkasten", "run", "--context", "none", "--", "--help", "--", "-x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (125, "")
+    assert done.stderr.startswith("sandkasten: there is no context 'none'")
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    """The status is that of SIGPIPE."""
+    command = f"{sys.executable} -m sandkasten completion fish | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) in (("141\n", ""), ("0\n", ""))
