@@ -1,6 +1,7 @@
 # From a bare Debian or Ubuntu with Python 3.11 or newer: `make run` serves, `make test` proves. See README.md.
 
 VENV   := .venv
+AGENTS := .venv-agents
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
@@ -34,7 +35,7 @@ help:
 	@echo 'make lint               types, lint, format, layers, prose'
 	@echo 'make docs               the documentation as web pages, in build/site; a broken link or anchor is an error'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
-	@echo 'make clean              remove .venv and caches; data stays'
+	@echo 'make clean              remove .venv, .venv-agents and caches; data stays'
 
 install: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA)
@@ -46,7 +47,8 @@ run: as-root $(VENV)/.installed
 quick: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
 
-test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev
+test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
+		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed)
 	@$(PYTHON) -m compileall -q sandkasten nsinit runner tests bench
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
 		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(or $(ARGS),--ignore=tests/vm)
@@ -83,9 +85,13 @@ lock:
 			--extra server --extra mcp $${extra:+--extra $$extra} --output-file requirements$${extra:+-$$extra}.lock \
 			pyproject.toml || exit 1; \
 	done
+	@$(PYTHON) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-header \
+		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --build-deps-for=editable \
+		--extra agents --extra langchain --extra inspect --extra anthropic \
+		--output-file requirements-agents.txt pyproject.toml
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(AGENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path './.sandkasten/*' -prune -exec rm -rf {} +
 
 as-root:
@@ -106,6 +112,13 @@ $(VENV)/.installed-fuzz: requirements-fuzz.txt $(VENV)/.installed-dev
 		$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r requirements-fuzz.txt \
 		|| echo 'atheris has no wheel for this machine'
 	@touch $@
+
+# Agent frameworks, whose versions are theirs, for tests/adapters alone, which skips where they can't be had.
+$(AGENTS)/.installed: VENV := $(AGENTS)
+$(AGENTS)/.installed: PYTHON := $(AGENTS)/bin/python
+$(AGENTS)/.installed: requirements-agents.txt pyproject.toml
+	@( $(call environment) ) && ( $(call packages,requirements-agents.txt) ) && touch $@ \
+		|| echo 'tests/adapters skips: the agent frameworks can not be installed'
 
 # An environment whose interpreter works is kept. Debian ships Python without ensurepip: as root that is mended.
 define environment

@@ -22,6 +22,7 @@ log = logging.getLogger("sandkasten.sdk")
 CANCEL_S = 2.0
 """Time that is given to the cancellation of a run whose caller has given up."""
 SEND_BYTES = 256 * 1024
+_PART_BYTES = 4 * 1024 * 1024
 _WAIT_MS = 60_000
 
 
@@ -193,6 +194,22 @@ class Run:
         answer = await self._endpoint.transport.send(request)
         numbers = {name: int(answer.headers[f"x-{name.replace('_', '-')}"]) for name in _OFFSETS}
         return OutputPart(answer.body, **numbers, is_final=answer.headers["x-is-final"] == "true")
+
+    async def kept_output(self, stream: StreamName | None = None, *, max_bytes: int | None = None) -> bytes:
+        """Return all kept output of the run, or its first `max_bytes`; never waits. See `output`.
+
+        The output of a result is cut at the server's limit (`truncated`); what is kept has more of it.
+        """
+        found = bytearray()
+        offset = 0
+        while max_bytes is None or len(found) < max_bytes:
+            limit = _PART_BYTES if max_bytes is None else min(_PART_BYTES, max_bytes - len(found))
+            part = await self.output(offset=offset, limit=limit, stream=stream)
+            found += part.data
+            offset = part.next_offset
+            if part.is_final or not part.data:
+                break
+        return bytes(found)
 
     async def send(self, data: str | bytes) -> None:
         """Send input to the run, which was started with `stdin=True`, or is a process; returns once the run took it.

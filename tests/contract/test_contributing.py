@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md are lines of the code they are said to be from."""
+"""The worked examples of CONTRIBUTING.md and docs/agents.md are lines of the code they are said to be from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = re.findall(
-    r"<!-- from (\S+) -->\n\s*```python\n(.*?)\n\s*```\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
-)
+PAGES = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "docs/agents.md"))
+EXAMPLES = re.findall(r"<!-- from (\S+) -->\n\s*```python\n(.*?)\n\s*```\n", PAGES, re.DOTALL)
 
 
 def lines_of(text: str) -> str:
@@ -23,6 +22,12 @@ def lines_of(text: str) -> str:
 def test_an_example_is_what_the_code_says(path: str, example: str) -> None:
     """Lines of an example are lines of the file that the page names."""
     assert lines_of(example) in lines_of((ROOT / path).read_text())
+
+
+def test_every_example_for_a_framework_is_on_the_page() -> None:
+    """docs/agents.md shows each file of docs/examples."""
+    files = {f"docs/examples/{path.name}" for path in (ROOT / "docs/examples").glob("*.py")}
+    assert {path for path, _ in EXAMPLES if path.startswith("docs/")} == files
 
 
 def test_every_kind_of_change_has_an_example() -> None:

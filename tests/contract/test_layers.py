@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("store", "journal", "counters", "supervisor"),
         Layer("config", "log"),
         Layer("model", "crash", "logcontext"),
+        Layer("adapters"),
         Layer("client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
         Layer("contexts"),
@@ -220,6 +221,18 @@ def test_the_clients_import_errors_and_contexts_and_nothing_else_of_ours() -> No
     }
     below = imports("sandkasten.errors") | imports("sandkasten.installation")
     assert {name for _, name in below if top(name) not in sys.stdlib_module_names} == {"yaml"}
+
+
+def test_the_adapters_import_the_clients_and_nobody_imports_the_adapters() -> None:
+    """Each is over the clients alone, knows no other, and loads its framework for the one that imports it."""
+    package = "sandkasten.adapters"
+    edges = {edge for edge in imports(package) if top(edge[1]) in ("sandkasten", "nsinit", "runner")}
+    clients = ("sandkasten.sdk", "sandkasten.sync", "sandkasten.errors")
+    assert edges
+    assert {edge for edge in edges if not edge[1].startswith(clients) and edge[1] != "sandkasten"} == set()
+    adapters = {module for module in graph().modules if module.startswith(package)}
+    importers = {each for adapter in adapters for each in graph().find_modules_that_directly_import(adapter)}
+    assert importers - adapters == set()
 
 
 def test_one_file_of_the_clients_knows_their_http_library() -> None:

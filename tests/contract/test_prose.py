@@ -24,7 +24,9 @@ _BARE = re.compile(
 )
 """A verb or a conjunction, and then a pronoun: no noun stands before."""
 _FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.py)`")
-_SKIPPED = {".git", ".venv", ".sandkasten", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+_SKIPPED = {".git", ".venv", ".venv-agents", ".sandkasten", "__pycache__"} | {
+    f".{name}" for name in ("mypy_cache", "ruff_cache", "pytest_cache", "hypothesis")
+}
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:

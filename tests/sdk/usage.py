@@ -121,6 +121,10 @@ async def runs(client: SandboxClient) -> None:
         again = box.run(run.id)
         assert "".join([str(each.data) async for each in again]) == "begun\nended\n"
         assert (await run.output(offset=6)).text == "ended\n"
+        assert await run.kept_output() == await run.kept_output("stdout", max_bytes=100) == b"begun\nended\n"
+        assert await run.kept_output(max_bytes=7) == b"begun\ne"
+        much = await box.exec_bytes("head -c 9000000 /dev/zero; echo err >&2", stateless=True)
+        assert (much.truncated, len(await box.run(much.exec_id).kept_output("stdout"))) == (True, 9_000_000)
         assert [str(each.data) async for each in run] == ["ended\n"]  # behind what this object has read
         assert run.id in [each.exec_id for each in await box.runs(kind="command")]
         async with box.start("echo begun; exec cat", tty=(80, 24), stateless=True) as run:
