@@ -45,7 +45,7 @@ from runner.wire.protocol import (
     Setup,
     encode_frame,
 )
-from tests.waiting import patience
+from tests.waiting import patience, slowness
 
 PATIENCE_S = 20.0
 MAX_PROCESSES = 100
@@ -252,7 +252,10 @@ class Sandbox:
 
 @contextlib.contextmanager
 def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
-    """Start a runner as PID 1 of a new pid and mount namespace; kill it and all below it at the end."""
+    """Start a runner as PID 1 of a new pid and mount namespace; kill it and all below it at the end. On a slow machine
+    a shell has more time before it is replaced."""
+    defaults, slow = RunnerConfig(), slowness()
+    overrides = {name: getattr(defaults, name) * slow for name in _GRACES} | overrides
     with tempfile.TemporaryDirectory() as directory:
         socket_path = f"{directory}/r.sock"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -281,6 +284,9 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(keeper, 0)
+
+
+_GRACES = "interrupt_grace_s", "terminate_grace_s", "kill_grace_s"
 
 
 def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
