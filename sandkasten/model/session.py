@@ -15,6 +15,8 @@ from typing import Any
 
 import attrs
 
+from nsinit.wire.protocol import MAX_STOP_GRACE_MS
+
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
 
@@ -71,8 +73,8 @@ FIXED_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 """Lowest and highest value of the limits that are fixed when a session is made."""
 
 
-STOP_GRACE_BOUNDS_MS = (0, 10_000)
-"""Bounds of the time that the processes of a session have to end by themselves. nsinit grants no more."""
+STOP_GRACE_BOUNDS_MS = (0, MAX_STOP_GRACE_MS)
+"""Bounds of the time that the processes of a session have to end by themselves."""
 
 
 @attrs.frozen

@@ -162,7 +162,7 @@ def _has_answer(connection: socket.socket) -> bool:
 def test_a_connection_goes_on_after_a_small_body_was_refused(
     daemon: Daemon, client: httpx.Client, session: str, place: str
 ) -> None:
-    """A body that was read whole before the refusal leaves the connection as it was; else the answer says that it ends."""
+    """A body that was read whole before the refusal leaves the connection as it was; else the answer says `close`."""
     run(client, session, "printf old > f")
     with Wire(daemon) as wire:
         wire.send_head("PUT", f"{place}/file?path=f", 'If-Match: "other"', "Content-Length: 3")
