@@ -50,6 +50,8 @@ from sandkasten.sync import SandboxClient, Session
 
 MAX_MATCHES = 10_000
 """Matches of one search: the server's limit."""
+CANCEL_S = 5.0
+"""Time that the end of a command may take whose caller was cancelled."""
 EMPTY_FILE = "System reminder: File exists but has empty contents"
 """Content of an empty file, in the words of the base class."""
 _COUNTED_BYTES = 1024 * 1024
@@ -137,8 +139,10 @@ class SandkastenSandbox(BaseSandbox):
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.to_thread(self._give_up, exec_id)
-            await asyncio.wait([work])  # the answer comes with the run's end, and the thread with it
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks for either
+            giving_up = asyncio.ensure_future(asyncio.to_thread(self._give_up, exec_id))
+            # The answer comes with the run's end, and the thread with it; a server that is gone is not waited for.
+            await asyncio.wait([giving_up, work], timeout=CANCEL_S)
             raise
 
     def _execute(self, command: str, timeout: int | None, exec_id: str) -> ExecuteResponse:
