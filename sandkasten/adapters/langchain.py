@@ -380,7 +380,7 @@ def _page(path: str, pieces: Iterator[bytes], size: int, offset: int, limit: int
         return ReadResult(file_data=FileData(content=content, encoding="base64"))
     if limit == 0:
         return ReadResult(file_data=FileData(content="", encoding="utf-8"), no_lines_requested=True)
-    lines = _Lines(io.TextIOWrapper(buffered, encoding="utf-8", errors="replace", newline=None))
+    lines = _PageLines(io.TextIOWrapper(buffered, encoding="utf-8", errors="replace", newline=None))
     while lines.number < offset and lines.next() is not None:
         pass
     shown: list[str] = []
@@ -408,7 +408,7 @@ def _page(path: str, pieces: Iterator[bytes], size: int, offset: int, limit: int
     )
 
 
-class _Lines:
+class _PageLines:
     """Lines of a text without their ends; of one that is too long for a page, the rest is skipped."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
