@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from sandkasten import errors
 from sandkasten.sdk import Session
+from sandkasten.sdk.waiting import Lock
 
 MAX_CHARS = 30_000
 """Longest answer, in characters: half from its head and half from its tail."""
@@ -34,6 +35,7 @@ class Bash:
     def __init__(self, session: Session, *, timeout_ms: int = TIMEOUT_MS, shell: str = SHELL) -> None:
         """Run commands in a session, each for `timeout_ms` at most, in the shell of that name."""
         self._session, self._timeout_ms, self._shell = session, timeout_ms, shell
+        self._opening = Lock()
 
     async def __call__(self, input: Input) -> str:
         """Run the command of a tool use, or begin a fresh shell; a caller that is cancelled ends the command.
@@ -41,18 +43,19 @@ class Bash:
         Raises:
             ToolFailed: there is no command, or it could not be run. A command that failed is an answer.
         """
-        if input.get("restart"):
-            await self._restart()
-            return "tool has been restarted."
         command = input.get("command")
-        if not isinstance(command, str) or not command:
+        is_restart = bool(input.get("restart"))
+        if not is_restart and (not isinstance(command, str) or not command):
             raise ToolFailed("bash needs a `command`, or `restart`")
         try:
+            if is_restart:
+                await self._restart()
+                return "tool has been restarted."
             try:
-                result = await self._exec(command)
+                result = await self._exec(str(command))
             except errors.ShellNotFound:
-                await self._session.shell(self._shell)
-                result = await self._exec(command)
+                await self._open()
+                result = await self._exec(str(command))
         except errors.ClientError as error:
             raise ToolFailed(str(error)) from error
         notes = []
@@ -68,12 +71,19 @@ class Bash:
     async def _exec(self, command: str) -> Any:  # ExecResult
         return await self._session.exec(command, shell=self._shell, timeout_ms=self._timeout_ms, on_timeout="result")
 
+    async def _open(self) -> None:
+        async with self._opening:  # the name is taken before the shell is there
+            try:
+                await self._session.shell(self._shell)
+            except errors.Conflict:
+                pass  # another call has opened it
+
     async def _restart(self) -> None:
         try:
             await self._session.close_shell(self._shell)  # ends what runs in it
         except errors.ShellNotFound:
             pass
-        await self._session.shell(self._shell)
+        await self._open()
 
 
 class TextEditor:

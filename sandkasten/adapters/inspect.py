@@ -6,6 +6,7 @@ Each sample gets a session of its own, ended by the sample's clean-up. The serve
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Iterator
@@ -218,8 +219,12 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
         if not result.truncated:
             return result.stdout, result.stderr
         run = self.session.run(result.exec_id)
-        stdout = await run.kept_output("stdout", max_bytes=limit + 1)
-        return stdout, await run.kept_output("stderr", max_bytes=limit + 1)
+        try:
+            stdout = await run.kept_output("stdout", max_bytes=limit + 1)
+            return stdout, await run.kept_output("stderr", max_bytes=limit + 1)
+        except (errors.ExecGone, errors.ExecNotFound) as error:  # more than the server keeps
+            text = result.stdout.decode("utf-8", "replace")
+            raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, text) from error
 
     async def _with_input(
         self, cmd: list[str], data: bytes, limit: int, options: dict[str, Any]
@@ -299,7 +304,7 @@ def _unavailable() -> Iterator[None]:
     """Tell failures of the sandbox itself from those of the command."""
     try:
         yield
-    except TimeoutError:
+    except (TimeoutError, errors.DiskFull):
         raise
     except _GONE as error:
         raise SandboxUnavailableError(str(error)) from error
@@ -314,5 +319,7 @@ def _file_errors() -> Iterator[None]:
         raise FileNotFoundError(str(error)) from error
     except errors.IsADirectory as error:
         raise IsADirectoryError(str(error)) from error
+    except errors.DiskFull as error:
+        raise OSError(errno.ENOSPC, str(error)) from error
     except (errors.PermissionDenied, errors.PathOutside, errors.NotAFile) as error:
         raise PermissionError(str(error)) from error

@@ -50,6 +50,8 @@ from sandkasten.sync import SandboxClient, Session
 
 MAX_MATCHES = 10_000
 """Matches of one search: the server's limit."""
+CANCEL_S = 5.0
+"""Time that the end of a command may take whose caller was cancelled."""
 EMPTY_FILE = "System reminder: File exists but has empty contents"
 """Content of an empty file, in the words of the base class."""
 _COUNTED_BYTES = 1024 * 1024
@@ -137,8 +139,10 @@ class SandkastenSandbox(BaseSandbox):
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.to_thread(self._give_up, exec_id)
-            await asyncio.wait([work])  # the answer comes with the run's end, and the thread with it
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks for either
+            giving_up = asyncio.ensure_future(asyncio.to_thread(self._give_up, exec_id))
+            # The answer comes with the run's end, and the thread with it; a server that is gone is not waited for.
+            await asyncio.wait([giving_up, work], timeout=CANCEL_S)
             raise
 
     def _execute(self, command: str, timeout: int | None, exec_id: str) -> ExecuteResponse:
@@ -376,7 +380,7 @@ def _page(path: str, pieces: Iterator[bytes], size: int, offset: int, limit: int
         return ReadResult(file_data=FileData(content=content, encoding="base64"))
     if limit == 0:
         return ReadResult(file_data=FileData(content="", encoding="utf-8"), no_lines_requested=True)
-    lines = _LinesOfFile(io.TextIOWrapper(buffered, encoding="utf-8", errors="replace", newline=None))
+    lines = _PageLines(io.TextIOWrapper(buffered, encoding="utf-8", errors="replace", newline=None))
     while lines.number < offset and lines.next() is not None:
         pass
     shown: list[str] = []
@@ -404,7 +408,7 @@ def _page(path: str, pieces: Iterator[bytes], size: int, offset: int, limit: int
     )
 
 
-class _LinesOfFile:
+class _PageLines:
     """Lines of a text without their ends; of one that is too long for a page, the rest is skipped."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:

@@ -154,7 +154,8 @@ class SandkastenSandboxSession(BaseSandboxSession):
         try:
             match self.state.options.on_exit:
                 case "end":
-                    await self._box.destroy()
+                    async with self._box:  # ends it, also for a caller that is cancelled meanwhile
+                        pass
                 case "pause":
                     await self._box.pause(stop_lease=True)
         except (errors.SessionNotFound, errors.SessionExpired):
@@ -224,14 +225,21 @@ class SandkastenSandboxSession(BaseSandboxSession):
             if result.timed_out:
                 raise ExecTimeoutError(command=command, timeout_s=timeout, context=_said(result))
             if result.truncated:
-                run = self._box.run(result.exec_id)
-                result.stdout = await run.kept_output("stdout", max_bytes=MAX_OUTPUT_BYTES)
-                result.stderr = await run.kept_output("stderr", max_bytes=MAX_OUTPUT_BYTES)
+                await self._complete(result)
         if (left_out := result.bytes_total - len(result.stdout) - len(result.stderr)) > 0:
             result.stderr += b"\n[%d bytes of output left out]\n" % left_out
         if result.cause not in ("exited", "signalled"):
             result.stderr += f"\n[{result.cause}]\n".encode()
         return ExecResult(stdout=result.stdout, stderr=result.stderr, exit_code=result.exit_code)
+
+    async def _complete(self, result: ExecBytes) -> None:
+        """Replace output that the server's answer has in part by the kept one, if that is there."""
+        run = self._box.run(result.exec_id)
+        try:
+            stdout = await run.kept_output("stdout", max_bytes=MAX_OUTPUT_BYTES)
+            result.stdout, result.stderr = stdout, await run.kept_output("stderr", max_bytes=MAX_OUTPUT_BYTES)
+        except (errors.ExecGone, errors.ExecNotFound):
+            pass
 
     # Interactive commands ---------------------------------------------------------------------------------------------
 

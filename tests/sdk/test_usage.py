@@ -101,26 +101,3 @@ def test_programs_of_the_published_client_run_here(daemon: Daemon, tmp_path: Pat
     command = [sys.executable, "-c", PROGRAM.replace("http://127.0.0.1:8080", daemon.wait_url())]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=patience(60), check=False)
     assert done.stdout == "0 hello from the sandbox\n1\n2\n3\n", done.stderr
-
-
-async def _tools(client: Any) -> None:  # the asynchronous client
-    from agents.tool_context import ToolContext
-
-    from sandkasten.agents import SandkastenContext, sandbox_tools_for_workspace, sandkasten_tools
-
-    async with sandbox_tools_for_workspace(client, "user-1") as (session, bound):
-        context = ToolContext(context=SandkastenContext(session), tool_name="", tool_call_id="", tool_arguments="")
-        for tools in (bound, sandkasten_tools()):
-            exec_, write, read, list_, stats = tools
-            assert set(exec_.params_json_schema["properties"]) == {"cmd", "timeout_ms"}
-            assert await write.on_invoke_tool(context, '{"path": "a", "content": "text"}') == "wrote a"
-            assert await read.on_invoke_tool(context, '{"path": "a", "max_bytes": null}') == "text"
-            assert (await exec_.on_invoke_tool(context, '{"cmd": "cat a; exit 3"}')).endswith("---\ntext")
-            assert " a" in await list_.on_invoke_tool(context, '{"path": "."}')
-            assert "memory_limit=" in await stats.on_invoke_tool(context, "{}")
-
-
-def test_tools_of_the_published_client(make: Callable[[Any], Any]) -> None:
-    """Both kinds of tools work with the Agents SDK."""
-    pytest.importorskip("agents", reason="openai-agents is not installed")
-    run("asyncio", _tools, make)

@@ -44,6 +44,8 @@ async def the_shell_is_kept_until_it_is_restarted() -> None:
         assert "restarted" in await bash({"restart": True})
         assert await bash({"command": "pwd; echo -$X-; f"}) != "/tmp\n-1-\nf\n"
         assert (await session.exec("pwd")).output == "/workspace\n"
+        other = Bash(session, shell="other")
+        assert await asyncio.gather(*(other({"command": f"echo {n}"}) for n in range(3))) == ["0\n", "1\n", "2\n"]
         for given in ({}, {"command": ""}, {"command": 7}):
             await _raises(ToolFailed, bash(given))
 

@@ -187,7 +187,8 @@ async def edits_and_searches_are_those_of_the_base_class() -> None:
         sandbox.execute(
             "printf 'one\\r\\ntwo\\r\\n' >crlf; printf 'x x\\n' >twice; mkdir -p src/.hidden .dot/in node/.git; "
             "touch src/a.py src/.b.py src/.hidden/c.py .dot/in/d.py top.py 'a b.py' top.txt; ln -s top.py link.py; "
-            "ln -s src dirlink.py; echo NOTE >src/a.py; echo NOTE >node/.git/x; printf 'NOTE 1\\nNOTE 2\\n' >top.txt"
+            "ln -s src dirlink.py; echo NEEDLE >src/a.py; cp src/a.py node/.git/x; "
+            "printf 'NEEDLE 1\\nNEEDLE 2\\n' >top.txt"
         )
         assert sandbox.edit("/workspace/crlf", "one\ntwo", "1\n2").occurrences == 1
         assert sandbox.download_files(["/workspace/crlf"])[0].content == b"1\r\n2\r\n"
@@ -216,14 +217,14 @@ async def edits_and_searches_are_those_of_the_base_class() -> None:
                 _paths(theirs.matches),
             )
         assert _paths(sandbox.glob("top.py").matches) == ["/workspace/top.py"]
-        for pattern, glob in (("NOTE", None), ("NOTE", "*.py"), ("NOTE", "src/*.py"), ("absent", None)):
+        for pattern, glob in (("NEEDLE", None), ("NEEDLE", "*.py"), ("NEEDLE", "src/*.py"), ("absent", None)):
             mine = sandbox.grep(pattern, "/workspace", glob)
             theirs = super(SandkastenSandbox, sandbox).grep(pattern, "/workspace", glob)
             assert _lines(mine.matches) == _lines(theirs.matches), (pattern, glob, mine, theirs)
         assert len(sandbox.grep("1\n2", "/workspace/top.txt").matches or ()) == 2
-        assert sandbox.grep("NOTE", max_count=2).truncated
-        assert not sandbox.grep("NOTE", max_count=3).truncated
-        assert (await sandbox.agrep("NOTE", "/workspace", max_count=1)).truncated
+        assert sandbox.grep("NEEDLE", max_count=2).truncated
+        assert not sandbox.grep("NEEDLE", max_count=3).truncated
+        assert (await sandbox.agrep("NEEDLE", "/workspace", max_count=1)).truncated
 
 
 def _paths(matches: Any) -> list[str]:
