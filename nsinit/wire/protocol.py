@@ -154,8 +154,9 @@ class Start(Request["Ready"]):
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
     that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
-    filters of their own; from a daemon that is not root nsinit does what its grant says. `Failed` is also the answer
-    when the `disk` mode can't be had.
+    filters of their own; from a daemon that is not root nsinit does what its grant says. `disk_floor_bytes`: with less
+    free on the data directory's disk, images take no more blocks. `Failed` is also the answer when the `disk` mode
+    can't be had.
     """
 
     seq: int
@@ -168,6 +169,7 @@ class Start(Request["Ready"]):
     seccomp_profiles: tuple[SeccompProfile, ...] = ()
     crash_at: str = ""
     own_filters: bool = True
+    disk_floor_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ from sandkasten.actors.workspaces.files import (
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
+from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
@@ -196,6 +197,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             profiles=self._profiles,
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,
+            disk_floor_bytes=disk_floor_bytes(data_dir, self._config.disk),
             start_nsinit=self._start_nsinit,
         )
         try:

@@ -249,11 +249,12 @@ class NsinitClient(Actor):
         profiles: Sequence[protocol.SeccompProfile] = (),
         crash_at: str = "",
         own_filters: bool = True,
+        disk_floor_bytes: int = 0,
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
-        self._profiles, self._terminals = tuple(profiles), terminals
+        self._profiles, self._terminals, self._disk_floor_bytes = tuple(profiles), terminals, disk_floor_bytes
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
         self._process: NsinitProcess | None = None
 
@@ -274,6 +275,7 @@ class NsinitClient(Actor):
             seccomp_profiles=self._profiles,
             crash_at=self._crash_at,
             own_filters=self._own_filters,
+            disk_floor_bytes=self._disk_floor_bytes,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("nsinit_ready", extra=describe(self._ready))
