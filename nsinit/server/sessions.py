@@ -29,6 +29,7 @@ from nsinit.log import log
 from nsinit.sandbox import views
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
+from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.server.processors import Processors, bind, bind_all
@@ -53,7 +54,7 @@ _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
 _DELETION_DELAY_S = 0.3
 _AFTER_ERROR_S = 1.0
-"""Seconds that the watch over memory rests after an error of its own."""
+"""Seconds that the watch over memory and disk rests after an error of its own."""
 _MAX_BUILDING = 2 * (os.cpu_count() or 1) + 2
 """Builds under way at once. More would only take turns on the processors, and each would be done later."""
 
@@ -88,6 +89,7 @@ class Sessions:
     kernel_log: KernelLog
     locks: LockWatch
     victims: VictimWatch
+    disk_watch: DiskWatch
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class Sessions:
             if sandbox is None:
                 sandbox = yield from self._begin(session_id, request.plan.limits)
             self._filling.add(session_id)
-            self._watch_memory()
+            self.watch()
             try:
                 if sandbox.image_key not in (None, request.plan.image_key):
                     raise StepFailed("pool", "another plan's image is mounted in it", errno=errno.EINVAL)
@@ -207,7 +209,7 @@ class Sessions:
             self.processors.note(session_id, frozenset(os.sched_getaffinity(identity.pid)))
             self.births.slots.reserve(identity.base_uid)
             self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
-        self._watch_memory()
+        self.watch()
         return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
@@ -551,22 +553,22 @@ class Sessions:
         finally:
             os.close(pidfd)
 
-    def _watch_memory(self) -> None:
-        """Watch memory as long as there are sessions but those of the pool, where no foreign code runs."""
+    def watch(self) -> None:
+        """Watch memory and disk as long as there are sessions but those of the pool, where no foreign code runs."""
         if not self._is_watching:
             self._is_watching = True
-            self.scheduler.spawn(self._look_at_memory())
+            self.scheduler.spawn(self._look())
 
-    def _look_at_memory(self) -> Job:
+    def _look(self) -> Job:
         pace = Pace(self.births.tree)
         while self.births.slots.in_use > len(self.pool):
             try:
                 if (over := (yield from self.locks.look(self.births.tree))) is not None:
                     yield from self._end_for_locks(*over)
                 yield from self.victims.look()
-                pause_s = pace.next_s()
+                pause_s = min(pace.next_s(), (yield from self.disk_watch.look()))
             except OSError as error:  # no descriptors are left, or the cgroups were removed
-                log("error", "memory not watched", reason=str(error))
+                log("error", "memory and disk not watched", reason=str(error))
                 pause_s = _AFTER_ERROR_S
             yield Wait(timeout_s=pause_s)
         self._is_watching = False

@@ -32,6 +32,7 @@ from nsinit.sandbox import builder_steps, child, views
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
 from nsinit.server.births import Births
+from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
 from nsinit.server.memory_watch import LockWatch, VictimWatch
@@ -47,6 +48,7 @@ from nsinit.wire.validate import (
     InvalidName,
     check_cgroup_parent,
     check_data_dir,
+    check_disk_floor,
     check_io,
     check_node_id,
     check_terminals,
@@ -75,6 +77,7 @@ class StartedNsinit:
         self.kernel_log.close()
         self.sessions.locks.close()
         self.sessions.victims.close()
+        self.sessions.disk_watch.close()
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
@@ -108,6 +111,7 @@ def _start(
         check_cgroup_parent(request.cgroup_parent)
         check_io(request.io)
         check_terminals(request.terminals)
+        check_disk_floor(request.disk_floor_bytes)
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
@@ -119,6 +123,8 @@ def _start(
         merges = may_merge and os.path.exists(_MERGING)
         locks = LockWatch.open()
         undo.callback(locks.close)
+        disk_watch = DiskWatch.open(layout, host.blocks_fd, request.disk_floor_bytes)
+        undo.callback(disk_watch.close)
     disks, volumes = choose.candidates(layout, request.disk), Volumes(layout, host.blocks_fd)
     with steps.step("data directory"):
         layout.make()
@@ -181,16 +187,17 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    watches = locks, victims
+    watches = locks, victims, disk_watch
     find_mounts = partial(host.find_mounts, layout)
     sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, *watches, find_mounts)
+    sessions.watch()  # those that an earlier nsinit built
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
         cgroup_mode=tree.mode,
         cgroup_dirs=tree.dirs,
         features={"overlay_by_fd": features.overlay_by_fd, "idmapped_tmpfs": features.idmapped_tmpfs}
-        | {"record_locks": locks.count_fd >= 0, "merge_pages": merges}
+        | {"record_locks": locks.count_fd >= 0, "disk_floor": disk_watch.is_able, "merge_pages": merges}
         | landlock.features(machine.landlock_abi),
         disk=disk.mode,
         disk_refused=refused,

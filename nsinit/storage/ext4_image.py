@@ -24,7 +24,7 @@ _SEARCH_PATH = "/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/sbin:/usr/local/bin"
 _BYTES_PER_INODE = 4096
 """The least number of bytes for one inode: the tables take a sixteenth of the image at most."""
 _FEATURES = (
-    "none,ext_attr,resize_inode,dir_index,filetype,extent,flex_bg,sparse_super,large_file,huge_file,uninit_bg,"
+    "none,ext_attr,resize_inode,dir_index,filetype,flex_bg,sparse_super,large_file,huge_file,uninit_bg,"
     "dir_nlink,extra_isize"
 )
 _MAX_GROWTH = 16

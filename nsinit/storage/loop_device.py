@@ -47,6 +47,27 @@ def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
             yield int(number), path.removesuffix(" (deleted)")
 
 
+def find_images(data_dir: str, directory: str, part_shift: int, blocks_fd: int) -> Iterator[int]:
+    """Yield the number of each device whose file is the image of a session or a volume in a data directory.
+
+    The kernel tells a file's path from the root of its mount on, and knows no more of it when that mount is gone: so
+    the last three parts are looked up, and the file that is found is compared. Device nodes are made in `directory`.
+    """
+    for number, path in backed(blocks_fd):
+        try:
+            place = "/".join(path.split("/")[-3:])
+            image_fd = os.open(f"{data_dir}/{place}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # another program's
+        try:
+            device_fd = open_of(directory, part_shift, number, image_fd)
+        finally:
+            os.close(image_fd)
+        if device_fd is not None:
+            os.close(device_fd)
+            yield number
+
+
 def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int | None:
     """Open a device if the file `image_fd` is behind it, which keeps it from vanishing. None: another file
     is, or none."""

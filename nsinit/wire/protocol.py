@@ -155,8 +155,9 @@ class Start(Request["Ready"]):
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
     that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
     filters of their own; from a daemon that is not root nsinit does what its grant says. `merge_pages`: PID 1s offer
-    their pages to the kernel for merging, where it can merge (`features` of `Ready` say so). `Failed` is also the
-    answer when the `disk` mode can't be had.
+    their pages to the kernel for merging, where it can merge (`features` of `Ready` say so). `disk_floor_bytes`: with
+    less free on the data directory's disk, images take no more blocks. `Failed` is also the answer when the `disk` mode
+    can't be had.
     """
 
     seq: int
@@ -170,6 +171,7 @@ class Start(Request["Ready"]):
     crash_at: str = ""
     own_filters: bool = True
     merge_pages: bool = False
+    disk_floor_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

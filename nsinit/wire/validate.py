@@ -122,6 +122,11 @@ def check_io(io: IoLimits) -> None:
         _range(f"io {name}", getattr(io, name), 0, MAX_BYTES)
 
 
+def check_disk_floor(floor_bytes: int) -> None:
+    """Raise `InvalidName` unless it can be the room that a disk keeps."""
+    _range("disk floor", floor_bytes, 0, MAX_BYTES)
+
+
 def check_terminals(number: int) -> None:
     """Raise `InvalidName` unless each sandbox may have so many terminals."""
     _range("terminals", number, 1, MAX_TERMINALS)

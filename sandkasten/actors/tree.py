@@ -55,6 +55,7 @@ from sandkasten.actors.workspaces.files import (
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
+from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
@@ -193,6 +194,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,
             merge_pages=self._config.isolation.merge_pages,
+            disk_floor_bytes=disk_floor_bytes(data_dir, self._config.disk),
             start_nsinit=self._start_nsinit,
         )
         try:

@@ -362,10 +362,18 @@ def check(data_dir: Path, disk: DiskSettings) -> None:
     refuse_below(space, disk)
 
 
+def disk_floor_bytes(data_dir: Path, disk: DiskSettings) -> int:
+    """Return the free space below which no session's disk takes more: half of the reserve."""
+    return _disk_reserve_mb(os.statvfs(data_dir), disk) * MIB // 2
+
+
+def _disk_reserve_mb(space: os.statvfs_result, disk: DiskSettings) -> int:
+    return max(disk.reserve_mb, int(space.f_blocks * space.f_frsize * disk.reserve_percent / 100) // MIB)
+
+
 def refuse_below(space: os.statvfs_result, disk: DiskSettings) -> None:
     """Raise `DiskReserve` if these counters are below the reserve."""
-    free_mb = space.f_bavail * space.f_frsize // MIB
-    needed_mb = max(disk.reserve_mb, int(space.f_blocks * space.f_frsize * disk.reserve_percent / 100) // MIB)
+    free_mb, needed_mb = space.f_bavail * space.f_frsize // MIB, _disk_reserve_mb(space, disk)
     if free_mb < needed_mb:
         raise DiskReserve("the disk of this node is too full for a new session", free_mb=free_mb, reserve_mb=needed_mb)
     needed_inodes = int(space.f_files * disk.reserve_percent / 100)  # 0 where inodes are made as needed

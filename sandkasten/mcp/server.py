@@ -53,7 +53,7 @@ _VALIDATORS = {name: jsonschema.Draft202012Validator(tool.schema) for name, tool
 
 
 @dataclass(frozen=True)
-class Caller:
+class ToolCaller:
     """The sender of a request: its sandboxes, the one that is meant unless a call names another, and its tools."""
 
     sandboxes: Sandboxes
@@ -68,7 +68,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def make_server(caller_of: Callable[[Context], Caller]) -> Server[Any]:
+def make_server(caller_of: Callable[[Context], ToolCaller]) -> Server[Any]:
     """Return the MCP server; `caller_of` says who sent a request."""
 
     async def list_tools(context: Context, _params: object) -> types.ListToolsResult:
@@ -189,7 +189,7 @@ async def serve_stdio(client: SandboxClient, *, sandbox: str = DEFAULT, tools: S
     Raises:
         ValueError: the name of the sandbox is malformed, or there is no such tool.
     """
-    caller = Caller(Sandboxes(client, client.key_id), check_name(sandbox), chosen(tools))
+    caller = ToolCaller(Sandboxes(client, client.key_id), check_name(sandbox), chosen(tools))
     server = make_server(lambda _context: caller)
     async with stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())
@@ -236,7 +236,7 @@ class Mounted:
             ValueError: the name of the sandbox is malformed, or there is no such tool.
         """
         client = self._client(key_id, api_key, may_write)
-        caller = Caller(client.sandboxes, check_name(sandbox), chosen(tools, may_write=may_write))
+        caller = ToolCaller(client.sandboxes, check_name(sandbox), chosen(tools, may_write=may_write))
         # A session of the older protocol belongs to the key that opened it.
         user = AuthenticatedUser(AccessToken(token="", client_id=key_id, scopes=[]))
         client.in_use += 1
@@ -264,10 +264,10 @@ class Mounted:
         return found
 
 
-def _caller_of_request(context: Context) -> Caller:
+def _caller_of_request(context: Context) -> ToolCaller:
     assert context.request is not None  # every message came by HTTP
     caller = context.request.scope[_CALLER]
-    assert isinstance(caller, Caller)
+    assert isinstance(caller, ToolCaller)
     return caller
 
 

@@ -28,6 +28,7 @@ CONFIG = Config()
 TRIED_ELSEWHERE = {
     ("README.md", "python"): "tests/sdk/test_usage.py",
     ("docs/sdk.md", "python"): "tests/sdk/test_usage.py",
+    ("docs/agents.md", "python"): "tests/adapters run docs/examples, whose lines these are",
     ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
     ("docs/operations.md", "sh"): "tests/e2e/test_operations.py restores a backup with them",
     ("docs/quickstart.md", "sh"): "tests/e2e/test_make.py: `make run`",

@@ -109,9 +109,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Nsinit]:
 
 
 @contextlib.contextmanager
-def btrfs() -> Iterator[str]:
+def btrfs(size_mb: int = 512) -> Iterator[str]:
     """A mounted btrfs with quotas."""
-    with mounted("btrfs", "btrfs-progs") as point:
+    with mounted("btrfs", "btrfs-progs", size_mb=size_mb) as point:
         run_outside(["btrfs", "quota", "enable", point])
         yield point
 
@@ -122,8 +122,8 @@ def xfs() -> AbstractContextManager[str]:
 
 
 @contextlib.contextmanager
-def mounted(fstype: str, package: str, *options: str) -> Iterator[str]:
-    """A new file system in a file; a machine that has no such one skips, in its own words."""
+def mounted(fstype: str, package: str, *options: str, size_mb: int = 512) -> Iterator[str]:
+    """A new file system in a sparse file; a machine that has no such one skips, in its own words."""
     program = f"mkfs.{fstype}"
     if shutil.which(program) is None:
         pytest.skip(f"needs {program} ({package})")
@@ -131,7 +131,7 @@ def mounted(fstype: str, package: str, *options: str) -> Iterator[str]:
         image, point = f"{directory}/image", f"{directory}/mounted"
         os.mkdir(point)
         with open(image, "wb") as file:
-            file.truncate(512 * MIB)
+            file.truncate(size_mb * MIB)
         run_outside([program, "-q", image])
         try:
             run_outside(["mount", "-t", fstype, "-o", ",".join(("loop", *options)), image, point])

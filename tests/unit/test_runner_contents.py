@@ -111,7 +111,7 @@ def test_of_many_that_make_a_file_one_does(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_a_command_holds_up_what_is_for_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write for a version is refused after a while, and goes on when the lock is free; another takes place in time."""
+    """A write for a version is refused after a while, and goes on when the lock is free; another is in time."""
     monkeypatch.setattr(contents, "_LOCK_S", 0.05)
     (tmp_path / "f").write_bytes(b"0")
     with (tmp_path / "f").open("rb") as locked:

@@ -250,11 +250,12 @@ class NsinitClient(Actor):
         crash_at: str = "",
         own_filters: bool = True,
         merge_pages: bool = False,
+        disk_floor_bytes: int = 0,
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
         super().__init__(ref)
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
-        self._profiles, self._terminals = tuple(profiles), terminals
+        self._profiles, self._terminals, self._disk_floor_bytes = tuple(profiles), terminals, disk_floor_bytes
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
         self._merge_pages = merge_pages
         self._process: NsinitProcess | None = None
@@ -277,6 +278,7 @@ class NsinitClient(Actor):
             crash_at=self._crash_at,
             own_filters=self._own_filters,
             merge_pages=self._merge_pages,
+            disk_floor_bytes=self._disk_floor_bytes,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("nsinit_ready", extra=describe(self._ready))

@@ -1,0 +1,133 @@
+"""The watch over the disk below images: a full one is "no space left" inside, not a loss.
+
+A session's disk of mode `loop`, and a workspace with a quota, is a sparse file, and its file system believes in blocks
+that the machine's disk may not have. A program writes to memory, and is told that all is well; when the kernel brings
+the data to the loop device later and finds no room, data and tables of the image are lost, those that fsync(2) has
+returned for among them. So while the machine's disk has less free than a floor, every image is told to keep its free
+blocks: ext4 then refuses each new block at once, with ENOSPC, and shows none free. What programs had written by then
+has the floor's room to go to. Blocks that a file has already can be written as before.
+
+What is on its way to a disk is counted as there. Looks are as frequent as it takes for all processors together to write
+half of the floor in between.
+
+Sources: Documentation/ABI/testing/sysfs-fs-ext4 (reserved_clusters); fs/ext4/balloc.c, ext4_has_free_clusters;
+fs/ext4/super.c, ext4_statfs, ext4_calculate_resv_clusters; proc_meminfo(5) Dirty, Writeback; loop(4).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import stage
+from nsinit.log import log
+from nsinit.scheduler import Wait
+from nsinit.storage import loop_device
+from nsinit.storage.paths import Layout
+
+_BYTES_PER_PROCESSOR_S = 2 << 30
+"""The most that one processor writes to memory in a second, through an overlay."""
+_LEAST_S, _MOST_S = 0.01, 1.0
+_BACK = 1.25
+"""Multiple of the floor at which images may take blocks again."""
+_SECTOR_BYTES = 512
+_USUAL_PART, _USUAL_MOST = 50, 4096
+"""The part of an image's blocks, and the most of them, that ext4 keeps when it is mounted with extents. An image
+without them gives up as much when it was held once."""
+_IMAGES_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class DiskWatch:
+    """The disk of a data directory, whose images keep their free blocks while less than `floor_bytes` is free.
+
+    `blocks_fd`: `/sys/block`, borrowed; `ext4_fd`: `/sys/fs/ext4` (O_PATH); -1 without, and then images are not held.
+    """
+
+    layout: Layout
+    blocks_fd: int
+    ext4_fd: int
+    meminfo_fd: int
+    part_shift: int
+    floor_bytes: int
+    _is_holding: bool = True
+    """Whether images may keep more than usual: an earlier nsinit may have told them to."""
+
+    @classmethod
+    def open(cls, layout: Layout, blocks_fd: int, floor_bytes: int) -> DiskWatch:
+        """Open what is needed, while `/sys` is in sight."""
+        ext4_fd = -1
+        try:
+            if blocks_fd >= 0:
+                ext4_fd = os.open("/sys/fs/ext4", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            log("warning", "images are not held when the disk is full", path="/sys/fs/ext4", reason=str(error))
+        meminfo_fd, shift = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC), loop_device.read_part_shift()
+        return cls(layout, blocks_fd, ext4_fd, meminfo_fd, shift, floor_bytes)
+
+    @property
+    def is_able(self) -> bool:
+        """Whether images can be told to keep their blocks."""
+        return self.ext4_fd >= 0
+
+    def close(self) -> None:
+        """Close what was opened."""
+        os.close(self.meminfo_fd)
+        if self.ext4_fd >= 0:
+            os.close(self.ext4_fd)
+
+    def look(self) -> Generator[Wait, bool, float]:
+        """Tell the images what the disk's free space asks for; return the seconds until the next look is due."""
+        if not self.is_able:
+            return _MOST_S
+        spaces = [os.statvfs(each) for each in (self.layout.sessions, self.layout.volumes)]
+        free = min(each.f_bavail * each.f_frsize for each in spaces) - self._bytes_on_their_way()
+        was_holding = self._is_holding
+        self._is_holding = free < self.floor_bytes * (_BACK if was_holding else 1)
+        if self._is_holding or was_holding:  # while holding each time: there may be a new image
+            changed = yield from self._tell(hold=self._is_holding)
+            if changed:
+                word = "take no more: the disk is full" if self._is_holding else "take blocks again"
+                log("warning", f"images {word}", count=changed, free_bytes=free, floor_bytes=self.floor_bytes)
+        rate = _BYTES_PER_PROCESSOR_S * (os.cpu_count() or 1)
+        return min(_MOST_S, max(_LEAST_S, (abs(free - self.floor_bytes) + self.floor_bytes / 2) / rate))
+
+    def _bytes_on_their_way(self) -> int:
+        words = os.pread(self.meminfo_fd, 4096, 0).split()
+        return sum(1024 * int(words[words.index(name) + 1]) for name in (b"Dirty:", b"Writeback:"))
+
+    def _tell(self, *, hold: bool) -> Generator[Wait, bool, int]:
+        """Set how many blocks each image keeps; return how many images kept another number before."""
+        changed, devices = 0, f"{self.layout.stage}/{stage.DEVICES}"
+        images = loop_device.find_images(self.layout.data_dir, devices, self.part_shift, self.blocks_fd)
+        for seen, number in enumerate(images, 1):
+            changed += self._tell_one(number, hold=hold)
+            if seen % _IMAGES_AT_ONCE == 0:
+                yield Wait(timeout_s=0)
+        return changed
+
+    def _tell_one(self, number: int, *, hold: bool) -> bool:
+        try:
+            blocks = int(_read(self.blocks_fd, f"loop{number}/size")) * _SECTOR_BYTES // k.EXT4_BLOCK_BYTES
+            name, all_of_them = f"loop{number}/reserved_clusters", blocks - 1
+            if (int(_read(self.ext4_fd, name)) == all_of_them) is hold:
+                return False
+            kept = all_of_them if hold else min(blocks // _USUAL_PART, _USUAL_MOST)
+            fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.ext4_fd)
+        except FileNotFoundError:
+            return False  # not mounted yet, or gone since
+        try:
+            os.write(fd, b"%d" % kept)
+        finally:
+            os.close(fd)
+        return True
+
+
+def _read(directory_fd: int, name: str) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        return os.read(fd, 64)
+    finally:
+        os.close(fd)
