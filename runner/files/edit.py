@@ -86,7 +86,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
             earlier = draft.after
             draft.offsets = []
             try:
-                if each.get("if_match") and not (draft.etag and is_one_of(draft.etag, (each["if_match"],))):
+                if "if_match" in each and not (draft.etag and is_one_of(draft.etag, (each["if_match"],))):
                     raise _CannotBeMade("version", etag=draft.etag)
                 count = _OPERATIONS[each["op"]](each, draft)
             except _CannotBeMade as problem:

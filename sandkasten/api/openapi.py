@@ -353,7 +353,7 @@ _OF_KIND: Mapping[object, Schema] = {
     run_output.OutputPosition: {"type": "string", "pattern": _POSITION},
     run_output.LastPosition: {"type": "string", "pattern": f"^$|{_POSITION}"},
     file_contents.ByteRange: _STRING,
-    file_contents.ETags: {"type": "string", "pattern": rf"^[, \t]*(?:(?:{file_contents.ETAG.pattern})[, \t]*)*$"},
+    file_contents.ETags: {"type": "string", "pattern": rf"^[, \t]*(?:(?:{fields.ETAG.pattern})[, \t]*)+$"},
     PingText: {"type": "string", "maxLength": MAX_PING_CHARS},
 }
 """Kinds of field whose check is not one of the plain ones."""

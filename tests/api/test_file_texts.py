@@ -43,6 +43,8 @@ async def test_files_are_edited_together(kind: str) -> None:
         *(
             [{"path": "f", "op": "replace", "old": "", "new": "x"}],
             [{"path": "f", "op": "insert", "line": -1, "text": ""}],
+            [{"path": "f", "op": "delete", "if_match": ""}],
+            [{"path": "f", "op": "delete", "if_match": "x"}],
         ),
         *([{"path": "f", "op": "replace", "old": "a", "new": "x", "count": 2}], [{"path": "f", "op": "delete"}] * 101),
     ],

@@ -383,7 +383,10 @@ def edit_count(value: object) -> object:
     return value
 
 
-_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _encodable}
+ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
+_one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
+
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _one_etag}
 EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
     "replace": {**_ANY_EDIT, "old": some_text, "new": _encodable, "count": edit_count},
     "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": _encodable},
@@ -712,8 +715,8 @@ def parse_known_query(query: Mapping[str, str], cls: type[T]) -> T:
 
 
 def read_head(exchange: Exchange, cls: type[T]) -> T:
-    """Return the headers that have the names of the fields of `cls`; raises as `parse`."""
-    given = ((field.name, exchange.header(field.name.replace("_", "-").encode())) for field in attrs.fields(cls))  # type: ignore[arg-type]  # an attrs class
+    """Return the headers that have the names of the fields of `cls`, repeated ones as lists; raises as `parse`."""
+    given = ((field.name, exchange.header_list(field.name.replace("_", "-").encode())) for field in attrs.fields(cls))  # type: ignore[arg-type]  # an attrs class
     return _structure({name: value for name, value in given if value is not None}, cls, "the request's head")
 
 
