@@ -182,6 +182,10 @@ def test_a_move_between_file_systems_copies_and_removes(client: Client) -> None:
     )
     assert code(client.ask(MoveFile("/tmp/moved", "/etc/moved"))) == "PERMISSION_DENIED"
     assert client.stdout("cat /tmp/moved/e/f") == b"x\n"
+    client.run("mkdir -p g/h; touch g/f g/h/f; chmod 500 g/h")
+    for source in ("/etc/passwd", "g"):  # a part of which can't be removed: not copied either
+        assert code(client.ask(MoveFile(source, "/tmp/refused"))) == "PERMISSION_DENIED"
+    assert client.stdout("find g -type f | sort; ls -A /tmp; chmod 700 g/h") == b"g/f\ng/h/f\nmoved\n"
 
 
 def test_only_root_gives_files_away(client: Client) -> None:
