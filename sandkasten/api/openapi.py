@@ -32,7 +32,7 @@ from sandkasten.api.http.json import Body, is_optional
 from sandkasten.api.http.routing import Messages, Route, RouteKind
 from sandkasten.api.resources import fields, file_contents, run_output, sessions
 from sandkasten.api.resources.events import EventBody
-from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of
+from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
 from sandkasten.journal.fields import COMMON_FIELDS, EVENT_FIELDS, FIELD_TYPES
 from sandkasten.model import LIMIT_BOUNDS, EventType, errors
@@ -47,7 +47,8 @@ _SEGMENT = re.compile(r"\{(\w+)\}")
 _TEXT: Schema = {"schema": {"type": "string"}}
 _INFO = (
     "Every GET has a HEAD. Every answer has `X-Request-ID` and `traceresponse`. Unknown fields of a body are ignored, "
-    "and named in `Sandkasten-Ignored`; those of a query are refused. docs/api.md says all of it in words."
+    "and named in `Sandkasten-Ignored`; those of a query, or of a request for files, are refused. docs/api.md says all "
+    "of it in words."
 )
 
 # The document ---------------------------------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ _OF_BODY: Mapping[str, Schema] = {
     "multipart/form-data": {
         "type": "object",
         "properties": {"path": {"type": "string"}, "file": _PATHS, "files": _PATHS},
+        "additionalProperties": False,
     }
 }
 
@@ -457,6 +459,7 @@ class Components:
             "description": re.sub(r"\bNone\b", "null", _prose(cls)),
             "properties": properties,
             **({"required": required} if required else {}),
+            **({"additionalProperties": False} if is_strict(cls) else {}),
         }
 
     def _event(self, kind: EventType) -> Schema:

@@ -57,6 +57,28 @@ async def test_what_is_no_edit_is_refused(edits: object) -> None:
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "field", "nearest"),
+    [
+        ("write", {"path": "f", "text": "x"}, "mod", "mode"),
+        ("edit", {"edits": [{"path": "f", "op": "create", "text": "x"}]}, "if_match", ""),
+        ("mkdir", {"path": "f"}, "parent", "parents"),
+        ("uploads", {"path": "f"}, "sha265", "sha256"),
+        ("uploads/0/commit", {}, "mode", "has no fields"),
+    ],
+)
+async def test_a_field_that_is_not_honoured_is_refused(
+    route: str, body: dict[str, object], field: str, nearest: str
+) -> None:
+    """It may be a condition, a place or a right; the nearest known field is named, and nothing is made."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        answer = await client.post(f"{url}/fs/{route}", json={**body, field: "x"})
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert nearest in answer.json()["details"][field]
+        assert (await client.get(f"{url}/fs/list")).json()["entries"] == []
+
+
 async def test_a_rehearsal_makes_no_workspace() -> None:
     """An edit makes the workspace that is not there; with `dry_run` nothing is made."""
     async with running_front() as running, running.client() as client:

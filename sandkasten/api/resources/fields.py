@@ -2,8 +2,9 @@
 
 Each kind is a named type with one check, which returns the value or raises `ValueError` with the words the client
 reads. Values in JSON keep their type (no "1" for 1, no true for 1); in a query numbers and flags are text. Unknown
-fields of a body are ignored and named in the answer's header `Sandkasten-Ignored`; unknown ones of a query are
-refused, since they narrow a list or name a place. `openapi.py` describes the kinds as JSON Schema. Knows no request.
+fields of a body are ignored and named in the answer's header `Sandkasten-Ignored`; unknown ones of a query, or of a
+`strict` class, are refused, since they narrow a list, name a place or are a condition. `openapi.py` describes the kinds
+as JSON Schema. Knows no request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import signal
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
@@ -70,7 +71,9 @@ MAX_DEPTH = 32
 MAX_FILE_ID = 65535
 MAX_EDITS = 100
 _MAX_NAME_CHARS = 64
-_NONE = "is unknown; this request takes no query"
+_NONE = "is unknown; this request has no fields"
+_MOST_UNKNOWN = 32
+"""Unknown fields that a refusal names."""
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
@@ -631,13 +634,21 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
     """Return the request in the exchange's JSON body, and tell the exchange which of the fields are ignored.
 
     Raises:
-        InvalidRequest: as `parse`.
+        InvalidRequest: as `parse`; a field is unknown to a strict class.
         TooLarge, InvalidRequest, ClientGone: as `Exchange.read_json_body`.
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
+    unknown = ignored_fields(value, cls)
+    if unknown and is_strict(cls):
+        raise bad_fields(**_unknown(unknown, cls))
     request = parse(value, cls)
-    exchange.ignore(ignored_fields(value, cls))
+    exchange.ignore(unknown)
     return request
+
+
+def is_strict(cls: type) -> bool:
+    """Return whether a body with other fields than those of `cls` is refused."""
+    return getattr(cls, "strict", False)
 
 
 def parse(value: Mapping[str, Any], cls: type[T]) -> T:  # Any: JSON
@@ -740,12 +751,23 @@ def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
     Raises:
         InvalidRequest: `details` name the nearest known field.
     """
-    known = () if cls is None else [field.name.removesuffix("_") for field in attrs.fields(cls)]
-    for name in query:
-        if name not in known:
-            shown = name[:_MAX_NAME_CHARS]
-            near = difflib.get_close_matches(shown, known, 1, 0)
-            raise bad_query(shown, f"is unknown; the nearest known field is {near[0]}" if near else _NONE)
+    known = _known(cls)
+    if unknown := [name for name in query if name not in known]:
+        raise InvalidRequest("the query has bad fields", **_unknown(unknown, cls))
+
+
+def _known(cls: type | None) -> Collection[str]:
+    return () if cls is None else _fields_of(cls)
+
+
+def _unknown(names: Sequence[str], cls: type | None) -> Mapping[str, str]:
+    """Return what is wrong with fields that `cls` does not have; without a class no field is known."""
+    known = _known(cls)
+    problems = {}
+    for shown in (name[:_MAX_NAME_CHARS] for name in names[:_MOST_UNKNOWN]):
+        near = difflib.get_close_matches(shown, known, 1, 0)
+        problems[shown] = f"is unknown; the nearest known field is {near[0]}" if near else _NONE
+    return problems
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:

@@ -12,7 +12,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 
@@ -50,8 +50,9 @@ _LIST_S = 600.0
 @attrs.frozen(kw_only=True)
 class Placed:
     """Fields of every request for files: `user` of the sandbox who performs it, by default the session's; `cwd`, where
-    relative paths begin."""
+    relative paths begin. A field that is not honoured is refused: it could be a condition or a place."""
 
+    strict: ClassVar[bool] = True
     user: User | None = None
     cwd: FilePath = HERE
 

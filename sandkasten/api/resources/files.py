@@ -147,6 +147,8 @@ FORM = "multipart/form-data"
 FILE_PARTS = frozenset({"file", "files"})
 MAX_PARTS = 256
 MAX_NAME_BYTES = 255
+_MAX_FIELD_CHARS = 64
+_UNKNOWN = "is unknown; a form has file, files and path"
 DECODER_BYTES = 256 * 1024
 """Bound on what the decoder holds: one received chunk and the undecided rest of the one before."""
 
@@ -220,7 +222,6 @@ class _Upload:
         self._spool: AsyncIOWrapper[BufferedRandom] | None = None
         self._waiting: list[tuple[str, int]] = []  # name and size, in the spool's order
         self._paths: list[str] = []
-        self._ignored: list[str] = []
 
     async def run(self) -> list[str]:
         """Store every file and return their resolved paths, in the form's order."""
@@ -233,11 +234,8 @@ class _Upload:
                 self._directory = await self._read_directory()
                 await self._store_waiting()
             elif isinstance(event, Field | File):
-                self._ignored.append(event.name)
-                while (await self._parts.data()).more_data:
-                    pass
+                raise InvalidRequest("the form has bad fields", **{str(event.name)[:_MAX_FIELD_CHARS]: _UNKNOWN})
         await self._store_waiting()
-        self._exchange.ignore(self._ignored)
         if not self._paths:
             raise InvalidRequest("the form has no file", file="is required")
         return self._paths
