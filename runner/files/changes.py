@@ -140,7 +140,7 @@ def _change(path: str, resolver: Resolver, change: Callable[[bytes], None], *, r
         fd, real = resolver.open_existing(resolver.encode(path))
         try:
             if recursive and stat.S_ISDIR(os.fstat(fd).st_mode):
-                for found in Walk(fd):
+                for found in Walk(fd, real=real):
                     is_link = stat.S_ISLNK(found.status.st_mode)
                     if not is_link and (found.is_left or not stat.S_ISDIR(found.status.st_mode)):
                         _change_one(found.parent_fd, found.name, change)
@@ -176,7 +176,10 @@ def _check_places(source: tuple[bytes, bytes], target: tuple[bytes, bytes]) -> b
 
 def _rename(kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool) -> None:
     if overwrite:
-        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        try:
+            os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        except NotADirectoryError:
+            raise Refused("NOT_A_DIRECTORY", "a directory takes the place of no file") from None
     else:
         kernel.rename_new(source_fd, source, target_fd, target)
 

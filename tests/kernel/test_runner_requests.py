@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 import zipfile
 from typing import Any
@@ -16,6 +17,7 @@ from runner.wire.protocol import (
     ChangeMode,
     ChangeOwner,
     Done,
+    EditFiles,
     FileChange,
     FileEntry,
     FileMatch,
@@ -63,6 +65,9 @@ def test_any_path_of_the_user_is_found(client: Client) -> None:
     client.run("mkdir closed; chmod 0 closed")
     assert code(client.ask(ListFiles("closed"))) == "PERMISSION_DENIED"
     assert code(client.ask(RemoveFile("/etc/passwd"))) == "PERMISSION_DENIED"
+    many = client.ask(StatFiles(("closed/f", "/proc/self", "closed")))
+    assert isinstance(many, FileStats)
+    assert [each and each.kind for each in many.entries] == [None, None, "directory"]
 
 
 @pytest.mark.parametrize("path", ["/proc", "/proc/self/environ", "/sys/kernel", "link"])
@@ -186,6 +191,19 @@ def test_a_move_between_file_systems_copies_and_removes(client: Client) -> None:
     for source in ("/etc/passwd", "g"):  # a part of which can't be removed: not copied either
         assert code(client.ask(MoveFile(source, "/tmp/refused"))) == "PERMISSION_DENIED"
     assert client.stdout("find g -type f | sort; ls -A /tmp; chmod 700 g/h") == b"g/f\ng/h/f\nmoved\n"
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/new", "closed"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_edit_that_is_not_allowed_is_refused(client: Client, path: str, dry_run: bool) -> None:
+    """Of a file, or in a directory, of another user; or by its own mode. A trial is refused as well."""
+    client.run("echo x > closed; chmod 400 closed")
+    kind = {"op": "create", "text": "x"} if path == "/etc/new" else {"op": "insert", "line": 0, "text": "x"}
+    client.request(EditFiles(dry_run))
+    client.send(Kind.DATA, json.dumps([{"path": path, **kind}]).encode())
+    client.send(Kind.END)
+    assert code(client.next_message()) == "PERMISSION_DENIED"
+    assert client.stdout("cat closed; ls -A") == b"x\nclosed\n"
 
 
 def test_only_root_gives_files_away(client: Client) -> None:

@@ -119,6 +119,25 @@ def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     assert contents_of(tmp_path) == {"f": b"a\xff\r\nd", "d/new": b"n"}
 
 
+def test_a_new_file_has_the_place_that_the_kernel_gives_it(tmp_path: Path) -> None:
+    """A link is followed before `..` leaves it; a name with a slash is a directory's; one place is one file."""
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("d/e")
+    made = make(
+        tmp_path,
+        {"path": "link/../x", "op": "create", "text": "a"},
+        {"path": "d//./x", "op": "replace", "old": "a", "new": "b"},
+        {"path": "n/m/y", "op": "create", "text": "c"},
+        {"path": "./n/./m/y", "op": "replace", "old": "c", "new": "d"},
+    )
+    assert isinstance(made, Edited)
+    assert contents_of(tmp_path) == {"d/x": b"b", "n/m/y": b"d"}
+    for path in ("new/", "d/new/.", "d/x/"):
+        with pytest.raises(Refused) as refused:
+            make(tmp_path, {"path": path, "op": "create", "text": ""}, dry_run=True)
+        assert refused.value.error.code == "IS_DIRECTORY"
+
+
 def test_another_version_is_not_edited(tmp_path: Path) -> None:
     """The present one is told."""
     (tmp_path / "f").write_text(TEXT)

@@ -34,7 +34,7 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.model.errors import RunnerProtocolError
+from sandkasten.model.errors import FileNotFound, RunnerProtocolError
 
 HERE = FilePath(".")
 FIRST_PAGE = NameCursor("")
@@ -161,7 +161,7 @@ class ListBody(Body):
 
 @attrs.frozen
 class StatsBody(Body):
-    """Properties in the order of the paths; null where no file is."""
+    """Properties in the order of the paths; null where no file can be reached."""
 
     entries: Sequence[FileInfoBody | None]
 
@@ -195,11 +195,13 @@ async def stat(exchange: Exchange) -> Answer:
         if entry is not None:
             return json_answer(FileInfoBody.of_entry(entry, entry.path))
     entry = await exchange.files.ask(StatFile(path, user=query.user), FileEntry)
+    if query.follow:
+        raise FileNotFound(f"the link leads to no file: {spell_path(query.path)[:200]}")
     return json_answer(FileInfoBody.of_entry(entry, entry.path))
 
 
 async def stat_many(exchange: Exchange) -> Answer:
-    """Read the properties of many files; null for each that is not there."""
+    """Read the properties of many files; null for each that is not there, or can't be reached."""
     request = await read_request(exchange, StatRequest)
     paths = tuple(request.at(path) for path in request.paths)
     found = await entries_at(exchange, paths, follow=request.follow, user=request.user)
@@ -209,7 +211,7 @@ async def stat_many(exchange: Exchange) -> Answer:
 async def entries_at(
     exchange: Exchange, paths: tuple[str, ...], *, follow: bool, user: str | None
 ) -> Sequence[FileEntry | None]:
-    """Return the properties of files in the order of their paths, None for each that is not there."""
+    """Return the properties of files in the order of their paths, None for each that can't be reached."""
     found: list[FileEntry | None] = []
     while len(found) < len(paths):
         asked = StatFiles(paths[len(found) :], follow, user=user)

@@ -22,7 +22,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
 from sandkasten.api.resources.file_entries import HERE, Placed, entries_at
-from sandkasten.model.errors import Ambiguous, Conflict, FileNotFound, PreconditionFailed, RunnerProtocolError
+from sandkasten.model.errors import Ambiguous, Conflict, PreconditionFailed, RunnerProtocolError
 
 _FIRST = Line(1)
 _MAX_TEXT_BYTES = 2 * 1024 * 1024
@@ -87,9 +87,7 @@ async def view(exchange: Exchange) -> Answer:
         raise bad_query("to", "is before the first line")
     path = query.at(query.path)
     (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
-    if entry is None:
-        raise FileNotFound(f"no such file or directory: {spell_path(query.path)[:200]}")
-    if entry.kind == "directory":
+    if entry is not None and entry.kind == "directory":
         return json_answer(await _view_directory(exchange, query, path, entry))
     return json_answer(await _view_lines(exchange, query, path))
 
