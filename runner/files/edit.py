@@ -118,7 +118,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
 
 
 def _read(source: RawIOBase) -> list[_Edit]:
-    content = b""
+    content = bytearray()
     while chunk := source.read(MAX_FRAME_BYTES):
         content += chunk
         if len(content) > MAX_EDIT_BYTES:

@@ -79,6 +79,19 @@ async def test_a_field_that_is_not_honoured_is_refused(
         assert (await client.get(f"{url}/fs/list")).json()["entries"] == []
 
 
+async def test_an_edit_takes_as_much_as_a_write() -> None:
+    """16 MiB of any text, as the client counts it; more is 413."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        text = "\u20ac" * (5 << 20)
+        for more, status in (("", 200), (text, 413)):
+            edits = [{"path": f"f{status}", "op": "create", "text": text + more}]
+            body = json.dumps({"edits": edits}, ensure_ascii=False).encode()
+            answer = await client.post(f"{url}/fs/edit", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == status, answer.text
+        assert (await client.get(f"{url}/fs/file?path=f200")).text == text
+
+
 async def test_a_rehearsal_makes_no_workspace() -> None:
     """An edit makes the workspace that is not there; with `dry_run` nothing is made."""
     async with running_front() as running, running.client() as client:

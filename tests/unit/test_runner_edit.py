@@ -101,6 +101,26 @@ def test_a_patch_that_is_off_says_so(tmp_path: Path) -> None:
         assert (made.files[0].offsets if isinstance(made, Edited) else None) == offsets
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted", "is_taken"),
+    [
+        (edit.MAX_EDIT_BYTES // 2, {"op": "replace", "old": "\0\0", "new": "x", "count": "all"}, True),
+        (edit.MAX_EDIT_BYTES // 2, {"op": "insert", "line": 0, "text": "x"}, False),
+        (0, {"op": "insert", "line": 0, "text": "x" * edit.MAX_EDIT_BYTES}, False),
+    ],
+)
+def test_edits_are_bounded(tmp_path: Path, size: int, wanted: dict[str, Any], is_taken: bool) -> None:
+    """The request, and all files before and after; what is too much changes nothing."""
+    (tmp_path / "f").write_bytes(bytes(size))
+    if is_taken:
+        assert isinstance(make(tmp_path, {"path": "f", **wanted}), Edited)
+        return
+    with pytest.raises(Refused) as refused:
+        make(tmp_path, {"path": "f", **wanted})
+    assert refused.value.error.code == "TOO_LARGE"
+    assert (tmp_path / "f").read_bytes() == bytes(size)
+
+
 def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     """Of one file under two names, too; bytes that are no text stay, and a deleted file is gone."""
     (tmp_path / "f").write_bytes(b"a\xff\r\nb")

@@ -119,11 +119,13 @@ async def _view_lines(exchange: Exchange, query: ViewQuery, path: str) -> ViewBo
 
 async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
-    request = await read_request(exchange, EditRequest)
+    request = await read_request(exchange, EditRequest, limit_bytes=exchange.settings.max_json_bytes)
     edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
     wanted = EditFiles(request.dry_run, user=request.user)
     async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
-        await stream.send(json.dumps(edits).encode("ascii"))
+        # Not as ASCII, which would be three times as long as what came; names of any bytes hold surrogates.
+        text = json.dumps(edits, ensure_ascii=False, separators=(",", ":"))
+        await stream.send(text.encode("utf-8", "surrogatepass"))
         answer: Edited | Unedited = await stream.end((Edited, Unedited))
     if isinstance(answer, Unedited):
         raise _refusal(answer, request.edits)
