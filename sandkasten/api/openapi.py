@@ -320,6 +320,7 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Cores: {"type": "number", "minimum": _LOW_CORES, "maximum": _HIGH_CORES},
     fields.Base64: {"type": "string", "contentEncoding": "base64"},
     fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
+    fields.NamedPath: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
     fields.PathInWorkspace: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.FilePath: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.Paths: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_PATHS},

@@ -61,6 +61,17 @@ async def test_an_upload_as_published_clients_send_it(directory: str) -> None:
         assert stored(running) == {"/workspace/data/a.bin": content}
 
 
+@pytest.mark.parametrize("directory", ["", "/", "/workspace", "."])
+async def test_the_root_of_a_workspace_has_many_names(directory: str) -> None:
+    """An empty path is one of them, as in a list."""
+    async with running_front() as running, running.client() as client:
+        url = "/v1/workspaces/ws"
+        answer = await client.post(f"{url}/fs/upload", data={"path": directory}, files={"file": ("a", b"1")})
+        assert (answer.status_code, answer.json()) == (200, {"ok": True, "paths": ["a"]})
+        (entry,) = (await client.get(f"{url}/fs", params={"path": directory})).json()["entries"]
+        assert entry["name"] == "a"
+
+
 async def test_without_a_directory_files_land_in_the_workspace() -> None:
     """Several files, under either name, empty ones too."""
     async with running_front() as running, running.client() as client:

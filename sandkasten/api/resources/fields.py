@@ -129,6 +129,7 @@ ListLimit = NewType("ListLimit", int)
 FilesLimit = NewType("FilesLimit", int)
 Offset = NewType("Offset", int)
 OutputBytes = NewType("OutputBytes", int)
+NamedPath = NewType("NamedPath", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
@@ -164,7 +165,7 @@ class Stdin:
 
 
 def check_path(value: object) -> str:
-    """Return a path that the file routes can hand on. Raises `ValueError` saying why not."""
+    """Return a path of a command's directory or a rule. Raises `ValueError` saying why not."""
     text = _text(value)
     if not text or len(text.encode()) > MAX_PATH_BYTES:
         raise ValueError(f"must have 1 to {MAX_PATH_BYTES} bytes")
@@ -325,10 +326,6 @@ def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
 
 
-def _path_in_workspace(value: object) -> str:
-    return TOP if value in ("", "/") else check_path(value)
-
-
 OUTPUT_FIELDS = ("output", "stdout", "stderr")
 """Fields of a result that hold output."""
 
@@ -352,6 +349,18 @@ def file_path(value: object) -> str:
     if "\0" in path:
         raise ValueError("has a NUL character that is not followed by two digits from 80 to ff, in lower case")
     return path or "."
+
+
+def named_path(value: object) -> str:
+    """Return a path as `file_path`. The first routes for files refuse an empty one."""
+    if value == "":
+        raise ValueError(f"must have 1 to {MAX_PATH_BYTES} bytes")
+    return file_path(value)
+
+
+def path_in_workspace(value: object) -> str:
+    """Return a path as `file_path`; an empty one and `/` are the workspace."""
+    return TOP if value in ("", "/") else file_path(value)
 
 
 def spell_path(path: str) -> str:
@@ -554,7 +563,8 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilesLimit: Between(1, MAX_FILES),
     Offset: Between(0, 2**53),
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
-    PathInWorkspace: _path_in_workspace,
+    NamedPath: named_path,
+    PathInWorkspace: path_in_workspace,
     FilePath: file_path,
     FileMode: _file_mode,
     Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),

@@ -32,10 +32,11 @@ from sandkasten.api.resources.fields import (
     TOP,
     Base64,
     FileMode,
-    Path,
+    NamedPath,
     ReadBytes,
     bad_query,
-    check_path,
+    named_path,
+    path_in_workspace,
     read_query,
     read_request,
     spell_path,
@@ -57,7 +58,7 @@ _END = b'"}'
 class WriteRequest(Placed):
     """A file to write: a path, and the content as text or base64. `mode` is octal, as for `PUT …/fs/file`."""
 
-    path: Path
+    path: NamedPath
     mode: FileMode | None = None
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)
@@ -74,7 +75,7 @@ class WriteRequest(Placed):
 class ReadQuery(Placed):
     """The query of a file's content. `max_bytes` is at most `max_read_bytes` of the configuration."""
 
-    path: Path
+    path: NamedPath
     max_bytes: ReadBytes | None = None
 
 
@@ -250,7 +251,7 @@ class _Upload:
             if len(text) > MAX_PATH_BYTES:
                 raise InvalidRequest("the form has bad fields", path=f"must have at most {MAX_PATH_BYTES} bytes")
         try:
-            return check_path(text.decode())
+            return (path_in_workspace if self._exchange.workspace_id else named_path)(text.decode())
         except ValueError as error:
             raise InvalidRequest("the form has bad fields", path=str(error)) from None
 
