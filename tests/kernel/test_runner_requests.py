@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from runner.files.operations import perform
 from runner.files.worker import MAX_WATCHES
 from runner.wire.protocol import (
     ANSWERS,
@@ -45,6 +50,7 @@ from runner.wire.protocol import (
     Watching,
 )
 from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces, wait_until
+from tests.unit.test_runner_entries import work_in
 
 pytestmark = needs_namespaces
 
@@ -213,6 +219,25 @@ def test_only_root_gives_files_away(client: Client) -> None:
     assert code(client.ask(ChangeOwner("f", owner=0))) == "PERMISSION_DENIED"
     assert code(client.ask(ChangeMode("/etc/passwd", 0o666))) == "PERMISSION_DENIED"
     assert client.stdout("stat -c '%a %u' f") == b"600 %d\n" % UID
+
+
+def test_a_change_of_the_root_leaves_the_kernels_files_alone(tmp_path: Path) -> None:
+    """No file of /proc takes a mode: a change that went there would be refused, even to root."""
+    for name in ("proc", "d"):
+        (tmp_path / name).mkdir()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            syscalls.unshare(k.CLONE_NEWNS)
+            syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
+            syscalls.mount("/proc", str(tmp_path / "proc"), flags=k.MS_BIND)
+            os.chroot(tmp_path)
+            perform(ChangeMode("/", 0o700, recursive=True), work_in(Path("/"), anywhere=True))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
 
 
 def collect(client: Client, request: object) -> tuple[bytes, Any]:
