@@ -180,7 +180,7 @@ async def list_files(exchange: Exchange) -> Answer:
         glob=query.glob,
         user=query.user,
     )
-    listing = await exchange.files.ask(request, Listing, patience_s=_LIST_S)
+    listing = await exchange.until_disconnect(lambda: exchange.files.ask(request, Listing, patience_s=_LIST_S))
     entries = [FileInfoBody.of_entry(each, posixpath.join(listing.path, each.name)) for each in listing.entries]
     cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
     return json_answer(ListBody(spell_path(listing.path), entries, cursor))
