@@ -224,6 +224,19 @@ def test_a_client_that_leaves_an_upload_leaves_the_old_file(
     assert run(client, session, "cat f; ls -A; du -s . | cut -f 1") == "oldf\n8\n"
 
 
+def test_requests_for_files_are_processes_of_the_session(client: httpx.Client) -> None:
+    """Where no more may start a request is refused, and one that comes when some have ended is served."""
+    session = str(client.post("/v1/sessions", json={"limits": {"pids": 16}}).json()["id"])
+    base = f"/v1/sessions/{session}"
+    fill = "import os, time\ntry:\n while os.fork(): pass\nexcept OSError: print('full', flush=True)\ntime.sleep(1000)"
+    assert client.post(f"{base}/processes", json={"argv": ["python3", "-c", fill], "process_id": "p"}).is_success
+    assert client.post(f"{base}/processes/p/wait", json={"pattern": "full"}).json()["happened"]
+    refused = client.post(f"{base}/fs/write", json={"path": "f", "text": "x"})
+    assert (refused.status_code, refused.json()["error_code"], refused.json()["retryable"]) == (503, "CAPACITY", True)
+    client.delete(f"{base}/processes/p")
+    assert client.post(f"{base}/fs/write", json={"path": "f", "text": "x"}).status_code == 200
+
+
 def test_a_workspace_that_is_deleted_while_it_is_watched(daemon: Daemon, client: httpx.Client) -> None:
     """The deletion waits for no watcher if it is forced, and is refused otherwise; the watcher is told, and what served
     it is gone."""
