@@ -218,6 +218,10 @@ class GlobFiles(FileRequest):
     limit: int = 1000
 
 
+MAX_EDITS = 100
+MAX_WATCHES = 8
+"""Most edits of one request, and watches of one sandbox at a time."""
+
 MAX_MATCHES = 10_000
 MAX_CONTEXT = 10
 MAX_SEARCHED_BYTES = 64 * 1024 * 1024

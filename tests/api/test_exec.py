@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from runner.wire import protocol
 from sandkasten.config import ServerSettings
 from sandkasten.model import Stream
 from tests.api.harness import Running, RunningTree, read_to_end, request_bytes, running_front
@@ -119,7 +120,10 @@ async def test_a_wait_and_one_pipe_are_asked_of_the_session(route: str) -> None:
             await second.send_all(request_bytes("POST", f"{url}/{route}", body=json.dumps(body).encode()))
             await until(functools.partial(has_runs, running, 2))
         requests = [run.request for run in running.tree.runs]
-        assert [(request.queue_timeout_ms, request.merged) for request in requests] == [(None, False), (4321, True)]
+        assert [(each.queue_timeout_ms, each.merged) for each in requests if isinstance(each, protocol.Exec)] == [
+            (None, False),
+            (4321, True),
+        ]
 
 
 async def test_text_says_where_lines_are_left_out() -> None:
