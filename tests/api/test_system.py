@@ -48,7 +48,7 @@ async def test_the_installation_is_described() -> None:
 
 
 async def test_the_bounds_that_are_told_are_those_in_force() -> None:
-    """What is just allowed is taken, and one more is refused."""
+    """Requests at the bound are taken, and those one above it refused."""
     maximum, runs = Maximum(idle_timeout_seconds=7200), RunsSettings(max_exec_ids=5)
     async with running_front(maximum=maximum, runs=runs) as running, running.client() as client:
         limits = (await client.get("/v1/system")).json()["limits"]
