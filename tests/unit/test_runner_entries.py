@@ -110,10 +110,18 @@ def test_a_page_has_what_was_made_since_the_last_one(tmp_path: Path) -> None:
 def test_a_pattern_is_of_names_or_of_paths(tmp_path: Path) -> None:
     """One with a slash is of paths below the directory; directories are entered all the same."""
     make_tree(tmp_path)
-    for glob, found in (("a", ["a", "b/a"]), ("b/*", ["b/a", "b/c", "b/c/d"]), ("*.x", ["b.x"])):
+    for glob, found in (
+        ("a", ["a", "b/a"]),
+        ("b/*", ["b/a", "b/c"]),
+        ("**/d", ["b/c/d"]),
+        ("*.x", ["b.x"]),
+        ("{out,?}", ["a", "b", "b/a", "b/c", "b/c/d", "out"]),
+    ):
         listing = perform(ListFiles(".", depth=9, glob=glob), work_in(tmp_path))
         assert isinstance(listing, Listing)
         assert [each.name for each in listing.entries] == found
+    with pytest.raises(Refused, match="no pattern"):
+        perform(ListFiles(".", glob="../a"), work_in(tmp_path))
 
 
 def test_names_of_any_bytes_are_found_again(tmp_path: Path) -> None:
