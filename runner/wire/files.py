@@ -49,7 +49,8 @@ class ListFiles(FileRequest):
     content. Answer: `Listing`, whose names are paths below the directory.
 
     `depth`: levels of directories; links are not followed. `glob` (a pattern as in `GlobFiles`, of the name, or of the
-    path below if it has a `/`) chooses what is listed, not which directories are entered. `after` is a name of a listing.
+    path below if it has a `/`) chooses what is listed, not which directories are entered. `after` is a name of a
+    listing.
     """
 
     path: str
