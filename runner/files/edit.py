@@ -23,9 +23,8 @@ from runner.files.contents import check_writable, held, is_one_of, open_new, ope
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
+from runner.wire.protocol import MAX_EDITS, MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
 
-MAX_EDITS = 100
 MAX_EDIT_BYTES = 16 * 1024 * 1024
 """Most bytes of the request, and of all files before their edits and after each."""
 _MAX_DIFF_LINES = 5000

@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_WATCHES,
     REQUESTS,
     Error,
     FileRequest,
@@ -47,10 +48,8 @@ from runner.wire.protocol import (
 )
 
 MAX_WORKERS = 36
-"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection."""
-
-MAX_WATCHES = 8
-"""Workers that may watch files: they last, and others shall find room."""
+"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection. Workers
+that watch files last: `MAX_WATCHES` leaves room for others."""
 
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from runner.files.worker import MAX_WATCHES
 from runner.wire.protocol import (
     ANSWERS,
     CHUNK_BYTES,
+    MAX_WATCHES,
     ChangeMode,
     ChangeOwner,
     Done,
