@@ -58,6 +58,8 @@ from runner.wire.protocol import (
 MAX_LISTED = 1000
 MAX_LISTED_DEPTH = 32
 _ENTRY_BYTES = 200
+_UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "NOT_A_FILE", "INVALID_PATH"})
+"""Refusals of one path among many, which leave the others as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def _stat_many(request: StatFiles, work: FileWork) -> FileStats:
             if request.follow and entry.kind == "symlink":
                 entry = _followed(path, work.resolver, names)
         except Refused as refused:
-            if refused.error.code != "FILE_NOT_FOUND":
+            if refused.error.code not in _UNREACHED:
                 raise
             entries.append(None)
             continue

@@ -394,6 +394,15 @@ def test_a_file_of_any_name_is_served(client: httpx.Client, session: str, kind: 
     edited = client.post(f"{place}/edit", json={"edits": [edit]})
     assert edited.status_code == 200, edited.text
     assert client.get(f"{place}/view", params={"path": path}).json()["text"] == "     1\tword\n"
+    assert client.post(f"{place}/write", json={"path": path, "text": "again"}).json()["path"] == path
+    assert client.get(f"{place}/read", params={"path": path}).json()["path"] == path
+    sent = client.post(f"{place}/upload", files={"file": ("g", b"")}, data={"path": f"/workspace/u/{spelled}"})
+    assert sent.json()["paths"] == [f"{'/workspace/' if kind == 'session' else ''}u/{spelled}/g"]
+    if kind == "workspace":
+        (made,) = client.get(place, params={"path": f"u/{spelled}"}).json()["entries"]
+        assert made["name"] == "g"
+        packed = client.get(f"{place}/download", params={"path": f"u/{spelled}"})
+        assert packed.status_code == 200, packed.text
     copy = f"/workspace/e/{spelled}"
     assert client.post(f"{place}/mkdir", json={"path": "e"}).status_code == 200
     assert client.post(f"{place}/copy", json={"from": path, "to": copy}).json()["path"] == copy

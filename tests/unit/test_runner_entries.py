@@ -150,9 +150,9 @@ def test_many_properties_fit_into_one_answer(tmp_path: Path) -> None:
     assert isinstance(answer, FileStats)
     assert 0 < len(answer.entries) < 400
     assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
-    answer = perform(StatFiles(("missing", "link")), work_in(tmp_path))
+    answer = perform(StatFiles(("missing", "link", "../outside", "l" * 300)), work_in(tmp_path))
     assert isinstance(answer, FileStats)
-    assert [each and each.kind for each in answer.entries] == [None, "symlink"]
+    assert [each and each.kind for each in answer.entries] == [None, "symlink", None, None]
     followed = perform(StatFiles(("link",), follow=True), work_in(tmp_path))
     assert isinstance(followed, FileStats)
     assert [each and (each.kind, each.name) for each in followed.entries] == [("file", "000" + long)]
