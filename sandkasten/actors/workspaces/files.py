@@ -17,7 +17,7 @@ import errno
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
@@ -77,7 +77,7 @@ WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 
 _PROBE_S = 5.0
-_DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles | protocol.Unpack
+_DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles
 
 _MEASURE_ENTRIES = 1_000_000
 _MEASURE_MS = 5_000
@@ -181,8 +181,8 @@ class LocalFileWriter:
 
 class LocalFiles:
     """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; its argument tells whether
-    the loan lasts. `place` names the session or the workspace in the records of uploads. `syncs`: what is written is on
-    the disk when that is answered."""
+    the loan lasts. `place` names the session or the workspace in the records of uploads. `sync` brings all that was
+    written to the disk; with it, what is written is there when that is answered."""
 
     def __init__(
         self,
@@ -190,9 +190,9 @@ class LocalFiles:
         store: Ref,
         place: str,
         *,
-        syncs: bool = False,
+        sync: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._lend, self._store, self._place, self._syncs = lend, store, place, syncs
+        self._lend, self._store, self._place, self._sync = lend, store, place, sync
 
     async def ask(
         self,
@@ -217,7 +217,7 @@ class LocalFiles:
         older: protocol.ReadFile | protocol.WriteFile | None = None,
     ) -> AsyncIterator[LocalFileStream]:
         """Begin a request, or the one that means the same to a PID 1 from before `FILES_VERSION`."""
-        if self._syncs and isinstance(request, _DURABLE):
+        if self._sync is not None and isinstance(request, _DURABLE):
             request = dataclasses.replace(request, sync=True)
         async with self._lend(request.lasts) as link:
             asked: object = request
@@ -231,6 +231,8 @@ class LocalFiles:
                 async with link.connection(Pool.NONE if is_alone else Pool.FILES) as connection:
                     await connection.send_request(asked)
                     yield LocalFileStream(connection, math.inf if request.lasts else patience_s)
+                if self._sync is not None and isinstance(request, protocol.Unpack):
+                    await self._sync()  # a worker may not: many files by one call
             except RunnerLost as error:
                 lost = error
             if lost is not None:
@@ -256,7 +258,7 @@ class LocalFiles:
 
     @asynccontextmanager
     async def _open_write(self, path: str, mode: int | None, user: str | None) -> AsyncIterator[LocalFileWriter]:
-        older = protocol.WriteFile(path, self._syncs) if mode is None and user is None else None
+        older = protocol.WriteFile(path, self._sync is not None) if mode is None and user is None else None
         async with self._open(protocol.PutFile(path, mode, user=user), WRITE_S, older) as stream:
             yield LocalFileWriter(stream)
 
