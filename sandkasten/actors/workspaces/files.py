@@ -132,12 +132,19 @@ class LocalFileStream:
         for start in range(0, len(data), MAX_FRAME_BYTES):
             if self._connection.has_arrived:
                 return False
-            await self._connection.send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
+            await self._send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
         return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
-        await self._connection.send(Kind.END)
+        await self._send(Kind.END)
         return await self.answer(expected)
+
+    async def _send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a frame. Raises `RunnerLost` when a worker, which programs of its user can stop, does not take it."""
+        with trio.move_on_at(self._deadline) as scope:
+            await self._connection.send(kind, body)
+        if scope.cancelled_caught:
+            raise RunnerLost("the sandbox takes no more content")
 
     @property
     def _deadline(self) -> float:
