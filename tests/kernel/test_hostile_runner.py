@@ -14,9 +14,9 @@ from sandkasten.actors.session import actor, birth, watch
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.actors.workspaces import files
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import RunnerProtocolError, SandboxError, SandkastenError
+from sandkasten.model.errors import FileNotFound, IsADirectory, RunnerProtocolError, SandboxError, SandkastenError
 from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
-from tests.file_requests import written
+from tests.file_requests import looked_at, read, written
 from tests.kernel.processes import file_workers, init_pid
 from tests.waiting import patience, until
 
@@ -133,6 +133,21 @@ async def test_a_file_worker_that_was_stopped_holds_nobody_up(
         await upload()
     await until(has_none)
     assert await written(writing, "f", b"whole") == "/workspace/f"
+
+
+async def test_a_refusal_costs_no_connection_and_no_worker(supervisor: LocalSupervisor) -> None:
+    """The worker that refuses a request, even before it has all of the content, answers the next one."""
+    session = await supervisor.create(SessionSpec())
+    its_files, pid = supervisor.files(session.id), init_pid(session)
+    assert await written(its_files, "f", b"x") == "/workspace/f"
+    (worker,) = file_workers(pid)
+    for _ in range(3):
+        with pytest.raises(FileNotFound):
+            await looked_at(its_files, "missing")
+        with pytest.raises(IsADirectory):
+            await written(its_files, "/tmp", bytes(100_000))
+    assert await read(its_files, "f") == b"x"
+    assert file_workers(pid) == [worker]
 
 
 async def answers(supervisor: LocalSupervisor, session_id: str) -> bool:
