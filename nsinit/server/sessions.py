@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nsinit.cgroup import freezer, limits, run_cgroups
 from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
@@ -103,7 +104,7 @@ class Sessions:
     _has_trash: bool = False
     """Trash has come since the last deletion began."""
     _hurry: JobEvent = field(default_factory=JobEvent)
-    _is_watching: bool = False
+    _watched: set[str] = field(default_factory=set)
     _over: set[str] = field(default_factory=set)
     """Sessions that hold too many locks and were not removed yet."""
 
@@ -556,23 +557,29 @@ class Sessions:
 
     def watch(self) -> None:
         """Watch memory and disk as long as there are sessions but those of the pool, where no foreign code runs."""
-        if not self._is_watching:
-            self._is_watching = True
-            self.scheduler.spawn(self._look())
+        self._watch("memory", partial(self._look_at_memory, Pace(self.births.tree)))
+        self._watch("disk", self.disk_watch.look)
 
-    def _look(self) -> Job:
-        pace = Pace(self.births.tree)
+    def _watch(self, what: str, look: Callable[[], Generator[Wait, bool, float]]) -> None:
+        if what not in self._watched:
+            self._watched.add(what)
+            self.scheduler.spawn(self._keep_looking(what, look))
+
+    def _keep_looking(self, what: str, look: Callable[[], Generator[Wait, bool, float]]) -> Job:
         while self.births.slots.in_use > len(self.pool):
             try:
-                if (over := (yield from self.locks.look(self.births.tree))) is not None:
-                    yield from self._end_for_locks(*over)
-                yield from self.victims.look()
-                pause_s = min(pace.next_s(), (yield from self.disk_watch.look()))
+                pause_s = yield from look()
             except OSError as error:  # no descriptors are left, or the cgroups were removed
-                log("error", "memory and disk not watched", reason=str(error))
+                log("error", f"{what} not watched", reason=str(error))
                 pause_s = _AFTER_ERROR_S
             yield Wait(timeout_s=pause_s)
-        self._is_watching = False
+        self._watched.discard(what)
+
+    def _look_at_memory(self, pace: Pace) -> Generator[Wait, bool, float]:
+        if (over := (yield from self.locks.look(self.births.tree))) is not None:
+            yield from self._end_for_locks(*over)
+        yield from self.victims.look()
+        return pace.next_s()
 
     def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
         """Kill PID 1 of a session whose locks take memory that is charged to nobody. The teardown tells of it as of a

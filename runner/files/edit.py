@@ -100,8 +100,8 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
             changed.append(draft)
         wanted = [each for each in drafts.values() if each.after != each.before]
         if request.dry_run:
-            for each in wanted:
-                _check_place(each, resolver)
+            for draft in wanted:
+                _check_place(draft, resolver)
             return Edited(tuple(results))
         _put_all(wanted, resolver, syncs=request.sync)
         etags = {id(each): _etag_now(each, resolver) for each in drafts.values()}

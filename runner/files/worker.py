@@ -47,9 +47,9 @@ from runner.wire.protocol import (
     encode_header,
 )
 
-MAX_WORKERS = 36
-"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection. Workers
-that watch files last: `MAX_WATCHES` leaves room for others."""
+MAX_WORKERS = 32 + 4 + MAX_WATCHES
+"""At a time: for the 32 requests of one daemon, for those that wait for the next request of their connection, and for
+what lasts."""
 
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""

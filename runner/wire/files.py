@@ -314,13 +314,12 @@ class Pack(FileRequest):
 class Unpack(FileRequest):
     """Unpack the archive in the DATA frames up to END below a directory, which is made if it is missing. Answer:
     `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
-    After an error the files unpacked by then stay. With `sync` the answer comes once all is on the disk."""
+    After an error the files unpacked by then stay. No worker may sync a whole file system: who asks has to."""
 
     max_entries: int
     max_bytes: int
     path: str = "."
     kind: ArchiveKind = "tar"
-    sync: bool = False
 
 
 # Answers.

@@ -67,9 +67,10 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
             async with http.stream("GET", "/fs/file", params={"path": "big"}) as answer:
                 assert answer.status_code == 200
                 os.kill(init_pid, signal.SIGSTOP)
+                pieces = answer.aiter_raw()
+                await uploading.wait()
                 with pytest.raises(httpx.RemoteProtocolError):
-                    async for _ in answer.aiter_raw():
-                        await uploading.wait()
+                    await _drain(pieces)
                 outcomes["read on"] = "cut off"
 
         async def is_stopped() -> bool:
@@ -95,6 +96,11 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
         uploading.set()
     told = dict.fromkeys(requests, (410, "SESSION_EXPIRED", "its init process ended"))
     assert outcomes == {**told, "read on": "cut off"}
+
+
+async def _drain(pieces: AsyncIterator[bytes]) -> None:
+    async for _ in pieces:
+        pass
 
 
 async def test_connections_hear_the_end_and_are_closed(daemon: Daemon, session: str, init_pid: int) -> None:
