@@ -190,27 +190,27 @@ def _copy_into_place(
     if not overwrite and status_of(target, target_fd) is not None:  # sooner than after a long copy
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     temporary = temporary_name(os.getpid())
+    directory_fd = open_directory(target_fd, b".") if syncs else -1
     try:
-        _copy_any(source_fd, source, target_fd, temporary)
-        if syncs:
-            top_fd = open_directory(target_fd, b".")
-            try:
-                kernel.syncfs(top_fd)
-            finally:
-                os.close(top_fd)
+        _copy_any(source_fd, source, target_fd, temporary, syncs=syncs)
         _rename(kernel, target_fd, temporary, target_fd, target, overwrite=overwrite)
+        if syncs:
+            os.fsync(directory_fd)
     except BaseException:
         try:
             _remove_name(target_fd, temporary, recursive=True)
         except OSError:
             pass  # never made, or the sandbox has removed it
         raise
+    finally:
+        if syncs:
+            os.close(directory_fd)
 
 
-def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> None:
+def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes, *, syncs: bool) -> None:
     status = os.stat(source, dir_fd=source_fd, follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode):
-        _copy_leaf(source_fd, source, status, target_fd, target)
+        _copy_leaf(source_fd, source, status, target_fd, target, syncs=syncs)
         return
     top_fd = open_directory(source_fd, source)
     made = [(_make_closed(target_fd, target), status)]
@@ -218,15 +218,15 @@ def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> N
         for found in Walk(top_fd):
             depth = found.path.count(b"/") + 1
             while len(made) > depth:
-                _close_made(*made.pop())
+                _close_made(*made.pop(), syncs=syncs)
             if found.is_left:
                 continue
             if stat.S_ISDIR(found.status.st_mode):
                 made.append((_make_closed(made[-1][0], found.name), found.status))
             else:
-                _copy_leaf(found.parent_fd, found.name, found.status, made[-1][0], found.name)
+                _copy_leaf(found.parent_fd, found.name, found.status, made[-1][0], found.name, syncs=syncs)
         while made:
-            _close_made(*made.pop())
+            _close_made(*made.pop(), syncs=syncs)
     finally:
         os.close(top_fd)
         for fd, _ in made:
@@ -239,15 +239,19 @@ def _make_closed(parent_fd: int, name: bytes) -> int:
     return open_directory(parent_fd, name)
 
 
-def _close_made(fd: int, status: os.stat_result) -> None:
+def _close_made(fd: int, status: os.stat_result, *, syncs: bool) -> None:
     try:
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         os.fchmod(fd, status.st_mode & _COPIED_BITS)
+        if syncs:
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd: int, target: bytes) -> None:
+def _copy_leaf(
+    source_fd: int, source: bytes, status: os.stat_result, target_fd: int, target: bytes, *, syncs: bool
+) -> None:
     times = status.st_atime_ns, status.st_mtime_ns
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(source, dir_fd=source_fd), target, dir_fd=target_fd)
@@ -262,6 +266,8 @@ def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd:
             _copy_content(old.fileno(), new.fileno())
             os.fchmod(new.fileno(), status.st_mode & _COPIED_BITS)
             os.utime(new.fileno(), ns=times)
+            if syncs:
+                os.fsync(new.fileno())
 
 
 def _copy_content(old_fd: int, new_fd: int) -> None:

@@ -24,9 +24,8 @@ from runner.files.contents import check_writable, held, is_one_of, open_new, ope
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
 from runner.files.tree import etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
+from runner.wire.protocol import MAX_EDITS, MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
 
-MAX_EDITS = 100
 MAX_EDIT_BYTES = 16 * 1024 * 1024
 """Most bytes of the request, and of all files before their edits and after each."""
 _MAX_DIFF_LINES = 5000
@@ -101,8 +100,8 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
             changed.append(draft)
         wanted = [each for each in drafts.values() if each.after != each.before]
         if request.dry_run:
-            for each in wanted:
-                _check_place(each, resolver)
+            for draft in wanted:
+                _check_place(draft, resolver)
             return Edited(tuple(results))
         _put_all(wanted, resolver, syncs=request.sync)
         etags = {id(each): _etag_now(each, resolver) for each in drafts.values()}

@@ -26,6 +26,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
+from runner.wire.protocol import MAX_EDITS
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
@@ -349,7 +350,7 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Edits: {
         "type": "array",
         "minItems": 1,
-        "maxItems": fields.MAX_EDITS,
+        "maxItems": MAX_EDITS,
         "items": {"oneOf": list(_edit_forms())},
     },
     sessions.ListCursor: _STRING,

@@ -15,10 +15,10 @@ import pytest
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from runner.files.operations import perform
-from runner.files.worker import MAX_WATCHES
 from runner.wire.protocol import (
     ANSWERS,
     CHUNK_BYTES,
+    MAX_WATCHES,
     ChangeMode,
     ChangeOwner,
     Done,

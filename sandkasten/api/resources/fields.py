@@ -25,7 +25,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from runner.wire.protocol import MAX_CONTEXT, MAX_MATCHES, MAX_SEARCHED_BYTES
+from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
 from sandkasten.model import (
@@ -33,6 +33,7 @@ from sandkasten.model import (
     FIXED_BOUNDS,
     LIMIT_BOUNDS,
     MAX_SPAN_S,
+    MAX_TTL_S,
     SECCOMP_NAME,
     SESSION_ID,
     SHELL_NAME,
@@ -50,7 +51,6 @@ from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
 
 T = TypeVar("T")
 
-MAX_TTL_S = 86_400
 MAX_LIFETIME_S = int(MAX_SPAN_S)
 MAX_PATH_BYTES = 4096
 MAX_ENV_BYTES = 128 * 1024
@@ -69,7 +69,6 @@ MAX_PATHS = 1000
 """Paths in one request about many files."""
 MAX_DEPTH = 32
 MAX_FILE_ID = 65535
-MAX_EDITS = 100
 _MAX_NAME_CHARS = 64
 _NONE = "is unknown; this request has no fields"
 _MOST_UNKNOWN = 32
