@@ -193,8 +193,9 @@ def test_a_connection_goes_on_after_a_small_body_was_refused(
         ("GET", "list?path=/&depth=32&glob=nothing", {}),
         ("POST", "glob", {"path": "/", "pattern": "**/nothing"}),
         ("GET", "view?path=big", {}),
+        ("GET", "stat?path=big&digest=sha256", {}),
     ],
-    ids=["watch", "search", "file", "archive", "list", "glob", "view"],
+    ids=["watch", "search", "file", "archive", "list", "glob", "view", "digest"],
 )
 def test_what_a_client_leaves_ends(
     daemon: Daemon, client: httpx.Client, session: str, place: str, request_: tuple[str, str, dict[str, Any]]
