@@ -256,10 +256,21 @@ class Files:
     # Entries ----------------------------------------------------------------------------------------------------------
 
     async def stat(
-        self, path: str, *, follow: bool = False, user: str | None = None, cwd: str | None = None
+        self,
+        path: str,
+        *,
+        follow: bool = False,
+        sha256: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
     ) -> FileInfo:
-        """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
-        query = given(path=path, follow=follow or None, user=user, cwd=cwd)
+        """Return the entry of a path; `follow` gives what a link leads to, `sha256` also the digest of that file.
+
+        Raises:
+            FileNotFound: there is no such file, directory or link.
+            Conflict: the file was changed while its digest was computed.
+        """
+        query = given(path=path, follow=follow or None, digest="sha256" if sha256 else None, user=user, cwd=cwd)
         return FileInfo.take(await self._endpoint.ask("GET", "/stat", query=query))
 
     async def stat_many(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -150,6 +151,8 @@ async def files(client: SandboxClient, directory: Path) -> None:
         info = await box.files.stat("d/data")
         assert (info.size, info.mode) == (len(data), "0600")
         assert info.etag.removeprefix("W/") == written.etag.removeprefix("W/")
+        assert info.sha256 is None
+        assert (await box.files.stat("d/data", sha256=True)).sha256 == hashlib.sha256(data).hexdigest()
         with pytest.raises(errors.PreconditionFailed):
             await box.files.write("a.txt", b"", new=True)
         with pytest.raises(errors.FileNotFound):
