@@ -102,7 +102,7 @@ def _perform(arguments: argparse.Namespace) -> int:
             raise
         print(
             f"sandkasten: this command needs the server, whose package {error.name} is not installed: "
-            "pip install 'sandkasten-runtime[server]'",
+            "pip install 'sandkasten-runtime[server,mcp]'",
             file=sys.stderr,
         )
         return 1

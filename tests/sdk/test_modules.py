@@ -99,7 +99,7 @@ def test_a_command_of_the_server_says_which_extra_it_needs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("sandkasten: this command needs the server, whose package ")
-    assert done.stderr.endswith(" is not installed: pip install 'sandkasten-runtime[server]'\n")
+    assert done.stderr.endswith(" is not installed: pip install 'sandkasten-runtime[server,mcp]'\n")
 
 
 def test_an_import_is_quick() -> None:
