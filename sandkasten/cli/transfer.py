@@ -111,8 +111,10 @@ async def _out_of(session: Session, source: str, target: str, user: str | None, 
 
 def _local_target(target: str, found: FileInfo, source: str) -> str:
     """Return what a copy is called here: a directory that is there gets it, but for the content of a directory."""
+    from sandkasten.sdk.wire import local_name
+
     if target.endswith("/") or (os.path.isdir(target) and not (found.is_dir and _means_content(source))):
-        return os.path.join(target, found.path.rpartition("/")[2])
+        return os.path.join(target, local_name(found.path.rpartition("/")[2]))
     return target
 
 
@@ -164,7 +166,9 @@ def _part_of(file: str) -> Iterator[int]:
 
 async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -> None:
     """Write a file to standard output as a tar with one member."""
-    member = tarfile.TarInfo(info.name)
+    from sandkasten.sdk.wire import local_name
+
+    member = tarfile.TarInfo(local_name(info.name))
     member.size, member.mode = info.size, int(info.mode, 8) & _MODE_BITS
 
     async def pieces() -> AsyncIterator[bytes]:
