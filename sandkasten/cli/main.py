@@ -114,7 +114,7 @@ class _PrintVersion(argparse.Action):
     """Prints the version. argparse's own action needs the text beforehand, which would cost every call a search."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_arguments: object) -> None:
-        _version(argparse.Namespace())
+        _version(argparse.Namespace(json=False))
         parser.exit()
 
 
@@ -138,11 +138,13 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_version)
 
 
-def _version(_arguments: argparse.Namespace) -> int:
+def _version(arguments: argparse.Namespace) -> int:
     from importlib.metadata import version
 
-    print(version("sandkasten-runtime"))
+    found = version("sandkasten-runtime")
+    print(f'{{"version":"{found}"}}' if arguments.json else found)
     return 0

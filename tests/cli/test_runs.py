@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.e2e
         ((), ("no-such-program",), 127, None),
         (("no-such-image",), ("true",), 125, None),
         (("-m", "0"), ("true",), 2, None),
+        (("--network", "none"), ("cat", "/sys/class/net/eth0/mtu"), 1, None),
+        (("--network", "host"), ("true",), 125, None),
         (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
     ],
 )
@@ -84,6 +87,9 @@ def test_json_is_one_object_with_the_output(command: Command, session: str) -> N
     done = command.run("exec", "--json", session, "--", "echo out; echo err >&2; exit 3")
     result = json.loads(done.stdout)
     assert (done.returncode, result["exit_code"], result["stdout"], result["stderr"]) == (3, 3, "out\n", "err\n")
+    for data, status, said in ((b"a\r\n", 0, '"stdout":"a\\r\\n"'), (b"a\xff", 125, "standard input must be UTF-8")):
+        done = command.run("exec", "--json", session, "--", "cat", stdin=data)
+        assert (done.returncode, said in done.stdout + done.stderr, "Traceback" in done.stderr) == (status, True, False)
     assert command.json("run", "-d", "--", "true")["id"] != session
     command.out("rm", "-")
 
@@ -152,6 +158,9 @@ def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
     assert {line.split(" | ")[0] for line in lines if "last" in line} == {run[:12]}
     assert command.out("logs", session, run[:-3]) == "a\x01b\nlast"
     assert [each["line"] for each in command.lines("logs", session, run)] == ["a\x01b", "last"]
+    assert command.out("logs", "--since", "1h", session, run) == "a\x01b\nlast"
+    time.sleep(1.1)  # the shortest span is 1 s
+    assert command.out("logs", "--since", "1s", session) == ""
     with command.started("logs", "-f", session) as process:
         assert process.stdout is not None
         while b"last" not in process.stdout.readline():
