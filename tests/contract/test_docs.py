@@ -38,7 +38,7 @@ TRIED_ELSEWHERE = {
     ("docs/architecture.md", "mermaid"): "tests/contract/test_written_docs.py draws it",
 }
 NOT_TRIED = {
-    ("README.md", "sh"): "needs Claude Code; tests/mcp speaks the protocol",
+    ("README.md", "sh"): "needs Claude Code and a model; tests/mcp speaks the protocol, tests/adapters run the example",
     ("docs/mcp.md", "sh"): "likewise",
     ("docs/systemd.md", "sh"): "needs a machine that systemd runs; its units are tried",
     ("docs/wsl2.md", "powershell"): "needs Windows",
