@@ -39,7 +39,7 @@ TRIED_ELSEWHERE = {
 }
 NOT_TRIED = {
     ("README.md", "sh"): "needs Claude Code and a model; tests/mcp speaks the protocol, tests/adapters run the example",
-    ("docs/mcp.md", "sh"): "likewise",
+    ("docs/mcp.md", "sh"): "needs Claude Code; tests/mcp/test_set_up.py connects with what the line says",
     ("docs/systemd.md", "sh"): "needs a machine that systemd runs; its units are tried",
     ("docs/wsl2.md", "powershell"): "needs Windows",
     ("docs/websocket.md", "js"): "needs xterm.js; tests/api/test_terminal_raw.py speaks the protocol",
