@@ -146,5 +146,10 @@ def _version(arguments: argparse.Namespace) -> int:
     from importlib.metadata import version
 
     found = version("sandkasten-runtime")
-    print(f'{{"version":"{found}"}}' if arguments.json else found)
+    if arguments.json:
+        from sandkasten.cli.output import print_json
+
+        print_json({"version": found})
+    else:
+        print(found)
     return 0
