@@ -195,7 +195,7 @@ def test_spans_are_for_people(seconds: float, shown: str) -> None:
 
 @pytest.mark.parametrize("seconds", [-90.5, 90.5])
 def test_a_moment_is_told_by_the_clock_of_this_machine(seconds: float) -> None:
-    """How long ago it is, or how far ahead, as where the server's clock is ahead of ours."""
+    """The distance from now, also of a moment that is ahead, as where the server's clock is ahead of ours."""
     moment = datetime.now(UTC) + timedelta(seconds=seconds)
     assert output.since_text(moment.isoformat()) == "1m 30s"
     assert output.since_text(None) == "never"
