@@ -101,6 +101,8 @@ class Sessions:
     _queue: deque[JobEvent] = field(default_factory=deque)
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
+    _has_trash: bool = False
+    """Trash has come since the last deletion began."""
     _hurry: JobEvent = field(default_factory=JobEvent)
     _watched: set[str] = field(default_factory=set)
     _over: set[str] = field(default_factory=set)
@@ -389,7 +391,8 @@ class Sessions:
         tried.set()
 
     def delete_trash(self) -> None:
-        """Have the trash deleted by a process of its own, unless one is at it already."""
+        """Have the trash deleted by a process of its own; one that is at it is followed by another."""
+        self._has_trash = True
         if not self._deleting:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
@@ -531,12 +534,10 @@ class Sessions:
         """Delete the trash after a delay: deletions keep the disk's journal busy, and one fork serves many sessions.
         So it is again while sessions go on ending."""
         try:
-            yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
-            before: set[str] = set()
-            while (names := set(os.listdir(self.births.machine.layout.trash))) - before:
-                before = names
-                yield from self._run_deletion()
+            while self._has_trash:
                 yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
+                self._has_trash = False
+                yield from self._run_deletion()
         finally:
             self._deleting = False
 

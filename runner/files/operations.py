@@ -7,7 +7,6 @@ goes by descriptors.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import stat
 import time
@@ -59,6 +58,8 @@ from runner.wire.protocol import (
 MAX_LISTED = 1000
 MAX_LISTED_DEPTH = 32
 _ENTRY_BYTES = 200
+_UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "NOT_A_FILE", "INVALID_PATH"})
+"""Refusals of one path among many, which leave the others as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _stat_many(request: StatFiles, work: FileWork) -> FileStats:
             if request.follow and entry.kind == "symlink":
                 entry = _followed(path, work.resolver, names)
         except Refused as refused:
-            if refused.error.code != "FILE_NOT_FOUND":
+            if refused.error.code not in _UNREACHED:
                 raise
             entries.append(None)
             continue
@@ -174,11 +175,10 @@ def _list(request: ListFiles, work: FileWork) -> Listing:
     limit, depth = min(max(request.limit, 1), MAX_LISTED), min(max(request.depth, 1), MAX_LISTED_DEPTH)
     entries: list[FileEntry] = []
     room, names = PAGE_BYTES, work.names
+    wanted = search.Pattern(request.glob) if request.glob else None
     with directory_of(request.path, work.resolver) as (fd, real):
         for path, parent_fd, name in OrderedWalk(real, depth).below(fd, after=os.fsencode(request.after)):
-            if request.glob and not fnmatch.fnmatchcase(
-                os.fsdecode(path if "/" in request.glob else name), request.glob
-            ):
+            if wanted is not None and not wanted.matches(path if "/" in request.glob else name):
                 continue
             try:
                 entry = describe(parent_fd, name, os.stat(name, dir_fd=parent_fd, follow_symlinks=False), names=names)

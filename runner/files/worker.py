@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_WATCHES,
     REQUESTS,
     Error,
     FileRequest,
@@ -45,9 +46,6 @@ from runner.wire.protocol import (
     WatchFiles,
     encode_header,
 )
-
-MAX_WATCHES = 8
-"""Workers that may watch files: they last, and others shall find room."""
 
 MAX_WORKERS = 32 + 4 + MAX_WATCHES
 """At a time: for the 32 requests of one daemon, for those that wait for the next request of their connection, and for

@@ -48,8 +48,9 @@ class ListFiles(FileRequest):
     """List the files below a directory behind `after`, in the order of the names' bytes, a directory before its
     content. Answer: `Listing`, whose names are paths below the directory.
 
-    `depth`: levels of directories; links are not followed. `glob` (fnmatch of the name, or of the path below if the
-    pattern holds a `/`) chooses what is listed, not which directories are entered. `after` is a name of a listing.
+    `depth`: levels of directories; links are not followed. `glob` (a pattern as in `GlobFiles`, of the name, or of the
+    path below if it has a `/`) chooses what is listed, not which directories are entered. `after` is a name of a
+    listing.
     """
 
     path: str
@@ -217,6 +218,10 @@ class GlobFiles(FileRequest):
     after: str = ""
     limit: int = 1000
 
+
+MAX_EDITS = 100
+MAX_WATCHES = 8
+"""Most edits of one request, and watches of one sandbox at a time."""
 
 MAX_MATCHES = 10_000
 MAX_CONTEXT = 10

@@ -216,6 +216,7 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         ),
         _raw(
             *("POST", f"{upload}/commit", uploads.commit, act),
+            body=uploads.CommitRequest,
             head=contents.WriteHead,
             answer=contents.PutBody,
             statuses=(200, 201),

@@ -46,8 +46,22 @@ async def test_properties_of_one_and_of_many(kind: str) -> None:
         assert (entry["path"], entry["type"], entry["size"]) == ("/workspace/d/b", "file", 3)
         assert {"uid", "gid", "user", "group", "etag", "mode"} <= entry.keys()
         assert (await client.get(f"{url}/fs/stat", params={"path": "x"})).status_code == 404
-        answer = await client.post(f"{url}/fs/stat", json={"paths": ["a", "x", "d"]})
-        assert [each and each["type"] for each in answer.json()["entries"]] == ["file", None, "directory"]
+        answer = await client.post(f"{url}/fs/stat", json={"paths": ["a", "x", "d", "/proc/self"]})
+        assert [each and each["type"] for each in answer.json()["entries"]] == ["file", None, "directory", None]
+
+
+async def test_the_properties_of_what_a_link_leads_to() -> None:
+    """A link that leads to no file is 404, not the link's own properties."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, "session")
+        for name, target in (("link", "a"), ("dangling", "x")):
+            running.tree.runner.files.path(name).symlink_to(target)
+            assert (await client.get(f"{url}/fs/stat", params={"path": name})).json()["type"] == "symlink"
+        followed = await client.get(f"{url}/fs/stat", params={"path": "link", "follow": True})
+        assert (followed.json()["path"], followed.json()["type"]) == ("/workspace/a", "file")
+        for route in ("stat", "view"):
+            lost = await client.get(f"{url}/fs/{route}?path=dangling{'&follow=true' if route == 'stat' else ''}")
+            assert (lost.status_code, lost.json()["error_code"]) == (404, "FILE_NOT_FOUND")
 
 
 async def test_the_slash_of_a_workspace_is_the_workspace() -> None:

@@ -89,6 +89,14 @@ def test_the_wheel_has_no_name_that_another_could_have(wheel: Path) -> None:
     assert {f"sandkasten_{path}" for path in tree} <= {str(name) for name in names}
 
 
+def test_the_wheel_has_the_files_beside_the_code(wheel: Path) -> None:
+    """Units of the service manager for `install-service`, the database's schema, the mark of a typed package."""
+    beside = {path for path in (ROOT / "sandkasten").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert {path.suffix for path in beside} == {".service", ".sysusers", ".sql", ".typed"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {str(path.relative_to(ROOT)) for path in beside} <= set(archive.namelist())
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_program_with_modules_of_those_names_runs_sandboxes(installed: Path, tmp_path: Path) -> None:
     """The program keeps its `nsinit` and `runner`, and the library, the privileged process and PID 1 have theirs."""

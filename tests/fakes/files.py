@@ -51,6 +51,7 @@ class ScriptedFiles:
         """Whether the content of files is kept, or only counted."""
         self.changes = [
             protocol.FileChange("rename", "/workspace/\udcff", "/workspace/b"),
+            protocol.FileChange("overflow", "/workspace"),
             protocol.FileChange("remove", "/workspace"),
         ]
         """Changes that a watch tells."""

@@ -44,6 +44,7 @@ def test_a_name_that_is_taken_is_kept(tmp_path: Path, kind: type[MoveFile | Copy
     assert refused(tmp_path, kind("b", "b/c/in")) == "INVALID_PATH"
     assert refused(tmp_path, kind("a", "a")) == "INVALID_PATH"
     assert refused(tmp_path, kind("b/c", "b", overwrite=True)) == "NOT_EMPTY"
+    assert refused(tmp_path, kind("b", "a", overwrite=True)) == "NOT_A_DIRECTORY"
     assert refused(tmp_path, kind("missing", "new")) == "FILE_NOT_FOUND"
     assert refused(tmp_path, kind("a", "../out")) == "PATH_OUTSIDE"
     assert refused(tmp_path, kind("a", "out/x")) == "PATH_OUTSIDE"

@@ -101,6 +101,26 @@ def test_a_patch_that_is_off_says_so(tmp_path: Path) -> None:
         assert (made.files[0].offsets if isinstance(made, Edited) else None) == offsets
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted", "is_taken"),
+    [
+        (edit.MAX_EDIT_BYTES // 2, {"op": "replace", "old": "\0\0", "new": "x", "count": "all"}, True),
+        (edit.MAX_EDIT_BYTES // 2, {"op": "insert", "line": 0, "text": "x"}, False),
+        (0, {"op": "insert", "line": 0, "text": "x" * edit.MAX_EDIT_BYTES}, False),
+    ],
+)
+def test_edits_are_bounded(tmp_path: Path, size: int, wanted: dict[str, Any], is_taken: bool) -> None:
+    """The request, and all files before and after; what is too much changes nothing."""
+    (tmp_path / "f").write_bytes(bytes(size))
+    if is_taken:
+        assert isinstance(make(tmp_path, {"path": "f", **wanted}), Edited)
+        return
+    with pytest.raises(Refused) as refused:
+        make(tmp_path, {"path": "f", **wanted})
+    assert refused.value.error.code == "TOO_LARGE"
+    assert (tmp_path / "f").read_bytes() == bytes(size)
+
+
 def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     """Of one file under two names, too; bytes that are no text stay, and a deleted file is gone."""
     (tmp_path / "f").write_bytes(b"a\xff\r\nb")
@@ -117,6 +137,25 @@ def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "link").unlink()
     assert contents_of(tmp_path) == {"f": b"a\xff\r\nd", "d/new": b"n"}
+
+
+def test_a_new_file_has_the_place_that_the_kernel_gives_it(tmp_path: Path) -> None:
+    """A link is followed before `..` leaves it; a name with a slash is a directory's; one place is one file."""
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("d/e")
+    made = make(
+        tmp_path,
+        {"path": "link/../x", "op": "create", "text": "a"},
+        {"path": "d//./x", "op": "replace", "old": "a", "new": "b"},
+        {"path": "n/m/y", "op": "create", "text": "c"},
+        {"path": "./n/./m/y", "op": "replace", "old": "c", "new": "d"},
+    )
+    assert isinstance(made, Edited)
+    assert contents_of(tmp_path) == {"d/x": b"b", "n/m/y": b"d"}
+    for path in ("new/", "d/new/.", "d/x/"):
+        with pytest.raises(Refused) as refused:
+            make(tmp_path, {"path": path, "op": "create", "text": ""}, dry_run=True)
+        assert refused.value.error.code == "IS_DIRECTORY"
 
 
 def test_another_version_is_not_edited(tmp_path: Path) -> None:

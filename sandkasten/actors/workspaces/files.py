@@ -188,8 +188,9 @@ class LocalFileWriter:
 
 class LocalFiles:
     """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; its argument tells whether
-    the loan lasts. `place` names the session or the workspace in the records of uploads. `sync` brings all that was
-    written to the disk; with it, what is written is there when that is answered."""
+    the loan lasts. `place` names the session or the workspace in the records of uploads, and `workspace_of` returns the
+    workspace of the session. `sync` brings all that was written to the disk; with it, what is written is there when
+    that is answered."""
 
     def __init__(
         self,
@@ -197,9 +198,11 @@ class LocalFiles:
         store: Ref,
         place: str,
         *,
+        workspace_of: Callable[[], str | None] = lambda: None,
         sync: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._lend, self._store, self._place, self._sync = lend, store, place, sync
+        self._workspace_of = workspace_of
 
     async def ask(
         self,
@@ -270,6 +273,7 @@ class LocalFiles:
             yield LocalFileWriter(stream)
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:
+        spec = attrs.evolve(spec, workspace_id=self._workspace_of())
         upload = Upload(secrets.token_hex(16), spec, datetime.now(UTC))
         if not await self._store.ask(do(begin_upload, self._place, upload)):
             raise Capacity("too many uploads have begun and not ended", limit=MAX_UPLOADS)

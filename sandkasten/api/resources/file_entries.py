@@ -12,7 +12,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 
@@ -34,7 +34,7 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.model.errors import RunnerProtocolError
+from sandkasten.model.errors import FileNotFound, RunnerProtocolError
 
 HERE = FilePath(".")
 FIRST_PAGE = NameCursor("")
@@ -50,8 +50,9 @@ _LIST_S = 600.0
 @attrs.frozen(kw_only=True)
 class Placed:
     """Fields of every request for files: `user` of the sandbox who performs it, by default the session's; `cwd`, where
-    relative paths begin."""
+    relative paths begin. A field that is not honoured is refused: it could be a condition or a place."""
 
+    strict: ClassVar[bool] = True
     user: User | None = None
     cwd: FilePath = HERE
 
@@ -160,7 +161,7 @@ class ListBody(Body):
 
 @attrs.frozen
 class StatsBody(Body):
-    """Properties in the order of the paths; null where no file is."""
+    """Properties in the order of the paths; null where no file can be reached."""
 
     entries: Sequence[FileInfoBody | None]
 
@@ -194,11 +195,13 @@ async def stat(exchange: Exchange) -> Answer:
         if entry is not None:
             return json_answer(FileInfoBody.of_entry(entry, entry.path))
     entry = await exchange.files.ask(StatFile(path, user=query.user), FileEntry)
+    if query.follow:
+        raise FileNotFound(f"the link leads to no file: {spell_path(query.path)[:200]}")
     return json_answer(FileInfoBody.of_entry(entry, entry.path))
 
 
 async def stat_many(exchange: Exchange) -> Answer:
-    """Read the properties of many files; null for each that is not there."""
+    """Read the properties of many files; null for each that is not there, or can't be reached."""
     request = await read_request(exchange, StatRequest)
     paths = tuple(request.at(path) for path in request.paths)
     found = await entries_at(exchange, paths, follow=request.follow, user=request.user)
@@ -208,7 +211,7 @@ async def stat_many(exchange: Exchange) -> Answer:
 async def entries_at(
     exchange: Exchange, paths: tuple[str, ...], *, follow: bool, user: str | None
 ) -> Sequence[FileEntry | None]:
-    """Return the properties of files in the order of their paths, None for each that is not there."""
+    """Return the properties of files in the order of their paths, None for each that can't be reached."""
     found: list[FileEntry | None] = []
     while len(found) < len(paths):
         asked = StatFiles(paths[len(found) :], follow, user=user)
