@@ -20,9 +20,18 @@ from difflib import unified_diff
 from io import RawIOBase
 from typing import Any, Literal
 
-from runner.files.contents import check_writable, held, is_one_of, open_new, open_part, put_in_place, temporary_name
+from runner.files.contents import (
+    check_writable,
+    held,
+    is_one_of,
+    open_new,
+    open_part,
+    put_in_place,
+    sync_name,
+    temporary_name,
+)
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
-from runner.files.tree import etag_of
+from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_EDITS, MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
 
@@ -59,7 +68,6 @@ class _Draft:
     target: FileTarget | None = None
     fd: int = -1
     spare: bytes = b""
-    was_placed: bool = False
     offsets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
@@ -374,8 +382,8 @@ _OPERATIONS: Mapping[str, Callable[[_Edit, _Draft], int]] = {
 def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
     """Write all files beside their targets, then let them take their places."""
     drafts = sorted(drafts, key=lambda draft: draft.encoded)  # so that no two requests wait for each other's files
-    try:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        try:
             for draft in drafts:
                 draft.target = target = resolver.target_for_writing(draft.encoded)
                 stack.enter_context(held(target, must=True))
@@ -384,12 +392,12 @@ def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
                     _keep(draft)
             for draft in drafts:
                 _put(draft, syncs=syncs)
-    except (OSError, Refused) as error:
-        for each in reversed(drafts):
-            _put_back(each)
-        if isinstance(error, OSError):
-            raise refusal(error, draft.path) from None
-        raise
+        except (OSError, Refused) as error:
+            for each in reversed(drafts):
+                _put_back(each)
+            if isinstance(error, OSError):
+                raise refusal(error, draft.path) from None
+            raise
     for draft in drafts:
         if draft.spare and draft.target is not None:
             os.unlink(draft.spare, dir_fd=draft.target.directory_fd)
@@ -431,25 +439,34 @@ def _keep(draft: _Draft) -> None:
 
 
 def _put(draft: _Draft, *, syncs: bool) -> None:
-    assert draft.target is not None
-    if draft.after is None:
-        os.unlink(draft.target.name, dir_fd=draft.target.directory_fd)
-    else:
-        put_in_place(draft.fd, temporary_name(os.getpid()), draft.target, syncs=syncs, create_only=draft.before is None)
-    draft.was_placed = True
+    target = draft.target
+    assert target is not None
+    if draft.after is not None:
+        put_in_place(draft.fd, temporary_name(os.getpid()), target, syncs=syncs, create_only=draft.before is None)
+        return
+    with open(os.open(target.name, READ, dir_fd=target.directory_fd), "rb") as file:
+        os.unlink(target.name, dir_fd=target.directory_fd)
+        if syncs:
+            sync_name(file.fileno(), target)
 
 
 def _put_back(draft: _Draft) -> None:
-    """Undo what was done for a draft. Never raises: the other files must be put back, too."""
+    """Undo what was done for a draft, unless another process has replaced the file since: nobody has locked the new
+    one. Never raises: the other files must be put back, too."""
     if draft.target is None:
         return
     fd, name = draft.target.directory_fd, draft.target.name
     try:
-        if draft.spare and draft.was_placed:
+        present = status_of(name, fd)
+        if draft.after is None:
+            was_placed = present is None
+        else:
+            was_placed = present is not None and draft.fd >= 0 and os.path.samestat(present, os.fstat(draft.fd))
+        if draft.spare and was_placed:
             os.rename(draft.spare, name, src_dir_fd=fd, dst_dir_fd=fd)
         elif draft.spare:
             os.unlink(draft.spare, dir_fd=fd)
-        elif draft.was_placed and draft.before is None:
+        elif was_placed and draft.before is None:
             os.unlink(name, dir_fd=fd)
     except OSError:  # the spare keeps the old content, under its own name
         pass
