@@ -346,8 +346,8 @@ class FileInfo(Taken):
     """Entry of a directory. `type` is `file`, `directory`, `symlink` or `other`; `mode` is octal, such as `0644`.
 
     `etag` is the version of the file, `target` where a link leads, `sha256` the digest of the content if it was asked
-    for. Of a name that is not UTF-8 the path is spelled as docs/api.md says, `name` is for people, and `name_base64` has
-    the bytes.
+    for. Of a name that is not UTF-8 the path is spelled as docs/api.md says, `name` is for people, and `name_base64`
+    has the bytes.
     """
 
     name: str
