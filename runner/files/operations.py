@@ -16,8 +16,8 @@ from io import BufferedReader, BufferedWriter, RawIOBase
 from typing import Any
 
 from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
-from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
-from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe
+from runner.files.paths import Resolver, directory_of, made_directory_of, open_regular, parent_of, refusal
+from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe, etag_of
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
@@ -124,7 +124,17 @@ def _unpack(request: Unpack, work: FileWork) -> Packed:
 
 
 def _stat(request: StatFile, work: FileWork) -> FileEntry:
-    return _entry_at(request.path, work.resolver, work.names)
+    if not request.digest:
+        return _entry_at(request.path, work.resolver, work.names)
+    fd, real = open_regular(request.path, work.resolver)
+    try:
+        entry = describe(fd, os.path.basename(real), os.fstat(fd), path=real, names=work.names)
+        digest = uploads.digest_of(fd)
+        if etag_of(os.fstat(fd)).removeprefix("W/") != entry.etag.removeprefix("W/"):
+            raise Refused("EXISTS", f"the file was changed while it was read: {request.path[:200]}")
+    finally:
+        os.close(fd)
+    return replace(entry, sha256=digest)
 
 
 def _entry_at(path: str, resolver: Resolver, names: Names) -> FileEntry:

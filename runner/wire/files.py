@@ -273,9 +273,11 @@ class StatFiles(FileRequest):
 
 @dataclass(frozen=True, slots=True)
 class StatFile(FileRequest):
-    """Describe the file at a path; a link itself, not its target. Answer: `FileEntry`."""
+    """Describe the file at a path; a link itself, not its target. With `digest` the regular file that the path leads
+    to, and its SHA-256. Answer: `FileEntry`."""
 
     path: str
+    digest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +343,7 @@ FileKind = Literal["file", "directory", "symlink", "other"]
 class FileEntry:
     """Names, targets and paths are surrogate-escaped. `mode`: permission bits; `owner` and `group`: ids inside, with
     their names in `user_name` and `group_name` (empty: the image names none); `path` is resolved, and empty in a
-    listing. `etag`: see `runner.files.tree.etag_of`."""
+    listing. `etag`: see `runner.files.tree.etag_of`. `sha256`: hexadecimal, empty if not asked for."""
 
     name: str
     kind: FileKind
@@ -355,6 +357,7 @@ class FileEntry:
     user_name: str = ""
     group_name: str = ""
     etag: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

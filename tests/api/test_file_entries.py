@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import httpx
 import pytest
 
@@ -62,6 +64,22 @@ async def test_the_properties_of_what_a_link_leads_to() -> None:
         for route in ("stat", "view"):
             lost = await client.get(f"{url}/fs/{route}?path=dangling{'&follow=true' if route == 'stat' else ''}")
             assert (lost.status_code, lost.json()["error_code"]) == (404, "FILE_NOT_FOUND")
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_a_digest_is_of_the_content(kind: str) -> None:
+    """Of the regular file that a path leads to, and only if it is asked for."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, kind)
+        await client.put(f"{url}/fs/file?path=big", content=b"\0" * 3_000_000)
+        for path, content in (("d/b", b"d/b"), ("big", b"\0" * 3_000_000)):
+            plain = (await client.get(f"{url}/fs/stat", params={"path": path})).json()
+            told = (await client.get(f"{url}/fs/stat", params={"path": path, "digest": "sha256"})).json()
+            assert told.pop("sha256") == hashlib.sha256(content).hexdigest()
+            assert {**told, "etag": ""} == {**plain, "etag": ""}
+        for path, digest, status in (("d", "sha256", 409), ("x", "sha256", 404), ("a", "md5", 400)):
+            answer = await client.get(f"{url}/fs/stat", params={"path": path, "digest": digest})
+            assert answer.status_code == status, answer.text
 
 
 async def test_the_slash_of_a_workspace_is_the_workspace() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runner.files.worker import IDLE_S
 from tests.e2e.daemon import KEY, Daemon
 from tests.leaks import descendants
 from tests.waiting import patience
@@ -61,8 +62,8 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + patience(PATIENCE_S)
+def until(is_so: Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + patience(within_s)
     while not is_so():
         assert time.monotonic() < give_up_at
         threading.Event().wait(0.02)
@@ -189,14 +190,19 @@ def test_a_connection_goes_on_after_a_small_body_was_refused(
         ("POST", "search", {"path": "/", "pattern": "(x+x+)+y", "regex": True, "everything": True}),
         ("GET", "file?path=big", {}),
         ("GET", "archive?path=/usr&format=tar.zst", {}),
+        ("GET", "list?path=/&depth=32&glob=nothing", {}),
+        ("POST", "glob", {"path": "/", "pattern": "**/nothing"}),
+        ("GET", "view?path=big", {}),
+        ("GET", "stat?path=big&digest=sha256", {}),
     ],
-    ids=["watch", "search", "file", "archive"],
+    ids=["watch", "search", "file", "archive", "list", "glob", "view", "digest"],
 )
 def test_what_a_client_leaves_ends(
     daemon: Daemon, client: httpx.Client, session: str, place: str, request_: tuple[str, str, dict[str, Any]]
 ) -> None:
-    """The worker ends, the session's processes are those of before, and no connection or descriptor stays."""
-    run(client, session, "truncate -s 4G big")
+    """The worker ends, sooner than one that has nothing to do; the session's processes are those of before, and no
+    connection or descriptor stays."""
+    run(client, session, "truncate -s 400G big")
     until(lambda: not workers(daemon))
     before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
     method, target, body = request_
@@ -207,7 +213,7 @@ def test_what_a_client_leaves_ends(
             wire.send_head(method, f"{place}/{target}", *headers)
             wire.socket.sendall(content)
             until(lambda: bool(workers(daemon)))
-    until(lambda: not workers(daemon))
+        until(lambda: not workers(daemon), within_s=IDLE_S - 1)
     assert run(client, session, "echo fine") == "fine\n"
     # Two may be those of a session's idle connections, which any request makes.
     until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) <= before + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import time
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from nsinit.sandbox.child import RunnerKernel
-from runner.files import tree
+from runner.files import tree, uploads
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver
 from runner.files.tree import etag_of
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
-from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles, Listing, StatFiles
+from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileEntry, FileStats, ListFiles, Listing, StatFile, StatFiles
 from sandkasten.api.resources.fields import FilePath, check_of, spell_path
 
 
@@ -156,6 +157,19 @@ def test_many_properties_fit_into_one_answer(tmp_path: Path) -> None:
     followed = perform(StatFiles(("link",), follow=True), work_in(tmp_path))
     assert isinstance(followed, FileStats)
     assert [each and (each.kind, each.name) for each in followed.entries] == [("file", "000" + long)]
+
+
+def test_a_digest_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's own, by whatever link; a file that is written to while it is read has none."""
+    (tmp_path / "f").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("f")
+    entry = perform(StatFile("link", digest=True), work_in(tmp_path))
+    assert isinstance(entry, FileEntry)
+    assert (entry.kind, entry.path, entry.sha256) == ("file", f"{tmp_path}/f", hashlib.sha256(b"x").hexdigest())
+    monkeypatch.setattr(uploads, "digest_of", lambda _fd: (tmp_path / "f").write_bytes(b"xy"))
+    with pytest.raises(Refused) as refused:
+        perform(StatFile("link", digest=True), work_in(tmp_path))
+    assert refused.value.error.code == "EXISTS"
 
 
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc", "/sys/kernel", "/proc/1/root/etc"])

@@ -133,6 +133,7 @@ PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
 Sha256 = NewType("Sha256", str)
+DigestName = NewType("DigestName", str)
 FileId = NewType("FileId", int)
 Line = NewType("Line", int)
 Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
@@ -567,6 +568,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilePath: file_path,
     FileMode: _file_mode,
     Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),
+    DigestName: Choice(("sha256",)),
     FileId: Between(-1, MAX_FILE_ID),
     Line: Between(1, 2**31),
     Edits: _edits,

@@ -23,6 +23,7 @@ from sandkasten.api.http.json import Body, scrub
 from sandkasten.api.resources.fields import (
     MAX_FILES,
     Depth,
+    DigestName,
     FilePath,
     FilesLimit,
     Glob,
@@ -42,7 +43,7 @@ _ALL = FilesLimit(MAX_FILES)
 _ONE = Depth(1)
 _ANY = Glob("")
 _LIST_S = 600.0
-"""Until a page of a list is found: a pattern that little fits may take a walk through everything."""
+"""Until a page of a list is found, or a digest: a pattern that little fits may take a walk through everything."""
 
 # Requests -------------------------------------------------------------------------------------------------------------
 
@@ -74,10 +75,12 @@ class ListQuery(Placed):
 
 @attrs.frozen(kw_only=True)
 class StatQuery(Placed):
-    """The query of one file's properties; `follow`: of what a link leads to."""
+    """The query of one file's properties; `follow`: of what a link leads to; `digest`: of the regular file that the
+    path leads to, with a digest of its content."""
 
     path: FilePath = HERE
     follow: bool = False
+    digest: DigestName | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -126,8 +129,8 @@ class EntryBody(Body):
 
 @attrs.frozen(kw_only=True)
 class FileInfoBody(EntryBody):
-    """An entry with its resolved path, the ids and names of its user and group (null: the image names none), and the
-    version of its content."""
+    """An entry with its resolved path, the ids and names of its user and group (null: the image names none), the
+    version of its content, and the digest if it was asked for."""
 
     path: str
     uid: int
@@ -135,6 +138,7 @@ class FileInfoBody(EntryBody):
     user: str | None
     group: str | None
     etag: str
+    sha256: str | None = None
 
     @classmethod
     def of_entry(cls, entry: FileEntry, path: str) -> FileInfoBody:
@@ -147,6 +151,7 @@ class FileInfoBody(EntryBody):
             user=entry.user_name or None,
             group=entry.group_name or None,
             etag=entry.etag,
+            sha256=entry.sha256 or None,
         )
 
 
@@ -180,7 +185,7 @@ async def list_files(exchange: Exchange) -> Answer:
         glob=query.glob,
         user=query.user,
     )
-    listing = await exchange.files.ask(request, Listing, patience_s=_LIST_S)
+    listing = await exchange.until_disconnect(lambda: exchange.files.ask(request, Listing, patience_s=_LIST_S))
     entries = [FileInfoBody.of_entry(each, posixpath.join(listing.path, each.name)) for each in listing.entries]
     cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
     return json_answer(ListBody(spell_path(listing.path), entries, cursor))
@@ -190,6 +195,10 @@ async def stat(exchange: Exchange) -> Answer:
     """Read the type, size, mode, owner, time and version of a file."""
     query = read_query(exchange, StatQuery)
     path = query.at(query.path)
+    if query.digest:
+        request = StatFile(path, digest=True, user=query.user)
+        entry = await exchange.until_disconnect(lambda: exchange.files.ask(request, FileEntry, patience_s=_LIST_S))
+        return json_answer(FileInfoBody.of_entry(entry, entry.path))
     if query.follow:
         (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
         if entry is not None:

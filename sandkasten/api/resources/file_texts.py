@@ -85,11 +85,15 @@ async def view(exchange: Exchange) -> Answer:
     query = read_query(exchange, ViewQuery)
     if query.to is not None and query.to < query.from_:
         raise bad_query("to", "is before the first line")
+    return json_answer(await exchange.until_disconnect(lambda: _view(exchange, query)))
+
+
+async def _view(exchange: Exchange, query: ViewQuery) -> ViewBody:
     path = query.at(query.path)
     (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
     if entry is not None and entry.kind == "directory":
-        return json_answer(await _view_directory(exchange, query, path, entry))
-    return json_answer(await _view_lines(exchange, query, path))
+        return await _view_directory(exchange, query, path, entry)
+    return await _view_lines(exchange, query, path)
 
 
 async def _view_directory(exchange: Exchange, query: ViewQuery, path: str, entry: FileEntry) -> ViewBody:
