@@ -38,6 +38,8 @@ left half sent."""
 SILENCE_S = 60.0
 """Time after which a silent stream counts as lost: the server sends a ping every 15 or 20 s."""
 READ_BYTES = 64 * 1024
+_STRANGERS_LOSSES = 3
+"""Connections after which a port that takes them, and has never answered, counts as no server of ours."""
 _CONNECTIONS = 1000
 _IDLE_S = 30.0
 
@@ -124,7 +126,7 @@ class Transport:
         has_limit = timeout is not None and request.patience_s is not None
         deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
         lost_at: float | None = None
-        may_have_worked = False
+        losses = 0
         wait_s = FIRST_WAIT_S
         while True:
             error: errors.SandkastenError
@@ -136,16 +138,17 @@ class Transport:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
                     ) from lost
-                if not self._was_reached or (not lost.was_sent and not request.repeat):
+                losses += lost.was_sent  # after which the server may have done the call
+                is_known = self._was_reached or 0 < losses < _STRANGERS_LOSSES
+                if not is_known or (not lost.was_sent and not request.repeat):
                     raise
                 error, advice_s = lost, None
-                may_have_worked = may_have_worked or lost.was_sent
                 lost_at = time.monotonic() if lost_at is None or lost.was_sent else lost_at
             else:
                 self._was_reached = True
                 if answer.status < 400:
                     return answer, response
-                if may_have_worked and request.method == "DELETE" and answer.status == 404:
+                if losses and request.method == "DELETE" and answer.status == 404:
                     return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
                 error, advice_s = answer.error, answer.retry_after_s
                 if not (request.repeat and may_pass(answer)):
