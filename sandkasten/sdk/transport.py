@@ -69,7 +69,7 @@ class SocketClosed(Exception):
 class Transport:
     """Connections to one server. `timeout` is in seconds, None for no limit; see `SandboxClient`."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout: float | None) -> None:
+    def __init__(self, base_url: str, api_key: str | None, timeout: float | None, *, use_proxy: bool = True) -> None:
         import httpcore2
 
         self.base_url = base_url
@@ -85,7 +85,7 @@ class Transport:
         place += b":%d" % server.port if server.port else b""
         self._headers = [(b"host", place), (b"accept-encoding", b"identity"), (b"user-agent", b"sandkasten-sdk")]
         self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
-        proxy = None if unix_path else _proxy(server.scheme, server.hostname)
+        proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
         self._pool = httpcore2.AsyncConnectionPool(
             proxy=None if proxy is None else httpcore2.Proxy(proxy),
             max_connections=_CONNECTIONS,

@@ -173,6 +173,24 @@ async def test_a_key_is_sent_to_the_server_alone() -> None:
         assert len(times) == 1
 
 
+async def test_a_proxy_is_used_where_the_caller_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the environment names, and never for this machine itself."""
+    async with answering([answer(200, b'{"status":"ok"}')]) as (proxy, _):
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.delenv("no_proxy", raising=False)
+        for url, use_proxy, is_reached in (
+            ("http://0.0.0.0:9", True, True),
+            ("http://0.0.0.0:9", False, False),
+            ("http://127.0.0.1:9", True, False),
+        ):
+            async with SandboxClient(base_url=url, use_proxy=use_proxy) as client:
+                if is_reached:
+                    assert await client.healthz()
+                else:
+                    with pytest.raises(errors.ConnectionFailed):
+                        await client.healthz()
+
+
 class _GivesUp(trio.abc.Instrument):
     """Cancels a scope when the task within has made a number of steps."""
 
