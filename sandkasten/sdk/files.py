@@ -137,11 +137,7 @@ class WatchedChanges:
         return self
 
     async def __anext__(self) -> WatchedChange:
-        found = await self._stream.next()
-        if found.name == "error":
-            await self._stream.aclose()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return await self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:

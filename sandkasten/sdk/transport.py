@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
-from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass
+from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
 
 if TYPE_CHECKING:
     import httpcore2
@@ -441,7 +441,7 @@ class Pump:
         """Wait until `is_done`, which is asked after each message.
 
         Raises:
-            Lost, SocketClosed: the connection ended before.
+            ConnectionFailed, SocketClosed: the connection ended before, or carried what is none of the protocol.
         """
         while True:
             news = self._turns.news
@@ -458,7 +458,9 @@ class Pump:
     async def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
-                self._take(await self._socket.receive())
+                message = await self._socket.receive()
+                with reading():
+                    self._take(message)
                 self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error

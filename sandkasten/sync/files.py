@@ -138,11 +138,7 @@ class WatchedChanges:
         return self
 
     def __next__(self) -> WatchedChange:
-        found = self._stream.next()
-        if found.name == "error":
-            self._stream.close()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from sandkasten import errors
-from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass
+from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
 from sandkasten.sync import waiting
 
 if TYPE_CHECKING:
@@ -442,7 +442,7 @@ class Pump:
         """Wait until `is_done`, which is asked after each message.
 
         Raises:
-            Lost, SocketClosed: the connection ended before.
+            ConnectionFailed, SocketClosed: the connection ended before, or carried what is none of the protocol.
         """
         while True:
             news = self._turns.news
@@ -459,7 +459,9 @@ class Pump:
     def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
-                self._take(self._socket.receive())
+                message = self._socket.receive()
+                with reading():
+                    self._take(message)
                 self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error
