@@ -156,7 +156,7 @@ class Transport:
             until = deadline
             if until is None:
                 until = (lost_at or began) + (float("inf") if timeout is None else timeout)
-            pause_s = wait_s * random.uniform(0.5, 1.0) if advice_s is None else advice_s
+            pause_s = advice_s or wait_s * random.uniform(0.5, 1.0)  # also where the advice is to wait for 0 s
             if time.monotonic() + pause_s >= until:
                 raise error
             await waiting.sleep(pause_s)

@@ -76,9 +76,19 @@ class WholeAnswer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The time to wait before a repetition, as the server advises; dates are not understood."""
+        """The time to wait before a repetition, as the server advises: in seconds, or as a date by the server's clock
+        (RFC 9110 §10.2.3). None: there is no advice, or it can't be read.
+        """
         advice = self.headers.get("retry-after", "")
-        return float(advice) if advice.isdecimal() else None
+        if not advice or advice.isdecimal():
+            return float(advice) if advice else None
+        from email.utils import parsedate_to_datetime  # takes 10 ms to import, and dates are rare
+
+        try:
+            now = parsedate_to_datetime(self.headers["date"])
+            return max((parsedate_to_datetime(advice) - now).total_seconds(), 0.0)
+        except (KeyError, ValueError, TypeError):
+            return None
 
     @property
     def error(self) -> errors.SandkastenAPIError:

@@ -14,7 +14,7 @@ import trio
 
 from sandkasten import errors
 from sandkasten.model import Stream
-from sandkasten.sdk import SandboxClient, Session, transport
+from sandkasten.sdk import SandboxClient, Session, transport, waiting
 from sandkasten.sdk import client as client_module
 from sandkasten.sdk import run as run_module
 from tests.api.harness import KEY, RunningTree, running_front
@@ -107,12 +107,57 @@ async def test_another_refusal_is_raised_at_once(said: bytes, leaf: type[Excepti
         assert len(times) == 1
 
 
-async def test_the_servers_advice_is_followed() -> None:
-    """`Retry-After` is the time to wait, and an advice beyond the call's own time ends it at once."""
-    busy = refusal(503, "CAPACITY", "Retry-After: 1")
-    async with answering([busy, DONE]) as (url, times), SandboxClient(base_url=url) as client:
+DATES = ("Date: Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After: Wed, 21 Oct 2015 07:28:02 GMT")
+GROWING = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("first", "waits"),
+    [
+        (PAGE, GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: 0"), GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: soon"), GROWING),
+        (refusal(503, "CAPACITY", DATES[1]), GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: 3"), [3] * 8),
+        (refusal(429, "QUOTA_EXCEEDED", "Retry-After: 3"), [3] * 8),
+        (refusal(503, "CAPACITY", *DATES), [2] * 8),
+    ],
+    ids=["none", "zero", "no time", "no clock", "503", "429", "date"],
+)
+async def test_waits_are_the_servers_advice_or_grow(
+    first: bytes, waits: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that grow end at 5 s and are by chance up to a half shorter, so that clients don't come together."""
+    waited: list[float] = []
+    monkeypatch.setattr(waiting, "sleep", _noted(waited))
+    async with answering([first] * 8 + [DONE]) as (url, times), SandboxClient(base_url=url) as client:
         assert (await Session(client, SESSION).exec("x")).ok
-        assert times[1] - times[0] >= 1
+        assert len(times) == 9
+    if waits is not GROWING:
+        assert waited == waits
+        return
+    assert all(most / 2 <= each <= most for each, most in zip(waited, waits, strict=True)), waited
+    recovery = transport.StreamRecovery(120.0)
+    lost = transport.Lost("", was_sent=True)
+    for most in (*GROWING, None, 0.1):
+        if most is None:
+            recovery.progress()
+        else:
+            await recovery.wait(lost)
+            assert most / 2 <= waited[-1] <= most
+    assert len({each / most for each, most in zip(waited, waits, strict=False)}) > 4
+
+
+def _noted(waited: list[float]) -> Callable[[float], Awaitable[None]]:
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await trio.lowlevel.checkpoint()
+
+    return sleep
+
+
+async def test_advice_beyond_the_calls_time_ends_it_at_once() -> None:
+    """With the advice, which the caller may follow."""
     late = refusal(503, "CAPACITY", "Retry-After: 3000")
     async with answering([late]) as (url, times), SandboxClient(base_url=url) as client:
         with pytest.raises(errors.Capacity) as raised:
