@@ -36,6 +36,7 @@ WRITE_S = 5.0
 left half sent."""
 SILENCE_S = 60.0
 """Time after which a silent stream counts as lost: the server sends a ping every 15 or 20 s."""
+_SILENT = "nothing came for too long: the connection is half open, or a proxy on the way holds the answer back"
 READ_BYTES = 64 * 1024
 _STRANGERS_LOSSES = 3
 """Connections after which a port that takes them, and has never answered, counts as no server of ours."""
@@ -190,7 +191,7 @@ class Transport:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
-                raise Lost(self._said(error), was_sent=True) from error
+                raise Lost(_SILENT, was_sent=True) from error
             message = f"nothing was heard of {request.method} {request.path} for {idle_s:.1f} s"
             raise errors.DeadlineExceeded(message) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -286,7 +287,9 @@ class HttpStream:
 
         try:
             return await anext(self._pieces, b"")
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+        except httpcore2.TimeoutException as error:
+            raise Lost(_SILENT, was_sent=True) from error
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
 
     async def aclose(self) -> None:
