@@ -251,7 +251,7 @@ async def _copy_file_in(files: Files, local: Path) -> None:
 async def test_an_upload_is_repeated_whole(
     upload: Callable[[Files, Path], Awaitable[None]], at: int, tmp_path: Path
 ) -> None:
-    """Wherever it was cut: a file or directory is read anew."""
+    """A file or directory is read anew, wherever it was cut."""
     (tmp_path / "f").write_bytes(MEBIBYTE)
     async with behind_proxy() as (running, proxy, session):
         for of_request in (True, False):

@@ -64,7 +64,8 @@ twin.run(flavour, usage.large_files, lambda cls: cls(base_url=url, api_key=key),
 def test_large_files_take_little_memory(flavour: str, daemon: Daemon, tmp_path: Path) -> None:
     """In a process of its own, as one can't say afterwards what a process needed before."""
     command = [sys.executable, "-c", _LARGE, flavour, daemon.wait_url(), KEY, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=patience(60), check=False)
     assert (done.returncode, done.stderr) == (0, "")
     shutil.rmtree(tmp_path)
 
