@@ -82,7 +82,7 @@ class WholeAnswer:
         advice = self.headers.get("retry-after", "")
         if not advice or advice.isdecimal():
             return float(advice) if advice else None
-        from email.utils import parsedate_to_datetime  # takes 10 ms to import, and dates are rare
+        from email.utils import parsedate_to_datetime  # late: dates are rare, and the import of the SDK is to be quick
 
         try:
             now = parsedate_to_datetime(self.headers["date"])
