@@ -89,8 +89,8 @@ class ResumedEvents:
             SandkastenStreamError: the event is an error.
             ConnectionFailed: the event is none of the protocol, or as of `next`.
         """
-        event = await self.next()
         try:
+            event = await self.next()
             if event.name == "error":
                 raise errors.api_error(event.data, None, streamed=True)
             with reading():

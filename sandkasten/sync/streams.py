@@ -90,8 +90,8 @@ class ResumedEvents:
             SandkastenStreamError: the event is an error.
             ConnectionFailed: the event is none of the protocol, or as of `next`.
         """
-        event = self.next()
         try:
+            event = self.next()
             if event.name == "error":
                 raise errors.api_error(event.data, None, streamed=True)
             with reading():

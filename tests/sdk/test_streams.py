@@ -102,10 +102,10 @@ async def test_a_proxy_that_holds_streams_back_is_named(read: Read, monkeypatch:
             await _prepare(box)
             proxy.buffers = True
             await _run(box)
-        monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+        monkeypatch.setattr(streams, "SILENCE_S", patience(0.6))
         running.tree.scripts["hello"] = Script(HELLO.outputs, hold=trio.Event())
         async with client_of(proxy) as client:
-            client._transport.timeout = 0.5
+            client._transport.timeout = patience(0.3)
             with trio.fail_after(patience()), pytest.raises(errors.ConnectionFailed, match="holds the answer back"):
                 await read(client.session(session))
         if read is _run:
