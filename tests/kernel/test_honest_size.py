@@ -54,8 +54,8 @@ async def _size(supervisor: LocalSupervisor, session_id: str) -> tuple[int, int,
     return bound, listed, counted, kib // 1024
 
 
-async def test_programs_find_the_limits(supervisor: LocalSupervisor) -> None:
-    """By the tools, by Python, and where the machine has them by node and a JVM."""
+async def test_programs_find_the_limits(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """By the tools, by Python, and where the machine has them by node, a JVM and Go."""
     session = await supervisor.create(SessionSpec(limits=SMALL))
     assert await _size(supervisor, session.id) == (1, 1, 1, 256)
     assert await _said(supervisor, session.id, f"python3 -c '{COUNT}'") == "1 1 1\n"
@@ -66,19 +66,20 @@ async def test_programs_find_the_limits(supervisor: LocalSupervisor) -> None:
     if shutil.which("javac"):
         said = await _said(supervisor, session.id, f"cd /tmp; echo '{JAVA}' > Size.java; java Size.java")
         assert said == "1 true\n"
+    if shutil.which("go"):
+        await _check_go(supervisor, tmp_path)
     await supervisor.destroy(session.id)
 
 
-@pytest.mark.skipif(shutil.which("go") is None, reason="no Go here")
-async def test_a_go_program_takes_the_processors_of_its_limit(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+async def _check_go(supervisor: LocalSupervisor, directory: Path) -> None:
     """One thread of Go code for each processor that the session may fill, whether this Go reads the limit or counts
     processors; the program is built outside, for its compiler needs more memory than this session has."""
-    (tmp_path / "size.go").write_text(GO)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CGO_ENABLED": "0", "GO111MODULE": "off"}
-    await trio.run_process(["go", "build", "size.go"], cwd=tmp_path, env=environment)
+    (directory / "size.go").write_text(GO)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "CGO_ENABLED": "0", "GO111MODULE": "off"}
+    await trio.run_process(["go", "build", "size.go"], cwd=directory, env=environment)
     for limits in (SMALL, attrs.evolve(SMALL, cpu=float(MANY))):
         session = await supervisor.create(SessionSpec(limits=limits))
-        await written(supervisor.files(session.id), "size", (tmp_path / "size").read_bytes())
+        await written(supervisor.files(session.id), "size", (directory / "size").read_bytes())
         count = int(limits.cpu)
         assert await _said(supervisor, session.id, "chmod +x size; ./size 2>&1") == f"{count} {count}\n"
 
