@@ -139,11 +139,7 @@ class WatchedChanges:
         return self
 
     async def __anext__(self) -> WatchedChange:
-        found = await self._stream.next()
-        if found.name == "error":
-            await self._stream.aclose()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return await self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:
@@ -238,7 +234,7 @@ class Files:
                 progress(len(content), len(content))
             return answer
         if isinstance(content, Path):
-            with await waiting.in_thread(_open, content) as opened:
+            with await waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
                 return await self._upload(request, opened, progress)
         if hasattr(content, "read"):
             file = cast("BinaryIO", content)
@@ -550,8 +546,14 @@ def _page(limit: int | None) -> int | None:
     return limit and min(limit, MAX_PAGE)
 
 
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
+def _open(path: Path, mode: Literal["rb", "xb"]) -> BinaryIO:
+    return path.open(mode)
+
+
+def _undo_open(file: BinaryIO) -> None:
+    file.close()
+    if file.mode == "xb":
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -609,7 +611,7 @@ async def _save(pieces: AsyncIterator[bytes], target: Path, mode: int) -> Unpack
     part = target.with_name(f".{target.name}.{new_id()}")
     size = 0
     try:
-        with await waiting.in_thread(part.open, "xb") as file:
+        with await waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
             async for data in pieces:
                 await waiting.in_thread(file.write, data)
                 size += len(data)

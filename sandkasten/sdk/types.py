@@ -463,7 +463,7 @@ class Event(Taken):
 
 
 @dataclass
-class ImageInfo(Taken):
+class ImageInfo:
     """Image from which sessions can be made."""
 
     name: str

@@ -140,11 +140,7 @@ class WatchedChanges:
         return self
 
     def __next__(self) -> WatchedChange:
-        found = self._stream.next()
-        if found.name == "error":
-            self._stream.close()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:
@@ -237,7 +233,7 @@ class Files:
                 progress(len(content), len(content))
             return answer
         if isinstance(content, Path):
-            with waiting.in_thread(_open, content) as opened:
+            with waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
                 return self._upload(request, opened, progress)
         if hasattr(content, "read"):
             file = cast("BinaryIO", content)
@@ -547,8 +543,14 @@ def _page(limit: int | None) -> int | None:
     return limit and min(limit, MAX_PAGE)
 
 
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
+def _open(path: Path, mode: Literal["rb", "xb"]) -> BinaryIO:
+    return path.open(mode)
+
+
+def _undo_open(file: BinaryIO) -> None:
+    file.close()
+    if file.mode == "xb":
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -606,7 +608,7 @@ def _save(pieces: Iterator[bytes], target: Path, mode: int) -> UnpackedArchive:
     part = target.with_name(f".{target.name}.{new_id()}")
     size = 0
     try:
-        with waiting.in_thread(part.open, "xb") as file:
+        with waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
             for data in pieces:
                 waiting.in_thread(file.write, data)
                 size += len(data)
