@@ -380,11 +380,14 @@ class WebSocket:
                 raise Lost("the connection is closed", was_sent=False)
             try:
                 data = self._connection.send(event)
-                with waiting.shield(WRITE_S):
+                self._is_closed = True  # until all is sent: half a message may be on the wire
+                with waiting.shield(2 * WRITE_S):  # the write's own limit comes first, and raises
                     await self._stream.write(data, timeout=WRITE_S)
+                    self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
-                self._is_closed = True  # what was sent may have been half a message
                 raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            if self._is_closed:
+                raise Lost("the connection took no message in time", was_sent=True)
 
     async def close(self) -> None:
         """Say goodbye, if the connection still takes it, and close the connection."""
@@ -395,8 +398,9 @@ class WebSocket:
                 await self._send(CloseConnection(1000))
             except Lost:
                 pass
-            self._is_closed = True
-            await self._response.aclose()
+            finally:
+                self._is_closed = True
+                await self._response.aclose()  # httpcore2 shields that itself
 
 
 class StreamRecovery:
