@@ -233,7 +233,11 @@ class Transport:
             if may_pass(answer):
                 raise Lost(f"no WebSocket can be opened now ({answer.error})", was_sent=True) from answer.error
             raise answer.error
-        if answer.status != 101:
+        from wsproto.utilities import generate_accept_token
+
+        # RFC 6455 §4.1: the server has read this key, and speaks the protocol that was asked for.
+        is_accepted = answer.headers.get("sec-websocket-accept", "").encode() == generate_accept_token(key.encode())
+        if answer.status != 101 or not is_accepted or answer.headers.get("sec-websocket-protocol") != protocol:
             with waiting.shield(WRITE_S):
                 await response.aclose()
             raise errors.SandkastenAPIError("a proxy between here and the server knows no WebSockets", answer.status)

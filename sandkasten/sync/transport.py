@@ -234,7 +234,11 @@ class Transport:
             if may_pass(answer):
                 raise Lost(f"no WebSocket can be opened now ({answer.error})", was_sent=True) from answer.error
             raise answer.error
-        if answer.status != 101:
+        from wsproto.utilities import generate_accept_token
+
+        # RFC 6455 §4.1: the server has read this key, and speaks the protocol that was asked for.
+        is_accepted = answer.headers.get("sec-websocket-accept", "").encode() == generate_accept_token(key.encode())
+        if answer.status != 101 or not is_accepted or answer.headers.get("sec-websocket-protocol") != protocol:
             with waiting.shield(WRITE_S):
                 response.close()
             raise errors.SandkastenAPIError("a proxy between here and the server knows no WebSockets", answer.status)
@@ -381,11 +385,14 @@ class WebSocket:
                 raise Lost("the connection is closed", was_sent=False)
             try:
                 data = self._connection.send(event)
-                with waiting.shield(WRITE_S):
+                self._is_closed = True  # until all is sent: half a message may be on the wire
+                with waiting.shield(2 * WRITE_S):  # the write's own limit comes first, and raises
                     self._stream.write(data, timeout=WRITE_S)
+                    self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
-                self._is_closed = True  # what was sent may have been half a message
                 raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            if self._is_closed:
+                raise Lost("the connection took no message in time", was_sent=True)
 
     def close(self) -> None:
         """Say goodbye, if the connection still takes it, and close the connection."""
@@ -396,8 +403,9 @@ class WebSocket:
                 self._send(CloseConnection(1000))
             except Lost:
                 pass
-            self._is_closed = True
-            self._response.close()
+            finally:
+                self._is_closed = True
+                self._response.close()  # httpcore2 shields that itself
 
 
 class StreamRecovery:
