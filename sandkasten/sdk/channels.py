@@ -292,13 +292,13 @@ class ChannelFeed:
             self._taken, channel.dropped = self._taken + channel.dropped, 0
             if channel.pieces:
                 self._recovery.progress()
-                piece, self._position = channel.pieces.popleft()
-                self._taken += len(piece.data)
-                if self._taken >= GRANT_BYTES:
-                    await self._grant(socket, channel)
+                piece, place = channel.pieces[0]
+                await self._count(socket, channel, len(piece.data))  # first: a cancelled call leaves the piece
+                channel.pieces.popleft()
+                self._position = place
                 return piece
             if self._taken >= GRANT_BYTES:
-                await self._grant(socket, channel)
+                await self._count(socket, channel, 0)
                 continue
             self._leave()
             if channel.end is not None:
@@ -312,12 +312,16 @@ class ChannelFeed:
             self._link.go_on_without_ids()
             self._begin, self._has_own_id = without_id(self._begin), False
 
-    async def _grant(self, socket: ExecSocket, channel: RunChannel) -> None:
-        granted, self._taken = self._taken, 0
-        try:
-            await socket.say(channel, type="credit", bytes=granted)
-        except Lost:
-            pass  # the next call finds the connection lost, and what has come is handed out before
+    async def _count(self, socket: ExecSocket, channel: RunChannel, size: int) -> None:
+        """Count bytes as taken, and grant credit for all that were, once that is worth a message."""
+        taken = self._taken + size
+        if taken >= GRANT_BYTES:
+            try:
+                await socket.say(channel, type="credit", bytes=taken)
+            except Lost:
+                pass  # the next call finds the connection lost, and what has come is handed out before
+            taken = 0
+        self._taken = taken
 
     def _leave(self) -> None:
         if self._joined is None:

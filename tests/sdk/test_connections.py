@@ -7,18 +7,23 @@ import hashlib
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+import trio
 
 import sandkasten.sync.transport
 from sandkasten import errors
-from sandkasten.sdk import SandboxClient, transport
+from sandkasten.model import Stream
+from sandkasten.sdk import SandboxClient, Session, channels, transport
 from sandkasten.sdk.transport import Lost
 from sandkasten.sdk.wire import EXEC_PROTOCOL, call
+from tests.api.harness import KEY, RunningTree, running_front
+from tests.fakes.runner import Script
 from tests.sdk.twin import FLAVOURS, run
+from tests.waiting import patience
 
 MESSAGE = bytes(1024 * 1024)
 HEAD = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -51,11 +56,15 @@ async def send_until_lost(client: SandboxClient) -> None:
     """A message that is not taken in time is no message that was sent, and none follows half of it."""
     connection = await client._transport.websocket(call("GET", "/"), EXEC_PROTOCOL)
     with pytest.raises(Lost, match="was lost"):
-        for _ in range(20):  # what the kernel's buffers take is sent
-            await connection.send(MESSAGE)
+        await _fill(connection)
     with pytest.raises(Lost, match="is closed"):
         await connection.send("more")
     await connection.close()
+
+
+async def _fill(connection: transport.WebSocket) -> None:
+    for _ in range(20):  # what the kernel's buffers take is sent
+        await connection.send(MESSAGE)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -84,3 +93,52 @@ async def test_a_handshake_that_is_none_is_refused(answer: str) -> None:
         async with SandboxClient(base_url=url) as client:
             with pytest.raises(errors.SandkastenAPIError, match="no WebSockets"):
                 await client._transport.websocket(call("GET", "/"), EXEC_PROTOCOL)
+
+
+@asynccontextmanager
+async def with_session() -> AsyncIterator[tuple[RunningTree, SandboxClient, Session]]:
+    """Serve scripted sandboxes to one client, with one session."""
+    async with running_front() as running, SandboxClient(base_url=running.url, api_key=KEY) as client:
+        yield running, client, await client.create_session()
+
+
+async def _take(output: AsyncIterator[Any], connection: transport.WebSocket) -> bytes:
+    """Read all, each piece after a call that was cancelled while another task sent."""
+
+    async def send(*, task_status: trio.TaskStatus[None]) -> None:
+        async with connection._lock:
+            task_status.started()
+            await trio.sleep_forever()
+
+    taken = b""
+    with trio.fail_after(patience()):
+        while True:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(send)
+                with trio.move_on_after(0.01):
+                    taken += _bytes_of(await anext(output, None))
+                nursery.cancel_scope.cancel()
+            if (piece := await anext(output, None)) is None:
+                return taken
+            taken += _bytes_of(piece)
+
+
+def _bytes_of(piece: Any) -> bytes:  # of a run or of a terminal
+    return piece if isinstance(piece, bytes) else piece.data if piece else b""
+
+
+async def test_a_cancelled_reader_loses_no_output() -> None:
+    """Neither of a run nor of a terminal, when the credit for a piece could not be sent."""
+    parts = [bytes([number]) * 32 * 1024 for number in range(60)]
+    script = Script([(Stream.STDOUT, each) for each in parts])
+    async with with_session() as (running, _client, box):
+        running.tree.scripts.update({"much": script, "": script})  # a terminal's command is empty
+        async with box.start(["much"], raw=True) as run:
+            first = _bytes_of(await anext(run))
+            assert isinstance(run._feed, channels.ChannelFeed)
+            assert run._feed._joined
+            assert first + await _take(run, run._feed._joined[0]._socket) == b"".join(parts)
+        async with box.terminal() as terminal:
+            assert terminal._socket
+            first = await anext(terminal)
+            assert first + await _take(terminal, terminal._socket) == b"".join(parts)
