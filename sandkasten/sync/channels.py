@@ -1,9 +1,9 @@
 """Output of runs over one WebSocket per session, with server-sent events where no WebSocket passes.
 
 The first run that is followed opens the WebSocket (docs/websocket.md), further ones share it, and it stays open for the
-next. It has no task of its own: whoever waits for output reads for all. So an unused one is closed by the server after
-two minutes, and the next run opens another. A caller that takes no output gives no credit: its run is held up, and at
-most `CREDIT_BYTES` of it are in memory.
+next, also of another `Session` with that id. It has no task of its own: whoever waits for output reads for all. So an
+unused one is closed by the server after two minutes, and by the client before its next WebSocket to any session. A
+caller that takes no output gives no credit: its run is held up, and at most `CREDIT_BYTES` of it are in memory.
 """
 
 # Made from sandkasten/sdk/channels.py by tests/sdk/twin.py, not to be edited.
@@ -35,6 +35,8 @@ CHANNELS = 60
 """Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
 _IDLE_S = 100.0
 """Age at which an unused WebSocket is not used again: the server closes it after 120 s."""
+_UNUSED = 100
+"""WebSockets that are kept for further runs, of all sessions of a client."""
 _CLOSE_S = 1.0
 _REFUSALS = 2
 """Handshakes that may fail before WebSockets count as impossible."""
@@ -111,11 +113,11 @@ class ExecSocket:
         self.pump = Pump(socket, self._take)
         self.channels: dict[int, RunChannel] = {}
         self._last = 0
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
 
     @property
     def is_usable(self) -> bool:
-        is_fresh = bool(self.channels) or time.monotonic() - self._used_at < _IDLE_S
+        is_fresh = bool(self.channels) or time.monotonic() - self.used_at < _IDLE_S
         return self.pump.failure is None and is_fresh
 
     def _take(self, message: str | bytes) -> None:
@@ -137,7 +139,7 @@ class ExecSocket:
     def leave(self, channel: RunChannel) -> None:
         """Forget a channel; what still comes for it is dropped."""
         self.channels.pop(channel.number, None)
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
 
     def say(self, channel: RunChannel, **message: object) -> None:
         """Send a message of a channel. Raises `Lost`."""
@@ -154,7 +156,7 @@ class ExecSocket:
 
 
 class RunLink:
-    """The way to the output of a session's runs."""
+    """The way to the output of a session's runs. There is one for each session of a client (`of`)."""
 
     def __init__(self, session: Endpoint) -> None:
         self.session = session
@@ -163,6 +165,12 @@ class RunLink:
         self._lock = waiting.Lock()
         self._socket: ExecSocket | None = None
         self._refusals = 0
+
+    @classmethod
+    def of(cls, session: Endpoint) -> RunLink:
+        """Return the link of a session, which is kept for as long as it is in use or has a WebSocket."""
+        links = session.transport.links
+        return links.get(session.path) or links.setdefault(session.path, cls(session))
 
     def open(self, exec_id: str, begin: dict[str, Any] | None, *, has_own_id: bool = True) -> Feed:
         """Begin a run with the fields of `begin`, or follow the run of that id, and return its output.
@@ -217,18 +225,30 @@ class RunLink:
         """
         with self._lock:
             if self._socket is None or not self._socket.is_usable:
-                if self._socket is not None:
-                    self._socket.close()
-                    self._socket = None
+                self.close()
+                self._close_others()
                 request = self.session.call("GET", "/exec/ws")
                 self._socket = ExecSocket(self.session.transport.websocket(request, EXEC_PROTOCOL))
+                self.session.transport.open_links.add(self)
                 self._refusals = 0
             if len(self._socket.channels) >= CHANNELS:
                 raise _Crowded
             return self._socket
 
+    def _close_others(self) -> None:
+        """Close the WebSockets of the client's other sessions that are too old to be used again, or too many."""
+        links = self.session.transport.open_links - {self}
+        others = [(link, socket) for link in links if (socket := link._socket) is not None]
+        unused = sorted(socket.used_at for _, socket in others if not socket.channels)
+        kept_from = unused[-_UNUSED] if len(unused) > _UNUSED else 0.0
+        for link, socket in others:
+            is_surplus = not socket.channels and socket.used_at < kept_from
+            if link._socket is socket and (is_surplus or not socket.is_usable):
+                link.close()
+
     def close(self) -> None:
         """Close the WebSocket, if there is one."""
+        self.session.transport.open_links.discard(self)
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()

@@ -61,7 +61,7 @@ class Session:
         self._client = client
         self._id = session_id
         self._endpoint = Endpoint(client._transport, f"/v1/sessions/{part(session_id)}")
-        self._link = RunLink(self._endpoint)
+        self._link = RunLink.of(self._endpoint)
 
     @property
     def id(self) -> str:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from sandkasten import errors
 from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass
@@ -93,6 +94,10 @@ class Transport:
             socket_options=None if unix_path else _KEEPALIVE,
         )
         self._was_reached = False
+        self.links: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """The `RunLink` of each session in use, by the session's path."""
+        self.open_links: set[Any] = set()
+        """The links that have a WebSocket, which are kept for the session's next use."""
 
     def close(self) -> None:
         """Close all connections."""

@@ -142,3 +142,27 @@ async def test_a_cancelled_reader_loses_no_output() -> None:
             assert terminal._socket
             first = await anext(terminal)
             assert first + await _take(terminal, terminal._socket) == b"".join(parts)
+
+
+async def test_a_session_has_one_websocket_and_an_unused_one_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever object asks; those that are too old or too many are closed when another session needs one."""
+    async with with_session() as (_running, client, box):
+        pool, links = client._transport._pool, client._transport.links
+
+        async def stream(session_id: str) -> int:
+            session = await client.get_session(session_id)
+            assert [each.done async for each in session.exec_stream("x")] == [True]
+            return sum(not each.is_idle() for each in pool.connections)
+
+        assert [await stream(box.id) for _ in range(5)] == [1] * 5
+        ids = [(await client.create_session()).id for _ in range(4)]
+        assert [await stream(each) for each in ids] == [2, 3, 4, 5]
+        monkeypatch.setattr(channels, "_UNUSED", 2)
+        last = [(await client.create_session()).id for _ in range(3)]
+        assert await stream(last[0]) == 3  # the two that were used last, and its own
+        assert len(links) == 4
+        async with box.start("x", detach=True):
+            monkeypatch.setattr(channels, "_IDLE_S", 0.0)
+            assert await stream(last[1]) == 2
+            assert await stream(last[2]) == 2
+        assert set(links) == {f"/v1/sessions/{each}" for each in (box.id, last[2])}
