@@ -31,10 +31,10 @@ from sandkasten.sdk.types import (
 )
 from sandkasten.sdk.wire import HttpCall, given, new_id
 
-_MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
-_PARTIAL = 206
 """Bytes that are read from a local file at once."""
+_MODE_BITS = 0o777
+_PARTIAL = 206
 
 Progress = Callable[[int, int | None], object]
 """Called with the bytes moved so far and their number in all, None if that is not known."""
@@ -310,7 +310,7 @@ class Files:
         self, name: str, source: str, target: str, overwrite: bool, user: str | None, cwd: str | None, *, repeat: bool
     ) -> str:
         body = {"from": source, "to": target, "overwrite": overwrite} | given(user=user, cwd=cwd)
-        return str((await self._endpoint.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
+        return str((await self._endpoint.ask("POST", name, body, repeat=repeat))["path"])
 
     async def remove(
         self, path: str, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
@@ -321,7 +321,7 @@ class Files:
             FileNotFound, NotEmpty: as the names say.
         """
         query = given(path=path, recursive=recursive or None, user=user, cwd=cwd)
-        await self._endpoint.ask("DELETE", "", query=query, patience_s=None)
+        await self._endpoint.ask("DELETE", "", query=query)
 
     async def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None

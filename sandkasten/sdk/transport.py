@@ -177,7 +177,8 @@ class Transport:
 
         idle_s = self.timeout if request.is_transfer else left_s
         read_s = idle_s if request.silence_s is None else request.silence_s
-        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": idle_s, "pool": left_s}
+        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": idle_s}
+        timeouts["pool"] = left_s or self.timeout
         content = request.body if request.source is None else request.source()
         try:
             response = await self._pool.handle_async_request(self._request(request, content, timeouts))
@@ -190,6 +191,8 @@ class Transport:
                 await response.aclose()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
+        except httpcore2.PoolTimeout as error:
+            raise errors.DeadlineExceeded(f"all {_CONNECTIONS} connections were in use") from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
                 raise Lost(self._said(error), was_sent=True) from error
@@ -281,19 +284,25 @@ class HttpStream:
         self.status, self.headers = answer.status, answer.headers
         self._response = response
         self._pieces: Any = response.aiter_stream()  # a generator, though its type says less
+        self._is_broken = False
 
     async def read(self) -> bytes:
-        """Return the next piece of the body, empty at its end. A cancelled call leaves nothing that can be read.
+        """Return the next piece of the body, empty at its end.
 
         Raises:
-            Lost: the connection was lost before the end.
+            Lost: the connection was lost before the end, or an earlier call was cancelled, which ends the reading.
         """
         import httpcore2
 
+        if self._is_broken:
+            raise Lost("an earlier read was given up", was_sent=True)
+        self._is_broken = True
         try:
-            return await anext(self._pieces, b"")
+            data: bytes = await anext(self._pieces, b"")
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+        self._is_broken = False
+        return data
 
     async def aclose(self) -> None:
         """Close the answer; its connection is closed, too, if there was more to read."""

@@ -18,10 +18,12 @@ import sandkasten.sync.transport
 from sandkasten import errors
 from sandkasten.model import Stream
 from sandkasten.sdk import SandboxClient, Session, channels, transport
+from sandkasten.sdk.files import FileStream
 from sandkasten.sdk.transport import Lost
 from sandkasten.sdk.wire import EXEC_PROTOCOL, call
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk.test_bad_servers import answering
 from tests.sdk.twin import FLAVOURS, run
 from tests.waiting import patience
 
@@ -166,3 +168,47 @@ async def test_a_session_has_one_websocket_and_an_unused_one_is_not_kept(monkeyp
             assert await stream(last[1]) == 2
             assert await stream(last[2]) == 2
         assert set(links) == {f"/v1/sessions/{each}" for each in (box.id, last[2])}
+
+
+async def test_a_file_goes_on_after_a_cancelled_read() -> None:
+    """An archive, which can't be read on, ends with an error and not as if it were whole."""
+    content = bytes(range(256)) * 40_000
+    async with with_session() as (_running, _client, box):
+        await box.files.write("f", content)
+        await trio.sleep(0.05)  # a file that changed just now has no version to go on with
+        async with box.files.open("f") as stream:
+            taken = await _give_up(stream)
+            assert taken + b"".join([piece async for piece in stream]) == content
+        async with box.files.open("f") as stream:
+            stream._offset = None  # as of an archive
+            await _give_up(stream)
+            with pytest.raises(errors.ConnectionFailed, match="given up"):
+                await anext(stream)
+
+
+async def _give_up(stream: FileStream) -> bytes:
+    """Read what has come, up to a read that waits and is cancelled."""
+    taken = b""
+    while True:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            taken += await anext(stream)
+        if scope.cancelled_caught:
+            return taken
+
+
+async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeout, also for what moves a directory, and for a connection where all are in use."""
+    async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.2) as client:
+        files = client.session("0123456789abcdef").files
+        for work in (files.move("a", "b"), files.copy("a", "b"), files.remove("a", recursive=True)):
+            with trio.fail_after(patience()), pytest.raises(errors.DeadlineExceeded, match="nothing was heard"):
+                await work
+    monkeypatch.setattr(transport, "_CONNECTIONS", 1)
+    async with (
+        running_front() as running,
+        SandboxClient(base_url=running.url, api_key=KEY, timeout=0.2) as client,
+        client.events(),
+    ):
+        with trio.fail_after(patience()), pytest.raises(errors.DeadlineExceeded, match="all 1 connections"):
+            await client.workspace("w").files.read_bytes("f")
