@@ -39,8 +39,6 @@ CLEANUP_S = 10.0
 """Time that the end of a session may take, also for an evaluation that is cancelled."""
 _INLINE_CHARS = 64 * 1024
 _CANT_EXECUTE = 126
-_BEGIN_WAITS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-"""Waits for a run whose start, which goes another way than its input, has not come."""
 _GONE = (
     *(errors.SessionExpired, errors.SessionNotFound, errors.SessionPaused, errors.SandboxError),
     *(errors.Unavailable, errors.ConnectionFailed, errors.Unauthorized),
@@ -281,18 +279,12 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
 
 async def _feed(run: Run, data: bytes) -> None:
     """Send all input. What the program does not take before it ends is dropped."""
-    for wait_s in _BEGIN_WAITS_S:
-        try:
-            if data:
-                await run.send(data)
-            await run.close_input()
-        except (errors.ExecEnded, errors.ExecGone):
-            pass
-        except errors.ExecNotFound:
-            await anyio.sleep(wait_s)
-            continue
-        return
-    raise errors.ExecNotFound("the command did not begin")
+    try:
+        if data:
+            await run.send(data)
+        await run.close_input()
+    except (errors.ExecEnded, errors.ExecGone):
+        pass
 
 
 def _label(name: str) -> str:

@@ -254,6 +254,8 @@ class Session:
     ) -> Run:
         """Return a command that begins with `async with` or the first piece of output that is asked for.
 
+        Both return once the command has its turn in its shell. From then on it can be sent input and signals.
+
         Args:
             timeout_ms: the command's time; 0 is the server's maximum.
             stdin: input of the command; True keeps it open for `Run.send`.

@@ -9,11 +9,13 @@ caller that takes no output gives no credit: its run is held up, and at most `CR
 # Made from sandkasten/sdk/channels.py by tests/sdk/twin.py, not to be edited.
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +39,12 @@ _IDLE_S = 100.0
 """Age at which an unused WebSocket is not used again: the server closes it after 120 s."""
 _UNUSED = 100
 """WebSockets that are kept for further runs, of all sessions of a client."""
-_CLOSE_S = 1.0
+_LEAVE_S = 2.0
+"""Longest time for which a caller that gives up while a run begins waits for the run's end."""
 _REFUSALS = 2
 """Handshakes that may fail before WebSockets count as impossible."""
+_AGAIN_S = 60.0
+"""Time after which that is tried again, where connections were lost and none was refused."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +170,12 @@ class RunLink:
         self._lock = waiting.Lock()
         self._socket: ExecSocket | None = None
         self._refusals = 0
+        self._again_at = 0.0
 
     @classmethod
     def of(cls, session: Endpoint) -> RunLink:
         """Return the link of a session, which is kept for as long as it is in use or has a WebSocket."""
-        links = session.transport.links
+        links: MutableMapping[str, RunLink] = session.transport.links
         return links.get(session.path) or links.setdefault(session.path, cls(session))
 
     def open(self, exec_id: str, begin: dict[str, Any] | None, *, has_own_id: bool = True) -> Feed:
@@ -177,19 +183,23 @@ class RunLink:
 
         `has_own_id`: the id is the SDK's, so that the run may begin without it where the session takes no more ids.
         """
-        feed: Feed = ChannelFeed(self, exec_id, begin, has_own_id=has_own_id)
-        if self._refusals < _REFUSALS:
+        feed: Feed
+        if self._refusals < _REFUSALS or time.monotonic() > self._again_at:
+            feed = ChannelFeed(self, exec_id, begin, has_own_id=has_own_id)
             try:
-                feed.open()
-                return feed
+                feed.join()
             except errors.SandkastenAPIError as error:
                 if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
-                self._refusals = _REFUSALS
+                self._refusals, self._again_at = _REFUSALS, math.inf
             except Lost as lost:
                 self._refusals += lost.was_sent
+                self._again_at = time.monotonic() + _AGAIN_S
             except _Crowded:
                 pass
+            else:
+                feed.open()
+                return feed
         feed = self._events(exec_id, begin)
         try:
             feed.open()
@@ -272,11 +282,13 @@ class ChannelFeed:
         self._taken = 0
         self.exec_id = exec_id
 
-    def open(self) -> None:
-        """Begin or join the run, if this was not done. Errors as of `RunLink.socket`."""
-        self._join()
+    def join(self) -> tuple[ExecSocket, RunChannel]:
+        """Ask for the run, if this was not done.
 
-    def _join(self) -> tuple[ExecSocket, RunChannel]:
+        Raises:
+            Uncertain: the connection was lost, and the run must not be asked for again.
+            Others as of `RunLink.socket`.
+        """
         if self._joined is not None:
             return self._joined
         socket = self._link.socket()
@@ -287,11 +299,28 @@ class ChannelFeed:
             else:
                 join = {"type": "start", **(self._begin or {})}
             socket.say(channel, **join, credit=CREDIT_BYTES, max_frame=FRAME_BYTES)
-        except BaseException:
+        except BaseException as error:
             socket.leave(channel)
+            if isinstance(error, Lost) and error.was_sent:
+                self._require_id(error)
             raise
         self._joined = socket, channel
         return self._joined
+
+    def _require_id(self, error: Exception) -> None:
+        """Raise `Uncertain` if the command was lost on its way, and has no id to ask for it again."""
+        if not self._has_begun and "exec_id" not in (self._begin or {}):
+            raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
+
+    def open(self) -> None:
+        """Begin or join the run; return once it has begun. Errors as of `next`."""
+        try:
+            _, channel = self._news(lambda channel: bool(channel.exec_id) or channel.has_news())
+        except BaseException:
+            with waiting.shield(_LEAVE_S):
+                self.close(cancel=self._begin is not None)
+            raise
+        self.exec_id = channel.exec_id or self.exec_id
 
     def next(self) -> Piece | RunEnd:
         """Return the next piece of output, or the end. A cancelled call loses no output.
@@ -299,18 +328,10 @@ class ChannelFeed:
         Raises:
             SandkastenStreamError: the run ended with an error, or can't be followed any more.
             ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Uncertain: the connection was lost, and the run must not be asked for again.
         """
         while True:
-            try:
-                socket, channel = self._join()
-                socket.pump.until(channel.has_news)
-            except (Lost, SocketClosed, _Crowded) as error:
-                self._leave()
-                if not self._has_begun and "exec_id" not in (self._begin or {}):
-                    raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
-                self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
-                continue
-            self._taken, channel.dropped = self._taken + channel.dropped, 0
+            socket, channel = self._news(RunChannel.has_news)
             if channel.pieces:
                 self._recovery.progress()
                 piece, place = channel.pieces[0]
@@ -318,13 +339,26 @@ class ChannelFeed:
                 channel.pieces.popleft()
                 self._position = place
                 return piece
-            if self._taken >= GRANT_BYTES:
-                self._count(socket, channel, 0)
-                continue
-            self._leave()
             if channel.end is not None:
+                self._leave()
                 return channel.end
-            assert channel.error is not None
+            self._count(socket, channel, 0)
+
+    def _news(self, is_enough: Callable[[RunChannel], bool]) -> tuple[ExecSocket, RunChannel]:
+        """Wait for what the server says of the run, and ask anew where a connection was lost. Errors as of `next`."""
+        while True:
+            try:
+                socket, channel = self.join()
+                socket.pump.until(functools.partial(is_enough, channel))
+            except (Lost, SocketClosed, _Crowded) as error:
+                if self._joined is not None:
+                    self._leave()
+                    self._require_id(error)
+                self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
+                continue
+            if channel.error is None or channel.pieces:
+                return socket, channel
+            self._leave()
             if not self._has_begun and isinstance(channel.error, errors.Capacity | errors.QuotaExceeded):
                 self._recovery.wait(channel.error)  # a refused command has not begun
                 continue
@@ -334,8 +368,9 @@ class ChannelFeed:
             self._begin, self._has_own_id = without_id(self._begin), False
 
     def _count(self, socket: ExecSocket, channel: RunChannel, size: int) -> None:
-        """Count bytes as taken, and grant credit for all that were, once that is worth a message."""
-        taken = self._taken + size
+        """Count bytes as taken, with those that came twice, and grant credit for all once that is worth a message."""
+        dropped = channel.dropped
+        taken = self._taken + size + dropped
         if taken >= GRANT_BYTES:
             try:
                 socket.say(channel, type="credit", bytes=taken)
@@ -343,6 +378,7 @@ class ChannelFeed:
                 pass  # the next call finds the connection lost, and what has come is handed out before
             taken = 0
         self._taken = taken
+        channel.dropped -= dropped
 
     def _leave(self) -> None:
         if self._joined is None:
@@ -372,8 +408,7 @@ class ChannelFeed:
         finally:
             self._leave()
             if not channel.is_over:  # a run that has not begun can't be detached; the other runs are attached again
-                with waiting.shield(_CLOSE_S):
-                    socket.close()
+                socket.close()
 
 
 def without_id(begin: dict[str, Any]) -> dict[str, Any]:

@@ -17,15 +17,16 @@ import trio
 import sandkasten.sync.transport
 from sandkasten import errors
 from sandkasten.model import Stream
-from sandkasten.sdk import SandboxClient, Session, channels, transport
+from sandkasten.sdk import Run, SandboxClient, Session, channels, transport
 from sandkasten.sdk.files import FileStream
 from sandkasten.sdk.transport import Lost
 from sandkasten.sdk.wire import EXEC_PROTOCOL, call
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk.proxy import Cut, running_proxy
 from tests.sdk.test_bad_servers import answering
 from tests.sdk.twin import FLAVOURS, run
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 MESSAGE = bytes(1024 * 1024)
 HEAD = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -212,3 +213,80 @@ async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch
     ):
         with trio.fail_after(patience()), pytest.raises(errors.DeadlineExceeded, match="all 1 connections"):
             await client.workspace("w").files.read_bytes("f")
+
+
+async def test_a_run_is_there_once_its_block_is_entered() -> None:
+    """A command that waits for its turn is not; a caller that gives up by then leaves nothing, and the others alone."""
+    async with with_session() as (running, _client, box):
+        turns = [trio.Event(), trio.Event()]
+        script = Script(echo=True, turn=turns[0])
+        running.tree.scripts.update({"held": script, "tough": Script(turn=turns[1])})
+        entered: list[Run] = []
+
+        async def follow() -> None:
+            async with box.start(["held"], stdin=True) as run:
+                entered.append(run)
+                await run.send("x")
+                await run.close_input()
+                assert [each.data async for each in run] == ["x"]
+
+        with trio.fail_after(patience()):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(follow)
+                await until(lambda: _runs_are(running, 1))
+                assert not entered
+                with trio.CancelScope() as scope:
+                    nursery.start_soon(_cancel_when, scope, running)
+                    async with box.start(["tough"]):
+                        pass
+                assert scope.cancelled_caught
+                (link,) = box._client._transport.open_links
+                assert len(link._socket.channels) == 1
+                turns[0].set()
+        assert entered[0].end
+        assert all(each.reply for each in running.tree.runs)
+
+
+async def _cancel_when(scope: trio.CancelScope, running: RunningTree) -> None:
+    await until(lambda: _runs_are(running, 2))
+    scope.cancel()
+
+
+async def _runs_are(running: RunningTree, number: int) -> bool:
+    return len(running.tree.runs) == number
+
+
+async def test_a_command_without_an_id_is_asked_for_once() -> None:
+    """One that was lost on its way is uncertain, and not sent again as a request."""
+    async with with_session() as (running, _client, box):
+        box._link.go_on_without_ids()
+        assert [each.done async for each in box.exec_stream("x")] == [True]
+        assert box._link._socket
+        await box._link._socket._socket._stream.aclose()
+        with pytest.raises(errors.Uncertain, match="no id"):
+            await box.start("x").wait()
+        assert len(running.tree.runs) == 1
+
+
+async def test_lost_handshakes_do_not_count_for_ever() -> None:
+    """Two of them make the client follow runs by events, for a time."""
+    async with (
+        running_front() as running,
+        running_proxy(running.port) as proxy,
+        SandboxClient(base_url=proxy.url, api_key=KEY) as client,
+    ):
+        box = await client.create_session()
+
+        async def follow(*cuts: Cut) -> int:
+            await client._transport._pool.aclose()
+            proxy.cuts = list(cuts)
+            proxy.requests.clear()
+            assert [each.done async for each in box.exec_stream("x")] == [True]
+            return len([line for line in proxy.requests if b"exec/ws" in line])
+
+        assert await follow(Cut(5, of_request=False)) == 1
+        assert await follow(Cut(5, of_request=False)) == 1
+        assert await follow() == 0
+        box._link._again_at -= channels._AGAIN_S
+        assert await follow() == 1
+        assert len(running.tree.runs) == 4
