@@ -57,6 +57,7 @@ class ResumedEvents:
 
         Raises:
             ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Uncertain: the connection was lost, and the call must not be repeated.
             Others as of `Transport.send`.
         """
         while not self._events:
@@ -64,6 +65,7 @@ class ResumedEvents:
             assert self._reply is not None
             try:
                 data = await self._reply.read()
+                self._events.extend(self._decoder.feed(data))
             except Lost as error:
                 await self._recover(error)
                 continue
@@ -73,7 +75,6 @@ class ResumedEvents:
             if not data:
                 await self._recover(Lost("the server ended the stream", was_sent=True))
                 continue
-            self._events.extend(self._decoder.feed(data))
         self._recovery.progress()
         event = self._events.popleft()
         if event.id:
@@ -83,7 +84,7 @@ class ResumedEvents:
     async def _recover(self, error: Lost) -> None:
         await self.aclose()
         if not self._request.repeat:
-            raise error
+            raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
         await self._recovery.wait(error)
 
     async def aclose(self) -> None:

@@ -217,6 +217,7 @@ class EventDecoder:
     def __init__(self) -> None:
         self._rest = b""
         self._name, self._id, self._data = "", "", list[str]()
+        self._size = 0
 
     def feed(self, data: bytes) -> Iterator[ServerEvent]:
         """Yield the events that the bytes complete, also those that have an id alone.
@@ -225,16 +226,16 @@ class EventDecoder:
             ConnectionFailed: an event is longer than `MAX_EVENT_BYTES`.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise errors.ConnectionFailed("the server sends an event that is too long", max_bytes=MAX_EVENT_BYTES)
         for line in lines:
             if found := self._line(line.removesuffix(b"\r").decode("utf-8", "replace")):
                 yield found
+        if max(len(self._rest), self._size) > MAX_EVENT_BYTES:
+            raise errors.ConnectionFailed("the server sends an event that is too long", max_bytes=MAX_EVENT_BYTES)
 
     def _line(self, line: str) -> ServerEvent | None:
         if not line:
             found = ServerEvent(self._name, "\n".join(self._data), self._id)
-            self._name, self._id, self._data = "", "", []
+            self._name, self._id, self._data, self._size = "", "", [], 0
             return found if found.data or found.id else None
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")
@@ -244,6 +245,7 @@ class EventDecoder:
             self._id = value
         elif name == "data":
             self._data.append(value)
+            self._size += len(line)
         return None
 
 

@@ -58,6 +58,7 @@ class ResumedEvents:
 
         Raises:
             ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Uncertain: the connection was lost, and the call must not be repeated.
             Others as of `Transport.send`.
         """
         while not self._events:
@@ -65,6 +66,7 @@ class ResumedEvents:
             assert self._reply is not None
             try:
                 data = self._reply.read()
+                self._events.extend(self._decoder.feed(data))
             except Lost as error:
                 self._recover(error)
                 continue
@@ -74,7 +76,6 @@ class ResumedEvents:
             if not data:
                 self._recover(Lost("the server ended the stream", was_sent=True))
                 continue
-            self._events.extend(self._decoder.feed(data))
         self._recovery.progress()
         event = self._events.popleft()
         if event.id:
@@ -84,7 +85,7 @@ class ResumedEvents:
     def _recover(self, error: Lost) -> None:
         self.close()
         if not self._request.repeat:
-            raise error
+            raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
         self._recovery.wait(error)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 import socket
 import threading
@@ -99,9 +100,9 @@ async def test_a_handshake_that_is_none_is_refused(answer: str) -> None:
 
 
 @asynccontextmanager
-async def with_session() -> AsyncIterator[tuple[RunningTree, SandboxClient, Session]]:
+async def with_session(**settings: Any) -> AsyncIterator[tuple[RunningTree, SandboxClient, Session]]:
     """Serve scripted sandboxes to one client, with one session."""
-    async with running_front() as running, SandboxClient(base_url=running.url, api_key=KEY) as client:
+    async with running_front(**settings) as running, SandboxClient(base_url=running.url, api_key=KEY) as client:
         yield running, client, await client.create_session()
 
 
@@ -257,7 +258,7 @@ async def _runs_are(running: RunningTree, number: int) -> bool:
 
 
 async def test_a_command_without_an_id_is_asked_for_once() -> None:
-    """One that was lost on its way is uncertain, and not sent again as a request."""
+    """One that was lost is uncertain: on its way it is not sent again as a request, and its events are not resumed."""
     async with with_session() as (running, _client, box):
         box._link.go_on_without_ids()
         assert [each.done async for each in box.exec_stream("x")] == [True]
@@ -266,6 +267,13 @@ async def test_a_command_without_an_id_is_asked_for_once() -> None:
         with pytest.raises(errors.Uncertain, match="no id"):
             await box.start("x").wait()
         assert len(running.tree.runs) == 1
+        box._link._refusals, box._link._again_at = 2, math.inf
+        running.tree.scripts["held"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
+        async with box.start("held") as run:
+            assert (await anext(run)).data == "x"
+            await running.stop()
+            with pytest.raises(errors.Uncertain, match="no id"):
+                await anext(run)
 
 
 async def test_lost_handshakes_do_not_count_for_ever() -> None:
@@ -290,3 +298,13 @@ async def test_lost_handshakes_do_not_count_for_ever() -> None:
         box._link._again_at -= channels._AGAIN_S
         assert await follow() == 1
         assert len(running.tree.runs) == 4
+
+
+async def test_a_wait_lasts_as_long_as_it_was_asked_for() -> None:
+    """Also where the server allows no such wait at once."""
+    async with with_session(max_exec_timeout_ms=100) as (running, _client, box):
+        running.tree.scripts["held"] = Script(hold=trio.Event())
+        run = await box.process("held")
+        began = trio.current_time()
+        assert not (await run.wait_for(pattern="x", timeout_ms=350)).happened
+        assert trio.current_time() - began >= 0.35

@@ -31,8 +31,9 @@ def test_events_are_the_same_however_they_are_cut(size: int) -> None:
         ("", "", "2"),
         ("done", "{\n}", ""),
     ]
-    with pytest.raises(errors.ConnectionFailed):
-        list(decoder.feed(b"x" * (MAX_EVENT_BYTES + 1)))
+    for line in (b"x" * (MAX_EVENT_BYTES + 1), b"data: x\n" * (MAX_EVENT_BYTES + 1)):
+        with pytest.raises(errors.ConnectionFailed, match="too long"):
+            list(EventDecoder().feed(line))
 
 
 def test_what_is_none_of_the_protocol_is_a_lost_connection() -> None:
