@@ -174,14 +174,19 @@ def sandbox_tools(session: Session, *, timeout_ms: int = TIMEOUT_MS) -> list[Any
     return [SandboxTool(Bash(session, timeout_ms=timeout_ms)), SandboxTool(TextEditor(session))]
 
 
-REPLACED = ("Bash", "BashOutput", "KillShell", "Read", "Write", "Edit", "MultiEdit", "NotebookEdit", "Glob", "Grep")
-"""Tools of the Claude Agent SDK that work on the machine it runs on."""
+REPLACED = (
+    *("Bash", "BashOutput", "KillBash", "KillShell", "Monitor", "PowerShell", "Task", "Agent", "LSP", "Skill"),
+    *("Read", "Write", "Edit", "MultiEdit", "NotebookRead", "NotebookEdit", "Glob", "Grep", "LS"),
+    *("WebFetch", "WebSearch"),
+)
+"""Known tools of the Claude Agent SDK that work on the machine it runs on, or fetch for it."""
 
 
 def claude_agent_options(base_url: str, api_key: str | None = None, *, sandbox: str = "default") -> dict[str, Any]:
-    """Return arguments of `ClaudeAgentOptions`: the sandbox of that name by MCP, instead of tools on this machine.
+    """Return arguments of `ClaudeAgentOptions`: the sandbox of that name by MCP, and no tool of the SDK's own.
 
-    `ClaudeAgentOptions(**claude_agent_options(url, key), permission_mode=...)`. docs/mcp.md describes the tools.
+    `ClaudeAgentOptions(**claude_agent_options(url, key), permission_mode=...)`. docs/mcp.md describes the tools. With
+    other `tools` the agent has those as well, but none of `REPLACED`.
     """
     url = f"{base_url.rstrip('/')}/mcp?sandbox={quote(sandbox, safe='')}"
     server: dict[str, Any] = {"type": "http", "url": url}
@@ -189,6 +194,7 @@ def claude_agent_options(base_url: str, api_key: str | None = None, *, sandbox: 
         server["headers"] = {"Authorization": f"Bearer {api_key}"}
     return {
         "mcp_servers": {"sandkasten": server},
+        "tools": [],
         "disallowed_tools": list(REPLACED),
         "allowed_tools": ["mcp__sandkasten"],
     }

@@ -101,7 +101,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
                 labels={LABEL: _label(task_name)},
             )
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await client.close()
             raise
         return {"default": cls(task_name, client, session)}
@@ -129,13 +129,14 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
 
     async def _close(self, *, is_end: bool) -> None:
         self._open.pop(self.session.id, None)
-        with anyio.move_on_after(CLEANUP_S, shield=True):
-            try:
+        try:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 if is_end:
                     await self.session.destroy()
-            except errors.SandkastenError as error:
-                log.warning("session %s was not ended: %s", self.session.id, error)
-            finally:
+        except errors.SandkastenError as error:
+            log.warning("session %s was not ended: %s", self.session.id, error)
+        finally:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._client.close()
 
     @classmethod
@@ -145,7 +146,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
             async for each in client.sessions(label=LABEL):
                 if id in (None, each.id):
                     await (await client.get_session(each.id)).destroy()
-                    print(f"ended {each.id} of {each.labels[LABEL]}")
+                    print(f"ended {each.id} of {each.labels[LABEL]!a}")  # anybody may have set the label
 
     @classmethod
     def config_deserialize(cls, config: dict[str, Any]) -> BaseModel:

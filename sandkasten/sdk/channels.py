@@ -79,9 +79,9 @@ class RunChannel:
         return bool(self.pieces) or self.end is not None or self.error is not None or self.dropped >= GRANT_BYTES
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame's bytes, but for those that were taken over an earlier connection.
+        """Keep a frame's bytes, without those that the caller took from an earlier connection.
 
-        Whole pieces are sent twice by a daemon that has not got them again from the sandbox.
+        The server sends from `start` on. After a restart it may send earlier pieces as well, which are dropped whole.
         """
         if self.is_left:
             return

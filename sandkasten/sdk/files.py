@@ -504,6 +504,25 @@ class Files:
                 return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
             return await _save(stream, target, int(info.mode, 8) & _MODE_BITS)
 
+    async def walk(
+        self,
+        path: str = "",
+        *,
+        depth: int = 1,
+        glob: str | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> AsyncIterator[FileInfo]:
+        """Yield what `list` returns, of which no more than a page is held."""
+        query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
+        while True:
+            answer = await self._endpoint.ask("GET", "/list", query=query)
+            for each in answer["entries"]:
+                yield FileInfo.take(each)
+            if not (cursor := answer.get("next_cursor")):
+                return
+            query["cursor"] = cursor
+
     # Last, since the name hides the type in what follows.
 
     async def list(
@@ -519,14 +538,7 @@ class Files:
 
         `glob` chooses by name, or by the path below `path` if it has a `/`.
         """
-        query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
-        found: list[FileInfo] = []
-        while True:
-            answer = await self._endpoint.ask("GET", "/list", query=query)
-            found += [FileInfo.take(each) for each in answer["entries"]]
-            if not (cursor := answer.get("next_cursor")):
-                return found
-            query["cursor"] = cursor
+        return [each async for each in self.walk(path, depth=depth, glob=glob, user=user, cwd=cwd)]
 
 
 def _open(path: Path) -> BinaryIO:

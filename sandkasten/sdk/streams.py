@@ -28,8 +28,8 @@ class Piece:
 class ResumedEvents:
     """Server-sent events of one call, over as many connections as it takes.
 
-    A lost connection is followed by another, which says the id of the last event. That goes on for the client's timeout
-    without an event. `call` is repeated as it is, so it must be one that a repetition does no harm.
+    After a lost connection `call` is sent again as it is, with the id of the last event that came, until no event has
+    come for the client's timeout. So `call` must do no harm when it is repeated; one that is not `repeat` is sent once.
     """
 
     def __init__(self, transport: Transport, call: HttpCall) -> None:
@@ -133,11 +133,11 @@ class EventFeed:
 
 
 class Events:
-    """Events of the journal as they happen: `async for event in events`, over many connections if need be; for ever,
-    or, without `follow`, up to those that had happened when the first was asked for.
+    """Events of the journal as they happen: `async for event in events`. A lost connection is followed by another.
 
-    `async with` closes the connection at the end of the block. `cursor` is the position behind the last event that was
-    handed out, or further where other events came since; a later reader goes on from there.
+    The loop goes on for ever. Without `follow` it ends with the last event that had happened when the loop began.
+    `async with` closes the connection at the end of the block. A later reader goes on from `cursor`: the position
+    behind the last event that was handed out, or behind later events of other types.
     """
 
     def __init__(self, place: Endpoint, cursor: str | None, types: Sequence[str], *, follow: bool = True) -> None:

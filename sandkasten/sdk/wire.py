@@ -167,8 +167,10 @@ def run_end(value: Mapping[str, Any]) -> RunEnd:  # a JSON object
 
 
 class Decoder:
-    """Bytes of both streams of a run as pieces of output: text, of which half a character waits for its rest, and with
-    `clean` what may be an escape sequence or a line's end, too; or the bytes as they are, with `raw`.
+    """Maker of pieces of output from the bytes of both streams of a run.
+
+    The pieces are text. The bytes of a character that is not whole wait for its rest. With `clean`, escape sequences
+    are removed, and what may be the begin of one waits as well. With `raw`, the pieces are the bytes as they came.
     """
 
     def __init__(self, *, raw: bool = False, clean: bool = False) -> None:

@@ -423,7 +423,10 @@ class WebSocket:
 
 
 class StreamRecovery:
-    """Waits between the connections of a stream: longer ones while nothing comes, for `timeout` seconds at most."""
+    """Waits between the connections of a stream. Each wait is longer than the one before, until something comes.
+
+    After `timeout` seconds in which nothing came there is no further wait, but an error.
+    """
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout

@@ -113,7 +113,8 @@ async def the_claude_agent_sdk_gets_its_arguments() -> None:
         "url": "http://host:8080/mcp?sandbox=a%20b",
         "headers": {"Authorization": "Bearer secret"},
     }
-    assert {"Bash", "Read", "Write", "Edit"} <= set(options["disallowed_tools"])
+    assert options["tools"] == []
+    assert {"Bash", "Read", "Write", "Edit", "LS", "Task", "WebFetch"} <= set(options["disallowed_tools"])
 
 
 if __name__ == "__main__":
