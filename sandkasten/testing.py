@@ -147,10 +147,10 @@ class FakeServer:
                 if method == request.method and (found := pattern.fullmatch(request.path)):
                     if "id" not in found.groupdict():
                         return work(self, request)
-                    return work(self, request, self._session(found["id"], method), *found.groups()[1:])
+                    return work(self, request, self._session(found["id"]), *found.groups()[1:])
         raise FakeRefusal(404, errors.RouteNotFound("the fake server has no such route"))
 
-    def _session(self, session_id: str, method: str) -> FakeSession:
+    def _session(self, session_id: str) -> FakeSession:
         if (session := self.sessions.get(session_id)) is None:
             raise FakeRefusal(404, errors.SessionNotFound("there is no such session"))
         return session

@@ -39,8 +39,6 @@ CLEANUP_S = 10.0
 """Time that the end of a session may take, also for an evaluation that is cancelled."""
 _INLINE_CHARS = 64 * 1024
 _CANT_EXECUTE = 126
-_BEGIN_WAITS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-"""Waits for a run whose start, which goes another way than its input, has not come."""
 _GONE = (
     *(errors.SessionExpired, errors.SessionNotFound, errors.SessionPaused, errors.SandboxError),
     *(errors.Unavailable, errors.ConnectionFailed, errors.Unauthorized),
@@ -103,7 +101,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
                 labels={LABEL: _label(task_name)},
             )
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await client.close()
             raise
         return {"default": cls(task_name, client, session)}
@@ -131,13 +129,14 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
 
     async def _close(self, *, is_end: bool) -> None:
         self._open.pop(self.session.id, None)
-        with anyio.move_on_after(CLEANUP_S, shield=True):
-            try:
+        try:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 if is_end:
                     await self.session.destroy()
-            except errors.SandkastenError as error:
-                log.warning("session %s was not ended: %s", self.session.id, error)
-            finally:
+        except errors.SandkastenError as error:
+            log.warning("session %s was not ended: %s", self.session.id, error)
+        finally:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._client.close()
 
     @classmethod
@@ -147,7 +146,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
             async for each in client.sessions(label=LABEL):
                 if id in (None, each.id):
                     await (await client.get_session(each.id)).destroy()
-                    print(f"ended {each.id} of {each.labels[LABEL]}")
+                    print(f"ended {each.id} of {each.labels[LABEL]!a}")  # anybody may have set the label
 
     @classmethod
     def config_deserialize(cls, config: dict[str, Any]) -> BaseModel:
@@ -281,18 +280,12 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
 
 async def _feed(run: Run, data: bytes) -> None:
     """Send all input. What the program does not take before it ends is dropped."""
-    for wait_s in _BEGIN_WAITS_S:
-        try:
-            if data:
-                await run.send(data)
-            await run.close_input()
-        except (errors.ExecEnded, errors.ExecGone):
-            pass
-        except errors.ExecNotFound:
-            await anyio.sleep(wait_s)
-            continue
-        return
-    raise errors.ExecNotFound("the command did not begin")
+    try:
+        if data:
+            await run.send(data)
+        await run.close_input()
+    except (errors.ExecEnded, errors.ExecGone):
+        pass
 
 
 def _label(name: str) -> str:

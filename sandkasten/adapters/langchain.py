@@ -49,7 +49,9 @@ from sandkasten.sdk.wire import new_id
 from sandkasten.sync import SandboxClient, Session
 
 MAX_MATCHES = 10_000
-"""Matches of one search: the server's limit."""
+"""Matches of one search or glob: the server's limit."""
+MAX_DOWNLOAD_BYTES = 16 * 1024 * 1024
+"""Size of a file that a download takes: the framework wants it whole. `Session.files.open` reads any."""
 CANCEL_S = 5.0
 """Time that the end of a command may take whose caller was cancelled."""
 EMPTY_FILE = "System reminder: File exists but has empty contents"
@@ -275,26 +277,29 @@ class SandkastenSandbox(BaseSandbox):
     def glob(self, pattern: str, path: str | None = None) -> GlobResult:
         """Find files by the framework's own rules for patterns; links count as files if they lead to one."""
         root = "/workspace" if not path else path if path.startswith("/") else f"/{path}"
+        found: list[Any] = []  # the framework's FileInfo
+        links: list[Any] = []
+        is_cut = False
         try:
             fits = compile_grep_include_glob(pattern)
             chosen = pattern.lstrip("/") if _PLAIN_GLOB.fullmatch(pattern) else None
-            entries = self._session.files.list(root, depth=_DEPTH, glob=chosen)
             real_root = self._session.files.stat(root, follow=True).path
+            for each in self._session.files.walk(root, depth=_DEPTH, glob=chosen):
+                name = each.path.removeprefix(real_root).lstrip("/")
+                if each.type in ("file", "symlink") and fits(name):
+                    if is_cut := len(found) + len(links) >= MAX_MATCHES:
+                        break
+                    entry = _entry(each) | {"path": f"{root.rstrip('/')}/{name}"}
+                    (links if each.type == "symlink" else found).append(entry)
         except (errors.ClientError, ValueError) as error:
             code = _code(error, "path_not_found") if isinstance(error, errors.ClientError) else str(error)
             return GlobResult(error=f"Path '{root}': {code}")
-        found: list[Any] = []  # the framework's FileInfo
-        links: list[Any] = []
-        for each in entries:
-            name = each.path.removeprefix(real_root).lstrip("/")
-            if each.type in ("file", "symlink") and fits(name):
-                entry = _entry(each) | {"path": f"{root.rstrip('/')}/{name}"}
-                (links if each.type == "symlink" else found).append(entry)
         for start in range(0, len(links), 1000):
             part = links[start : start + 1000]
             targets = self._session.files.stat_many([each["path"] for each in part], follow=True)
             found += [each for each, target in zip(part, targets, strict=True) if target and target.type == "file"]
-        return GlobResult(matches=sorted(found, key=lambda each: each["path"]))
+        matches = sorted(found, key=lambda each: each["path"])
+        return GlobResult(matches=matches, truncated=is_cut, truncation_reason="budget" if is_cut else None)
 
     def upload_files(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:
         """Write files of any content; each has a result of its own."""
@@ -309,14 +314,23 @@ class SandkastenSandbox(BaseSandbox):
         return responses
 
     def download_files(self, paths: list[str]) -> list[FileDownloadResponse]:
-        """Read files of any content; each has a result of its own."""
+        """Read files of any content and up to `MAX_DOWNLOAD_BYTES`; each has a result of its own."""
         responses = []
         for path in paths:
             try:
-                responses.append(FileDownloadResponse(path=path, content=self._session.files.read_bytes(path)))
+                responses.append(FileDownloadResponse(path=path, content=self._whole(path)))
             except errors.ClientError as failure:
                 responses.append(FileDownloadResponse(path=path, error=_code(failure)))
         return responses
+
+    def _whole(self, path: str) -> bytes:
+        data = bytearray()
+        with self._session.files.open(path) as pieces:
+            for piece in pieces:
+                data += piece
+                if max(len(data), pieces.size or 0) > MAX_DOWNLOAD_BYTES:
+                    raise errors.TooLarge(f"the file has more than {MAX_DOWNLOAD_BYTES} bytes")
+        return bytes(data)
 
 
 _CODES: tuple[tuple[type[errors.ClientError], str], ...] = (

@@ -438,13 +438,14 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
         """Make a session. Raises `WorkspaceStartError` if the server refuses."""
         manifest = self._validate_manifest_for_create(manifest or Manifest())
         chosen = options or SandkastenSandboxClientOptions()
+        session_id = uuid.uuid4()
+        chosen_snapshot = resolve_snapshot(snapshot, str(session_id))  # first: it may fail
         client = self._connect()
         box = await _make(client, chosen, manifest)
-        session_id = uuid.uuid4()
         state = SandkastenSandboxSessionState(
             session_id=session_id,
             manifest=manifest,
-            snapshot=resolve_snapshot(snapshot, str(session_id)),
+            snapshot=chosen_snapshot,
             sandbox_id=box.id,
             options=chosen,
         )

@@ -1,7 +1,8 @@
 """Local directories as archives: packed piece by piece, and unpacked from an archive that a sandbox made.
 
 What comes from a sandbox is hostile. Names lead nowhere but below the directory and through no link, links that lead
-out of it are left out, and so are devices, FIFOs and set-id bits. These functions block: clients run them in threads.
+out of it are left out, and so are devices, FIFOs, sparse files and set-id bits. These functions block: clients run them
+in threads.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
                     skipped += 1
                     continue
                 entries, size = entries + 1, size + member.size
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError) as error:  # of tarfile's reading
         raise errors.ConnectionFailed(f"the archive is damaged: {error}") from error
     for path, mode in reversed(modes):  # last, since a directory may be closed to its owner
         path.chmod(mode)
@@ -117,13 +118,13 @@ def _write(
             place.mkdir()
         modes.append((place, mode))
         return True
-    if member.issym() and _stays(parts, member.linkname):
+    if member.issym() and _stays(root, parts, member.linkname):
         _remove(place)
         place.symlink_to(member.linkname)
         return True
     if member.islnk():
         return _link(root, place, member.linkname)
-    if not member.isreg():
+    if not member.isreg() or member.issparse():  # the server makes none, and a hole has any size for no byte
         return False
     _remove(place)
     content = tar.extractfile(member)
@@ -136,16 +137,21 @@ def _write(
     return True
 
 
-def _stays(parts: list[str], target: str) -> bool:
-    """Tell whether a link leads to a name below the directory."""
-    if target.startswith("/"):
-        return False
+def _stays(root: Path, parts: list[str], target: str) -> bool:
+    """Tell whether a link leads to a name below the directory.
+
+    `..` is taken at the begin alone, where it leads through directories that are there; further on it might follow
+    another link of the archive. Links of the user's own are resolved.
+    """
+    names = list(PurePosixPath(target).parts)
     depth = len(parts) - 1
-    for part in PurePosixPath(target).parts:
-        depth += -1 if part == ".." else 1
-        if depth < 0:
-            return False
-    return True
+    while names and names[0] == "..":
+        del names[0]
+        depth -= 1
+    if depth < 0 or target.startswith("/") or ".." in names:
+        return False
+    found = Path(os.path.realpath(root.joinpath(*parts[:-1], target)))  # also of a loop of links
+    return found.is_relative_to(os.path.realpath(root))
 
 
 def _link(root: Path, place: Path, target: str) -> bool:

@@ -31,11 +31,11 @@ from sandkasten.sdk.types import (
 )
 from sandkasten.sdk.wire import HttpCall, given, new_id
 
-_MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read from a local file at once."""
 MAX_PAGE = 1000
 """Most entries that the server puts into one answer."""
+_MODE_BITS = 0o777
 _PARTIAL = 206
 
 Progress = Callable[[int, int | None], object]
@@ -319,7 +319,7 @@ class Files:
         self, name: str, source: str, target: str, overwrite: bool, user: str | None, cwd: str | None, *, repeat: bool
     ) -> str:
         body = {"from": source, "to": target, "overwrite": overwrite} | given(user=user, cwd=cwd)
-        return str((await self._endpoint.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
+        return str((await self._endpoint.ask("POST", name, body, repeat=repeat))["path"])
 
     async def remove(
         self, path: str, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
@@ -330,7 +330,7 @@ class Files:
             FileNotFound, NotEmpty: as the names say.
         """
         query = given(path=path, recursive=recursive or None, user=user, cwd=cwd)
-        await self._endpoint.ask("DELETE", "", query=query, patience_s=None)
+        await self._endpoint.ask("DELETE", "", query=query)
 
     async def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
@@ -516,6 +516,30 @@ class Files:
                 return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
             return await _save(stream, target, int(info.mode, 8) & _MODE_BITS)
 
+    async def walk(
+        self,
+        path: str = "",
+        *,
+        depth: int = 1,
+        glob: str | None = None,
+        limit: int | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> AsyncIterator[FileInfo]:
+        """Yield what `list` returns, of which no more than a page is held."""
+        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
+        count = 0
+        while True:
+            answer = await self._endpoint.ask("GET", "/list", query=query)
+            for each in answer["entries"]:
+                if count == limit:
+                    return
+                yield FileInfo.take(each)
+                count += 1
+            if not (cursor := answer.get("next_cursor")):
+                return
+            query["cursor"] = cursor
+
     # Last, since the name hides the type in what follows.
 
     async def list(
@@ -532,14 +556,7 @@ class Files:
 
         `glob` chooses by name, or by the path below `path` if it has a `/`; the first `limit` are returned.
         """
-        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
-        found: list[FileInfo] = []
-        while True:
-            answer = await self._endpoint.ask("GET", "/list", query=query)
-            found += [FileInfo.take(each) for each in answer["entries"]]
-            if not (cursor := answer.get("next_cursor")) or (limit is not None and len(found) >= limit):
-                return found[:limit]
-            query["cursor"] = cursor
+        return [each async for each in self.walk(path, depth=depth, glob=glob, limit=limit, user=user, cwd=cwd)]
 
 
 def _page(limit: int | None) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -162,14 +164,13 @@ class Run:
         """
         text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
         condition = given(port=port, pattern=text, for_="exit" if exit else None)
-        left_ms = timeout_ms
+        until = math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
-            now_ms = _WAIT_MS if left_ms is None else min(left_ms, _WAIT_MS)
-            body = condition | {"timeout_ms": max(now_ms, 1)}
+            now_ms = max(math.ceil(min((until - time.monotonic()) * 1000, _WAIT_MS)), 1)
+            body = condition | {"timeout_ms": now_ms}
             answer = await self._endpoint.ask("POST", "/wait", body, patience_s=now_ms / 1000)
             waited = Waited.take(answer, run=RunInfo.take(answer["run"]))
-            left_ms = None if left_ms is None else left_ms - now_ms
-            if waited.happened or waited.run.state == "ended" or (left_ms is not None and left_ms <= 0):
+            if waited.happened or waited.run.state == "ended" or time.monotonic() >= until:
                 return waited
 
     async def info(self) -> RunInfo:

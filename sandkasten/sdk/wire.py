@@ -190,8 +190,10 @@ def run_end(value: Mapping[str, Any]) -> RunEnd:  # a JSON object
 
 
 class Decoder:
-    """Bytes of both streams of a run as pieces of output: text, of which half a character waits for its rest, and with
-    `clean` what may be an escape sequence or a line's end, too; or the bytes as they are, with `raw`.
+    """Maker of pieces of output from the bytes of both streams of a run.
+
+    The pieces are text. The bytes of a character that is not whole wait for its rest. With `clean`, escape sequences
+    are removed, and what may be the begin of one waits as well. With `raw`, the pieces are the bytes as they came.
     """
 
     def __init__(self, *, raw: bool = False, clean: bool = False) -> None:
@@ -256,6 +258,7 @@ class EventDecoder:
     def __init__(self) -> None:
         self._rest = b""
         self._name, self._id, self._data = "", "", list[str]()
+        self._size = 0
 
     def feed(self, data: bytes) -> Iterator[ServerEvent]:
         """Yield the events that the bytes complete, also those that have an id alone.
@@ -264,16 +267,16 @@ class EventDecoder:
             ConnectionFailed: an event is longer than `MAX_EVENT_BYTES`.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise errors.ConnectionFailed("the server sends an event that is too long", max_bytes=MAX_EVENT_BYTES)
         for line in lines:
             if found := self._line(line.removesuffix(b"\r").decode("utf-8", "replace")):
                 yield found
+        if max(len(self._rest), self._size) > MAX_EVENT_BYTES:
+            raise errors.ConnectionFailed("the server sends an event that is too long", max_bytes=MAX_EVENT_BYTES)
 
     def _line(self, line: str) -> ServerEvent | None:
         if not line:
             found = ServerEvent(self._name, "\n".join(self._data), self._id)
-            self._name, self._id, self._data = "", "", []
+            self._name, self._id, self._data, self._size = "", "", [], 0
             return found if found.data or found.id else None
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")
@@ -283,6 +286,7 @@ class EventDecoder:
             self._id = value
         elif name == "data":
             self._data.append(value)
+            self._size += len(line)
         return None
 
 

@@ -1,19 +1,21 @@
 """Output of runs over one WebSocket per session, with server-sent events where no WebSocket passes.
 
 The first run that is followed opens the WebSocket (docs/websocket.md), further ones share it, and it stays open for the
-next. It has no task of its own: whoever waits for output reads for all. So an unused one is closed by the server after
-two minutes, and the next run opens another. A caller that takes no output gives no credit: its run is held up, and at
-most `CREDIT_BYTES` of it are in memory.
+next, also of another `Session` with that id. It has no task of its own: whoever waits for output reads for all. So an
+unused one is closed by the server after two minutes, and by the client before its next WebSocket to any session. A
+caller that takes no output gives no credit: its run is held up, and at most `CREDIT_BYTES` of it are in memory.
 """
 
 # Made from sandkasten/sdk/channels.py by tests/sdk/twin.py, not to be edited.
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +37,14 @@ CHANNELS = 60
 """Runs on one WebSocket; the server takes 64. Further ones are followed by events."""
 _IDLE_S = 100.0
 """Age at which an unused WebSocket is not used again: the server closes it after 120 s."""
-_CLOSE_S = 1.0
+_UNUSED = 100
+"""WebSockets that are kept for further runs, of all sessions of a client."""
+_LEAVE_S = 2.0
+"""Longest time for which a caller that gives up while a run begins waits for the run's end."""
 _REFUSALS = 2
 """Handshakes that may fail before WebSockets count as impossible."""
+_AGAIN_S = 60.0
+"""Time after which that is tried again, where connections were lost and none was refused."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,9 @@ class RunChannel:
         return bool(self.pieces) or self.end is not None or self.error is not None or self.dropped >= GRANT_BYTES
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame's bytes, but for those that were taken over an earlier connection.
+        """Keep a frame's bytes, without those that the caller took from an earlier connection.
 
-        Whole pieces are sent twice by a daemon that has not got them again from the sandbox.
+        The server sends from `start` on. After a restart it may send earlier pieces as well, which are dropped whole.
         """
         if self.is_left:
             return
@@ -111,11 +118,11 @@ class ExecSocket:
         self.pump = Pump(socket, self._take)
         self.channels: dict[int, RunChannel] = {}
         self._last = 0
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
 
     @property
     def is_usable(self) -> bool:
-        is_fresh = bool(self.channels) or time.monotonic() - self._used_at < _IDLE_S
+        is_fresh = bool(self.channels) or time.monotonic() - self.used_at < _IDLE_S
         return self.pump.failure is None and is_fresh
 
     def _take(self, message: str | bytes) -> None:
@@ -137,7 +144,7 @@ class ExecSocket:
     def leave(self, channel: RunChannel) -> None:
         """Forget a channel; what still comes for it is dropped."""
         self.channels.pop(channel.number, None)
-        self._used_at = time.monotonic()
+        self.used_at = time.monotonic()
 
     def say(self, channel: RunChannel, **message: object) -> None:
         """Send a message of a channel. Raises `Lost`."""
@@ -154,7 +161,7 @@ class ExecSocket:
 
 
 class RunLink:
-    """The way to the output of a session's runs."""
+    """The way to the output of a session's runs. There is one for each session of a client (`of`)."""
 
     def __init__(self, session: Endpoint) -> None:
         self.session = session
@@ -163,25 +170,36 @@ class RunLink:
         self._lock = waiting.Lock()
         self._socket: ExecSocket | None = None
         self._refusals = 0
+        self._again_at = 0.0
+
+    @classmethod
+    def of(cls, session: Endpoint) -> RunLink:
+        """Return the link of a session, which is kept for as long as it is in use or has a WebSocket."""
+        links: MutableMapping[str, RunLink] = session.transport.links
+        return links.get(session.path) or links.setdefault(session.path, cls(session))
 
     def open(self, exec_id: str, begin: dict[str, Any] | None, *, has_own_id: bool = True) -> Feed:
         """Begin a run with the fields of `begin`, or follow the run of that id, and return its output.
 
         `has_own_id`: the id is the SDK's, so that the run may begin without it where the session takes no more ids.
         """
-        feed: Feed = ChannelFeed(self, exec_id, begin, has_own_id=has_own_id)
-        if self._refusals < _REFUSALS:
+        feed: Feed
+        if self._refusals < _REFUSALS or time.monotonic() > self._again_at:
+            feed = ChannelFeed(self, exec_id, begin, has_own_id=has_own_id)
             try:
-                feed.open()
-                return feed
+                feed.join()
             except errors.SandkastenAPIError as error:
                 if errors.leaf_of(error.code) not in (None, errors.RouteNotFound):
                     raise  # the server's own refusal, which it would repeat
-                self._refusals = _REFUSALS
+                self._refusals, self._again_at = _REFUSALS, math.inf
             except Lost as lost:
                 self._refusals += lost.was_sent
+                self._again_at = time.monotonic() + _AGAIN_S
             except _Crowded:
                 pass
+            else:
+                feed.open()
+                return feed
         feed = self._events(exec_id, begin)
         try:
             feed.open()
@@ -217,18 +235,30 @@ class RunLink:
         """
         with self._lock:
             if self._socket is None or not self._socket.is_usable:
-                if self._socket is not None:
-                    self._socket.close()
-                    self._socket = None
+                self.close()
+                self._close_others()
                 request = self.session.call("GET", "/exec/ws")
                 self._socket = ExecSocket(self.session.transport.websocket(request, EXEC_PROTOCOL))
+                self.session.transport.open_links.add(self)
                 self._refusals = 0
             if len(self._socket.channels) >= CHANNELS:
                 raise _Crowded
             return self._socket
 
+    def _close_others(self) -> None:
+        """Close the WebSockets of the client's other sessions that are too old to be used again, or too many."""
+        links = self.session.transport.open_links - {self}
+        others = [(link, socket) for link in links if (socket := link._socket) is not None]
+        unused = sorted(socket.used_at for _, socket in others if not socket.channels)
+        kept_from = unused[-_UNUSED] if len(unused) > _UNUSED else 0.0
+        for link, socket in others:
+            is_surplus = not socket.channels and socket.used_at < kept_from
+            if link._socket is socket and (is_surplus or not socket.is_usable):
+                link.close()
+
     def close(self) -> None:
         """Close the WebSocket, if there is one."""
+        self.session.transport.open_links.discard(self)
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
@@ -252,11 +282,13 @@ class ChannelFeed:
         self._taken = 0
         self.exec_id = exec_id
 
-    def open(self) -> None:
-        """Begin or join the run, if this was not done. Errors as of `RunLink.socket`."""
-        self._join()
+    def join(self) -> tuple[ExecSocket, RunChannel]:
+        """Ask for the run, if this was not done.
 
-    def _join(self) -> tuple[ExecSocket, RunChannel]:
+        Raises:
+            Uncertain: the connection was lost, and the run must not be asked for again.
+            Others as of `RunLink.socket`.
+        """
         if self._joined is not None:
             return self._joined
         socket = self._link.socket()
@@ -267,11 +299,28 @@ class ChannelFeed:
             else:
                 join = {"type": "start", **(self._begin or {})}
             socket.say(channel, **join, credit=CREDIT_BYTES, max_frame=FRAME_BYTES)
-        except BaseException:
+        except BaseException as error:
             socket.leave(channel)
+            if isinstance(error, Lost) and error.was_sent:
+                self._require_id(error)
             raise
         self._joined = socket, channel
         return self._joined
+
+    def _require_id(self, error: Exception) -> None:
+        """Raise `Uncertain` if the command was lost on its way, and has no id to ask for it again."""
+        if not self._has_begun and "exec_id" not in (self._begin or {}):
+            raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
+
+    def open(self) -> None:
+        """Begin or join the run; return once it has begun. Errors as of `next`."""
+        try:
+            _, channel = self._news(lambda channel: bool(channel.exec_id) or channel.has_news())
+        except BaseException:
+            with waiting.shield(_LEAVE_S):
+                self.close(cancel=self._begin is not None)
+            raise
+        self.exec_id = channel.exec_id or self.exec_id
 
     def next(self) -> Piece | RunEnd:
         """Return the next piece of output, or the end. A cancelled call loses no output.
@@ -279,32 +328,37 @@ class ChannelFeed:
         Raises:
             SandkastenStreamError: the run ended with an error, or can't be followed any more.
             ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Uncertain: the connection was lost, and the run must not be asked for again.
         """
         while True:
-            try:
-                socket, channel = self._join()
-                socket.pump.until(channel.has_news)
-            except (Lost, SocketClosed, _Crowded) as error:
-                self._leave()
-                if not self._has_begun and "exec_id" not in (self._begin or {}):
-                    raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
-                self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
-                continue
-            self._taken, channel.dropped = self._taken + channel.dropped, 0
+            socket, channel = self._news(RunChannel.has_news)
             if channel.pieces:
                 self._recovery.progress()
-                piece, self._position = channel.pieces.popleft()
-                self._taken += len(piece.data)
-                if self._taken >= GRANT_BYTES:
-                    self._grant(socket, channel)
+                piece, place = channel.pieces[0]
+                self._count(socket, channel, len(piece.data))  # first: a cancelled call leaves the piece
+                channel.pieces.popleft()
+                self._position = place
                 return piece
-            if self._taken >= GRANT_BYTES:
-                self._grant(socket, channel)
-                continue
-            self._leave()
             if channel.end is not None:
+                self._leave()
                 return channel.end
-            assert channel.error is not None
+            self._count(socket, channel, 0)
+
+    def _news(self, is_enough: Callable[[RunChannel], bool]) -> tuple[ExecSocket, RunChannel]:
+        """Wait for what the server says of the run, and ask anew where a connection was lost. Errors as of `next`."""
+        while True:
+            try:
+                socket, channel = self.join()
+                socket.pump.until(functools.partial(is_enough, channel))
+            except (Lost, SocketClosed, _Crowded) as error:
+                if self._joined is not None:
+                    self._leave()
+                    self._require_id(error)
+                self._recovery.wait(error if isinstance(error, Lost) else Lost(str(error), was_sent=True))
+                continue
+            if channel.error is None or channel.pieces:
+                return socket, channel
+            self._leave()
             if not self._has_begun and isinstance(channel.error, errors.Capacity | errors.QuotaExceeded):
                 self._recovery.wait(channel.error)  # a refused command has not begun
                 continue
@@ -313,12 +367,18 @@ class ChannelFeed:
             self._link.go_on_without_ids()
             self._begin, self._has_own_id = without_id(self._begin), False
 
-    def _grant(self, socket: ExecSocket, channel: RunChannel) -> None:
-        granted, self._taken = self._taken, 0
-        try:
-            socket.say(channel, type="credit", bytes=granted)
-        except Lost:
-            pass  # the next call finds the connection lost, and what has come is handed out before
+    def _count(self, socket: ExecSocket, channel: RunChannel, size: int) -> None:
+        """Count bytes as taken, with those that came twice, and grant credit for all once that is worth a message."""
+        dropped = channel.dropped
+        taken = self._taken + size + dropped
+        if taken >= GRANT_BYTES:
+            try:
+                socket.say(channel, type="credit", bytes=taken)
+            except Lost:
+                pass  # the next call finds the connection lost, and what has come is handed out before
+            taken = 0
+        self._taken = taken
+        channel.dropped -= dropped
 
     def _leave(self) -> None:
         if self._joined is None:
@@ -348,8 +408,7 @@ class ChannelFeed:
         finally:
             self._leave()
             if not channel.is_over:  # a run that has not begun can't be detached; the other runs are attached again
-                with waiting.shield(_CLOSE_S):
-                    socket.close()
+                socket.close()
 
 
 def without_id(begin: dict[str, Any]) -> dict[str, Any]:

@@ -172,7 +172,9 @@ class SandboxClient:
         network: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> Session:
-        """Make a session. docs/api.md#sessions explains the fields; None is the server's default, but never for a time.
+        """Make a session. docs/api.md#sessions explains the fields.
+
+        None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit.
 
         The call is repeated when the connection is lost or the node has no room, for the client's timeout, and makes
         one session. With an `idempotency_key` of the caller's, a later call gets the same session. When the caller is

@@ -32,11 +32,11 @@ from sandkasten.sync import waiting
 from sandkasten.sync.streams import ResumedEvents
 from sandkasten.sync.transport import Endpoint, HttpStream, Lost, StreamRecovery, Transport
 
-_MODE_BITS = 0o777
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read from a local file at once."""
 MAX_PAGE = 1000
 """Most entries that the server puts into one answer."""
+_MODE_BITS = 0o777
 _PARTIAL = 206
 
 Progress = Callable[[int, int | None], object]
@@ -318,7 +318,7 @@ class Files:
         self, name: str, source: str, target: str, overwrite: bool, user: str | None, cwd: str | None, *, repeat: bool
     ) -> str:
         body = {"from": source, "to": target, "overwrite": overwrite} | given(user=user, cwd=cwd)
-        return str((self._endpoint.ask("POST", name, body, repeat=repeat, patience_s=None))["path"])
+        return str((self._endpoint.ask("POST", name, body, repeat=repeat))["path"])
 
     def remove(self, path: str, *, recursive: bool = False, user: str | None = None, cwd: str | None = None) -> None:
         """Remove a file, a link or an empty directory; with `recursive` a directory and all below it.
@@ -327,7 +327,7 @@ class Files:
             FileNotFound, NotEmpty: as the names say.
         """
         query = given(path=path, recursive=recursive or None, user=user, cwd=cwd)
-        self._endpoint.ask("DELETE", "", query=query, patience_s=None)
+        self._endpoint.ask("DELETE", "", query=query)
 
     def chmod(
         self, path: str, mode: int, *, recursive: bool = False, user: str | None = None, cwd: str | None = None
@@ -513,6 +513,30 @@ class Files:
                 return waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
             return _save(stream, target, int(info.mode, 8) & _MODE_BITS)
 
+    def walk(
+        self,
+        path: str = "",
+        *,
+        depth: int = 1,
+        glob: str | None = None,
+        limit: int | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> Iterator[FileInfo]:
+        """Yield what `list` returns, of which no more than a page is held."""
+        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
+        count = 0
+        while True:
+            answer = self._endpoint.ask("GET", "/list", query=query)
+            for each in answer["entries"]:
+                if count == limit:
+                    return
+                yield FileInfo.take(each)
+                count += 1
+            if not (cursor := answer.get("next_cursor")):
+                return
+            query["cursor"] = cursor
+
     # Last, since the name hides the type in what follows.
 
     def list(
@@ -529,14 +553,7 @@ class Files:
 
         `glob` chooses by name, or by the path below `path` if it has a `/`; the first `limit` are returned.
         """
-        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
-        found: list[FileInfo] = []
-        while True:
-            answer = self._endpoint.ask("GET", "/list", query=query)
-            found += [FileInfo.take(each) for each in answer["entries"]]
-            if not (cursor := answer.get("next_cursor")) or (limit is not None and len(found) >= limit):
-                return found[:limit]
-            query["cursor"] = cursor
+        return [each for each in self.walk(path, depth=depth, glob=glob, limit=limit, user=user, cwd=cwd)]
 
 
 def _page(limit: int | None) -> int | None:

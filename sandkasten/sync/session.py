@@ -61,7 +61,7 @@ class Session:
         self._client = client
         self._id = session_id
         self._endpoint = Endpoint(client._transport, f"/v1/sessions/{part(session_id)}")
-        self._link = RunLink(self._endpoint)
+        self._link = RunLink.of(self._endpoint)
 
     @property
     def id(self) -> str:
@@ -252,6 +252,8 @@ class Session:
         exec_id: str | None = None,
     ) -> Run:
         """Return a command that begins with `with` or the first piece of output that is asked for.
+
+        Both return once the command has its turn in its shell. From then on it can be sent input and signals.
 
         Args:
             timeout_ms: the command's time; 0 is the server's maximum.

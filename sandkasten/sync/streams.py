@@ -31,8 +31,8 @@ class Piece:
 class ResumedEvents:
     """Server-sent events of one call, over as many connections as it takes.
 
-    A lost connection is followed by another, which says the id of the last event. That goes on for the client's timeout
-    without an event. `call` is repeated as it is, so it must be one that a repetition does no harm.
+    After a lost connection `call` is sent again as it is, with the id of the last event that came, until no event has
+    come for the client's timeout. So `call` must do no harm when it is repeated; one that is not `repeat` is sent once.
     """
 
     def __init__(self, transport: Transport, call: HttpCall) -> None:
@@ -60,6 +60,7 @@ class ResumedEvents:
 
         Raises:
             ConnectionFailed: the connection was lost for longer than the client's timeout.
+            Uncertain: the connection was lost, and the call must not be repeated.
             Others as of `Transport.send`.
         """
         while not self._events:
@@ -67,6 +68,7 @@ class ResumedEvents:
             assert self._reply is not None
             try:
                 data = self._reply.read()
+                self._events.extend(self._decoder.feed(data))
             except Lost as error:
                 self._recover(error)
                 continue
@@ -76,7 +78,6 @@ class ResumedEvents:
             if not data:
                 self._recover(Lost("the server ended the stream", was_sent=True))
                 continue
-            self._events.extend(self._decoder.feed(data))
         self._recovery.progress()
         event = self._events.popleft()
         if event.id:
@@ -103,7 +104,7 @@ class ResumedEvents:
     def _recover(self, error: Lost) -> None:
         self.close()
         if not self._request.repeat:
-            raise error
+            raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
         self._recovery.wait(error)
 
     def close(self) -> None:
@@ -153,11 +154,11 @@ def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
 
 
 class Events:
-    """Events of the journal as they happen: `for event in events`, over many connections if need be; for ever,
-    or, without `follow`, up to those that had happened when the first was asked for.
+    """Events of the journal as they happen: `for event in events`. A lost connection is followed by another.
 
-    `with` closes the connection at the end of the block. `cursor` is the position behind the last event that was
-    handed out, or further where other events came since; a later reader goes on from there.
+    The loop goes on for ever. Without `follow` it ends with the last event that had happened when the loop began.
+    `with` closes the connection at the end of the block. A later reader goes on from `cursor`: the position
+    behind the last event that was handed out, or behind later events of other types.
     """
 
     def __init__(self, place: Endpoint, cursor: str | None, types: Sequence[str], *, follow: bool = True) -> None:

@@ -107,15 +107,15 @@ class Terminal:
         self._until(lambda: bool(self._received) or self.end is not None)
         if not self._received:
             raise StopIteration
-        data = self._received.popleft()
-        self._taken += len(data)
-        if self._taken >= WINDOW_BYTES // 8 and self.end is None:
-            granted, self._taken = self._taken, 0
+        taken = self._taken + len(self._received[0])
+        if taken >= WINDOW_BYTES // 8 and self.end is None:
             try:
-                self._say(type="credit", bytes=granted)
+                self._say(type="credit", bytes=taken)
             except Lost:
                 pass  # what has come by then is still handed out
-        return data
+            taken = 0
+        self._taken = taken
+        return self._received.popleft()  # last: a cancelled call leaves it
 
     def _say(self, **message: object) -> None:
         assert self._socket is not None, "a terminal is opened by `with`"

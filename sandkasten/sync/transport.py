@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from sandkasten import errors
 from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
@@ -96,6 +97,10 @@ class Transport:
             socket_options=None if unix_path else _KEEPALIVE,
         )
         self._was_reached = False
+        self.links: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """The `RunLink` of each session in use, by the session's path."""
+        self.open_links: set[Any] = set()
+        """The links that have a WebSocket, which are kept for the session's next use."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -177,7 +182,8 @@ class Transport:
 
         idle_s = self.timeout if request.is_transfer else left_s
         read_s = idle_s if request.silence_s is None else request.silence_s
-        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": idle_s, "pool": left_s}
+        timeouts = {"connect": min(left_s or CONNECT_S, CONNECT_S), "read": read_s, "write": idle_s}
+        timeouts["pool"] = left_s or self.timeout
         content = request.body if request.source is None else request.source()
         try:
             response = self._pool.handle_request(self._request(request, content, timeouts))
@@ -190,6 +196,8 @@ class Transport:
                 response.close()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
+        except httpcore2.PoolTimeout as error:
+            raise errors.DeadlineExceeded(f"all {_CONNECTIONS} connections were in use") from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
                 raise Lost(_SILENT, was_sent=True) from error
@@ -238,7 +246,11 @@ class Transport:
             if may_pass(answer):
                 raise Lost(f"no WebSocket can be opened now ({answer.error})", was_sent=True) from answer.error
             raise answer.error
-        if answer.status != 101:
+        from wsproto.utilities import generate_accept_token
+
+        # RFC 6455 §4.1: the server has read this key, and speaks the protocol that was asked for.
+        is_accepted = answer.headers.get("sec-websocket-accept", "").encode() == generate_accept_token(key.encode())
+        if answer.status != 101 or not is_accepted or answer.headers.get("sec-websocket-protocol") != protocol:
             with waiting.shield(WRITE_S):
                 response.close()
             raise errors.SandkastenAPIError("a proxy between here and the server knows no WebSockets", answer.status)
@@ -277,21 +289,27 @@ class HttpStream:
         self.status, self.headers = answer.status, answer.headers
         self._response = response
         self._pieces: Any = response.iter_stream()  # a generator, though its type says less
+        self._is_broken = False
 
     def read(self) -> bytes:
-        """Return the next piece of the body, empty at its end. A cancelled call leaves nothing that can be read.
+        """Return the next piece of the body, empty at its end.
 
         Raises:
-            Lost: the connection was lost before the end.
+            Lost: the connection was lost before the end, or an earlier call was cancelled, which ends the reading.
         """
         import httpcore2
 
+        if self._is_broken:
+            raise Lost("an earlier read was given up", was_sent=True)
+        self._is_broken = True
         try:
-            return next(self._pieces, b"")
+            data: bytes = next(self._pieces, b"")
         except httpcore2.TimeoutException as error:
             raise Lost(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+        self._is_broken = False
+        return data
 
     def close(self) -> None:
         """Close the answer; its connection is closed, too, if there was more to read."""
@@ -387,11 +405,14 @@ class WebSocket:
                 raise Lost("the connection is closed", was_sent=False)
             try:
                 data = self._connection.send(event)
-                with waiting.shield(WRITE_S):
+                self._is_closed = True  # until all is sent: half a message may be on the wire
+                with waiting.shield(2 * WRITE_S):  # the write's own limit comes first, and raises
                     self._stream.write(data, timeout=WRITE_S)
+                    self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
-                self._is_closed = True  # what was sent may have been half a message
                 raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            if self._is_closed:
+                raise Lost("the connection took no message in time", was_sent=True)
 
     def close(self) -> None:
         """Say goodbye, if the connection still takes it, and close the connection."""
@@ -402,12 +423,16 @@ class WebSocket:
                 self._send(CloseConnection(1000))
             except Lost:
                 pass
-            self._is_closed = True
-            self._response.close()
+            finally:
+                self._is_closed = True
+                self._response.close()  # httpcore2 shields that itself
 
 
 class StreamRecovery:
-    """Waits between the connections of a stream: longer ones while nothing comes, for `timeout` seconds at most."""
+    """Waits between the connections of a stream. Each wait is longer than the one before, until something comes.
+
+    After `timeout` seconds in which nothing came there is no further wait, but an error.
+    """
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout

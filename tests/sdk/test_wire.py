@@ -7,6 +7,7 @@ import os
 import pickle
 import tarfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,9 @@ def test_events_are_the_same_however_they_are_cut(size: int) -> None:
         ("", "", "2"),
         ("done", "{\n}", ""),
     ]
-    with pytest.raises(errors.ConnectionFailed):
-        list(decoder.feed(b"x" * (MAX_EVENT_BYTES + 1)))
+    for line in (b"x" * (MAX_EVENT_BYTES + 1), b"data: x\n" * (MAX_EVENT_BYTES + 1)):
+        with pytest.raises(errors.ConnectionFailed, match="too long"):
+            list(EventDecoder().feed(line))
 
 
 def test_what_is_none_of_the_protocol_is_a_lost_connection() -> None:
@@ -157,6 +159,10 @@ FILE, LINK, HARD, FIFO, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTY
         ([("a", HARD, "../secret")], 1),
         ([("a", HARD, "l/secret")], 1),
         ([("a", FIFO, "")], 1),
+        ([("d1/d2", FOLDER, ""), ("d1/d2/l", LINK, "../.."), ("s", LINK, "d1/d2/l/..")], 1),
+        ([("s", LINK, "d1/d2/l/.."), ("d1/d2", FOLDER, ""), ("d1/d2/l", LINK, "../..")], 1),
+        ([("s", LINK, "l"), ("t", LINK, "l/secret")], 2),
+        ([("o", LINK, "o"), ("s", LINK, "o"), ("d/s", LINK, "../o/x"), ("x.1", FILE, "x"), ("x", LINK, "x.1")], 0),
     ],
 )
 def test_an_archive_of_a_sandbox_leads_nowhere(
@@ -175,6 +181,7 @@ def test_an_archive_of_a_sandbox_leads_nowhere(
         if path.is_file() and not path.is_symlink():
             assert path.read_text() == "x"
             assert path.stat().st_mode & 0o7777 == 0o755
+        assert path == root / "l" or Path(os.path.realpath(path)).is_relative_to(root)
 
 
 def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
@@ -184,6 +191,31 @@ def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
         unpack(io.BytesIO(whole[:2000]), tmp_path)
     with pytest.raises(errors.ConnectionFailed, match="damaged"):
         unpack(io.BytesIO(b"x" * 5000), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_damage"),
+    [
+        ({"path": "a\0b"}, True),
+        ({"mtime": "nan"}, True),
+        ({"mtime": "1e300"}, True),
+        ({"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}, True),
+        ({"GNU.sparse.map": "0,0,99999999,0", "GNU.sparse.size": "99999999"}, False),
+    ],
+)
+def test_what_an_archive_says_of_a_member_is_not_believed(
+    headers: dict[str, str], is_damage: bool, tmp_path: Path
+) -> None:
+    """A name or time that no file can have is damage; a file of holes is left out, whatever its size."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a")
+        info.pax_headers, info.size = headers, 1
+        tar.addfile(info, io.BytesIO(b"x"))
+    made.seek(0)
+    with pytest.raises(errors.ConnectionFailed, match="damaged") if is_damage else nullcontext():
+        assert unpack(made, tmp_path).skipped == 1
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
 from scenarios import box, live, run_all, running, until
 
+from sandkasten.adapters import langchain
 from sandkasten.adapters.langchain import EMPTY_FILE, SandkastenSandbox
 from sandkasten.sync import SandboxClient
 
@@ -133,6 +134,9 @@ async def files_have_any_content() -> None:
         read = sandbox.download_files(["/workspace/d/a.bin", "/workspace/none", "/workspace/d", "/etc/shadow"])
         assert read[0].content == data
         assert [each.error for each in read[1:]] == ["file_not_found", "is_directory", "permission_denied"], read[1:]
+        langchain.MAX_DOWNLOAD_BYTES = 5_000_000 - 1
+        (refused,) = sandbox.download_files(["/workspace/d/a.bin"])
+        assert (refused.content, refused.error) == (None, "the file has more than 4999999 bytes"), refused
         assert sandbox.delete("/workspace/d").error is None
         assert "not found" in (sandbox.delete("/workspace/d").error or "")
         assert "path_not_found" in (sandbox.ls("/workspace/d").error or "")
@@ -217,6 +221,11 @@ async def edits_and_searches_are_those_of_the_base_class() -> None:
                 _paths(theirs.matches),
             )
         assert _paths(sandbox.glob("top.py").matches) == ["/workspace/top.py"]
+        assert not sandbox.glob("*.py").truncated
+        langchain.MAX_MATCHES = 1
+        cut = sandbox.glob("top.*")
+        assert (_paths(cut.matches), cut.truncated) == (["/workspace/top.py"], True), cut
+        langchain.MAX_MATCHES = 10_000
         for pattern, glob in (("NEEDLE", None), ("NEEDLE", "*.py"), ("NEEDLE", "src/*.py"), ("absent", None)):
             mine = sandbox.grep(pattern, "/workspace", glob)
             theirs = super(SandkastenSandbox, sandbox).grep(pattern, "/workspace", glob)

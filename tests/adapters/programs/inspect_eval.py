@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import tempfile
+from contextlib import redirect_stdout
 from typing import Any
 
 from inspect_ai import Task, eval_async
@@ -84,6 +86,12 @@ async def sessions_are_left_when_asked_and_ended_by_the_command_line() -> None:
     (kept,) = await live("inspect=kept")
     await SandkastenSandboxEnvironment.cli_cleanup(kept)
     assert await live("inspect") == []
+    async with SandboxClient.from_env() as client:
+        await client.create_session(labels={"inspect": "\x1b]0;title\x07"})
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        await SandkastenSandboxEnvironment.cli_cleanup(None)
+    assert printed.getvalue().endswith(r" of '\x1b]0;title\x07'" + "\n"), printed.getvalue()
 
 
 async def a_cancelled_evaluation_ends_its_sessions() -> None:

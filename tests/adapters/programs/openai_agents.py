@@ -33,6 +33,7 @@ from agents.sandbox.errors import (
     WorkspaceStartError,
 )
 from agents.sandbox.files import EntryKind
+from agents.sandbox.snapshot import NoopSnapshotSpec
 from openai.types.responses import (
     ResponseApplyPatchToolCall,
     ResponseCustomToolCall,
@@ -151,6 +152,18 @@ async def a_kept_session_is_resumed_from_its_state() -> None:
     assert await live("test=kept") == [kept]
     async with SandboxClient.from_env() as server:
         await (await server.get_session(kept)).destroy()
+
+
+async def a_snapshot_that_can_not_be_had_makes_no_session() -> None:
+    """The framework's error comes first."""
+
+    class Missing(NoopSnapshotSpec):
+        def build(self, snapshot_id: str) -> Any:
+            raise LookupError(snapshot_id)
+
+    options = SandkastenSandboxClientOptions(labels={"test": "missing"})
+    await _raises(LookupError, SandkastenSandboxClient().create(snapshot=Missing(), options=options))
+    assert await live("test=missing") == []
 
 
 async def a_lost_session_is_made_anew_from_its_snapshot() -> None:
