@@ -4,7 +4,8 @@ PID 1 looks at no file itself: that may block, or take long. It hands the whole 
 answers the request and those that follow on the connection, with blocking calls. A worker that is asked nothing for
 `IDLE_S` ends, and PID 1 has the connection back. A worker whose client has left is ended.
 
-A worker runs this code and no other. It has no capability and one descriptor, the connection.
+A worker runs this code and no other. It has the capabilities of its user (none, but for root) and one
+descriptor, the connection.
 
 Sources: fork(2); credentials(7); socket(7) SO_RCVTIMEO (read(2) of a blocking socket then fails with EAGAIN); epoll(7).
 """
@@ -35,6 +36,7 @@ from runner.wire.protocol import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_WATCHES,
     REQUESTS,
     Error,
     FileRequest,
@@ -46,11 +48,9 @@ from runner.wire.protocol import (
     encode_header,
 )
 
-MAX_WORKERS = 36
-"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection."""
-
-MAX_WATCHES = 8
-"""Workers that may watch files: they last, and others shall find room."""
+MAX_WORKERS = 32 + 4 + MAX_WATCHES
+"""At a time: for the 32 requests of one daemon, for those that wait for the next request of their connection, and for
+what lasts."""
 
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""

@@ -112,8 +112,15 @@ async def _out_of(session: Session, source: str, target: str, user: str | None, 
 def _local_target(target: str, found: FileInfo, source: str) -> str:
     """Return what a copy is called here: a directory that is there gets it, but for the content of a directory."""
     if target.endswith("/") or (os.path.isdir(target) and not (found.is_dir and _means_content(source))):
-        return os.path.join(target, found.path.rpartition("/")[2])
+        return os.path.join(target, _name_of(found))
     return target
+
+
+def _name_of(found: FileInfo) -> str:
+    """Return the name of a remote file, as a name here."""
+    from sandkasten.sdk.wire import local_name
+
+    return local_name(found.path.rpartition("/")[2])
 
 
 async def _remote(session: Session, path: str, user: str | None) -> FileInfo | None:
@@ -164,7 +171,7 @@ def _part_of(file: str) -> Iterator[int]:
 
 async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -> None:
     """Write a file to standard output as a tar with one member."""
-    member = tarfile.TarInfo(info.name)
+    member = tarfile.TarInfo(_name_of(info))
     member.size, member.mode = info.size, int(info.mode, 8) & _MODE_BITS
 
     async def pieces() -> AsyncIterator[bytes]:

@@ -63,6 +63,12 @@ class WorkspaceQuota:
 MAX_UPLOADS = 16
 """Uploads of one session or workspace that have begun and not ended."""
 
+WRITE_S = 1800.0
+"""Until a whole file or tree is in its place or gone, and in a workspace on the disk."""
+
+MAX_UNPACKED = 1_000_000
+"""Entries of an archive that is unpacked."""
+
 UPLOAD_S = 24 * 3600.0
 """Time that an upload may take; then its part file is removed."""
 
@@ -70,13 +76,14 @@ UPLOAD_S = 24 * 3600.0
 @attrs.frozen
 class UploadSpec:
     """A file that is to come in several requests: its path (surrogate-escaped), and what must be true of it in the end.
-    `user`: who writes it, by default the session's."""
+    `user`: who writes it, by default the session's. `workspace_id`: the workspace of the session that it goes to."""
 
     path: str
     size_bytes: int | None = None
     sha256: str | None = None
     mode: int | None = None
     user: str | None = None
+    workspace_id: str | None = None
 
 
 @attrs.frozen

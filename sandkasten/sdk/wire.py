@@ -12,6 +12,7 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -26,6 +27,8 @@ GRACE_S = 15.0
 
 _PASSING = frozenset({429, 502, 503, 504})
 _GATEWAY = frozenset({502, 503, 504})
+_BYTE = re.compile("[\udc80-\udcff]")
+_SPELLED_BYTE = re.compile("\0([89a-f][0-9a-f])")
 
 
 @dataclass(slots=True)
@@ -75,9 +78,19 @@ class WholeAnswer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The time to wait before a repetition, as the server advises; dates are not understood."""
+        """The time to wait before a repetition, as the server advises: in seconds, or as a date by the server's clock
+        (RFC 9110 §10.2.3). None: there is no advice, or it can't be read.
+        """
         advice = self.headers.get("retry-after", "")
-        return float(advice) if advice.isdecimal() else None
+        if not advice or advice.isdecimal():
+            return float(advice) if advice else None
+        from email.utils import parsedate_to_datetime  # late: dates are rare, and the import of the SDK is to be quick
+
+        try:
+            now = parsedate_to_datetime(self.headers["date"])
+            return max((parsedate_to_datetime(advice) - now).total_seconds(), 0.0)
+        except (KeyError, ValueError, TypeError):
+            return None
 
     @property
     def error(self) -> errors.SandkastenAPIError:
@@ -104,7 +117,17 @@ def call(
 
 
 def _spell(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else spelled(str(value))
+
+
+def spelled(name: str) -> str:
+    """Return a local name, whose bytes that are not UTF-8 are surrogates (PEP 383), as docs/api.md#files spells it."""
+    return _BYTE.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", name)
+
+
+def local_name(name: str) -> str:
+    """Return a name as `spelled` gives it as a local one."""
+    return _SPELLED_BYTE.sub(lambda found: chr(0xDC00 + int(found[1], 16)), name)
 
 
 def given(**values: object) -> dict[str, Any]:  # JSON values
@@ -119,7 +142,7 @@ def set_values(**values: object) -> dict[str, Any]:  # JSON values
 
 def part(text: str) -> str:
     """Return a text as one part of a path."""
-    return quote(text, safe="")
+    return quote(spelled(text), safe="")
 
 
 def new_id() -> str:
@@ -190,6 +213,22 @@ class Decoder:
         for stream in streams:
             if text := self._texts[stream].feed(b"", is_last=True):
                 yield Output(stream, text, self._seq)
+
+
+# Messages of any stream ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Return a context in which a message of the server is read.
+
+    Raises:
+        ConnectionFailed: the message is none of this protocol.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise errors.ConnectionFailed(f"the server sent a message that is none of the protocol ({error!r})") from error
 
 
 # Server-sent events ---------------------------------------------------------------------------------------------------
@@ -278,11 +317,9 @@ def read_frame(message: bytes) -> Frame:
     Raises:
         ConnectionFailed: the message is none of this protocol.
     """
-    try:
+    with reading():
         channel, tag, seq = _HEAD.unpack_from(message)
         return Frame(channel, _STREAMS[tag & ~_MORE], seq, bool(tag & _MORE), memoryview(message)[_HEAD.size :])
-    except (struct.error, KeyError):
-        raise errors.ConnectionFailed("the server sent a frame that is none of the protocol") from None
 
 
 def read_message(message: str) -> dict[str, Any]:  # JSON values
@@ -291,13 +328,11 @@ def read_message(message: str) -> dict[str, Any]:  # JSON values
     Raises:
         ConnectionFailed: the message is none of this protocol.
     """
-    try:
+    with reading():
         value = json.loads(message)
-        if isinstance(value, dict) and isinstance(value.get("type"), str):
-            return value
-    except ValueError:
-        pass
-    raise errors.ConnectionFailed("the server sent a message that is none of the protocol")
+        if not isinstance(value["type"], str):
+            raise TypeError("a message has a type")
+        return dict(value)
 
 
 _KEY = re.compile(r"sk_([0-9a-f]{12})_")

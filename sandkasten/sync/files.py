@@ -34,6 +34,8 @@ from sandkasten.sync.transport import Endpoint, HttpStream, Lost, StreamRecovery
 
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read from a local file at once."""
+MAX_PAGE = 1000
+"""Most entries that the server puts into one answer."""
 _MODE_BITS = 0o777
 _PARTIAL = 206
 
@@ -138,11 +140,7 @@ class WatchedChanges:
         return self
 
     def __next__(self) -> WatchedChange:
-        found = self._stream.next()
-        if found.name == "error":
-            self._stream.close()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:
@@ -235,7 +233,7 @@ class Files:
                 progress(len(content), len(content))
             return answer
         if isinstance(content, Path):
-            with waiting.in_thread(_open, content) as opened:
+            with waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
                 return self._upload(request, opened, progress)
         if hasattr(content, "read"):
             file = cast("BinaryIO", content)
@@ -252,9 +250,22 @@ class Files:
 
     # Entries ----------------------------------------------------------------------------------------------------------
 
-    def stat(self, path: str, *, follow: bool = False, user: str | None = None, cwd: str | None = None) -> FileInfo:
-        """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
-        query = given(path=path, follow=follow or None, user=user, cwd=cwd)
+    def stat(
+        self,
+        path: str,
+        *,
+        follow: bool = False,
+        sha256: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> FileInfo:
+        """Return the entry of a path; `follow` gives what a link leads to, `sha256` also the digest of that file.
+
+        Raises:
+            FileNotFound: there is no such file, directory or link.
+            Conflict: the file was changed while its digest was computed.
+        """
+        query = given(path=path, follow=follow or None, digest="sha256" if sha256 else None, user=user, cwd=cwd)
         return FileInfo.take(self._endpoint.ask("GET", "/stat", query=query))
 
     def stat_many(
@@ -373,15 +384,18 @@ class Files:
         answer = self._endpoint.ask("POST", "/edit", body, repeat=dry_run)
         return [FileEdit.take(each) for each in answer["files"]]
 
-    def glob(self, pattern: str, path: str = "", *, user: str | None = None, cwd: str | None = None) -> list[str]:
-        """Return the paths below a directory that a pattern with `*`, `**`, `?`, `[…]` and `{a,b}` fits."""
-        body = given(pattern=pattern, path=path or None, user=user, cwd=cwd)
+    def glob(
+        self, pattern: str, path: str = "", *, limit: int | None = None, user: str | None = None, cwd: str | None = None
+    ) -> list[str]:
+        """Return the paths below a directory that a pattern with `*`, `**`, `?`, `[…]` and `{a,b}` fits, at most
+        `limit`."""
+        body = given(pattern=pattern, path=path or None, limit=_page(limit), user=user, cwd=cwd)
         found: list[str] = []
         while True:
             answer = self._endpoint.ask("POST", "/glob", body)
             found += answer["paths"]
-            if not (cursor := answer.get("next_cursor")):
-                return found
+            if not (cursor := answer.get("next_cursor")) or (limit is not None and len(found) >= limit):
+                return found[:limit]
             body["cursor"] = cursor
 
     def search(
@@ -505,15 +519,20 @@ class Files:
         *,
         depth: int = 1,
         glob: str | None = None,
+        limit: int | None = None,
         user: str | None = None,
         cwd: str | None = None,
     ) -> Iterator[FileInfo]:
         """Yield what `list` returns, of which no more than a page is held."""
-        query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
+        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
+        count = 0
         while True:
             answer = self._endpoint.ask("GET", "/list", query=query)
             for each in answer["entries"]:
+                if count == limit:
+                    return
                 yield FileInfo.take(each)
+                count += 1
             if not (cursor := answer.get("next_cursor")):
                 return
             query["cursor"] = cursor
@@ -526,18 +545,29 @@ class Files:
         *,
         depth: int = 1,
         glob: str | None = None,
+        limit: int | None = None,
         user: str | None = None,
         cwd: str | None = None,
     ) -> list[FileInfo]:
         """Return the entries of a directory, with `depth` also those of its directories, in the order of their paths.
 
-        `glob` chooses by name, or by the path below `path` if it has a `/`.
+        `glob` chooses by name, or by the path below `path` if it has a `/`; the first `limit` are returned.
         """
-        return [each for each in self.walk(path, depth=depth, glob=glob, user=user, cwd=cwd)]
+        return [each for each in self.walk(path, depth=depth, glob=glob, limit=limit, user=user, cwd=cwd)]
 
 
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
+def _page(limit: int | None) -> int | None:
+    return limit and min(limit, MAX_PAGE)
+
+
+def _open(path: Path, mode: Literal["rb", "xb"]) -> BinaryIO:
+    return path.open(mode)
+
+
+def _undo_open(file: BinaryIO) -> None:
+    file.close()
+    if file.mode == "xb":
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -595,7 +625,7 @@ def _save(pieces: Iterator[bytes], target: Path, mode: int) -> UnpackedArchive:
     part = target.with_name(f".{target.name}.{new_id()}")
     size = 0
     try:
-        with waiting.in_thread(part.open, "xb") as file:
+        with waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
             for data in pieces:
                 waiting.in_thread(file.write, data)
                 size += len(data)

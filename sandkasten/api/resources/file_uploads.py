@@ -35,11 +35,11 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.api.resources.file_contents import ANY_SIZE, WRITE_S, WriteHead, put_answer, receive_into
+from sandkasten.api.resources.file_contents import ANY_SIZE, WriteHead, put_answer, receive_into
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, TooLarge
-from sandkasten.model.workspace import UPLOAD_S, Upload, UploadSpec
+from sandkasten.model.workspace import UPLOAD_S, WRITE_S, Upload, UploadSpec
 
 OFFSET_HEADER = "upload-offset"
 
@@ -53,6 +53,13 @@ class UploadRequest(Placed):
     size: Offset | None = None
     sha256: Sha256 | None = None
     mode: FileMode | None = None
+
+
+@attrs.frozen
+class CommitRequest:
+    """The end of an upload, all of which was said at its begin."""
+
+    strict: ClassVar[bool] = True
 
 
 @attrs.frozen
@@ -110,7 +117,7 @@ async def look(exchange: Exchange) -> Answer:
 async def commit(exchange: Exchange) -> Answer:
     """Put an upload in place of the file, if it is whole; the conditions are those of a write."""
     conditions = read_head(exchange, WriteHead)
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # its body means nothing
+    await read_request(exchange, CommitRequest)
     upload = await _upload(exchange)
     spec = upload.spec
     request = CommitUpload(
