@@ -69,6 +69,8 @@ class RunChannel:
     """Bytes that came twice: they took credit as well."""
     partial: tuple[int, int] = (0, 0)
     """The piece that came in part, and the size of the part."""
+    is_known: bool = False
+    """Whether the server has taken the request, so that other requests find the run."""
     is_left: bool = False
     """Whether nobody takes what still comes."""
     is_over: bool = False
@@ -99,8 +101,10 @@ class RunChannel:
     def tell(self, value: Mapping[str, Any], message: str) -> None:
         """Keep what a text message says of the run."""
         match value["type"]:
+            case "pong":
+                self.is_known = True
             case "started":
-                self.exec_id = value["exec_id"]
+                self.exec_id, self.is_known = value["exec_id"], True
             case "exit":
                 self.end, self.is_over = run_end(value), True
             case "detached":
@@ -131,7 +135,8 @@ class ExecSocket:
                 channel.add(frame)
             return
         value = read_message(message)
-        if (channel := self.channels.get(value.get("id", 0))) is not None:
+        number = int(value["data"]) if value["type"] == "pong" else value.get("id", 0)
+        if (channel := self.channels.get(number)) is not None:
             channel.tell(value, message)
 
     def open(self, start: OutputPlace) -> RunChannel:
@@ -298,6 +303,8 @@ class ChannelFeed:
             else:
                 join = {"type": "start", **(self._begin or {})}
             await socket.say(channel, **join, credit=CREDIT_BYTES, max_frame=FRAME_BYTES)
+            if not self._has_begun:  # `started` would come with the command's turn in its shell
+                await socket.say(channel, type="ping", data=str(channel.number))
         except BaseException as error:
             socket.leave(channel)
             if isinstance(error, Lost) and error.was_sent:
@@ -312,9 +319,9 @@ class ChannelFeed:
             raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
 
     async def open(self) -> None:
-        """Begin or join the run; return once it has begun. Errors as of `next`."""
+        """Begin or join the run, if this was not done; return once the server has the run. Errors as of `next`."""
         try:
-            _, channel = await self._news(lambda channel: bool(channel.exec_id) or channel.has_news())
+            _, channel = await self._news(lambda channel: channel.is_known or channel.has_news())
         except BaseException:
             with waiting.shield(_LEAVE_S):
                 await self.aclose(cancel=self._begin is not None)

@@ -253,7 +253,7 @@ class Session:
     ) -> Run:
         """Return a command that begins with `with` or the first piece of output that is asked for.
 
-        Both return once the command has its turn in its shell. From then on it can be sent input and signals.
+        Both return once the server has the command, which may then wait for its shell.
 
         Args:
             timeout_ms: the command's time; 0 is the server's maximum.

@@ -18,7 +18,7 @@ import trio
 import sandkasten.sync.transport
 from sandkasten import errors
 from sandkasten.model import Stream
-from sandkasten.sdk import Run, SandboxClient, Session, channels, transport
+from sandkasten.sdk import SandboxClient, Session, channels, transport
 from sandkasten.sdk.files import FileStream
 from sandkasten.sdk.transport import Lost
 from sandkasten.sdk.wire import EXEC_PROTOCOL, call
@@ -27,7 +27,7 @@ from tests.fakes.runner import Script
 from tests.sdk.proxy import Cut, running_proxy
 from tests.sdk.test_bad_servers import answering
 from tests.sdk.twin import FLAVOURS, run
-from tests.waiting import patience, until
+from tests.waiting import patience
 
 MESSAGE = bytes(1024 * 1024)
 HEAD = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -217,44 +217,29 @@ async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_run_is_there_once_its_block_is_entered() -> None:
-    """A command that waits for its turn is not; a caller that gives up by then leaves nothing, and the others alone."""
-    async with with_session() as (running, _client, box):
+    """Also while it waits for its shell; a caller that gives up by then leaves nothing, and the others alone."""
+    async with with_session() as (running, client, box):
         turns = [trio.Event(), trio.Event()]
-        script = Script(echo=True, turn=turns[0])
-        running.tree.scripts.update({"held": script, "tough": Script(turn=turns[1])})
-        entered: list[Run] = []
-
-        async def follow() -> None:
-            async with box.start(["held"], stdin=True) as run:
-                entered.append(run)
-                await run.send("x")
-                await run.close_input()
-                assert [each.data async for each in run] == ["x"]
-
+        running.tree.scripts.update({"held": Script(hold=turns[0]), "next": Script(hold=turns[1])})
         with trio.fail_after(patience()):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(follow)
-                await until(lambda: _runs_are(running, 1))
-                assert not entered
+            async with box.start("held") as held, box.start("next") as waits:
+                assert (await running.supervisor.get_exec(box.id, waits.id)).state.value == "queued"
+                for run in (held, waits):
+                    assert isinstance(run._feed, channels.ChannelFeed)
+                    assert run._feed._joined
+                    assert run._feed._joined[1].is_known
+                (link,) = client._transport.open_links
+                connection = link._socket._socket
                 with trio.CancelScope() as scope:
-                    nursery.start_soon(_cancel_when, scope, running)
-                    async with box.start(["tough"]):
-                        pass
+                    async with connection._lock:
+                        scope.cancel()
+                        async with box.start("next"):
+                            pass
                 assert scope.cancelled_caught
-                (link,) = box._client._transport.open_links
-                assert len(link._socket.channels) == 1
+                assert (len(link._socket.channels), link._socket.is_usable) == (2, True)
                 turns[0].set()
-        assert entered[0].end
-        assert all(each.reply for each in running.tree.runs)
-
-
-async def _cancel_when(scope: trio.CancelScope, running: RunningTree) -> None:
-    await until(lambda: _runs_are(running, 2))
-    scope.cancel()
-
-
-async def _runs_are(running: RunningTree, number: int) -> bool:
-    return len(running.tree.runs) == number
+                turns[1].set()
+                assert (await waits.wait()).cause == "exited"
 
 
 async def test_a_command_without_an_id_is_asked_for_once() -> None:
