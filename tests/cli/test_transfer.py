@@ -57,6 +57,23 @@ def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_pat
     assert command.json("cp", f"{session}:src", f"{tmp_path}/out")["path"] == f"{tmp_path}/out/src"
 
 
+def test_a_link_inside_chooses_no_name_here(command: Command, session: str, tmp_path: Path) -> None:
+    """A copy is called as the person typed it, and as a tar, too; a path without a name needs one here."""
+    script = "cd /tmp; mkdir .ssh; echo evil | tee .bashrc .ssh/keys; ln -s .bashrc report; ln -s .ssh out"
+    command.out("exec", session, "--", script)
+    for source in ("report", "out", "out/"):
+        command.out("cp", f"{session}:/tmp/{source}", f"{tmp_path}/")
+    command.out("cp", f"{session}:/tmp/out/.", f"{tmp_path}/flat/")
+    found = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert found == {"report", "out/keys", "flat/keys"}
+    archive = io.BytesIO(command.out("cp", f"{session}:/tmp/report", "-").encode())
+    with tarfile.open(fileobj=archive) as tar:
+        assert tar.getnames() == ["report"]
+    for source in ("/", "/tmp/.."):
+        done = command.run("cp", f"{session}:{source}", tmp_path)
+        assert (done.returncode, "give DST one" in done.stderr) == (2, True), done
+
+
 def test_a_tar_goes_in_and_out_on_pipes(command: Command, session: str) -> None:
     """A directory's, and that of a single file; a terminal gets none."""
     archive = io.BytesIO()
