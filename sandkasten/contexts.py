@@ -63,19 +63,29 @@ def choose_server(
     Raises:
         ConfigError: there is none, or its key can't be had; the message is a sentence for people.
     """
+    name = chosen_context(environ, context=context, config=config, data_dir=data_dir)
+    if not name:
+        return Server(environ["SANDKASTEN_URL"], environ.get("SANDKASTEN_API_KEY") or None, "SANDKASTEN_URL")
+    if name != LOCAL:
+        chosen = read_contexts(environ).by_name.get(name)
+        if chosen is None:
+            raise ConfigError(f"there is no context {name!r}: `sandkasten context list` shows those there are")
+        return Server(chosen.url, _key_of(name, chosen), f"context {name!r}")
+    local = find_local(config, data_dir, environ)
+    return Server(local.url, local.api_key, f"data directory {local.data_dir}")
+
+
+def chosen_context(
+    environ: Mapping[str, str], *, context: str | None = None, config: Path | None = None, data_dir: Path | None = None
+) -> str:
+    """Return the name of the context that is meant; empty: the server of `SANDKASTEN_URL`. Raises `ConfigError`."""
     if context is None and config is None and data_dir is None:
-        if url := environ.get("SANDKASTEN_URL"):
-            return Server(url, environ.get("SANDKASTEN_API_KEY") or None, "SANDKASTEN_URL")
+        if environ.get("SANDKASTEN_URL"):
+            return ""
         context = environ.get("SANDKASTEN_CONTEXT")
         if not context and not (environ.get(ENV_FILE) or environ.get("SANDKASTEN_DATA_DIR")):
             context = read_contexts(environ).current
-    if context and context != LOCAL:
-        chosen = read_contexts(environ).by_name.get(context)
-        if chosen is None:
-            raise ConfigError(f"there is no context {context!r}: `sandkasten context list` shows those there are")
-        return Server(chosen.url, _key_of(context, chosen), f"context {context!r}")
-    local = find_local(config, data_dir, environ)
-    return Server(local.url, local.api_key, f"data directory {local.data_dir}")
+    return context or LOCAL
 
 
 def _key_of(name: str, context: NamedServer) -> str | None:

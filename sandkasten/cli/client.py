@@ -17,10 +17,10 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.contexts import LOCAL, Server, choose_server, own_directory, read_contexts
+from sandkasten.contexts import LOCAL, Server, choose_server, chosen_context, own_directory
 from sandkasten.installation import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ BAD_ARGUMENTS = 2
 TIMED_OUT = 124
 INTERRUPTED = 130
 
+T = TypeVar("T")
 ClientVerb = Callable[[argparse.Namespace, "SandboxClient"], Awaitable[int]]
 
-_ID = re.compile(r"[0-9a-f]{24}\Z")
+ID = re.compile(r"[0-9a-f]{24}\Z")
+"""A session's id as our servers make them; what another server answers as one may be anything."""
 _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
 LAST = "-"
 """The name of the session used last."""
@@ -90,25 +92,20 @@ def verb(work: ClientVerb) -> Callable[[argparse.Namespace], int]:
 
 def server_of(arguments: argparse.Namespace) -> Server:
     """Return the server that the arguments, or else the environment, contexts and this machine, say. Raises `Stop`."""
-    given = vars(arguments)
-    try:
-        return choose_server(
-            os.environ, context=given.get("context"), config=given.get("config"), data_dir=given.get("data_dir")
-        )
-    except ConfigError as error:
-        raise Stop(str(error), FAULT) from None
+    return _as_given(choose_server, arguments)
 
 
 def is_elsewhere(arguments: argparse.Namespace) -> bool:
     """Return whether a server is named, so that this machine's installation is not meant. Raises `Stop`."""
+    return _as_given(chosen_context, arguments) != LOCAL
+
+
+def _as_given(choose: Callable[..., T], arguments: argparse.Namespace) -> T:
     given = vars(arguments)
-    if given.get("config") or given.get("data_dir"):
-        return False
     try:
-        context = given.get("context") or os.environ.get("SANDKASTEN_CONTEXT") or read_contexts(os.environ).current
+        return choose(os.environ, **{name: given.get(name) for name in ("context", "config", "data_dir")})
     except ConfigError as error:
         raise Stop(str(error), FAULT) from None
-    return bool(os.environ.get("SANDKASTEN_URL") or context not in (None, LOCAL))
 
 
 def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
@@ -216,7 +213,7 @@ async def _find(client: SandboxClient, name: str, *, ended: bool) -> str:
         if (last := _read_last().get(client.base_url)) is None:
             raise Stop("there is no last session here: name one of `sandkasten ps`", FAULT)
         return last
-    if _ID.match(name):
+    if ID.match(name):
         return name
     if "=" in name:
         matches = [each.id async for each in client.sessions(label=name)]
@@ -259,7 +256,7 @@ def _read_last() -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         return {}
-    return {url: each for url, each in value.items() if isinstance(each, str) and _ID.match(each)}
+    return {url: each for url, each in value.items() if isinstance(each, str) and ID.match(each)}
 
 
 def _last_path() -> Path:

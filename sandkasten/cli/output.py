@@ -8,6 +8,7 @@ not there with NO_COLOR or `--json`. JSON is ASCII, so that a terminal can't obe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import select
@@ -82,7 +83,7 @@ def _line(row: Sequence[str], widths: Sequence[int], room: int | None, *, plain:
     for cell, width in zip(first, widths, strict=False):
         parts.append(_coloured_status(cell, plain=plain) + " " * (width - _width(cell)))
     if room is not None:
-        last = _cut(last, max(room - sum(widths[:-1]) - 2 * len(first), 8))
+        last = cut(last, max(room - sum(widths[:-1]) - 2 * len(first), 8))
     return "  ".join([*parts, last])
 
 
@@ -107,12 +108,12 @@ def _width(text: str) -> int:
     )
 
 
-def _cut(text: str, cells: int) -> str:
+def cut(text: str, cells: int) -> str:
+    """Return printable text in so many cells of a terminal; where it is too long, with an ellipsis at its end."""
     if _width(text) <= cells:
         return text
-    while _width(text) > cells - 1:
-        text = text[:-1]
-    return f"{text}…"
+    fitting = sum(width < cells for width in itertools.accumulate(map(_width, text)))
+    return f"{text[:fitting]}…"
 
 
 def pairs(facts: Mapping[str, object]) -> None:
@@ -181,7 +182,7 @@ class Progress:
         now = time.monotonic()
         if self._is_on and now - self._drawn_at >= _REDRAW_S:
             self._drawn_at = now
-            sys.stderr.write(f"\r{_cut(self._text(now), _columns(sys.stderr) - 1)}\x1b[K")
+            sys.stderr.write(f"\r{cut(self._text(now), _columns(sys.stderr) - 1)}\x1b[K")
             sys.stderr.flush()
 
     def close(self) -> None:

@@ -131,7 +131,8 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
     finally:
         if stays.stays:
             remember(client, stays.session.id)
-            tell(f"session {stays.session.id} goes on")
+            if stays.is_told:
+                tell(f"session {stays.session.id} goes on")
         else:
             import anyio
 
@@ -140,10 +141,10 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
 
 
 class _Passing:
-    """A session that a verb made; `stays`: it is left when the verb ends."""
+    """A session that a verb made; `stays`: it is left when the verb ends, and `is_told`: the person is told so."""
 
     def __init__(self, session: Session, stays: bool) -> None:
-        self.session, self.stays = session, stays
+        self.session, self.stays, self.is_told = session, stays, True
 
 
 # run and exec
@@ -185,11 +186,11 @@ async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
     words = _words(arguments, needed=not arguments.detach)
     options: dict[str, Any] = {"user": arguments.user, "cwd": arguments.workdir}
     if arguments.detach:
-        session = await create(client, arguments)
-        if words:
-            await session.process(words, keep_alive=True, **options)
-        remember(client, session.id)
-        return _print_id(arguments, "id", session.id)
+        async with passing(client, arguments) as made:
+            if words:
+                await made.session.process(words, keep_alive=True, **options)
+            made.stays, made.is_told = True, False
+        return _print_id(arguments, "id", made.session.id)
     tty = _terminal_size(arguments)
     async with passing(client, arguments) as made:
         session = made.session

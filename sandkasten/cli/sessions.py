@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, ID, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, span_seconds
 from sandkasten.cli.output import (
     labels_text,
@@ -56,7 +56,8 @@ async def ps(arguments: argparse.Namespace, client: SandboxClient) -> int:
             print_json(each)
     elif arguments.quiet:
         for each in found:
-            print(each.id)
+            if ID.match(each.id):  # a shell may split these, and expand them
+                print(each.id)
     else:
         headers = ("ID", "IMAGE", "STATUS", "AGE", "EXPIRES IN", "WORKSPACE", "LABELS")
         print_table(headers, [_row(each) for each in found])

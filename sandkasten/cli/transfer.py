@@ -281,14 +281,15 @@ class _Forwarding:
 
         argv = ["sh", "-c", _RELAY, "relay", _PYTHON_RELAY, _BASH_RELAY, str(self._remote)]
         try:
-            run = await self._session.process(argv, raw=True, merged=False)
-            try:
-                async with stream, anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._up, stream, run)
-                    await self._down(stream, run)
-                    tasks.cancel_scope.cancel()
-            finally:
-                await kill(run)
+            async with stream:
+                run = await self._session.process(argv, raw=True, merged=False)
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(self._up, stream, run)
+                        await self._down(stream, run)
+                        tasks.cancel_scope.cancel()
+                finally:
+                    await kill(run)
         except* errors.SandkastenError as group:
             for error in group.exceptions:
                 tell(f"port {self._remote}: {error}")

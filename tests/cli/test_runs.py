@@ -25,6 +25,7 @@ pytestmark = pytest.mark.e2e
         (("no-such-image",), ("true",), 125, None),
         (("-m", "0"), ("true",), 2, None),
         (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
+        (("-d", "-w", "/nowhere"), ("true",), 125, None),
     ],
 )
 def test_the_exit_status_is_the_command_s_unless_the_fault_is_ours(
@@ -35,7 +36,7 @@ def test_the_exit_status_is_the_command_s_unless_the_fault_is_ours(
     assert done.returncode == status, done
     assert said is None or done.stderr == said
     assert done.stdout == ("out\n" if "echo out" in words[-1] else "")
-    assert [each for each in command.lines("ps") if each["labels"] == {}] == []
+    assert [each for each in command.lines("ps") if each["labels"] == {}] == [], done
 
 
 def test_a_run_needs_no_argument_but_its_command(command: Command) -> None:

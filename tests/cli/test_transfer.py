@@ -164,6 +164,17 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
     assert len(command.json("info", session)["runs"]) == 1
 
 
+def test_a_connection_that_can_t_be_carried_is_closed(command: Command, session: str) -> None:
+    """Where the session has ended meanwhile, the program here does not wait for ever."""
+    with command.started("port", session, "0:80") as process:
+        assert process.stdout is not None
+        port = int(re.findall(rb":(\d+) leads", process.stdout.readline())[0])
+        command.out("rm", session)
+        with socket.create_connection(("127.0.0.1", port), timeout=patience(5)) as link:
+            assert link.recv(1) == b""
+        process.terminate()
+
+
 def _wait_listening(command: Command, session: str) -> None:
     for _ in range(100):
         if command.lines("port", session):
