@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -40,6 +41,10 @@ ID = re.compile(r"[0-9a-f]{24}\Z")
 _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
 LAST = "-"
 """The name of the session used last."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a verb in good order. SIGQUIT ends it at once, but while a command has it."""
+_END_S = 15.0
+"""Time for the end of a verb after a signal: more than the end of a run and of its session take."""
 _KEPT_LAST = 32
 _SHOWN_MATCHES = 4
 _PATIENCE_S = 30.0
@@ -111,12 +116,15 @@ def _as_given(choose: Callable[..., T], arguments: argparse.Namespace) -> T:
 def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
     """Run a verb with a client of the chosen server, and return its exit status. Raises `Stop`."""
     server = server_of(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal's encoding may lack much
     for name in _NEEDLESS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented for the import statement
     try:
+        import asyncio
+
         import anyio
 
+        from sandkasten.cli.output import HeldOutput, write_held
+        from sandkasten.cli.terminal import heeding
         from sandkasten.sdk import SandboxClient
 
         async def main() -> int:
@@ -125,18 +133,23 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
             except ValueError as error:
                 raise Stop(f"{server.chosen_by}: {error}", FAULT) from None
             status = 0
-            async with client, anyio.create_task_group() as tasks:
+            scope = anyio.CancelScope()
 
-                async def heed_signals() -> None:
-                    nonlocal status
-                    with anyio.open_signal_receiver(*heeded(signal.SIGTERM, signal.SIGHUP)) as signals:
-                        async for number in signals:
-                            status = 128 + number
-                            tasks.cancel_scope.cancel()
+            def end(number: int) -> None:
+                nonlocal status
+                status = 128 + number
+                scope.cancel()
+                asyncio.get_running_loop().call_later(_END_S, os._exit, status)  # for a thread that can't be left
 
-                tasks.start_soon(heed_signals)
-                status = await work(arguments, client)
-                tasks.cancel_scope.cancel()
+            # A terminal's encoding may lack much of what is printed.
+            held = io.TextIOWrapper(HeldOutput(), sys.stdout.encoding, "backslashreplace", write_through=True)
+            with heeding(end, *_ENDING), contextlib.redirect_stdout(held):
+                async with client:
+                    with scope:
+                        try:
+                            status = await work(arguments, client)
+                        finally:
+                            await write_held()
             return status
 
         return anyio.run(main)
@@ -147,11 +160,6 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
             if (stop := _explained(leaf, server)) is not None:
                 raise stop from error
         raise
-
-
-def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that were not ignored when we began, as by nohup(1) or a shell's `&`: those stay ignored."""
-    return [each for each in numbers if signal.getsignal(each) != signal.SIG_IGN]
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

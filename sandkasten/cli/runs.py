@@ -29,7 +29,7 @@ from sandkasten.cli.client import (
     verb,
 )
 from sandkasten.cli.common import Stop, printable_line, span_seconds
-from sandkasten.cli.output import print_json, tell
+from sandkasten.cli.output import print_json, tell, write_held
 
 if TYPE_CHECKING:
     from sandkasten.sdk import Run, SandboxClient, Session
@@ -245,7 +245,7 @@ def _print_id(arguments: argparse.Namespace, name: str, value: str) -> int:
     if arguments.json:
         print_json({name: value})
     else:
-        print(value)
+        print(printable_line(value))
     return 0
 
 
@@ -534,17 +534,17 @@ async def _print_kept(session: Session, printer: _Printer) -> None:
     offset = 0
     while True:
         part = await session.run(printer.run).output(offset=offset)
-        printer.feed(part.data)
+        await printer.feed(part.data)
         offset = part.next_offset
         if not part.data or offset >= part.total_bytes:
             break
-    printer.close()
+    await printer.close()
 
 
 async def _follow(session: Session, printer: _Printer) -> None:
     async for piece in session.run(printer.run, raw=True):
-        printer.feed(piece.data)  # type: ignore[arg-type]  # raw
-    printer.close()
+        await printer.feed(piece.data)  # type: ignore[arg-type]  # raw
+    await printer.close()
 
 
 class _Printer:
@@ -558,25 +558,25 @@ class _Printer:
         self._prefix = "" if is_alone else f"{printable_line(run)[:_SHORT_ID]} | "
         self._rest = b""
 
-    def feed(self, data: bytes) -> None:
+    async def feed(self, data: bytes) -> None:
         """Print the lines that a piece of output completes."""
         if self._is_whole:
             sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            await write_held()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._print(line)
-        sys.stdout.buffer.flush()
+        await write_held()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Print what is left of an unfinished line."""
         if self._rest:
             self._print(self._rest)
         self._rest = b""
-        sys.stdout.buffer.flush()
+        await write_held()
 
     def _print(self, line: bytes) -> None:
         if self._is_json:

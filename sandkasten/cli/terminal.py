@@ -10,6 +10,7 @@ Sources: termios(3), tty_ioctl(4) SIGWINCH, credentials(7) job control, xterm's 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -18,13 +19,12 @@ import select
 import signal
 import termios
 import tty
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from sandkasten.cli.client import heeded
 from sandkasten.cli.common import Stop
 
 IN, OUT, ERR = 0, 1, 2
@@ -183,6 +183,36 @@ async def read_some(fd: int) -> bytes:
         return b""
 
 
+# Signals
+
+_acts: dict[signal.Signals, Callable[[int], None]] = {}
+"""What each signal does that is heeded at the moment. A process has one disposition for a signal (signal(7))."""
+
+
+@contextlib.contextmanager
+def heeding(act: Callable[[int], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Have signals call a function, with their numbers, in the event loop while the block lasts.
+
+    At its end they are the block's around it again, and at no moment between end the process. Signals that were ignored
+    when we began, as by nohup(1) or a shell's `&`, stay ignored.
+    """
+    loop = asyncio.get_running_loop()
+    around = {each: _acts.get(each) for each in numbers if signal.getsignal(each) != signal.SIG_IGN}
+    for number in around:
+        _acts[number] = act
+        loop.add_signal_handler(number, act, number)
+    try:
+        yield
+    finally:
+        for number, before in around.items():
+            if before is None:
+                del _acts[number]
+                loop.remove_signal_handler(number)
+            else:
+                _acts[number] = before
+                loop.add_signal_handler(number, before, number)
+
+
 # A program on a terminal
 
 
@@ -239,20 +269,17 @@ async def attach(
             else:
                 end(0)
 
-        async def heed_signals() -> None:
+        def heed(number: int) -> None:
             # A stop by the keyboard can't be, in raw mode; one by kill(1) is passed on to ourselves after cleaning up.
-            control = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
-            with anyio.open_signal_receiver(*heeded(*_FINAL), *control) as signals:
-                async for number in signals:
-                    if number == signal.SIGTSTP:
-                        terminal.leave()
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    elif number in _FINAL:
-                        end(128 + number)
-                    else:
-                        if number == signal.SIGCONT:
-                            terminal.enter()
-                        resized.set()
+            if number == signal.SIGTSTP:
+                terminal.leave()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif number in _FINAL:
+                end(128 + number)
+            else:
+                if number == signal.SIGCONT:
+                    terminal.enter()
+                resized.set()
 
         async def follow_size() -> None:
             nonlocal resized
@@ -261,8 +288,10 @@ async def attach(
                 resized = anyio.Event()
                 await resize(*size())
 
-        for task in (read_keys, send_keys, show, heed_signals, follow_size):
+        for task in (read_keys, send_keys, show, follow_size):
             tasks.start_soon(task)
+        with heeding(heed, *_FINAL, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT):
+            await anyio.sleep_forever()
     return outcome
 
 
@@ -273,9 +302,13 @@ async def forward_signals(send: Callable[[str], Coroutine[None, None, None]], gi
     """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(*heeded(*_FORWARDED)) as signals:
-            async for number in signals:
-                seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                if seen >= _PATIENCE:
-                    give_up(128 + number)
-                tasks.start_soon(send, signal.Signals(number).name)
+
+        def heed(number: int) -> None:
+            nonlocal seen
+            seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if seen >= _PATIENCE:
+                give_up(128 + number)
+            tasks.start_soon(send, signal.Signals(number).name)
+
+        with heeding(heed, *_FORWARDED):
+            await anyio.sleep_forever()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.cli.output import Progress, print_json, print_table, tell
+from sandkasten.cli.output import Progress, print_json, print_table, tell, write_held
 from sandkasten.cli.runs import kill
 
 if TYPE_CHECKING:
@@ -220,7 +220,8 @@ async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
             if arguments.json:
                 print_json({"address": arguments.address, "local": bound, "remote": remote})
             else:
-                print(f"{arguments.address}:{bound} leads to port {remote} of {session.id}", flush=True)
+                print(f"{arguments.address}:{bound} leads to port {remote} of {printable_line(session.id)}")
+            await write_held()
             relay = _Forwarding(session, remote)
             tasks.start_soon(listener.serve, relay.carry)
     return 0

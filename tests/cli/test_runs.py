@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Command
 from tests.e2e.daemon import SCRIPT
+from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -117,6 +122,56 @@ def test_a_command_that_takes_no_notice_is_given_up_and_killed(command: Command,
             with pytest.raises(Exception, match="timed out"):
                 process.wait(0.3)
         assert process.wait() == 143
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_hail_of_signals_leaves_no_session(command: Command, number: signal.Signals, status: int) -> None:
+    """Those behind the end of the wait do not end the clean-up."""
+    script = "trap '' INT HUP; echo ready; while :; do sleep 0.1; done"
+    with command.started("run", "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert process.returncode == status
+    assert command.lines("ps") == []
+
+
+@pytest.mark.parametrize(
+    "words", ["logs SESSION", "events -f --since 0", "exec --json SESSION -- true", "ps", "info -"]
+)
+def test_a_signal_counts_while_standard_output_takes_nothing(command: Command, session: str, words: str) -> None:
+    """Whatever the verb prints; the reader has stopped, and has not left."""
+    command.out("exec", session, "--", "echo line")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    arguments = words.replace("SESSION", session).split()
+    process = subprocess.Popen([SCRIPT, *arguments], env=command.environment, stdin=subprocess.DEVNULL, stdout=writer)
+    try:
+        _wait_for_output(process.pid)
+        process.terminate()
+        assert process.wait(patience(3)) == 143
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def _wait_for_output(pid: int) -> None:
+    """Wait until a thread of a process is in a call about standard output (proc_pid_syscall(5))."""
+    deadline = time.monotonic() + patience(20)
+    while time.monotonic() < deadline:
+        for path in Path(f"/proc/{pid}/task").glob("*/syscall"):
+            if path.read_text().split()[1:2] == ["0x1"]:
+                return
+        time.sleep(0.01)
+    raise AssertionError("nothing is written")
 
 
 def test_a_reader_that_leaves_ends_the_command(command: Command, session: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from sandkasten.cli import output
 from sandkasten.cli.client import is_elsewhere
 from sandkasten.cli.main import VERBS, main
-from sandkasten.cli.terminal import Keys, Modes
+from sandkasten.cli.terminal import Keys, Modes, heeding
 from sandkasten.contexts import choose_server, contexts_path, own_directory
 from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
 
@@ -312,6 +314,33 @@ def test_modes_that_are_left_on_are_switched_off(written: bytes, undone: bytes) 
         modes.feed(written[at:])
         assert modes.undo() == b"\x1b\\\x1b[0m" + undone
         assert modes.undo() == b"\x1b\\\x1b[0m"
+
+
+def test_a_signal_of_an_inner_block_is_the_outer_one_s_again() -> None:
+    """It ends no process, and behind the last block it has the disposition from before; an ignored one stays so."""
+    number, told = signal.SIGHUP, list[str]()
+    before = signal.signal(number, signal.SIG_DFL)
+
+    async def send() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.01)
+
+    async def nested() -> None:
+        with heeding(lambda _number: told.append("outer"), number):
+            for _ in range(2):
+                with heeding(lambda _number: told.append("inner"), number):
+                    await send()
+                await send()
+        assert signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        with heeding(lambda _number: told.append("ignored"), number):
+            await send()
+
+    try:
+        asyncio.run(nested())
+    finally:
+        signal.signal(number, before)
+    assert told == ["inner", "outer"] * 2
 
 
 # The command as a whole
