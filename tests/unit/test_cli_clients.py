@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from sandkasten.cli import output
 from sandkasten.cli.client import is_elsewhere
 from sandkasten.cli.main import VERBS, main
-from sandkasten.cli.terminal import Keys, Modes, heeding
+from sandkasten.cli.terminal import PLAIN, Keys, Modes, heeding
 from sandkasten.contexts import choose_server, contexts_path, own_directory
 from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
 
@@ -312,8 +313,29 @@ def test_modes_that_are_left_on_are_switched_off(written: bytes, undone: bytes) 
         modes = Modes()
         modes.feed(written[:at])
         modes.feed(written[at:])
-        assert modes.undo() == b"\x1b\\\x1b[0m" + undone
-        assert modes.undo() == b"\x1b\\\x1b[0m"
+        assert modes.undo() == b"\x1b\\\x1b[0m" + undone + PLAIN
+        assert modes.undo() == b"\x1b\\\x1b[0m" + PLAIN
+
+
+def test_an_answer_of_the_terminal_is_no_input_of_the_shell() -> None:
+    """A program that asks where the cursor is, and ends, types nothing to whoever reads next."""
+    code = (
+        "import select\nfrom sandkasten.cli.terminal import RawTerminal\n"
+        "with RawTerminal():\n  print('ready', flush=True); select.select([0], [], [])\n"
+        "print(select.select([0], [], [], 0)[0])"
+    )
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=slave, stdout=slave) as process:
+        os.close(slave)
+        seen = b""
+        while b"ready" not in seen:
+            seen += os.read(master, 100)
+        os.write(master, b"\x1b[1;1R")
+        while b"]\r\n" not in seen:
+            seen += os.read(master, 100)
+        assert process.wait() == 0
+    os.close(master)
+    assert seen.endswith(b"[]\r\n")
 
 
 def test_a_signal_of_an_inner_block_is_the_outer_one_s_again() -> None:
