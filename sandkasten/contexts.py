@@ -11,10 +11,12 @@ Source: XDG Base Directory Specification 0.8.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +159,29 @@ def _context(value: Mapping[str, Any]) -> NamedServer:
     return NamedServer(**{str(name): str(text) for name, text in value.items()})
 
 
-def write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
+@contextmanager
+def changed_contexts(environ: Mapping[str, str]) -> Iterator[Contexts]:
+    """Yield what the file says, and write that at the end of the block. One process at a time does so (flock(2)).
+
+    Raises:
+        ConfigError: the file can't be read or written.
+    """
+    directory = contexts_path(environ).parent
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"can't write {directory}: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        contexts = read_contexts(environ)
+        yield contexts
+        _write_contexts(environ, contexts)
+    finally:
+        os.close(fd)
+
+
+def _write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
     """Replace the file in one step, closed to other users. Raises `ConfigError`."""
     path = contexts_path(environ)
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -166,7 +190,6 @@ def write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
         for name, context in contexts.by_name.items()
     }
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "w", encoding="utf-8") as file:

@@ -25,7 +25,14 @@ from sandkasten.cli import output
 from sandkasten.cli.client import is_elsewhere
 from sandkasten.cli.main import VERBS, main
 from sandkasten.cli.terminal import PLAIN, Keys, Modes, heeding
-from sandkasten.contexts import choose_server, contexts_path, own_directory
+from sandkasten.contexts import (
+    NamedServer,
+    changed_contexts,
+    choose_server,
+    contexts_path,
+    own_directory,
+    read_contexts,
+)
 from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
 
 
@@ -135,6 +142,22 @@ def test_the_commands_of_contexts(capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["context", "list", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [(each["name"], each["current"]) for each in lines] == [("lab", False), ("local", True)]
+
+
+def test_changes_at_the_same_time_are_all_kept() -> None:
+    """Who changes the file waits for another who does."""
+
+    def add(name: str) -> None:
+        with changed_contexts(os.environ) as contexts:
+            contexts.by_name[name] = NamedServer(f"http://{name}")
+
+    with changed_contexts(os.environ) as contexts:
+        other = threading.Thread(target=add, args=("b",))
+        other.start()
+        other.join(0.2)
+        contexts.by_name["a"] = NamedServer("http://a")
+    other.join()
+    assert set(read_contexts(os.environ).by_name) == {"a", "b"}
 
 
 class _Input:
