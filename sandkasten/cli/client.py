@@ -38,6 +38,8 @@ ClientVerb = Callable[[argparse.Namespace, "SandboxClient"], Awaitable[int]]
 
 ID = re.compile(r"[0-9a-f]{24}\Z")
 """A session's id as our servers make them; what another server answers as one may be anything."""
+SHORT_ID = 12
+"""Characters of an id in tables: half of it, and enough among a million."""
 _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
 LAST = "-"
 """The name of the session used last."""

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, SHORT_ID, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import (
     Progress,
@@ -139,7 +139,7 @@ async def show_events(arguments: argparse.Namespace, client: SandboxClient) -> i
 
 def _print_event(event: Event) -> None:
     data = " ".join(f"{name}={value}" for name, value in event.data.items() if value is not None)
-    print(printable_line(f"{event.time}  {event.session_id[:12] or '-':<12}  {event.type:<18} {data}"))
+    print(printable_line(f"{event.time}  {event.session_id[:SHORT_ID] or '-':<{SHORT_ID}}  {event.type:<18} {data}"))
 
 
 # Workspaces

@@ -21,6 +21,7 @@ from sandkasten.cli.client import (
     BAD_ARGUMENTS,
     FAULT,
     INTERRUPTED,
+    SHORT_ID,
     TIMED_OUT,
     add_client_options,
     add_session,
@@ -51,7 +52,6 @@ _CAUSES = {
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
-_SHORT_ID = 12
 _LONGEST_LINE = 64 * 1024
 _LAST_KEYS_S = 1.0
 _END_S = 5.0
@@ -288,7 +288,7 @@ async def _print_result(
 async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: bool, has_input: bool) -> int | None:
     """Connect a run with the terminal, or with standard input and output, and return its exit status; None: detached.
 
-    A run that is left for another reason than its end or the keys that detach is killed.
+    Kills the run if it goes on and the person has not detached.
     """
     how: int | None = 0
     is_left = True
@@ -555,7 +555,7 @@ class _Printer:
         self._is_json = arguments.json
         self._is_shown = sys.stdout.isatty() and not arguments.raw
         self._is_whole = is_alone and not (self._is_json or self._is_shown)
-        self._prefix = "" if is_alone else f"{printable_line(run)[:_SHORT_ID]} | "
+        self._prefix = "" if is_alone else f"{printable_line(run)[:SHORT_ID]} | "
         self._rest = b""
 
     async def feed(self, data: bytes) -> None:

@@ -8,7 +8,16 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, ID, add_client_options, add_session, find_session, verb
+from sandkasten.cli.client import (
+    BAD_ARGUMENTS,
+    FAULT,
+    ID,
+    SHORT_ID,
+    add_client_options,
+    add_session,
+    find_session,
+    verb,
+)
 from sandkasten.cli.common import Stop, printable_line, span_seconds
 from sandkasten.cli.output import (
     labels_text,
@@ -28,8 +37,6 @@ if TYPE_CHECKING:
     from sandkasten.sdk import SandboxClient, Session
     from sandkasten.sdk.types import SessionInfo, SessionStats
 
-_SHORT_ID = 12
-"""Characters of an id in tables: half of it, and enough among a million."""
 _AT_ONCE = 8
 """Requests under way at a time, where a verb makes one for each session."""
 NEVER = "never"
@@ -68,7 +75,7 @@ async def ps(arguments: argparse.Namespace, client: SandboxClient) -> int:
 def _row(info: SessionInfo) -> Sequence[object]:
     is_live = info.status in ("creating", "running", "paused")
     return (
-        info.id[:_SHORT_ID],
+        info.id[:SHORT_ID],
         info.image,
         info.status,
         since_text(info.created_at),
@@ -221,7 +228,7 @@ def _draw(before: _Look, now: _Look, *, is_live: bool) -> None:
 
 def _use_row(info: SessionInfo, stats: SessionStats, share: float) -> Sequence[object]:
     return (
-        info.id[:_SHORT_ID],
+        info.id[:SHORT_ID],
         info.status,
         f"{share:.0f} %",
         size_text(stats.memory_bytes),
@@ -357,5 +364,5 @@ async def extend(arguments: argparse.Namespace, client: SandboxClient) -> int:
     if arguments.json:
         print_json(info)
     else:
-        print(printable_line(f"{info.id[:_SHORT_ID]} ends {_end_text(info)}"))
+        print(printable_line(f"{info.id[:SHORT_ID]} ends {_end_text(info)}"))
     return 0
