@@ -526,8 +526,8 @@ class Files:
             query["cursor"] = cursor
 
 
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
+def _open(path: Path, mode: str = "rb") -> BinaryIO:
+    return cast("BinaryIO", path.open(mode))
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -583,15 +583,16 @@ async def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Asy
 async def save(pieces: AsyncIterator[bytes], target: Path, mode: int | None) -> UnpackedArchive:
     """Write a local file, which takes its name when it is whole; without a mode, as umask(2) says.
 
-    Until then its name can't be foreseen, and no link of that name is followed (open(2), O_EXCL). Raises `OSError`.
+    Until then its name can't be foreseen, and no link of that name is followed (open(2), O_EXCL). What is there and is
+    no file, such as /dev/null or a FIFO, is written to. Raises `OSError`.
     """
+    if await waiting.in_thread(_is_device, target):
+        with await waiting.in_thread(_open, target, "wb") as file:
+            return UnpackedArchive(1, await _write_all(file, pieces), 0)
     part = target.with_name(f".{target.name}.{new_id()}")
-    size = 0
     try:
-        with await waiting.in_thread(part.open, "xb") as file:
-            async for data in pieces:
-                await waiting.in_thread(file.write, data)
-                size += len(data)
+        with await waiting.in_thread(_open, part, "xb") as file:
+            size = await _write_all(file, pieces)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
         await waiting.in_thread(os.replace, part, target)
@@ -599,3 +600,15 @@ async def save(pieces: AsyncIterator[bytes], target: Path, mode: int | None) -> 
         part.unlink(missing_ok=True)
         raise
     return UnpackedArchive(1, size, 0)
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+async def _write_all(file: BinaryIO, pieces: AsyncIterator[bytes]) -> int:
+    size = 0
+    async for data in pieces:
+        await waiting.in_thread(file.write, data)
+        size += len(data)
+    return size

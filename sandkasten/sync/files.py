@@ -521,8 +521,8 @@ class Files:
             query["cursor"] = cursor
 
 
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
+def _open(path: Path, mode: str = "rb") -> BinaryIO:
+    return cast("BinaryIO", path.open(mode))
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -578,15 +578,16 @@ def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Iterator[
 def save(pieces: Iterator[bytes], target: Path, mode: int | None) -> UnpackedArchive:
     """Write a local file, which takes its name when it is whole; without a mode, as umask(2) says.
 
-    Until then its name can't be foreseen, and no link of that name is followed (open(2), O_EXCL). Raises `OSError`.
+    Until then its name can't be foreseen, and no link of that name is followed (open(2), O_EXCL). What is there and is
+    no file, such as /dev/null or a FIFO, is written to. Raises `OSError`.
     """
+    if waiting.in_thread(_is_device, target):
+        with waiting.in_thread(_open, target, "wb") as file:
+            return UnpackedArchive(1, _write_all(file, pieces), 0)
     part = target.with_name(f".{target.name}.{new_id()}")
-    size = 0
     try:
-        with waiting.in_thread(part.open, "xb") as file:
-            for data in pieces:
-                waiting.in_thread(file.write, data)
-                size += len(data)
+        with waiting.in_thread(_open, part, "xb") as file:
+            size = _write_all(file, pieces)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
         waiting.in_thread(os.replace, part, target)
@@ -594,3 +595,15 @@ def save(pieces: Iterator[bytes], target: Path, mode: int | None) -> UnpackedArc
         part.unlink(missing_ok=True)
         raise
     return UnpackedArchive(1, size, 0)
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _write_all(file: BinaryIO, pieces: Iterator[bytes]) -> int:
+    size = 0
+    for data in pieces:
+        waiting.in_thread(file.write, data)
+        size += len(data)
+    return size

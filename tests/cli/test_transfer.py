@@ -57,6 +57,19 @@ def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_pat
     assert command.json("cp", f"{session}:src", f"{tmp_path}/out")["path"] == f"{tmp_path}/out/src"
 
 
+def test_what_is_no_file_here_is_written_to(command: Command, session: str, tmp_path: Path) -> None:
+    """A FIFO, or a device such as /dev/null, is not replaced."""
+    os.mkfifo(tmp_path / "fifo")
+    command.out("exec", session, "--", "echo content > f")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        command.out("cp", f"{session}:f", tmp_path / "fifo")
+        assert os.read(reader, 100) == b"content\n"
+    finally:
+        os.close(reader)
+    assert (tmp_path / "fifo").is_fifo()
+
+
 def test_a_link_inside_chooses_no_name_here(command: Command, session: str, tmp_path: Path) -> None:
     """A copy is called as the person typed it, and as a tar, too; a path without a name needs one here."""
     script = "cd /tmp; mkdir .ssh; echo evil | tee .bashrc .ssh/keys; ln -s .bashrc report; ln -s .ssh out"
