@@ -193,7 +193,7 @@ async def read_some(fd: int) -> bytes:
 # Signals
 
 _acts: dict[signal.Signals, Callable[[int], None]] = {}
-"""What each signal does that is heeded at the moment. A process has one disposition for a signal (signal(7))."""
+"""Functions of the signals that are heeded at the moment. A process has one disposition for a signal (signal(7))."""
 
 
 @contextlib.contextmanager

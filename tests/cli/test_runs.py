@@ -126,7 +126,7 @@ def test_a_command_that_takes_no_notice_is_given_up_and_killed(command: Command,
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_hail_of_signals_leaves_no_session(command: Command, number: signal.Signals, status: int) -> None:
-    """Those behind the end of the wait do not end the clean-up."""
+    """Signals behind the end of the wait do not end the clean-up."""
     script = "trap '' INT HUP; echo ready; while :; do sleep 0.1; done"
     with command.started("run", "--", "sh", "-c", script) as process:
         assert process.stdout is not None
@@ -142,7 +142,7 @@ def test_a_hail_of_signals_leaves_no_session(command: Command, number: signal.Si
     "words", ["logs SESSION", "events -f --since 0", "exec --json SESSION -- true", "ps", "info -"]
 )
 def test_a_signal_counts_while_standard_output_takes_nothing(command: Command, session: str, words: str) -> None:
-    """Whatever the verb prints; the reader has stopped, and has not left."""
+    """A reader that has stopped, and has not left, does not keep a verb alive that prints."""
     command.out("exec", session, "--", "echo line")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

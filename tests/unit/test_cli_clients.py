@@ -145,7 +145,7 @@ def test_the_commands_of_contexts(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_changes_at_the_same_time_are_all_kept() -> None:
-    """Who changes the file waits for another who does."""
+    """A process that changes the file waits for another that does."""
 
     def add(name: str) -> None:
         with changed_contexts(os.environ) as contexts:
@@ -362,7 +362,7 @@ def test_an_answer_of_the_terminal_is_no_input_of_the_shell() -> None:
 
 
 def test_a_signal_of_an_inner_block_is_the_outer_one_s_again() -> None:
-    """It ends no process, and behind the last block it has the disposition from before; an ignored one stays so."""
+    """The process lives on, and behind the last block has the disposition from before; an ignored signal stays so."""
     number, told = signal.SIGHUP, list[str]()
     before = signal.signal(number, signal.SIG_DFL)
 
