@@ -170,35 +170,32 @@ def changed_contexts(environ: Mapping[str, str]) -> Iterator[Contexts]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            contexts = read_contexts(environ)
+            yield contexts
+            _write_contexts(environ, contexts)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise ConfigError(f"can't write {directory}: {error.strerror}") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        contexts = read_contexts(environ)
-        yield contexts
-        _write_contexts(environ, contexts)
-    finally:
-        os.close(fd)
+        raise ConfigError(f"can't change {contexts_path(environ)}: {error.strerror}") from None
 
 
 def _write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
-    """Replace the file in one step, closed to other users. Raises `ConfigError`."""
+    """Replace the file in one step, closed to other users. Raises `OSError`."""
     path = contexts_path(environ)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     by_name = {
         name: {field: text for field, text in asdict(context).items() if text is not None}
         for name, context in contexts.by_name.items()
     }
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump({"current": contexts.current, "contexts": by_name}, file, indent=2)
-                file.flush()
-                os.fsync(fd)
-            new.replace(path)
-        except BaseException:
-            new.unlink()
-            raise
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror}") from None
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump({"current": contexts.current, "contexts": by_name}, file, indent=2)
+            file.flush()
+            os.fsync(fd)
+        new.replace(path)
+    except BaseException:
+        new.unlink()
+        raise
