@@ -89,10 +89,12 @@ def measure_large(pid: int, address: tuple[str, int], session: str, scratch: Pat
         facts[f"large file {way} over a plain socket, MB/s"] = round(size / seconds / 1e6)
         for each in (pid, *_members(session)):
             Path(f"/proc/{each}/clear_refs").write_text("5")  # the peak begins anew (proc_pid_clear_refs(5))
+        idle_mib = _peak_mib(pid)
         seconds, client_mib = _transfer(way, address, path, size)
         facts[f"large file {way}, MB/s"] = round(size / seconds / 1e6)
         facts[f"large file {way}, peak of the client, MiB"] = client_mib
         facts[f"large file {way}, peak of the daemon, MiB"] = _peak_mib(pid)
+        facts[f"large file {way}, growth of the daemon, MiB"] = _peak_mib(pid) - idle_mib
         init, *others = _peaks(session)
         facts[f"large file {way}, peak of PID 1, MiB"] = init
         facts[f"large file {way}, peak of a file worker, MiB"] = max(others)

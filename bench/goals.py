@@ -124,6 +124,11 @@ GOALS: Sequence[Goal] = (
         for way in ("up", "down")
     ),
     *(
+        Goal(f"a large file {way}, {what}", _fact(f"large file {way}, {what}, MiB"), 64, "MiB")
+        for way in ("up", "down")
+        for what in ("growth of the daemon", "peak of a file worker", "peak of the client")
+    ),
+    *(
         Goal(
             f"the SDK's {way}, of a copy from socket to socket",
             _fact(f"SDK's {way}, MB/s", 100, "copy from socket to socket, MB/s"),

@@ -103,13 +103,18 @@ class Scheduler:
                 done = True
                 if wait.fd is not None:
                     self._selector.unregister(wait.fd)
+                if wait.event is not None and not wait.event.is_set:  # or it would keep every wait that ended
+                    wait.event.waiters.remove(hear)
                 self._ready.append((job, happened))
+
+        def hear() -> None:
+            wake(happened=True)
 
         if wait.event is not None and wait.event.is_set:
             wake(happened=True)
             return
         if wait.event is not None:
-            wait.event.waiters.append(lambda: wake(happened=True))
+            wait.event.waiters.append(hear)
         if wait.fd is not None:
             self._selector.register(wait.fd, selectors.EVENT_READ, lambda: wake(happened=True))
         if wait.timeout_s is not None:

@@ -10,7 +10,7 @@ status   shows the distribution, the services and whether the daemon answers
 
 .EXAMPLE
 .\sandkasten-wsl.ps1 ensure
-.\sandkasten-wsl.ps1 install -Wheel .\dist\sandkasten_runtime-1.0.0-py3-none-any.whl
+.\sandkasten-wsl.ps1 install -Wheel .\sandkasten_runtime-1.0.0.dev0-py3-none-any.whl
 #>
 param(
     [Parameter(Mandatory)] [ValidateSet('ensure', 'install', 'start', 'status')] [string] $Action,
@@ -45,7 +45,7 @@ function Install-Sandkasten {
     $path = wsl.exe --distribution $Distribution --exec wslpath -a (Resolve-Path $Wheel).Path.Replace('\', '/')
     if ($LASTEXITCODE -ne 0) { throw "$Wheel can't be seen in $Distribution" }
     Invoke-Linux 'python3 -m venv /opt/sandkasten/.venv'
-    Invoke-Linux "/opt/sandkasten/.venv/bin/pip install --quiet '$path'"
+    Invoke-Linux "/opt/sandkasten/.venv/bin/pip install --quiet '${path}[server,mcp]'"
     Invoke-Linux '/opt/sandkasten/.venv/bin/sandkasten install-service'
     Invoke-Linux '/opt/sandkasten/.venv/bin/sandkasten doctor'
 }

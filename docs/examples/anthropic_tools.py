@@ -1,6 +1,6 @@
 """Claude works in a sandbox with the tools it was trained with, by the tool runner of the package `anthropic`.
 
-pip install sandkasten-runtime[anthropic]; SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
+Needs sandkasten-runtime[anthropic]. SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
 """
 
 import asyncio

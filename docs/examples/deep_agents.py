@@ -1,6 +1,6 @@
 """A deep agent of LangChain works in a sandbox, with files, search and commands.
 
-pip install sandkasten-runtime[langchain]; SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
+Needs sandkasten-runtime[langchain]. SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
 """
 
 import asyncio

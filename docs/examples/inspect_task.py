@@ -1,6 +1,6 @@
 """An evaluation of inspect-ai, each sample in a sandbox of its own.
 
-pip install sandkasten-runtime[inspect]; SANDKASTEN_URL and SANDKASTEN_API_KEY name the server. Then
+Needs sandkasten-runtime[inspect]. SANDKASTEN_URL and SANDKASTEN_API_KEY name the server. Then
 `inspect eval inspect_task.py --model anthropic/claude-sonnet-5-5`, or with a scripted model `python inspect_task.py`.
 """
 

@@ -1,6 +1,6 @@
 """An agent of the OpenAI Agents SDK works in a sandbox, with a shell, patches and files.
 
-pip install sandkasten-runtime[agents]; SANDKASTEN_URL, SANDKASTEN_API_KEY and OPENAI_API_KEY name the servers.
+Needs sandkasten-runtime[agents]. SANDKASTEN_URL, SANDKASTEN_API_KEY and OPENAI_API_KEY name the servers.
 """
 
 import asyncio

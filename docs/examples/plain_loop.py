@@ -1,6 +1,6 @@
 """Tool use without a framework: Claude works in a sandbox, by a loop over the messages API.
 
-pip install sandkasten-runtime anthropic; SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
+Needs sandkasten-runtime and anthropic. SANDKASTEN_URL, SANDKASTEN_API_KEY and ANTHROPIC_API_KEY name the servers.
 """
 
 import sys

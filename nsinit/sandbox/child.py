@@ -147,9 +147,6 @@ class RunnerKernel:
     def rename_new(self, old_dir: int, old: bytes, new_dir: int, new: bytes) -> None:
         syscalls.renameat2(old, new, k.RENAME_NOREPLACE, old_dir=old_dir, new_dir=new_dir)
 
-    def syncfs(self, fd: int) -> None:
-        syscalls.syncfs(fd)
-
     def close_range(self, first: int, last: int) -> None:
         syscalls.close_range(first, last)
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nsinit.cgroup import freezer, limits, run_cgroups
 from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
@@ -100,8 +101,10 @@ class Sessions:
     _queue: deque[JobEvent] = field(default_factory=deque)
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
     _deleting: bool = False
+    _has_trash: bool = False
+    """Trash has come since the last deletion began."""
     _hurry: JobEvent = field(default_factory=JobEvent)
-    _is_watching: bool = False
+    _watched: set[str] = field(default_factory=set)
     _over: set[str] = field(default_factory=set)
     """Sessions that hold too many locks and were not removed yet."""
 
@@ -388,7 +391,8 @@ class Sessions:
         tried.set()
 
     def delete_trash(self) -> None:
-        """Have the trash deleted by a process of its own, unless one is at it already."""
+        """Have the trash deleted by a process of its own; one that is at it is followed by another."""
+        self._has_trash = True
         if not self._deleting:
             self._deleting = True
             self.scheduler.spawn(self._delete_trash())
@@ -530,12 +534,10 @@ class Sessions:
         """Delete the trash after a delay: deletions keep the disk's journal busy, and one fork serves many sessions.
         So it is again while sessions go on ending."""
         try:
-            yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
-            before: set[str] = set()
-            while (names := set(os.listdir(self.births.machine.layout.trash))) - before:
-                before = names
-                yield from self._run_deletion()
+            while self._has_trash:
                 yield Wait(event=self._hurry, timeout_s=_DELETION_DELAY_S)
+                self._has_trash = False
+                yield from self._run_deletion()
         finally:
             self._deleting = False
 
@@ -555,23 +557,29 @@ class Sessions:
 
     def watch(self) -> None:
         """Watch memory and disk as long as there are sessions but those of the pool, where no foreign code runs."""
-        if not self._is_watching:
-            self._is_watching = True
-            self.scheduler.spawn(self._look())
+        self._watch("memory", partial(self._look_at_memory, Pace(self.births.tree)))
+        self._watch("disk", self.disk_watch.look)
 
-    def _look(self) -> Job:
-        pace = Pace(self.births.tree)
+    def _watch(self, what: str, look: Callable[[], Generator[Wait, bool, float]]) -> None:
+        if what not in self._watched:
+            self._watched.add(what)
+            self.scheduler.spawn(self._keep_looking(what, look))
+
+    def _keep_looking(self, what: str, look: Callable[[], Generator[Wait, bool, float]]) -> Job:
         while self.births.slots.in_use > len(self.pool):
             try:
-                if (over := (yield from self.locks.look(self.births.tree))) is not None:
-                    yield from self._end_for_locks(*over)
-                yield from self.victims.look()
-                pause_s = min(pace.next_s(), (yield from self.disk_watch.look()))
+                pause_s = yield from look()
             except OSError as error:  # no descriptors are left, or the cgroups were removed
-                log("error", "memory and disk not watched", reason=str(error))
+                log("error", f"{what} not watched", reason=str(error))
                 pause_s = _AFTER_ERROR_S
             yield Wait(timeout_s=pause_s)
-        self._is_watching = False
+        self._watched.discard(what)
+
+    def _look_at_memory(self, pace: Pace) -> Generator[Wait, bool, float]:
+        if (over := (yield from self.locks.look(self.births.tree))) is not None:
+            yield from self._end_for_locks(*over)
+        yield from self.victims.look()
+        return pace.next_s()
 
     def _end_for_locks(self, session_id: str, locks: int) -> Generator[Wait, bool, None]:
         """Kill PID 1 of a session whose locks take memory that is charged to nobody. The teardown tells of it as of a

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import struct
 from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
@@ -31,6 +32,9 @@ _MAX_GROWTH = 16
 _REPAIRED = 1
 """The status of e2fsck when it repaired the file system, and all is well."""
 _MAX_BLOCKS = (1 << 32) - 1
+_SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI28xH")
+"""Inodes, blocks, the block size as a power of two of KiB, and the mark of ext4."""
+_MAGIC, _MAX_BLOCK_KIB_LOG = 0xEF53, 6
 _MAX_KEPT = 64
 """Templates that are kept. Clients could ask for any number of sizes; further ones are made anew each time."""
 
@@ -115,6 +119,17 @@ def enlarge(path: str, size_bytes: int) -> None:
         file.truncate(size_bytes)
         _run([find_tool("resize2fs"), path], path)
         os.fsync(file.fileno())
+
+
+def read_size(fd: int) -> DiskLimits:
+    """Return bytes and inodes of the file system in an image, or on its device. It may be smaller than the image:
+    mke2fs and resize2fs leave out a last block group that is too small. Raises `OSError` (`EUCLEAN`) when there is
+    none."""
+    head = os.pread(fd, _SUPERBLOCK.size, _SUPERBLOCK_OFFSET)
+    inodes, blocks, log_kib, magic = _SUPERBLOCK.unpack(head.ljust(_SUPERBLOCK.size, b"\0"))
+    if magic != _MAGIC or log_kib > _MAX_BLOCK_KIB_LOG:
+        raise OSError(errno.EUCLEAN, "the image is damaged")
+    return DiskLimits(blocks << (10 + log_kib), inodes)
 
 
 def _run(command: list[str], path: str, *, fine: tuple[int, ...] = (0,)) -> None:

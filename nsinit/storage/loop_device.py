@@ -15,6 +15,8 @@ import struct
 from collections.abc import Iterator
 
 from nsinit.kernel import constants as k
+from nsinit.kernel import stage, syscalls
+from nsinit.storage.paths import Layout
 
 _CONFIG = struct.Struct("=II 52xI 176x 64x")
 """`struct loop_config`: the file, block size (0: as the file system wants), then of `struct loop_info64` the flags."""
@@ -37,35 +39,37 @@ def backed(blocks_fd: int) -> Iterator[tuple[int, str]]:
     """Yield number and file of every loop device that has a file. `blocks_fd`: `/sys/block`."""
     for name in os.listdir(f"/proc/self/fd/{blocks_fd}"):
         number = name.removeprefix("loop")
-        if name.startswith("loop") and number.isdigit():
-            try:
-                fd = os.open(f"{name}/loop/backing_file", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd)
-                with open(fd, "rb") as file:
-                    path = os.fsdecode(file.read().rstrip(b"\n"))
-            except OSError:
-                continue  # the device has no file, or lost it after the open (ENODEV)
-            yield int(number), path.removesuffix(" (deleted)")
+        if name.startswith("loop") and number.isdigit() and (path := _file_of(blocks_fd, int(number))):
+            yield int(number), path
 
 
-def find_images(data_dir: str, directory: str, part_shift: int, blocks_fd: int) -> Iterator[int]:
-    """Yield the number of each device whose file is the image of a session or a volume in a data directory.
+def _file_of(blocks_fd: int, number: int) -> str:
+    """Return the path of a device's file, empty without one."""
+    try:
+        fd = os.open(f"loop{number}/loop/backing_file", os.O_RDONLY | os.O_CLOEXEC, dir_fd=blocks_fd)
+        with open(fd, "rb") as file:
+            return os.fsdecode(file.read().rstrip(b"\n")).removesuffix(" (deleted)")
+    except OSError:
+        return ""  # the device has no file, or lost it after the open (ENODEV)
+
+
+def open_image(layout: Layout, part_shift: int, blocks_fd: int, number: int) -> int | None:
+    """Open a device if its file is the image of a session or a volume of a data directory. None: it is another file.
 
     The kernel tells a file's path from the root of its mount on, and knows no more of it when that mount is gone: so
-    the last three parts are looked up, and the file that is found is compared. Device nodes are made in `directory`.
+    the last two parts are looked up where images are, through no link, and the file that is found is compared.
     """
-    for number, path in backed(blocks_fd):
+    place = "/".join(_file_of(blocks_fd, number).split("/")[-2:])
+    for parent in (layout.sessions, layout.volumes, layout.volume_drafts):
         try:
-            place = "/".join(path.split("/")[-3:])
-            image_fd = os.open(f"{data_dir}/{place}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            image_fd = syscalls.openat2(k.AT_FDCWD, f"{parent}/{place}", os.O_PATH, resolve=k.RESOLVE_NO_SYMLINKS)
         except OSError:
-            continue  # another program's
+            continue
         try:
-            device_fd = open_of(directory, part_shift, number, image_fd)
+            return open_of(f"{layout.stage}/{stage.DEVICES}", part_shift, number, image_fd)
         finally:
             os.close(image_fd)
-        if device_fd is not None:
-            os.close(device_fd)
-            yield number
+    return None
 
 
 def open_of(directory: str, part_shift: int, number: int, image_fd: int) -> int | None:

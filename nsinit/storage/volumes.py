@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import struct
 import time
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ from nsinit.kernel.slots import SANDBOX_ID
 from nsinit.log import log
 from nsinit.steps import Crash, StepFailed, passing
 from nsinit.storage import choose, loop_device
-from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image
+from nsinit.storage.ext4_image import copy_sparse, enlarge, find_tool, make_image, read_size
 from nsinit.storage.loop import Loop
 from nsinit.storage.mechanism import MechanismUnavailable
 from nsinit.storage.paths import Layout, sync_directory
@@ -37,9 +36,6 @@ _UNFINISHED = "+new-"
 """A prefix that no workspace id has."""
 _FLAGS = ("noinit_itable", "discard")
 """The inode tables are not filled with zeros on the host's disk; blocks deleted inside are given back to it."""
-_SUPERBLOCK_OFFSET, _SUPERBLOCK = 1024, struct.Struct("<2I16xI28xH")
-"""Inodes, blocks, the block size as a power of two of KiB, and the mark of ext4."""
-_MAGIC, _MAX_BLOCK_KIB_LOG = 0xEF53, 6
 _RESERVED_INODES = 11
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -237,11 +233,8 @@ def limits_of(directory: str) -> DiskLimits:
     """Return the quota that a volume was made for, or enlarged to. Raises `OSError` (`EUCLEAN`) when its image is
     damaged."""
     with open(f"{directory}/{IMAGE}", "rb") as image:
-        head = os.pread(image.fileno(), _SUPERBLOCK.size, _SUPERBLOCK_OFFSET)
-    inodes, blocks, log_kib, magic = _SUPERBLOCK.unpack(head.ljust(_SUPERBLOCK.size, b"\0"))
-    if magic != _MAGIC or log_kib > _MAX_BLOCK_KIB_LOG:
-        raise OSError(errno.EUCLEAN, "the image is damaged", directory)
-    return DiskLimits(blocks << (10 + log_kib), inodes - _RESERVED_INODES)
+        made = read_size(image.fileno())
+    return DiskLimits(made.size_bytes, made.inodes - _RESERVED_INODES)
 
 
 def _whole_blocks(size_bytes: int) -> int:

@@ -37,8 +37,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
 _MAX_PARTS = 2048
-_UNSYNCED_BYTES = 256 * 1024 * 1024
-"""Most bytes that may wait to be written to the disk: making a workspace of them has seconds for that, not minutes."""
 _MAX_TIME_S = 2**33
 _TIME = re.compile(r"(-?)([0-9]{1,12})(?:\.([0-9]{1,9})[0-9]*)?\Z")
 
@@ -181,7 +179,6 @@ class TreeMaker:
     def __init__(self, top_fd: int, real: bytes, kernel: Kernel, request: Unpack) -> None:
         self._top_fd, self._real, self._kernel, self._request = top_fd, real, kernel, request
         self._entries = self._size = self._skipped = 0
-        self._unsynced_bytes = 0
         self._directories: dict[bytes, tuple[int, int]] = {}
 
     def take(self, member: tarfile.TarInfo, open_content: Callable[[], IO[bytes]]) -> None:
@@ -210,7 +207,7 @@ class TreeMaker:
             raise Refused("BAD_ARCHIVE", f"{reason}: {member.name[:200]}") from None
 
     def finish(self) -> Packed:
-        """Give directories their modes and times, wait with `sync` until all is on the disk, and return the counts."""
+        """Give directories their modes and times, and return the counts."""
         # Not earlier: a directory that may not be written would have kept its own files out.
         for path in sorted(self._directories, reverse=True):
             mode, mtime_ns = self._directories[path]
@@ -220,8 +217,6 @@ class TreeMaker:
                 os.fchmod(fd, mode)
             finally:
                 os.close(fd)
-        if self._request.sync:
-            self._kernel.syncfs(self._top_fd)
         return Packed(self._entries, self._size, self._skipped)
 
     def _make(self, member: tarfile.TarInfo, path: bytes, open_content: Callable[[], IO[bytes]]) -> None:
@@ -266,10 +261,6 @@ class TreeMaker:
     def _note_written(self, size_bytes: int) -> None:
         self._size += size_bytes
         self.check_size(self._size)
-        self._unsynced_bytes += size_bytes
-        if self._request.sync and self._unsynced_bytes > _UNSYNCED_BYTES:
-            self._kernel.syncfs(self._top_fd)
-            self._unsynced_bytes = 0
 
     def _link(self, member: tarfile.TarInfo, parent_fd: int, name: bytes) -> None:
         directory, _, target = _path_of(member.linkname).rpartition(b"/")

@@ -4,7 +4,8 @@ A copy is made beside its target and takes its place in one step, so a copy that
 the target's name. Links are copied as links, and never followed. A FIFO, socket or device is not copied: the request is
 refused instead of leaving a part out.
 
-Sources: renameat2(2) (RENAME_NOREPLACE, EXDEV), ioctl_ficlone(2), lseek(2) (SEEK_DATA), proc_pid_fd(5).
+Sources: renameat2(2) (RENAME_NOREPLACE, EXDEV), unlink(2) (EACCES, EPERM), rmdir(2) (EBUSY), ioctl_ficlone(2), lseek(2)
+(SEEK_DATA), proc_pid_fd(5).
 """
 
 from __future__ import annotations
@@ -62,9 +63,45 @@ def move(request: MoveFile, resolver: Resolver, kernel: Kernel) -> Done:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
+            _check_removable(source_fd, source)
             _copy_into_place(kernel, source_fd, source, target_fd, target, overwrite=request.overwrite, syncs=True)
-            _remove_name(source_fd, source, recursive=True)
+            try:
+                _remove_name(source_fd, source, recursive=True)
+            except PermissionError:  # Landlock, which access(2) knows nothing of
+                if not request.overwrite:
+                    _take_back(source_fd, source, target_fd, target)
+                raise
         return Done(os.fsdecode(place))
+
+
+def _check_removable(parent_fd: int, name: bytes) -> None:
+    """Refuse a file of which a part could not be removed, before a copy of it is made."""
+    status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    _check_one_removable(parent_fd, status)
+    if stat.S_ISDIR(status.st_mode):
+        top_fd = open_directory(parent_fd, name)
+        try:
+            for found in Walk(top_fd):
+                if not found.is_left:
+                    _check_one_removable(found.parent_fd, found.status)
+        finally:
+            os.close(top_fd)
+
+
+def _check_one_removable(parent_fd: int, status: os.stat_result) -> None:
+    above = os.fstat(parent_fd)
+    if stat.S_ISDIR(status.st_mode) and status.st_dev != above.st_dev:  # a mount point
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    is_sticky = above.st_mode & stat.S_ISVTX and os.geteuid() not in (0, above.st_uid, status.st_uid)
+    if is_sticky or not os.access(b".", os.W_OK | os.X_OK, dir_fd=parent_fd):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _take_back(source_fd: int, source: bytes, target_fd: int, target: bytes) -> None:
+    """Remove the copy of a file that is still there. That of a directory stays: some of the content may be gone."""
+    status = status_of(source, source_fd)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        os.unlink(target, dir_fd=target_fd)
 
 
 def copy(request: CopyFile, resolver: Resolver, kernel: Kernel) -> Done:
@@ -103,7 +140,7 @@ def _change(path: str, resolver: Resolver, change: Callable[[bytes], None], *, r
         fd, real = resolver.open_existing(resolver.encode(path))
         try:
             if recursive and stat.S_ISDIR(os.fstat(fd).st_mode):
-                for found in Walk(fd):
+                for found in Walk(fd, real=real):
                     is_link = stat.S_ISLNK(found.status.st_mode)
                     if not is_link and (found.is_left or not stat.S_ISDIR(found.status.st_mode)):
                         _change_one(found.parent_fd, found.name, change)
@@ -139,7 +176,10 @@ def _check_places(source: tuple[bytes, bytes], target: tuple[bytes, bytes]) -> b
 
 def _rename(kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool) -> None:
     if overwrite:
-        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        try:
+            os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+        except NotADirectoryError:
+            raise Refused("NOT_A_DIRECTORY", "a directory takes the place of no file") from None
     else:
         kernel.rename_new(source_fd, source, target_fd, target)
 
@@ -150,27 +190,27 @@ def _copy_into_place(
     if not overwrite and status_of(target, target_fd) is not None:  # sooner than after a long copy
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     temporary = temporary_name(os.getpid())
+    directory_fd = open_directory(target_fd, b".") if syncs else -1
     try:
-        _copy_any(source_fd, source, target_fd, temporary)
-        if syncs:
-            top_fd = open_directory(target_fd, b".")
-            try:
-                kernel.syncfs(top_fd)
-            finally:
-                os.close(top_fd)
+        _copy_any(source_fd, source, target_fd, temporary, syncs=syncs)
         _rename(kernel, target_fd, temporary, target_fd, target, overwrite=overwrite)
+        if syncs:
+            os.fsync(directory_fd)
     except BaseException:
         try:
             _remove_name(target_fd, temporary, recursive=True)
         except OSError:
             pass  # never made, or the sandbox has removed it
         raise
+    finally:
+        if syncs:
+            os.close(directory_fd)
 
 
-def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> None:
+def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes, *, syncs: bool) -> None:
     status = os.stat(source, dir_fd=source_fd, follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode):
-        _copy_leaf(source_fd, source, status, target_fd, target)
+        _copy_leaf(source_fd, source, status, target_fd, target, syncs=syncs)
         return
     top_fd = open_directory(source_fd, source)
     made = [(_make_closed(target_fd, target), status)]
@@ -178,15 +218,15 @@ def _copy_any(source_fd: int, source: bytes, target_fd: int, target: bytes) -> N
         for found in Walk(top_fd):
             depth = found.path.count(b"/") + 1
             while len(made) > depth:
-                _close_made(*made.pop())
+                _close_made(*made.pop(), syncs=syncs)
             if found.is_left:
                 continue
             if stat.S_ISDIR(found.status.st_mode):
                 made.append((_make_closed(made[-1][0], found.name), found.status))
             else:
-                _copy_leaf(found.parent_fd, found.name, found.status, made[-1][0], found.name)
+                _copy_leaf(found.parent_fd, found.name, found.status, made[-1][0], found.name, syncs=syncs)
         while made:
-            _close_made(*made.pop())
+            _close_made(*made.pop(), syncs=syncs)
     finally:
         os.close(top_fd)
         for fd, _ in made:
@@ -199,15 +239,19 @@ def _make_closed(parent_fd: int, name: bytes) -> int:
     return open_directory(parent_fd, name)
 
 
-def _close_made(fd: int, status: os.stat_result) -> None:
+def _close_made(fd: int, status: os.stat_result, *, syncs: bool) -> None:
     try:
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         os.fchmod(fd, status.st_mode & _COPIED_BITS)
+        if syncs:
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd: int, target: bytes) -> None:
+def _copy_leaf(
+    source_fd: int, source: bytes, status: os.stat_result, target_fd: int, target: bytes, *, syncs: bool
+) -> None:
     times = status.st_atime_ns, status.st_mtime_ns
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(source, dir_fd=source_fd), target, dir_fd=target_fd)
@@ -222,6 +266,8 @@ def _copy_leaf(source_fd: int, source: bytes, status: os.stat_result, target_fd:
             _copy_content(old.fileno(), new.fileno())
             os.fchmod(new.fileno(), status.st_mode & _COPIED_BITS)
             os.utime(new.fileno(), ns=times)
+            if syncs:
+                os.fsync(new.fileno())
 
 
 def _copy_content(old_fd: int, new_fd: int) -> None:

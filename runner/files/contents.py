@@ -235,15 +235,20 @@ def put_in_place(
         os.fsync(fd)
     _name(fd, temporary, target, create_only=create_only)
     if syncs:
-        try:
-            directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
-        except PermissionError:  # a directory that can be written and not read
-            # sync(2) has no effect here. The rename changed the inode, so its change of name is written with the inode.
-            os.fsync(fd)
-        else:
-            os.fsync(directory_fd)
-            os.close(directory_fd)
+        sync_name(fd, target)
     return Done(os.fsdecode(target.path))
+
+
+def sync_name(fd: int, target: FileTarget) -> None:
+    """Wait until a file's name, which it was given or has lost just now, is on the disk."""
+    try:
+        directory_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=target.directory_fd)
+    except PermissionError:  # a directory that can be written and not read
+        # sync(2) has no effect here. The rename changed the inode, so its change of name is written with the inode.
+        os.fsync(fd)
+    else:
+        os.fsync(directory_fd)
+        os.close(directory_fd)
 
 
 def _name(fd: int, temporary: bytes, target: FileTarget, *, create_only: bool) -> None:

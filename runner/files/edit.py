@@ -4,11 +4,12 @@ All results are computed, then all are written beside their targets, and only th
 one step. An error on the way puts the old files back; a kill on the way leaves each file old or new, and whole.
 Content is bytes throughout: nothing but the edited part of a file changes.
 
-Sources: link(2), rename(2).
+Sources: link(2), rename(2), access(2).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,13 +20,21 @@ from difflib import unified_diff
 from io import RawIOBase
 from typing import Any, Literal
 
-from runner.files.contents import check_writable, held, is_one_of, open_new, open_part, put_in_place, temporary_name
+from runner.files.contents import (
+    check_writable,
+    held,
+    is_one_of,
+    open_new,
+    open_part,
+    put_in_place,
+    sync_name,
+    temporary_name,
+)
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
-from runner.files.tree import etag_of
+from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
+from runner.wire.protocol import MAX_EDITS, MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
 
-MAX_EDITS = 100
 MAX_EDIT_BYTES = 16 * 1024 * 1024
 """Most bytes of the request, and of all files before their edits and after each."""
 _MAX_DIFF_LINES = 5000
@@ -59,7 +68,6 @@ class _Draft:
     target: FileTarget | None = None
     fd: int = -1
     spare: bytes = b""
-    was_placed: bool = False
     offsets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
@@ -86,7 +94,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
             earlier = draft.after
             draft.offsets = []
             try:
-                if each.get("if_match") and not (draft.etag and is_one_of(draft.etag, (each["if_match"],))):
+                if "if_match" in each and not (draft.etag and is_one_of(draft.etag, (each["if_match"],))):
                     raise _CannotBeMade("version", etag=draft.etag)
                 count = _OPERATIONS[each["op"]](each, draft)
             except _CannotBeMade as problem:
@@ -98,9 +106,11 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
                 diff, room = None, 0
             results.append(EditedFile("", count, diff, tuple(draft.offsets)))
             changed.append(draft)
-        if request.dry_run:
-            return Edited(tuple(results))
         wanted = [each for each in drafts.values() if each.after != each.before]
+        if request.dry_run:
+            for draft in wanted:
+                _check_place(draft, resolver)
+            return Edited(tuple(results))
         _put_all(wanted, resolver, syncs=request.sync)
         etags = {id(each): _etag_now(each, resolver) for each in drafts.values()}
         return Edited(
@@ -115,7 +125,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
 
 
 def _read(source: RawIOBase) -> list[_Edit]:
-    content = b""
+    content = bytearray()
     while chunk := source.read(MAX_FRAME_BYTES):
         content += chunk
         if len(content) > MAX_EDIT_BYTES:
@@ -131,12 +141,12 @@ def _read(source: RawIOBase) -> list[_Edit]:
 
 def _draft_of(path: str, resolver: Resolver, drafts: dict[bytes, _Draft]) -> _Draft:
     """Return the draft of a file, whatever name it is edited by."""
-    encoded = os.path.normpath(resolver.encode(path))
     try:
         fd, part = open_part(GetFile(path), resolver)
     except Refused as refused:
         if refused.error.code != "FILE_NOT_FOUND":
             raise
+        encoded = _place_of_new(path, resolver)
         return drafts.setdefault(encoded, _Draft(path, encoded, None, ""))
     with open(fd, "rb") as file:
         real = os.fsencode(part.path)
@@ -146,6 +156,30 @@ def _draft_of(path: str, resolver: Resolver, drafts: dict[bytes, _Draft]) -> _Dr
             before = file.read(MAX_EDIT_BYTES + 1)
             drafts[real] = _Draft(path, real, before, part.etag, before)
     return drafts[real]
+
+
+def _place_of_new(path: str, resolver: Resolver) -> bytes:
+    """Return the one path of a file that is not there, whatever directories and links lead to it."""
+    directory, name = os.path.split(resolver.encode(path))
+    if name in (b"", b".", b".."):
+        raise Refused("IS_DIRECTORY", f"the path names a directory: {path[:200]}")
+    fd, real, missing = _part_that_exists(directory, path, resolver)
+    os.close(fd)
+    return os.path.join(real, *missing, name)
+
+
+def _part_that_exists(directory: bytes, path: str, resolver: Resolver) -> tuple[int, bytes, list[bytes]]:
+    """Return an O_PATH descriptor (the caller's) of the part of a path that is there, its real path, and the names of
+    the rest: nothing of that is a link which leads anywhere."""
+    missing: list[bytes] = []
+    while True:
+        try:
+            return *resolver.open_existing(directory or b"/"), missing
+        except FileNotFoundError:
+            directory, _, name = directory.rpartition(b"/")
+            missing = [name, *missing] if name not in (b"", b".") else missing
+        except OSError as error:
+            raise refusal(error, path) from None
 
 
 def _text_of(draft: _Draft) -> bytes:
@@ -348,8 +382,8 @@ _OPERATIONS: Mapping[str, Callable[[_Edit, _Draft], int]] = {
 def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
     """Write all files beside their targets, then let them take their places."""
     drafts = sorted(drafts, key=lambda draft: draft.encoded)  # so that no two requests wait for each other's files
-    try:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        try:
             for draft in drafts:
                 draft.target = target = resolver.target_for_writing(draft.encoded)
                 stack.enter_context(held(target, must=True))
@@ -358,15 +392,30 @@ def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
                     _keep(draft)
             for draft in drafts:
                 _put(draft, syncs=syncs)
-    except (OSError, Refused) as error:
-        for each in reversed(drafts):
-            _put_back(each)
-        if isinstance(error, OSError):
-            raise refusal(error, draft.path) from None
-        raise
+        except (OSError, Refused) as error:
+            for each in reversed(drafts):
+                _put_back(each)
+            if isinstance(error, OSError):
+                raise refusal(error, draft.path) from None
+            raise
     for draft in drafts:
         if draft.spare and draft.target is not None:
             os.unlink(draft.spare, dir_fd=draft.target.directory_fd)
+
+
+def _check_place(draft: _Draft, resolver: Resolver) -> None:
+    """Refuse what could not be put in place, as far as the modes of the directory and the file tell it."""
+    directory, name = os.path.split(draft.encoded)
+    fd, real, _ = _part_that_exists(directory, draft.path, resolver)
+    try:
+        if not os.access(b".", os.W_OK | os.X_OK, dir_fd=fd):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if draft.before is not None:
+            check_writable(FileTarget(fd, real, name, 0))
+    except OSError as error:
+        raise refusal(error, draft.path) from None
+    finally:
+        os.close(fd)
 
 
 def _write_beside(draft: _Draft, target: FileTarget) -> None:
@@ -390,25 +439,34 @@ def _keep(draft: _Draft) -> None:
 
 
 def _put(draft: _Draft, *, syncs: bool) -> None:
-    assert draft.target is not None
-    if draft.after is None:
-        os.unlink(draft.target.name, dir_fd=draft.target.directory_fd)
-    else:
-        put_in_place(draft.fd, temporary_name(os.getpid()), draft.target, syncs=syncs, create_only=draft.before is None)
-    draft.was_placed = True
+    target = draft.target
+    assert target is not None
+    if draft.after is not None:
+        put_in_place(draft.fd, temporary_name(os.getpid()), target, syncs=syncs, create_only=draft.before is None)
+        return
+    with open(os.open(target.name, READ, dir_fd=target.directory_fd), "rb") as file:
+        os.unlink(target.name, dir_fd=target.directory_fd)
+        if syncs:
+            sync_name(file.fileno(), target)
 
 
 def _put_back(draft: _Draft) -> None:
-    """Undo what was done for a draft. Never raises: the other files must be put back, too."""
+    """Undo what was done for a draft, unless another process has replaced the file since: nobody has locked the new
+    one. Never raises: the other files must be put back, too."""
     if draft.target is None:
         return
     fd, name = draft.target.directory_fd, draft.target.name
     try:
-        if draft.spare and draft.was_placed:
+        present = status_of(name, fd)
+        if draft.after is None:
+            was_placed = present is None
+        else:
+            was_placed = present is not None and draft.fd >= 0 and os.path.samestat(present, os.fstat(draft.fd))
+        if draft.spare and was_placed:
             os.rename(draft.spare, name, src_dir_fd=fd, dst_dir_fd=fd)
         elif draft.spare:
             os.unlink(draft.spare, dir_fd=fd)
-        elif draft.was_placed and draft.before is None:
+        elif was_placed and draft.before is None:
             os.unlink(name, dir_fd=fd)
     except OSError:  # the spare keeps the old content, under its own name
         pass

@@ -7,7 +7,6 @@ goes by descriptors.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import stat
 import time
@@ -17,8 +16,8 @@ from io import BufferedReader, BufferedWriter, RawIOBase
 from typing import Any
 
 from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
-from runner.files.paths import Resolver, directory_of, made_directory_of, parent_of, refusal
-from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe
+from runner.files.paths import Resolver, directory_of, made_directory_of, open_regular, parent_of, refusal
+from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe, etag_of
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
@@ -59,6 +58,8 @@ from runner.wire.protocol import (
 MAX_LISTED = 1000
 MAX_LISTED_DEPTH = 32
 _ENTRY_BYTES = 200
+_UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "NOT_A_FILE", "INVALID_PATH"})
+"""Refusals of one path among many, which leave the others as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,17 @@ def _unpack(request: Unpack, work: FileWork) -> Packed:
 
 
 def _stat(request: StatFile, work: FileWork) -> FileEntry:
-    return _entry_at(request.path, work.resolver, work.names)
+    if not request.digest:
+        return _entry_at(request.path, work.resolver, work.names)
+    fd, real = open_regular(request.path, work.resolver)
+    try:
+        entry = describe(fd, os.path.basename(real), os.fstat(fd), path=real, names=work.names)
+        digest = uploads.digest_of(fd)
+        if etag_of(os.fstat(fd)).removeprefix("W/") != entry.etag.removeprefix("W/"):
+            raise Refused("EXISTS", f"the file was changed while it was read: {request.path[:200]}")
+    finally:
+        os.close(fd)
+    return replace(entry, sha256=digest)
 
 
 def _entry_at(path: str, resolver: Resolver, names: Names) -> FileEntry:
@@ -141,7 +152,7 @@ def _stat_many(request: StatFiles, work: FileWork) -> FileStats:
             if request.follow and entry.kind == "symlink":
                 entry = _followed(path, work.resolver, names)
         except Refused as refused:
-            if refused.error.code != "FILE_NOT_FOUND":
+            if refused.error.code not in _UNREACHED:
                 raise
             entries.append(None)
             continue
@@ -174,11 +185,10 @@ def _list(request: ListFiles, work: FileWork) -> Listing:
     limit, depth = min(max(request.limit, 1), MAX_LISTED), min(max(request.depth, 1), MAX_LISTED_DEPTH)
     entries: list[FileEntry] = []
     room, names = PAGE_BYTES, work.names
+    wanted = search.Pattern(request.glob) if request.glob else None
     with directory_of(request.path, work.resolver) as (fd, real):
         for path, parent_fd, name in OrderedWalk(real, depth).below(fd, after=os.fsencode(request.after)):
-            if request.glob and not fnmatch.fnmatchcase(
-                os.fsdecode(path if "/" in request.glob else name), request.glob
-            ):
+            if wanted is not None and not wanted.matches(path if "/" in request.glob else name):
                 continue
             try:
                 entry = describe(parent_fd, name, os.stat(name, dir_fd=parent_fd, follow_symlinks=False), names=names)

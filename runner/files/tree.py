@@ -117,8 +117,15 @@ class OrderedWalk:
 
     def below(self, fd: int, *, after: bytes = b"") -> Iterator[tuple[bytes, int, bytes]]:
         """Yield path below the top, directory and name of each file behind the path `after`. The descriptor stays the
-        caller's."""
-        return self._below(fd, b"", self.depth, after.split(b"/") if after else [])
+        caller's.
+
+        Raises:
+            Refused: BAD_REQUEST, no file has the path `after`, or one outside.
+        """
+        names = after.split(b"/") if after else []
+        if b"\0" in after or not {b"", b".", b".."}.isdisjoint(names):
+            raise Refused("BAD_REQUEST", "a cursor that no list gave")
+        return self._below(fd, b"", self.depth, names)
 
     def _below(self, fd: int, path: bytes, depth: int, after: list[bytes]) -> Iterator[tuple[bytes, int, bytes]]:
         # Names are read as they come and the first ones are kept: a huge directory costs time, not memory.

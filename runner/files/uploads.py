@@ -88,7 +88,7 @@ def commit(request: CommitUpload, resolver: Resolver) -> FilePut | Unmatched | U
         size = os.fstat(fd).st_size
         if request.size_bytes is not None and size != request.size_bytes:
             return UploadState(os.fsdecode(target.path), size, "size")
-        if request.sha256 and _digest_of(fd) != request.sha256:
+        if request.sha256 and digest_of(fd) != request.sha256:
             return UploadState(os.fsdecode(target.path), size, "digest")
         name = _part_name(request.upload_id)
         with held(target, must=bool(request.if_match)):
@@ -146,7 +146,8 @@ def _part(upload_id: str, target: FileTarget) -> Iterator[int]:
         os.close(fd)
 
 
-def _digest_of(fd: int) -> str:
+def digest_of(fd: int) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     digest, offset = hashlib.sha256(), 0
     while chunk := os.pread(fd, _HASH_BYTES, offset):
         digest.update(chunk)

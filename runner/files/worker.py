@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_WATCHES,
     REQUESTS,
     Error,
     FileRequest,
@@ -46,11 +47,9 @@ from runner.wire.protocol import (
     encode_header,
 )
 
-MAX_WORKERS = 36
-"""At a time: for the 32 requests of one daemon, and those that wait for the next request of their connection."""
-
-MAX_WATCHES = 8
-"""Workers that may watch files: they last, and others shall find room."""
+MAX_WORKERS = 32 + 4 + MAX_WATCHES
+"""At a time: for the 32 requests of one daemon, for those that wait for the next request of their connection, and for
+what lasts."""
 
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""

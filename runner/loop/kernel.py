@@ -80,9 +80,6 @@ class Kernel(Protocol):
     def inotify_rm_watch(self, fd: int, watch: int) -> None:
         """inotify_rm_watch(2)."""
 
-    def syncfs(self, fd: int) -> None:
-        """syncfs(2): wait until all that was written to the file system of `fd` is on the disk."""
-
     def close_range(self, first: int, last: int) -> None:
         """close_range(2), flags 0."""
 

@@ -48,8 +48,9 @@ class ListFiles(FileRequest):
     """List the files below a directory behind `after`, in the order of the names' bytes, a directory before its
     content. Answer: `Listing`, whose names are paths below the directory.
 
-    `depth`: levels of directories; links are not followed. `glob` (fnmatch of the name, or of the path below if the
-    pattern holds a `/`) chooses what is listed, not which directories are entered. `after` is a name of a listing.
+    `depth`: levels of directories; links are not followed. `glob` (a pattern as in `GlobFiles`, of the name, or of the
+    path below if it has a `/`) chooses what is listed, not which directories are entered. `after` is a name of a
+    listing.
     """
 
     path: str
@@ -218,6 +219,10 @@ class GlobFiles(FileRequest):
     limit: int = 1000
 
 
+MAX_EDITS = 100
+MAX_WATCHES = 8
+"""Most edits of one request, and watches of one sandbox at a time."""
+
 MAX_MATCHES = 10_000
 MAX_CONTEXT = 10
 MAX_SEARCHED_BYTES = 64 * 1024 * 1024
@@ -268,9 +273,11 @@ class StatFiles(FileRequest):
 
 @dataclass(frozen=True, slots=True)
 class StatFile(FileRequest):
-    """Describe the file at a path; a link itself, not its target. Answer: `FileEntry`."""
+    """Describe the file at a path; a link itself, not its target. With `digest` the regular file that the path leads
+    to, and its SHA-256. Answer: `FileEntry`."""
 
     path: str
+    digest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,13 +316,12 @@ class Pack(FileRequest):
 class Unpack(FileRequest):
     """Unpack the archive in the DATA frames up to END below a directory, which is made if it is missing. Answer:
     `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
-    After an error the files unpacked by then stay. With `sync` the answer comes once all is on the disk."""
+    After an error the files unpacked by then stay. No worker may sync a whole file system: who asks has to."""
 
     max_entries: int
     max_bytes: int
     path: str = "."
     kind: ArchiveKind = "tar"
-    sync: bool = False
 
 
 # Answers.
@@ -337,7 +343,7 @@ FileKind = Literal["file", "directory", "symlink", "other"]
 class FileEntry:
     """Names, targets and paths are surrogate-escaped. `mode`: permission bits; `owner` and `group`: ids inside, with
     their names in `user_name` and `group_name` (empty: the image names none); `path` is resolved, and empty in a
-    listing. `etag`: see `runner.files.tree.etag_of`."""
+    listing. `etag`: see `runner.files.tree.etag_of`. `sha256`: hexadecimal, empty if not asked for."""
 
     name: str
     kind: FileKind
@@ -351,6 +357,7 @@ class FileEntry:
     user_name: str = ""
     group_name: str = ""
     etag: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from typing import Literal, NoReturn
 from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 from runner.wire.files import (
     MAX_CONTEXT,
+    MAX_EDITS,
     MAX_MATCHES,
     MAX_SEARCHED_BYTES,
+    MAX_WATCHES,
     AppendUpload,
     BeginUpload,
     ChangeKind,
@@ -596,8 +598,10 @@ class Attached:
 
 __all__ = [
     "MAX_CONTEXT",
+    "MAX_EDITS",
     "MAX_MATCHES",
     "MAX_SEARCHED_BYTES",
+    "MAX_WATCHES",
     "AppendUpload",
     "BeginUpload",
     "ChangeKind",

@@ -298,6 +298,7 @@ class Actor:
                     await self._dispatch(await inbox.receive())
                 nursery.cancel_scope.cancel()
         finally:
+            self._is_stopping = True  # also after a bug: what others end later, when the record is final, is no news
             self.ref._bind(None)
             outbox.close()
             try:

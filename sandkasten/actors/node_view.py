@@ -26,6 +26,7 @@ import trio
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nsinit.wire import protocol
+from runner.wire.protocol import MAX_EDITS, MAX_MATCHES, MAX_SHELLS, MAX_WATCHES
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.admission.budget import promisable
@@ -38,9 +39,10 @@ from sandkasten.host.notify import Notifier
 from sandkasten.host.protections import Situation, protections, with_needs
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
-from sandkasten.model import Session, Status
+from sandkasten.model import MAX_TTL_S, Session, Status
 from sandkasten.model.lifecycle import LIVE
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
+from sandkasten.model.workspace import MAX_UPLOADS
 from sandkasten.output.store import OutputStore
 from sandkasten.supervisor import Supervisor
 
@@ -101,10 +103,20 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
                 "min": 1,
                 "max": None if config.runs.allow_unlimited else config.defaults.max_exec_timeout_ms,
             },
+            "ttl_seconds": {"min": 1, "max": min(MAX_TTL_S, config.maximum.idle_timeout_seconds or MAX_TTL_S)},
             "idle_timeout_seconds": {"min": 1, "max": config.maximum.idle_timeout_seconds},
             "max_lifetime_seconds": {"min": 1, "max": config.maximum.max_lifetime_seconds},
         }
         | {name: getattr(config.server, name) for name in names}
+        | {
+            "max_import_mb": config.workspace.max_import_mb,
+            "max_exec_ids": config.runs.max_exec_ids,
+            "max_shells": MAX_SHELLS,
+            "max_uploads": MAX_UPLOADS,
+            "max_watches": MAX_WATCHES,
+            "max_edits": MAX_EDITS,
+            "max_matches": MAX_MATCHES,
+        }
     )
 
 

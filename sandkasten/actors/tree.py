@@ -338,7 +338,16 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     # Files ------------------------------------------------------------------------------------------------------
 
     def files(self, session_id: str) -> LocalFiles:
-        return LocalFiles(lambda lasting: self._loan(session_id, lasting=lasting), self._store, session_id)
+        def workspace_of() -> str | None:
+            entry = self._directory.get(session_id)
+            return None if entry is None else entry.session.workspace_id
+
+        return LocalFiles(
+            lambda lasting: self._loan(session_id, lasting=lasting),
+            self._store,
+            session_id,
+            workspace_of=workspace_of,
+        )
 
     async def _files_at(self, place: str) -> LocalFiles | None:
         """Return the files at the place of an upload, None for a paused session, which stays as it is."""

@@ -7,8 +7,9 @@ claim when its context is left.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import attrs
 import trio
@@ -133,14 +134,12 @@ class WorkOfWorkspaces:
     # Files ------------------------------------------------------------------------------------------------------
 
     def workspace_files(self, workspace_id: str, *, make: bool = False) -> LocalFiles:
-        return self._files_by(
-            lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id), workspace_id
+        return LocalFiles(
+            lambda _lasting: self._made_files(workspace_id) if make else self._files(workspace_id),
+            self._store,
+            f"{WORKSPACE_PLACE}{workspace_id}",
+            sync=partial(self._workspaces.ask, messages.Released(workspace_id)),
         )
-
-    def _files_by(
-        self, lend: Callable[[bool], AbstractAsyncContextManager[RunnerLink]], workspace_id: str
-    ) -> LocalFiles:
-        return LocalFiles(lend, self._store, f"{WORKSPACE_PLACE}{workspace_id}", syncs=True)
 
     @asynccontextmanager
     async def _made_files(self, workspace_id: str) -> AsyncIterator[RunnerLink]:
@@ -185,7 +184,7 @@ class WorkOfWorkspaces:
         self._check_new(workspace_id)
         request = Unpack(_MAX_ENTRIES, self._config.workspace.max_import_mb * MIB)
         async with self._claimed(workspace_id) as claim:
-            draft = self._files_by(lambda _lasting: self._files(workspace_id, draft_of=claim), workspace_id)
+            draft = LocalFiles(lambda _lasting: self._files(workspace_id, draft_of=claim), self._store, "")
             try:
                 await self._workspaces.ask(messages.BeginDraft(claim, replace))
                 async with draft.stream(request, patience_s=_TREE_S) as stream:

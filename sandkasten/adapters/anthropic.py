@@ -174,12 +174,9 @@ def sandbox_tools(session: Session, *, timeout_ms: int = TIMEOUT_MS) -> list[Any
     return [SandboxTool(Bash(session, timeout_ms=timeout_ms)), SandboxTool(TextEditor(session))]
 
 
-REPLACED = ("Bash", "BashOutput", "KillShell", "Read", "Write", "Edit", "MultiEdit", "NotebookEdit", "Glob", "Grep")
-"""Tools of the Claude Agent SDK that work on the machine it runs on."""
-
-
 def claude_agent_options(base_url: str, api_key: str | None = None, *, sandbox: str = "default") -> dict[str, Any]:
-    """Return arguments of `ClaudeAgentOptions`: the sandbox of that name by MCP, instead of tools on this machine.
+    """Return arguments of `ClaudeAgentOptions`: the sandbox of that name by MCP, and no tool of the SDK's own, of which
+    many work on this machine.
 
     `ClaudeAgentOptions(**claude_agent_options(url, key), permission_mode=...)`. docs/mcp.md describes the tools.
     """
@@ -187,11 +184,7 @@ def claude_agent_options(base_url: str, api_key: str | None = None, *, sandbox: 
     server: dict[str, Any] = {"type": "http", "url": url}
     if api_key:
         server["headers"] = {"Authorization": f"Bearer {api_key}"}
-    return {
-        "mcp_servers": {"sandkasten": server},
-        "disallowed_tools": list(REPLACED),
-        "allowed_tools": ["mcp__sandkasten"],
-    }
+    return {"mcp_servers": {"sandkasten": server}, "tools": [], "allowed_tools": ["mcp__sandkasten"]}
 
 
 def _break(text: str) -> str:

@@ -26,13 +26,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
+from runner.wire.protocol import MAX_EDITS
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
 from sandkasten.api.http.routing import Messages, Route, RouteKind
 from sandkasten.api.resources import fields, file_contents, run_output, sessions
 from sandkasten.api.resources.events import EventBody
-from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of
+from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
 from sandkasten.journal.fields import COMMON_FIELDS, EVENT_FIELDS, FIELD_TYPES
 from sandkasten.model import LIMIT_BOUNDS, EventType, errors
@@ -47,7 +48,8 @@ _SEGMENT = re.compile(r"\{(\w+)\}")
 _TEXT: Schema = {"schema": {"type": "string"}}
 _INFO = (
     "Every GET has a HEAD. Every answer has `X-Request-ID` and `traceresponse`. Unknown fields of a body are ignored, "
-    "and named in `Sandkasten-Ignored`; those of a query are refused. docs/api.md says all of it in words."
+    "and named in `Sandkasten-Ignored`; those of a query, or of a request for files, are refused. docs/api.md says all "
+    "of it in words."
 )
 
 # The document ---------------------------------------------------------------------------------------------------------
@@ -200,6 +202,7 @@ _OF_BODY: Mapping[str, Schema] = {
     "multipart/form-data": {
         "type": "object",
         "properties": {"path": {"type": "string"}, "file": _PATHS, "files": _PATHS},
+        "additionalProperties": False,
     }
 }
 
@@ -318,6 +321,7 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Cores: {"type": "number", "minimum": _LOW_CORES, "maximum": _HIGH_CORES},
     fields.Base64: {"type": "string", "contentEncoding": "base64"},
     fields.Path: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
+    fields.NamedPath: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATH_BYTES},
     fields.PathInWorkspace: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.FilePath: {"type": "string", "maxLength": fields.MAX_PATH_BYTES},
     fields.Paths: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_PATHS},
@@ -346,14 +350,14 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Edits: {
         "type": "array",
         "minItems": 1,
-        "maxItems": fields.MAX_EDITS,
+        "maxItems": MAX_EDITS,
         "items": {"oneOf": list(_edit_forms())},
     },
     sessions.ListCursor: _STRING,
     run_output.OutputPosition: {"type": "string", "pattern": _POSITION},
     run_output.LastPosition: {"type": "string", "pattern": f"^$|{_POSITION}"},
     file_contents.ByteRange: _STRING,
-    file_contents.ETags: {"type": "string", "pattern": rf"^[, \t]*(?:(?:{file_contents.ETAG.pattern})[, \t]*)*$"},
+    file_contents.ETags: {"type": "string", "pattern": rf"^[, \t]*(?:(?:{fields.ETAG.pattern})[, \t]*)+$"},
     PingText: {"type": "string", "maxLength": MAX_PING_CHARS},
 }
 """Kinds of field whose check is not one of the plain ones."""
@@ -457,6 +461,7 @@ class Components:
             "description": re.sub(r"\bNone\b", "null", _prose(cls)),
             "properties": properties,
             **({"required": required} if required else {}),
+            **({"additionalProperties": False} if is_strict(cls) else {}),
         }
 
     def _event(self, kind: EventType) -> Schema:

@@ -138,7 +138,6 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
     yield from _failing(
         (*away, *_PATH),
         _raw("GET", f"{top}/fs/list", entries.list_files, look, query=entries.ListQuery, answer=entries.ListBody),
-        _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
         _raw("POST", f"{top}/fs/stat", entries.stat_many, look, body=entries.StatRequest, answer=entries.StatsBody),
         _raw("POST", f"{top}/fs/glob", search.glob, look, body=search.GlobRequest, answer=search.GlobBody),
         _raw(
@@ -172,6 +171,7 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
             gives=("etag", "accept-ranges", "last-modified", "content-range"),
             errors=(errors.RangeNotSatisfiable,),
         ),
+        _raw("GET", f"{top}/fs/stat", entries.stat, look, query=entries.StatQuery, answer=entries.FileInfoBody),
         _raw("GET", f"{top}/fs/view", texts.view, look, query=texts.ViewQuery, answer=texts.ViewBody),
         _raw(
             *("POST", f"{top}/fs/uploads", uploads.begin, act),
@@ -216,6 +216,7 @@ def _file_routes(top: str, look: Needs, act: Needs, away: _Errors) -> Iterator[R
         ),
         _raw(
             *("POST", f"{upload}/commit", uploads.commit, act),
+            body=uploads.CommitRequest,
             head=contents.WriteHead,
             answer=contents.PutBody,
             statuses=(200, 201),

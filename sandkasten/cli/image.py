@@ -1,4 +1,4 @@
-"""`sandkasten image list | validate | delete | import`: works on the store directly, with or without a daemon."""
+"""`sandkasten image list | validate | rm | import`: works on the store directly, with or without a daemon."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
             case "list":
                 return _list(catalog, as_json=arguments.json)
             case "validate":
-                return _validate(catalog, arguments.name)
-            case "delete":
-                return _delete(catalog, arguments.name)
+                return _validate(catalog, arguments.name, as_json=arguments.json)
+            case "rm":
+                return _remove(catalog, arguments.name, as_json=arguments.json)
             case _:
                 return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
@@ -49,23 +49,30 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
     return 0
 
 
-def _validate(catalog: Catalog, name: str) -> int:
+def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
     problems = catalog.validate(name)
-    for problem in problems:
-        print(f"{name}: {problem}")
-    if not problems:
-        print(f"{name}: ok")
+    if as_json:
+        print_json({"name": name, "problems": problems})
+    else:
+        for problem in problems or ["ok"]:
+            print(f"{name}: {problem}")
     return 1 if problems else 0
 
 
-def _delete(catalog: Catalog, name: str) -> int:
+def _remove(catalog: Catalog, name: str, *, as_json: bool) -> int:
     gone = catalog.delete(name)
+    if as_json:
+        print_json({"name": name, "ok": True, "files_gone": gone})
+        return 0
     print(f"{name}: deleted" + ("" if gone else "; its files go at the next start that finds no session"))
     return 0
 
 
 def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> int:
     image, counts = import_tar(catalog, arguments.name, arguments.tar, crash=crash)
+    if arguments.json:
+        print_json(attrs.asdict(image) | {"skipped": counts.skipped, "privileged": counts.privileged})
+        return 0
     print(f"{image.name}: {counts.members} members, {counts.size_bytes / 1024**2:.1f} MiB")
     if counts.skipped:
         print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")

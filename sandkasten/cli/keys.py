@@ -8,7 +8,6 @@ of a new key is printed on stdout once; only its digest is kept.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ import attrs
 
 from sandkasten.admission.keys import MAX_KEYS, KeyFileError, locked_for_change, read_keys, write_keys
 from sandkasten.cli.common import Stop, load_installed, make_data_dir, span_seconds
+from sandkasten.cli.output import print_json
 from sandkasten.config import Config
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             case "list":
                 return _list(path, as_json=arguments.json)
             case "revoke":
-                return _revoke(path, arguments.key)
+                return _revoke(path, arguments.key, as_json=arguments.json)
             case _:
                 return _create(path, arguments)
     except KeyFileError as error:
@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _create(path: Path, arguments: argparse.Namespace) -> int:
     key_id, token = make_token()
-    key = _asked_for(key_id, token, arguments, datetime.now(UTC))
+    now = datetime.now(UTC)
+    key = _asked_for(key_id, token, arguments, now)
     with locked_for_change(path):
         keys = read_keys(path)
         if any(each.name == key.name for each in keys):
@@ -106,7 +107,10 @@ def _create(path: Path, arguments: argparse.Namespace) -> int:
             raise Stop(f"there are {MAX_KEYS} keys, which is all there may be")
         write_keys(path, [*keys, key])
     print(f"key {key.id} ({key.name}) is made; this is shown once:", file=sys.stderr)
-    print(token, flush=True)
+    if arguments.json:
+        print_json(_shown(key, now) | {"token": token})
+    else:
+        print(token, flush=True)
     return 0
 
 
@@ -148,7 +152,8 @@ def _list(path: Path, *, as_json: bool) -> int:
     keys = read_keys(path)
     now = datetime.now(UTC)
     if as_json:
-        print(json.dumps([_shown(key, now) for key in keys], indent=2))
+        for key in keys:
+            print_json(_shown(key, now))
         return 0
     print(f"{'ID':<12}  {'NAME':<20} {'ACCESS':<6} {'LABEL':<20} {'EXPIRES':<20} QUOTA")
     for key in keys:
@@ -176,7 +181,7 @@ def _moment(moment: datetime | None) -> str | None:
     return None if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _revoke(path: Path, wanted: str) -> int:
+def _revoke(path: Path, wanted: str, *, as_json: bool) -> int:
     with locked_for_change(path):
         keys = read_keys(path)
         kept = [key for key in keys if wanted not in (key.id, key.name)]
@@ -185,5 +190,8 @@ def _revoke(path: Path, wanted: str) -> int:
             raise Stop(f"there is no key {wanted!r}")
         write_keys(path, kept)
     for key in gone:
-        print(f"key {key.id} ({key.name}) is revoked")
+        if as_json:
+            print_json({"id": key.id, "name": key.name, "ok": True})
+        else:
+            print(f"key {key.id} ({key.name}) is revoked")
     return 0

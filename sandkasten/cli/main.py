@@ -101,7 +101,7 @@ def _perform(arguments: argparse.Namespace) -> int:
             raise
         print(
             f"sandkasten: this command needs the server, whose package {error.name} is not installed: "
-            "pip install 'sandkasten-runtime[server]'",
+            "pip install 'sandkasten-runtime[server,mcp]'",
             file=sys.stderr,
         )
         return 1
@@ -113,7 +113,7 @@ class _PrintVersion(argparse.Action):
     """Prints the version. argparse's own action needs the text beforehand, which would cost every call a search."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_arguments: object) -> None:
-        _version(argparse.Namespace())
+        _version(argparse.Namespace(json=False))
         parser.exit()
 
 
@@ -137,11 +137,18 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_version)
 
 
-def _version(_arguments: argparse.Namespace) -> int:
+def _version(arguments: argparse.Namespace) -> int:
     from importlib.metadata import version
 
-    print(version("sandkasten-runtime"))
+    found = version("sandkasten-runtime")
+    if arguments.json:
+        from sandkasten.cli.output import print_json
+
+        print_json({"version": found})
+    else:
+        print(found)
     return 0

@@ -42,6 +42,10 @@ def add_installation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", metavar="DIR", help="where images, sessions and the database are")
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON: one object, or one a line")
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     gc.disable()  # a tenth of the imports' time, for no garbage: `serve` has a heap of its own (`heap.py`)
     return _late("serve", "serve")(arguments)
@@ -98,19 +102,19 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="show all images, of this machine or of a server elsewhere")
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
-    listing.add_argument("--json", action="store_true", help="print JSON: one object a line")
-    add_installation_options(listing)
     listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
-    for name, about in (("validate", "check an image"), ("delete", "remove an image")):
-        action = actions.add_parser(name, help=about)
-        add_installation_options(action)
+    validate = actions.add_parser("validate", help="check an image")
+    remove = actions.add_parser("rm", aliases=["delete"], help="remove an image")
+    for name, action in (("validate", validate), ("rm", remove)):
         action.add_argument("name")
         action.set_defaults(command=_late("image", "run"), action=name)
     importing = actions.add_parser("import", help="make an image of a tar archive")
-    add_installation_options(importing)
     importing.add_argument("--name", required=True)
     importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
     importing.set_defaults(command=_late("image", "run"), action="import")
+    for action in (listing, validate, remove, importing):
+        _add_json(action)
+        add_installation_options(action)
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
@@ -136,10 +140,10 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     create.set_defaults(command=_late("keys", "run"), action="create")
     listing = actions.add_parser("list", help="show all keys, of this machine or of a server elsewhere")
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
-    listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(command=_here_or_there("keys", "list_keys"), action="list")
     revoke = actions.add_parser("revoke", help="end a key, for what is under way as well")
     revoke.add_argument("key", metavar="ID_OR_NAME")
     revoke.set_defaults(command=_late("keys", "run"), action="revoke")
     for action in (create, listing, revoke):
+        _add_json(action)
         add_installation_options(action)

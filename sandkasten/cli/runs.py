@@ -276,13 +276,26 @@ async def _print_result(
     arguments: argparse.Namespace,
     **options: Any,  # of Session.exec
 ) -> int:
-    stdin = sys.stdin.read() if _passes_input(arguments) else None
+    stdin = await _input_text() if _passes_input(arguments) else None
     timeout_ms = (arguments.timeout or 0) * 1000
     result = await session.exec(
         command, timeout_ms=timeout_ms, stdin=stdin, separate=True, on_timeout="result", **options
     )
     print_json(result)
     return _status(result)
+
+
+async def _input_text() -> str:
+    """Return all of standard input. Raises `Stop` if that is no text, which is what a request has room for."""
+    from sandkasten.cli.terminal import IN, read_some
+
+    data = bytearray()
+    while piece := await read_some(IN):
+        data += piece
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise Stop("with --json standard input must be UTF-8: leave out --json, or -n passes none", FAULT) from None
 
 
 async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: bool, has_input: bool) -> int | None:

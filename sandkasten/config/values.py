@@ -23,6 +23,7 @@ from sandkasten.model import (
     IMAGE_NAME,
     LIMIT_BOUNDS,
     MAX_SPAN_S,
+    MAX_TTL_S,
     SECCOMP_NAME,
     SECCOMP_PROFILES,
     STATEFUL,
@@ -471,7 +472,7 @@ class Config:
     image_aliases: Mapping[str, str] = attrs.field(
         factory=lambda: {"python": "host", "base": "host"}, converter=_frozen_mapping, validator=_image_names
     )
-    session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, 86_400))
+    session_ttl_seconds: int = attrs.field(default=1800, validator=_between(1, MAX_TTL_S))
     sessions_on_stop: Literal["auto", "destroy", "keep"] = attrs.field(
         default="auto", validator=_one_of("auto", "destroy", "keep")
     )

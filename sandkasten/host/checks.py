@@ -42,7 +42,7 @@ _MIN_KERNEL = (5, 15)
 _FULL_KERNEL = (5, 19)
 _MIN_FREE_BYTES = 1024**3
 _MIN_FREE_INODES = 100_000
-_MIN_DESCRIPTORS = 16_384
+_MIN_DESCRIPTORS = 19_200
 _MIN_INOTIFY = 128
 _DAY_S = 86_400
 _DESCRIPTORS_OF_A_SESSION = 512 * 1024**2 // 256
@@ -350,7 +350,7 @@ def disk_notices(data_dir: Path, disk_mb: int) -> list[str]:
 
 
 def _descriptors(host: Host) -> Check:
-    """A session takes about a dozen of the daemon's descriptors."""
+    """A session takes 5 to 19 of the daemon's descriptors."""
     hard = math.inf if host.max_descriptors == resource.RLIM_INFINITY else host.max_descriptors
     seen = "no limit" if hard == math.inf else f"{hard} per process"
     return _judged("descriptors", hard >= _MIN_DESCRIPTORS, seen)

@@ -40,7 +40,7 @@ from runner.wire.protocol import (
     encode_header,
 )
 from sandkasten.host.paths import RUNNER_SOCKET
-from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError
+from sandkasten.model.errors import Capacity, RunnerLost, RunnerProtocolError, SandkastenError
 
 _MAX_IDLE = 4
 """Connections of a pool that wait for a request. More come and go with theirs."""
@@ -342,17 +342,22 @@ class RunnerLink:
 
     @asynccontextmanager
     async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
-        """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none."""
+        """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none.
+
+        It is kept for the next request when the final frame has come, which may be a refusal, and nothing is half sent.
+        """
         connection = self._take_idle(pool) or await self._connect()
         if pool is not Pool.REQUESTS:
             connection.make_room()
         self._busy.add(connection)
         try:
             yield connection
-        except BaseException:
-            connection.is_idle = False
+        except BaseException as error:
+            if not isinstance(error, SandkastenError) or isinstance(error, RunnerProtocolError):
+                connection.is_idle = False
             raise
         finally:
+            connection.spend_if_sending()
             self._busy.discard(connection)
             idle = self._idle[pool]
             if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:

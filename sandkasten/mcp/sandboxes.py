@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from sandkasten import errors
 from sandkasten.sdk import SandboxClient, Session
@@ -20,7 +21,6 @@ LABEL = "mcp"
 NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 NAME = re.compile(rf"{NAME_PATTERN}\Z")
 MAX_REMEMBERED = 1000
-_LIVE = ("creating", "running", "paused")
 
 
 class NoSandbox(Exception):
@@ -31,32 +31,40 @@ class NoSandbox(Exception):
 class Sandboxes:
     """The sandboxes within reach of one API key.
 
-    `may_make`: the key may make sessions. `image`: of new sandboxes.
+    `key_id`: the id of the key, or a guess until it has made a session. `may_make`: the key may make sessions. `image`:
+    of new sandboxes; None is the server's default.
     """
 
     client: SandboxClient
     key_id: str
     may_make: bool = True
-    image: str = "python"
+    image: str | None = None
+    calls: int = 0
+    """Calls of tools under way."""
     _found: dict[str, str] = field(default_factory=dict)
 
     async def find(self, name: str) -> SessionInfo | None:
-        """Return the live sandbox of a name, None if there is none. Raises `errors.SandkastenError`."""
-        live, _ = await self._look(name)
-        return live
+        """Return the live sandbox of a name, of two the older; None if there is none. Raises `SandkastenError`."""
+        found = None
+        async for info in self.client.sessions(label=f"{LABEL}={name}"):  # the newest first
+            if name != DEFAULT or info.key_id == self.key_id:
+                found = info
+        return found
 
-    async def session(self, name: str) -> tuple[Session, str]:
+    async def session(self, name: str, *, may_make: bool = True) -> tuple[Session, str]:
         """Return the sandbox of a name, made if there is none, and a note for the model: empty, or that it is new.
 
         Raises:
-            NoSandbox: there is none, and the key may make none.
+            NoSandbox: there is none, and none may be made.
             errors.SandkastenError: the server refuses.
         """
         if (known := self._found.get(name)) is not None:
             return Session(self.client, known), ""
-        live, ended = await self._look(name)
-        if live is not None:
+        if (live := await self.find(name)) is not None:
             return self._remember(name, live.id), ""
+        if not may_make:
+            raise NoSandbox(f"there is no sandbox {name!r} yet; the first command makes it")
+        ended = await self._last(name)
         session = await self._make(name, ended, self.image)
         if ended is None:
             return session, ""
@@ -69,10 +77,9 @@ class Sandboxes:
             NoSandbox: the key may make none, or the name is taken.
             errors.SandkastenError: the server refuses.
         """
-        live, ended = await self._look(name)
-        if live is not None:
+        if await self.find(name) is not None:
             raise NoSandbox(f"there is a sandbox {name!r} already: use it, or end it first")
-        return await self._make(name, ended, image or self.image)
+        return await self._make(name, await self._last(name), image or self.image)
 
     def forget(self, name: str) -> None:
         """Search for the sandbox at its next use: it has ended."""
@@ -87,27 +94,29 @@ class Sandboxes:
                 found[name] = info  # the list begins with the newest
         return dict(sorted(found.items()))
 
-    async def _look(self, name: str) -> tuple[SessionInfo | None, SessionInfo | None]:
-        """Return the live sandbox of a name, and the one that ended last."""
-        live = ended = None
+    async def _last(self, name: str) -> SessionInfo | None:
+        """Return the newest sandbox of a name that has ended."""
         async for info in self.client.sessions(label=f"{LABEL}={name}", status="all"):
-            if name == DEFAULT and info.key_id != self.key_id:
-                continue
-            if info.status in _LIVE:
-                live = info
-            elif ended is None:
-                ended = info
-        return live, ended
+            if info.end_reason is not None and (name != DEFAULT or info.key_id == self.key_id):
+                return info
+        return None
 
-    async def _make(self, name: str, ended: SessionInfo | None, image: str) -> Session:
+    async def _make(self, name: str, ended: SessionInfo | None, image: str | None) -> Session:
         if not self.may_make:
             raise NoSandbox(f"there is no sandbox {name!r}, and this API key may make none")
-        # Calls that come at once, here or elsewhere, make one session: they name the same predecessor.
+        # Calls of this key that come at once make one session, for they name the same one before it.
         token = f"mcp-{self.key_id}-{name}-{'first' if ended is None else ended.id}"
+        create = partial(self.client.create_session, image=image, labels={LABEL: name})
         try:
-            session = await self.client.create_session(image=image, labels={LABEL: name}, idempotency_key=token)
-        except errors.SessionExpired as gone:  # it ended between the two calls, and is in the list now
-            raise errors.Capacity("the sandbox ended while it was being made; call again") from gone
+            session = await create(idempotency_key=token)
+        except errors.SessionExpired:  # it ended meanwhile, or this server calls the key by another id
+            session = await create()
+        info = await session.info()
+        self.key_id = info.key_id or self.key_id
+        older = await self.find(name)  # made at once by another key
+        if older is not None and older.id != session.id:
+            await session.destroy()
+            return self._remember(name, older.id)
         return self._remember(name, session.id)
 
     def _remember(self, name: str, session_id: str) -> Session:

@@ -20,17 +20,17 @@ import anyio
 import anyio.to_thread
 import jsonschema
 import mcp_types as types
-from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser, AuthorizationContext
 from mcp.server.auth.provider import AccessToken
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
+from mcp.server.streamable_http import StreamableHTTPServerTransport
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.shared.exceptions import MCPError
 
 from sandkasten import errors
 from sandkasten.mcp.sandboxes import DEFAULT, NAME, Sandboxes
-from sandkasten.mcp.text import shorten
 from sandkasten.mcp.tools import TOOLS, Tool, ToolCall, ToolReply, chosen, perform
 from sandkasten.sdk import SandboxClient, Session
 
@@ -38,12 +38,16 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Context = ServerRequestContext[Any, Any]
 
-MAX_SESSIONS = 1000
+MAX_SESSIONS, MAX_SESSIONS_OF_A_KEY = 1000, 100
 """Sessions of the older protocol that are open at once, of all keys."""
 MAX_CLIENTS = 256
 """API keys whose connections to the daemon are kept."""
+MAX_CALLS = 32
+"""Most calls of one key at once."""
+MAX_LISTED = 100
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_RESOURCE_BYTES = 1024 * 1024
 _CALLER = "sandkasten.mcp.caller"
@@ -86,16 +90,25 @@ def make_server(caller_of: Callable[[Context], ToolCaller]) -> Server[Any]:
         if (fault := jsonschema.exceptions.best_match(_VALIDATORS[tool.name].iter_errors(arguments))) is not None:
             return _result(ToolReply(_fault_in_words(fault), is_error=True))
         call = ToolCall(caller.sandboxes, arguments.get("sandbox", caller.sandbox))
+        if not NAME.match(call.sandbox):  # the schema's `$` lets a line break pass
+            return _result(ToolReply("sandbox: a name has no line break", is_error=True))
         if (context.meta or {}).get("progress_token") is not None:
             call.report = lambda seconds, message: context.session.report_progress(seconds, None, message)
-        return _result(await perform(tool, call, arguments))
+        # A call of the older protocol goes on when its client has left, so a client could leave any number behind.
+        if caller.sandboxes.calls >= MAX_CALLS:
+            return _result(ToolReply(f"{MAX_CALLS} calls are under way; wait for one of them", is_error=True))
+        caller.sandboxes.calls += 1
+        try:
+            return _result(await perform(tool, call, arguments))
+        finally:
+            caller.sandboxes.calls -= 1
 
     async def list_resources(context: Context, _params: object) -> types.ListResourcesResult:
         caller = caller_of(context)
         found: list[types.Resource] = []
         with _errors_of_protocol():
             if (info := await caller.sandboxes.find(caller.sandbox)) is not None:
-                for entry in (await Session(caller.sandboxes.client, info.id).files.list())[:100]:
+                for entry in await Session(caller.sandboxes.client, info.id).files.list(limit=MAX_LISTED):
                     if entry.type == "file":
                         uri = f"{_SCHEME}{caller.sandbox}/files/{quote(entry.path.removeprefix('/workspace/'))}"
                         found.append(types.Resource(name=entry.name, uri=uri, size=entry.size))
@@ -130,7 +143,7 @@ def make_server(caller_of: Callable[[Context], ToolCaller]) -> Server[Any]:
 
 
 def _described(tool: Tool) -> types.Tool:
-    hints = types.ToolAnnotations(read_only_hint=True) if tool.reads else types.ToolAnnotations(open_world_hint=False)
+    hints = types.ToolAnnotations(read_only_hint=tool.reads, open_world_hint=False)  # a session's network is its own
     return types.Tool(
         name=tool.name,
         description=tool.description,
@@ -172,11 +185,11 @@ async def _read_resource(sandboxes: Sandboxes, uri: str) -> types.TextResourceCo
     session = Session(sandboxes.client, info.id)
     if kind == "runs":
         part = await session.run(unquote(what)).output(limit=MAX_RESOURCE_BYTES)
-        return types.TextResourceContents(uri=uri, text=shorten(part.data.decode(errors="replace"))[0])
+        return types.TextResourceContents(uri=uri, text=part.data.decode(errors="replace"))
     path = unquote(what)
-    if (size := (await session.files.stat(path, follow=True)).size) > MAX_RESOURCE_BYTES:
-        raise MCPError(types.INVALID_PARAMS, f"the file has {size} bytes; a resource may have {MAX_RESOURCE_BYTES}")
-    data = await session.files.read_bytes(path)
+    data = await session.files.read_bytes(path, length=MAX_RESOURCE_BYTES + 1)
+    if len(data) > MAX_RESOURCE_BYTES:
+        raise MCPError(types.INVALID_PARAMS, f"the file has more than {MAX_RESOURCE_BYTES} bytes")
     try:
         return types.TextResourceContents(uri=uri, text=data.decode())
     except UnicodeDecodeError:
@@ -217,7 +230,7 @@ class Mounted:
     def __init__(self, url: str) -> None:
         self._url = url
         self._clients: OrderedDict[tuple[str, str | None], _Client] = OrderedDict()
-        self._manager = StreamableHTTPSessionManager(
+        self._manager = _SharedManager(
             make_server(_caller_of_request),
             max_request_body_size=MAX_BODY_BYTES,
             max_sessions=MAX_SESSIONS,
@@ -227,19 +240,10 @@ class Mounted:
         """Serve while the context is open. At most once."""
         return self._manager.run()
 
-    async def handle(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        key_id: str,
-        api_key: str | None,
-        may_write: bool,
-        sandbox: str,
-        tools: Sequence[str] | None,
-    ) -> None:
-        """Answer one request, whose key the front has checked.
+    def application(
+        self, *, key_id: str, api_key: str | None, may_write: bool, sandbox: str, tools: Sequence[str] | None
+    ) -> Application:
+        """Return what answers one request, whose key the front has checked.
 
         Raises:
             ValueError: the name of the sandbox is malformed, or there is no such tool.
@@ -248,11 +252,15 @@ class Mounted:
         caller = ToolCaller(client.sandboxes, check_name(sandbox), chosen(tools, may_write=may_write))
         # A session of the older protocol belongs to the key that opened it.
         user = AuthenticatedUser(AccessToken(token="", client_id=key_id, scopes=[]))
-        client.in_use += 1
-        try:
-            await self._manager.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
-        finally:
-            client.in_use -= 1
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            client.in_use += 1
+            try:
+                await self._manager.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
+            finally:
+                client.in_use -= 1
+
+        return answer
 
     async def aclose(self) -> None:
         """Close the connections to the daemon."""
@@ -271,6 +279,14 @@ class Mounted:
             found = self._clients[place] = _Client(Sandboxes(client, key_id, may_write))
         self._clients.move_to_end(place)
         return found
+
+
+class _SharedManager(StreamableHTTPSessionManager):
+    """No key may take all sessions of the older protocol; one that asks for too many is answered 503."""
+
+    def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
+        own = sum(owner == requestor for owner in self._session_owners.values())
+        return None if own >= MAX_SESSIONS_OF_A_KEY else super()._admit_session(requestor)
 
 
 def _caller_of_request(context: Context) -> ToolCaller:

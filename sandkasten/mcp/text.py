@@ -5,26 +5,18 @@ Pure. A model pays for every character of an answer in each later turn of its co
 
 from __future__ import annotations
 
-import re
-
+from sandkasten.sdk.text import without_sequences
 from sandkasten.sdk.types import ExecResult, RunEnd
 
 MAX_CHARS = 30_000
 """Longest text of one answer, in characters: half from its head and half from its tail."""
 
-_ESCAPE = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, movements (ECMA-48 §5.4)
-    r"|[PX^_\]](?:[^\x07\x1b]|\x1b(?!\\))*(?:\x07|\x1b\\)?"  # strings: titles, links (ECMA-48 §5.6)
-    r"|[ -/]*[0-~])"
-)
-_OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n|\Z)")
-"""The part of a line before the last carriage return: a progress bar's earlier states."""
-
 
 def clean(text: str) -> str:
-    """Return a text as a terminal would leave it on the screen: no escape sequence, no overwritten line."""
-    text = _ESCAPE.sub("", text).replace("\r\n", "\n")
-    return _OVERWRITTEN.sub("", text).replace("\r", "\n")
+    """Return a text as a terminal would leave it on the screen: no escape sequence, and of a line that was overwritten,
+    as by a progress bar, its last state."""
+    lines = without_sequences(text).split("\n") if "\r" in text or "\x1b" in text else [text]
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def words_of_size(count: int) -> str:
@@ -38,11 +30,14 @@ def words_of_size(count: int) -> str:
     raise AssertionError
 
 
-def shorten(text: str, advice: str = "", *, max_chars: int = MAX_CHARS) -> tuple[str, bool]:
+def shorten(
+    text: str, advice: str = "", *, offset: int = 0, missing: int = 0, max_chars: int = MAX_CHARS
+) -> tuple[str, bool]:
     """Return a text with its middle left out if it is long, and whether it was.
 
-    A line between head and tail says how much is missing, and `advice` how to get it. Lines stay whole where they are
-    short enough.
+    A line between head and tail says how much is missing, and `advice` how to get it: `{}` in it stands for the byte
+    to read on from, where `offset` is that of the text. A character had at least a byte, so that place is never behind
+    the gap's beginning. Lines stay whole where they are short enough. `missing`: bytes that the text lacks already.
     """
     if len(text) <= max_chars:
         return text, False
@@ -52,7 +47,8 @@ def shorten(text: str, advice: str = "", *, max_chars: int = MAX_CHARS) -> tuple
         head = head[: cut + 1]
     if -1 < (cut := tail.find("\n")) < half // 4:
         tail = tail[cut + 1 :]
-    left_out = len(text[len(head) : len(text) - len(tail)].encode())
+    left_out = missing + len(text[len(head) : len(text) - len(tail)].encode())
+    advice = advice.format(offset + len(head))
     gap = f"… {words_of_size(left_out)} left out{'; ' if advice else ''}{advice} …"
     return f"{head}{'' if head.endswith(chr(10)) else chr(10)}{gap}\n{tail}", True
 

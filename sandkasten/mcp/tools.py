@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +61,9 @@ class ToolCall:
     report: Report | None = None
     notes: list[str] = field(default_factory=list)
 
-    async def box(self) -> Session:
-        """Return the sandbox, made if there is none."""
-        session, note = await self.sandboxes.session(self.sandbox)
+    async def box(self, *, may_make: bool = True) -> Session:
+        """Return the sandbox, made if there is none; without `may_make` that is `NoSandbox`."""
+        session, note = await self.sandboxes.session(self.sandbox, may_make=may_make)
         if note:
             self.notes.append(note)
         return session
@@ -159,9 +160,11 @@ async def _bash(call: ToolCall, arguments: Arguments) -> ToolReply:
         result = await _reporting(call, run, work)
     except errors.ShellNotFound:
         assert shell is not None  # the default shell is always there
-        await box.shell(shell)
+        with suppress(errors.Conflict):  # made by a call that came at once
+            await box.shell(shell)
         result = await _reporting(call, run, work)
-    text, is_cut = shorten(clean(result.output), f"bash_output exec_id={exec_id} offset={MAX_CHARS // 2}")
+    advice = f"bash_output exec_id={exec_id} offset={{}}"
+    text, is_cut = shorten(clean(result.output), advice, missing=result.bytes_omitted or 0)
     is_cut |= result.truncated
     return ToolReply(
         f"{_line(text)}{ending(result)}",
@@ -193,7 +196,8 @@ async def _restart(box: Session, shell: str | None) -> ToolReply:
     else:
         await box.close_shell(shell)
         await box.shell(shell)
-    return ToolReply("[the shell was restarted, cwd /workspace]", {"output": ""})
+    kept = "; exported variables are kept" if shell in (None, "default") else ""
+    return ToolReply(f"[the shell was restarted, cwd /workspace{kept}]", {"output": ""})
 
 
 async def _reporting(call: ToolCall, run: Run, work: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
@@ -228,7 +232,7 @@ async def _reporting(call: ToolCall, run: Run, work: Callable[[], Awaitable[Exec
 
 
 async def _bash_output(call: ToolCall, arguments: Arguments) -> ToolReply:
-    run = (await call.box()).run(arguments["exec_id"])
+    run = await _known_run(call, arguments)
     offset = arguments.get("offset") or 0
     deadline = time.monotonic() + (arguments.get("wait_ms") or 0) / 1000
     while True:
@@ -238,7 +242,7 @@ async def _bash_output(call: ToolCall, arguments: Arguments) -> ToolReply:
         await anyio.sleep(min(POLL_S, max(deadline - time.monotonic(), 0)))
     info = await run.info()
     end = info.end
-    text, is_cut = shorten(clean(part.data.decode(errors="replace")), f"read on from offset={offset + MAX_CHARS // 2}")
+    text, is_cut = shorten(clean(part.data.decode(errors="replace")), "read on from offset={}", offset=offset)
     state = ending(end) if end is not None else f"[{info.state}]"
     more = "" if part.is_final else f"[next offset={part.next_offset} of {part.total_bytes} bytes so far]"
     facts = {"output": text, "exec_id": info.exec_id, "is_running": end is None, "next_offset": part.next_offset}
@@ -248,8 +252,12 @@ async def _bash_output(call: ToolCall, arguments: Arguments) -> ToolReply:
     return ToolReply(f"{_line(text)}{state}{more}", facts)
 
 
+async def _known_run(call: ToolCall, arguments: Arguments) -> Run:
+    return (await call.box(may_make=False)).run(arguments["exec_id"])
+
+
 async def _write_stdin(call: ToolCall, arguments: Arguments) -> ToolReply:
-    run = (await call.box()).run(arguments["exec_id"])
+    run = await _known_run(call, arguments)
     text = arguments.get("text") or ""
     if text:
         await run.send(text)
@@ -259,7 +267,7 @@ async def _write_stdin(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 
 async def _kill(call: ToolCall, arguments: Arguments) -> ToolReply:
-    info = await (await call.box()).run(arguments["exec_id"]).cancel()
+    info = await (await _known_run(call, arguments)).cancel()
     return ToolReply(f"[{info.exec_id} {info.state}]" if info.end is None else ending(info.end))
 
 
@@ -274,7 +282,9 @@ async def _read(call: ToolCall, arguments: Arguments) -> ToolReply:
         if size > MAX_IMAGE_BYTES:
             text = f"{path} has {words_of_size(size)}; an image may have {words_of_size(MAX_IMAGE_BYTES)}"
             return ToolReply(text, is_error=True)
-        data = await files.read_bytes(path)
+        data = await files.read_bytes(path, length=MAX_IMAGE_BYTES + 1)
+        if len(data) > MAX_IMAGE_BYTES:
+            return ToolReply(f"{path} grew while it was read", is_error=True)
         return ToolReply(f"[{path}, {words_of_size(len(data))}]", images=[(media_type, data)])
     first, last = (*(arguments.get("view_range") or ()), None, None)[:2]
     view = await files.view(path, first=first, last=None if last == -1 else last)
@@ -286,12 +296,7 @@ async def _read(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 async def _write(call: ToolCall, arguments: Arguments) -> ToolReply:
     path = arguments["file_path"]
-    files = (await call.box()).files
-    try:
-        written = await files.write(path, arguments["content"])
-    except errors.FileNotFound:  # the directory is missing
-        await files.mkdir(path.rpartition("/")[0] or ".")
-        written = await files.write(path, arguments["content"])
+    written = await (await call.box()).files.write(path, arguments["content"])
     return ToolReply(f"[{written.path}, {words_of_size(written.size)} written]")
 
 
@@ -341,10 +346,10 @@ def _edits_of(patch: str) -> list[dict[str, Any]]:  # JSON values
 
 
 async def _glob(call: ToolCall, arguments: Arguments) -> ToolReply:
-    paths = await (await call.box()).files.glob(arguments["pattern"], arguments.get("path") or "")
-    shown = paths[:MAX_PATHS]
-    more = f"\n[{len(paths) - len(shown)} more]" if len(paths) > len(shown) else ""
-    return ToolReply(("\n".join(shown) or "[no file]") + more)
+    files = (await call.box()).files
+    paths = await files.glob(arguments["pattern"], arguments.get("path") or "", limit=MAX_PATHS + 1)
+    text, _ = shorten("\n".join(paths[:MAX_PATHS]) or "[no file]", "a narrower pattern shows it")
+    return ToolReply(text + (f"\n[more than {MAX_PATHS}: a narrower pattern shows them]" if paths[MAX_PATHS:] else ""))
 
 
 async def _grep(call: ToolCall, arguments: Arguments) -> ToolReply:
@@ -366,7 +371,7 @@ async def _grep(call: ToolCall, arguments: Arguments) -> ToolReply:
 
 
 async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
-    box = await call.box()
+    box = await call.box(may_make=False)
     wanted = arguments.get("wait_for")
     deadline = time.monotonic() + (arguments.get("timeout_ms") or 30_000) / 1000
     while True:

@@ -41,6 +41,7 @@ from sandkasten.model.session import FOREVER_S as FOREVER_S
 from sandkasten.model.session import IMAGE_NAME as IMAGE_NAME
 from sandkasten.model.session import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.model.session import MAX_SPAN_S as MAX_SPAN_S
+from sandkasten.model.session import MAX_TTL_S as MAX_TTL_S
 from sandkasten.model.session import SECCOMP_NAME as SECCOMP_NAME
 from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID

@@ -20,6 +20,9 @@ from nsinit.wire.protocol import MAX_STOP_GRACE_MS
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
 
+MAX_TTL_S = 86_400
+"""The longest idle timeout under its published name, `ttl_seconds`."""
+
 MAX_SPAN_S = 366 * 86_400.0
 """The longest finite idle timeout or lifetime."""
 

@@ -70,13 +70,14 @@ UPLOAD_S = 24 * 3600.0
 @attrs.frozen
 class UploadSpec:
     """A file that is to come in several requests: its path (surrogate-escaped), and what must be true of it in the end.
-    `user`: who writes it, by default the session's."""
+    `user`: who writes it, by default the session's. `workspace_id`: the workspace of the session that it goes to."""
 
     path: str
     size_bytes: int | None = None
     sha256: str | None = None
     mode: int | None = None
     user: str | None = None
+    workspace_id: str | None = None
 
 
 @attrs.frozen

@@ -103,6 +103,15 @@ Turn = Callable[[], Records | None]
 """Returns the records of a session that are due, None if there are none or the session writes them itself."""
 
 
+def _of_one_session(step: Callable[[], R]) -> R | None:
+    """Take a step that is a session's own. One that fails costs no other session its records, and no round."""
+    try:
+        return step()
+    except Exception:
+        log.exception("records_not_written")
+        return None
+
+
 def _write_each(records: Sequence[Records]) -> Sequence[OSError | None]:
     """Write the records of several sessions, in a worker thread; return the error of each that failed."""
     errors: list[OSError | None] = []
@@ -348,9 +357,9 @@ class SessionOutput:
         if self._writing.locked() or not self._takes_writes or len(exec_ids) > _RUNS_PER_CHECKPOINT:
             return None
         runs = [found for exec_id in exec_ids if (found := self._describe(exec_id)) is not None]
-        self._writing.acquire_nowait()
         due = self._take_due()
         news = self._news(due, runs)
+        self._writing.acquire_nowait()
         return Records(self.files, news, partial(self._settle, due, news, on_settled))
 
     def _settle(
@@ -633,14 +642,14 @@ class OutputStore:
                 await self._write_records(turns[start : start + _TURNS_AT_ONCE])
 
     async def _write_records(self, turns: Sequence[Turn]) -> None:
-        records = [found for turn in turns if (found := turn()) is not None]
+        records = [found for turn in turns if (found := _of_one_session(turn)) is not None]
         errors: Sequence[OSError | None] = [OSError(errno.EAGAIN, "the daemon stops")] * len(records)
         try:
             if records:
                 errors = await self.in_thread(_write_each, records)
         finally:
             for each, error in zip(records, errors, strict=True):
-                each.settle(error)
+                _of_one_session(partial(each.settle, error))
 
     def close(self) -> None:
         """Free all writers and readers. The files stay for the next daemon."""

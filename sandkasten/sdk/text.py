@@ -57,7 +57,7 @@ class OutputText:
             return text
         if not is_last and (start := _open_from(text)) is not None:
             text, self._held = text[:start], text[start:]
-        return _SEQUENCE.sub("", text)
+        return without_sequences(text)
 
     def _newlines(self, text: str, *, is_last: bool) -> str:
         if self._ends_in_cr:
@@ -66,6 +66,11 @@ class OutputText:
         if self._ends_in_cr:
             text = text[:-1]
         return text.replace("\r\n", "\n")
+
+
+def without_sequences(text: str) -> str:
+    """Return a whole text without its escape sequences; one that is never closed stays."""
+    return _SEQUENCE.sub("", text)
 
 
 def _open_from(text: str) -> int | None:

@@ -345,8 +345,8 @@ class WorkspaceInfo(Taken):
 class FileInfo(Taken):
     """Entry of a directory. `type` is `file`, `directory`, `symlink` or `other`; `mode` is octal, such as `0644`.
 
-    `etag` is the version of the file, `target` where a link leads. A name that is not UTF-8 is spelled as docs/api.md
-    says, and `name_base64` has its bytes.
+    `etag` is the version of the file, `target` where a link leads. Of a name that is not UTF-8 the path is spelled as
+    docs/api.md says, `name` is for people, and `name_base64` has the bytes.
     """
 
     name: str

@@ -26,6 +26,7 @@ GRACE_S = 15.0
 
 _PASSING = frozenset({429, 502, 503, 504})
 _GATEWAY = frozenset({502, 503, 504})
+_BYTE = re.compile("[\udc80-\udcff]")
 
 
 @dataclass(slots=True)
@@ -104,7 +105,12 @@ def call(
 
 
 def _spell(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else spelled(str(value))
+
+
+def spelled(name: str) -> str:
+    """Return a local name, whose bytes that are not UTF-8 are surrogates (PEP 383), as docs/api.md#files spells it."""
+    return _BYTE.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", name)
 
 
 def given(**values: object) -> dict[str, Any]:  # JSON values
@@ -119,7 +125,7 @@ def set_values(**values: object) -> dict[str, Any]:  # JSON values
 
 def part(text: str) -> str:
     """Return a text as one part of a path."""
-    return quote(text, safe="")
+    return quote(spelled(text), safe="")
 
 
 def new_id() -> str:

@@ -384,7 +384,7 @@ def check_images(config: Config) -> Iterator[Finding]:
                 f"image {image.name!r} has {len(found)} setuid or setgid files, such as {found[0]}",
                 "inside they give nothing (nosuid, no_new_privs); on this machine only the data directory's mode"
                 " keeps its users away from them",
-                f"`sandkasten image delete {image.name}`, then `sandkasten image import`, which drops the bits",
+                f"`sandkasten image rm {image.name}`, then `sandkasten image import`, which drops the bits",
             )
 
 

@@ -32,6 +32,8 @@ from sandkasten.sync import waiting
 from sandkasten.sync.streams import ResumedEvents
 from sandkasten.sync.transport import Endpoint, HttpStream, Lost, StreamRecovery, Transport
 
+MAX_PAGE = 1000
+"""Most entries that the server puts into one answer."""
 _PARTIAL = 206
 
 Progress = Callable[[int, int | None], object]
@@ -370,15 +372,18 @@ class Files:
         answer = self._endpoint.ask("POST", "/edit", body, repeat=dry_run)
         return [FileEdit.take(each) for each in answer["files"]]
 
-    def glob(self, pattern: str, path: str = "", *, user: str | None = None, cwd: str | None = None) -> list[str]:
-        """Return the paths below a directory that a pattern with `*`, `**`, `?`, `[…]` and `{a,b}` fits."""
-        body = given(pattern=pattern, path=path or None, user=user, cwd=cwd)
+    def glob(
+        self, pattern: str, path: str = "", *, limit: int | None = None, user: str | None = None, cwd: str | None = None
+    ) -> list[str]:
+        """Return the paths below a directory that a pattern with `*`, `**`, `?`, `[…]` and `{a,b}` fits, at most
+        `limit`."""
+        body = given(pattern=pattern, path=path or None, limit=_page(limit), user=user, cwd=cwd)
         found: list[str] = []
         while True:
             answer = self._endpoint.ask("POST", "/glob", body)
             found += answer["paths"]
-            if not (cursor := answer.get("next_cursor")):
-                return found
+            if not (cursor := answer.get("next_cursor")) or (limit is not None and len(found) >= limit):
+                return found[:limit]
             body["cursor"] = cursor
 
     def search(
@@ -504,21 +509,26 @@ class Files:
         *,
         depth: int = 1,
         glob: str | None = None,
+        limit: int | None = None,
         user: str | None = None,
         cwd: str | None = None,
     ) -> list[FileInfo]:
         """Return the entries of a directory, with `depth` also those of its directories, in the order of their paths.
 
-        `glob` chooses by name, or by the path below `path` if it has a `/`.
+        `glob` chooses by name, or by the path below `path` if it has a `/`; the first `limit` are returned.
         """
-        query = given(path=path or None, depth=depth, glob=glob, user=user, cwd=cwd)
+        query = given(path=path or None, depth=depth, glob=glob, limit=_page(limit), user=user, cwd=cwd)
         found: list[FileInfo] = []
         while True:
             answer = self._endpoint.ask("GET", "/list", query=query)
             found += [FileInfo.take(each) for each in answer["entries"]]
-            if not (cursor := answer.get("next_cursor")):
-                return found
+            if not (cursor := answer.get("next_cursor")) or (limit is not None and len(found) >= limit):
+                return found[:limit]
             query["cursor"] = cursor
+
+
+def _page(limit: int | None) -> int | None:
+    return limit and min(limit, MAX_PAGE)
 
 
 def _open(path: Path, mode: str = "rb") -> BinaryIO:

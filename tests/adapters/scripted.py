@@ -101,6 +101,25 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
 
 
+def _events(message: dict[str, Any]) -> str:
+    """Return a message of Anthropic's as the events of a stream, with its only block in one piece."""
+    (block,) = message["content"]
+    empty: dict[str, Any]
+    if block["type"] == "text":
+        empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+    else:
+        empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": message | {"content": [], "stop_reason": None}},
+        {"type": "content_block_start", "index": 0, "content_block": block | empty},
+        {"type": "content_block_delta", "index": 0, "delta": delta},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": message["stop_reason"]}, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ]
+    return "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in events)
+
+
 def _handler(model: ScriptedModel) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -110,9 +129,11 @@ def _handler(model: ScriptedModel) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            body = json.dumps(model.answer(self.path.partition("?")[0], request)).encode()
+            answer = model.answer(self.path.partition("?")[0], request)
+            is_stream = "content" in answer and bool(request.get("stream"))
+            body = (_events(answer) if is_stream else json.dumps(answer)).encode()
             self.send_response(200)
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", "text/event-stream" if is_stream else "application/json")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,7 +12,7 @@ import httpx2
 import pytest
 
 from sandkasten.adapters.anthropic import claude_agent_options
-from tests.adapters.conftest import EXAMPLES, PROGRAMS, Ran, results, scenarios
+from tests.adapters.conftest import EXAMPLES, PROGRAMS, PYTHON, Ran, results, scenarios
 from tests.adapters.scripted import Turn, scripted
 from tests.e2e.daemon import KEY, Daemon
 
@@ -60,6 +62,22 @@ def test_the_loop_without_a_framework(run: Callable[..., Ran]) -> None:
         assert run(path, "Where are you?", **model.environment).stdout == "It is /tmp.\n"
         assert model.texts() == ["\n[exited, exit code 1]", "/tmp\n\n[exited, exit code 0]"]
         assert model.requests[0]["messages"] == [{"role": "user", "content": "Where are you?"}]
+
+
+@pytest.mark.skipif(
+    not [*PYTHON.parents[1].glob("lib/*/site-packages/claude_agent_sdk")],
+    reason="needs claude-agent-sdk, of 385 MB: .venv-agents/bin/pip install claude-agent-sdk",
+)
+def test_the_example_for_the_claude_agent_sdk(run: Callable[..., Ran], tmp_path: Path) -> None:
+    """docs/examples/claude_agent.py likewise, with an empty home: the model has the tools of the sandbox alone."""
+    quiet = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    with scripted(("mcp__sandkasten__bash", {"command": "cd /tmp; expr 6 \\* 7; false"}), "It is 42.") as model:
+        done = run(EXAMPLES / "claude_agent.py", "What is 6 times 7?", **quiet, **model.environment)
+        assert done.stdout.splitlines()[-1] == "It is 42."
+        (result,) = map(json.loads, model.texts())
+        assert (result["output"], result["exit_code"], result["cwd"]) == ("42\n", 1, "/tmp")
+        tools = {each["name"] for each in model.requests[0]["tools"]} - {"DeferredToolPlaceholder"}
+        assert {name for name in tools if not name.startswith("mcp__sandkasten__")} == set()
 
 
 def test_what_the_claude_agent_sdk_is_given_works(daemon: Daemon) -> None:

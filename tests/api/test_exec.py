@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import base64
+import functools
+import json
 from typing import Any
 
 import attrs
 import httpx
+import pytest
 import trio
 import trio.testing
 
+from runner.wire import protocol
 from sandkasten.config import ServerSettings
 from sandkasten.model import Stream
 from tests.api.harness import Running, RunningTree, read_to_end, request_bytes, running_front
 from tests.fakes.runner import Script
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 
 async def make_session(running: Running, client: httpx.AsyncClient) -> str:
@@ -96,6 +100,30 @@ async def test_who_reads_one_output_gets_it_in_order() -> None:
             assert session["streams"] == options.get("streams")
             await client.post(f"/v1/sessions/{session['id']}/exec", json={"cmd": "cmd"} | body)
             assert running.tree.runs[-1].request.merged is is_merged
+
+
+async def has_runs(running: RunningTree, count: int) -> bool:
+    """Whether the session was asked for so many runs."""
+    return len(running.tree.runs) == count
+
+
+@pytest.mark.parametrize("route", ["exec", "exec/stream"])
+async def test_a_wait_and_one_pipe_are_asked_of_the_session(route: str) -> None:
+    """By a command behind another one of its shell."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        running.tree.scripts["long"] = Script(hold=trio.Event())
+        body = {"cmd": "next", "queue_timeout_ms": 4321, "streams": "merged", "output_fields": ["stdout"]}
+        async with await running.connect() as first, await running.connect() as second:
+            await first.send_all(request_bytes("POST", f"{url}/exec/stream", body=b'{"cmd": "long"}'))
+            await until(functools.partial(has_runs, running, 1))
+            await second.send_all(request_bytes("POST", f"{url}/{route}", body=json.dumps(body).encode()))
+            await until(functools.partial(has_runs, running, 2))
+        requests = [run.request for run in running.tree.runs]
+        assert [(each.queue_timeout_ms, each.merged) for each in requests if isinstance(each, protocol.Exec)] == [
+            (None, False),
+            (4321, True),
+        ]
 
 
 async def test_text_says_where_lines_are_left_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tracemalloc
 
@@ -16,6 +17,7 @@ from sandkasten.api.websocket.exec import MAX_WAITING
 from sandkasten.api.websocket.exec_messages import MAX_CHANNELS, STDIN_CREDIT_BYTES
 from sandkasten.model import Stream
 from tests.api.harness import PATIENCE_S, RunningTree, read_until, running_front
+from tests.api.test_exec import has_runs
 from tests.api.ws_client import (
     Chunk,
     Talk,
@@ -117,6 +119,19 @@ async def test_a_start_has_the_fields_of_post_exec() -> None:
             assert (error["error_code"], error["id"], error["seq"], error["final"]) == ("INVALID_REQUEST", 1, 0, True)
             assert error["details"]
     assert len(running.tree.runs) == 1
+
+
+async def test_a_wait_and_one_pipe_are_asked_of_the_session() -> None:
+    """By a command behind another one of its shell."""
+    async with running_front() as running, exec_talk(running) as client:
+        await started(running, client, mode="stateful")
+        await client.say("start", id=2, cmd="next", queue_timeout_ms=4321, streams="merged")
+        await until(functools.partial(has_runs, running, 2))
+        requests = [run.request for run in running.tree.runs]
+    assert [(each.queue_timeout_ms, each.merged) for each in requests if isinstance(each, protocol.Exec)] == [
+        (None, False),
+        (4321, True),
+    ]
 
 
 @pytest.mark.parametrize(

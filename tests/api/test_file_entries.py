@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import httpx
 import pytest
 
@@ -46,8 +48,38 @@ async def test_properties_of_one_and_of_many(kind: str) -> None:
         assert (entry["path"], entry["type"], entry["size"]) == ("/workspace/d/b", "file", 3)
         assert {"uid", "gid", "user", "group", "etag", "mode"} <= entry.keys()
         assert (await client.get(f"{url}/fs/stat", params={"path": "x"})).status_code == 404
-        answer = await client.post(f"{url}/fs/stat", json={"paths": ["a", "x", "d"]})
-        assert [each and each["type"] for each in answer.json()["entries"]] == ["file", None, "directory"]
+        answer = await client.post(f"{url}/fs/stat", json={"paths": ["a", "x", "d", "/proc/self"]})
+        assert [each and each["type"] for each in answer.json()["entries"]] == ["file", None, "directory", None]
+
+
+async def test_the_properties_of_what_a_link_leads_to() -> None:
+    """A link that leads to no file is 404, not the link's own properties."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, "session")
+        for name, target in (("link", "a"), ("dangling", "x")):
+            running.tree.runner.files.path(name).symlink_to(target)
+            assert (await client.get(f"{url}/fs/stat", params={"path": name})).json()["type"] == "symlink"
+        followed = await client.get(f"{url}/fs/stat", params={"path": "link", "follow": True})
+        assert (followed.json()["path"], followed.json()["type"]) == ("/workspace/a", "file")
+        for route in ("stat", "view"):
+            lost = await client.get(f"{url}/fs/{route}?path=dangling{'&follow=true' if route == 'stat' else ''}")
+            assert (lost.status_code, lost.json()["error_code"]) == (404, "FILE_NOT_FOUND")
+
+
+@pytest.mark.parametrize("kind", ["session", "workspace"])
+async def test_a_digest_is_of_the_content(kind: str) -> None:
+    """Of the regular file that a path leads to, and only if it is asked for."""
+    async with running_front() as running, running.client() as client:
+        url = await place(running, client, kind)
+        await client.put(f"{url}/fs/file?path=big", content=b"\0" * 3_000_000)
+        for path, content in (("d/b", b"d/b"), ("big", b"\0" * 3_000_000)):
+            plain = (await client.get(f"{url}/fs/stat", params={"path": path})).json()
+            told = (await client.get(f"{url}/fs/stat", params={"path": path, "digest": "sha256"})).json()
+            assert told.pop("sha256") == hashlib.sha256(content).hexdigest()
+            assert {**told, "etag": ""} == {**plain, "etag": ""}
+        for path, digest, status in (("d", "sha256", 409), ("x", "sha256", 404), ("a", "md5", 400)):
+            answer = await client.get(f"{url}/fs/stat", params={"path": path, "digest": digest})
+            assert answer.status_code == status, answer.text
 
 
 async def test_the_slash_of_a_workspace_is_the_workspace() -> None:

@@ -43,6 +43,8 @@ async def test_files_are_edited_together(kind: str) -> None:
         *(
             [{"path": "f", "op": "replace", "old": "", "new": "x"}],
             [{"path": "f", "op": "insert", "line": -1, "text": ""}],
+            [{"path": "f", "op": "delete", "if_match": ""}],
+            [{"path": "f", "op": "delete", "if_match": "x"}],
         ),
         *([{"path": "f", "op": "replace", "old": "a", "new": "x", "count": 2}], [{"path": "f", "op": "delete"}] * 101),
     ],
@@ -53,6 +55,41 @@ async def test_what_is_no_edit_is_refused(edits: object) -> None:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/fs/edit", json={"edits": edits})
         assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field", "nearest"),
+    [
+        ("write", {"path": "f", "text": "x"}, "mod", "mode"),
+        ("edit", {"edits": [{"path": "f", "op": "create", "text": "x"}]}, "if_match", ""),
+        ("mkdir", {"path": "f"}, "parent", "parents"),
+        ("uploads", {"path": "f"}, "sha265", "sha256"),
+        ("uploads/0/commit", {}, "mode", "has no fields"),
+    ],
+)
+async def test_a_field_that_is_not_honoured_is_refused(
+    route: str, body: dict[str, object], field: str, nearest: str
+) -> None:
+    """It may be a condition, a place or a right; the nearest known field is named, and nothing is made."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        answer = await client.post(f"{url}/fs/{route}", json={**body, field: "x"})
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert nearest in answer.json()["details"][field]
+        assert (await client.get(f"{url}/fs/list")).json()["entries"] == []
+
+
+async def test_an_edit_takes_as_much_as_a_write() -> None:
+    """16 MiB of any text, as the client counts it; more is 413."""
+    async with running_front() as running, running.client() as client:
+        url = await make_session(running, client)
+        text = "\u20ac" * (5 << 20)
+        for more, status in (("", 200), (text, 413)):
+            edits = [{"path": f"f{status}", "op": "create", "text": text + more}]
+            body = json.dumps({"edits": edits}, ensure_ascii=False).encode()
+            answer = await client.post(f"{url}/fs/edit", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == status, answer.text
+        assert (await client.get(f"{url}/fs/file?path=f200")).text == text
 
 
 async def test_a_rehearsal_makes_no_workspace() -> None:
@@ -150,6 +187,7 @@ async def test_changes_are_told_as_events_and_messages(kind: str) -> None:
         told = [
             {"type": "ready", "path": "/workspace"},
             {"type": "rename", "path": "/workspace/\0ff", "to": "/workspace/b"},
+            {"type": "overflow", "path": "/workspace"},
             {"type": "remove", "path": "/workspace"},
         ]
         blocks = [block.split("\n") for block in answer.text.split("\n\n") if block and not block.startswith(":")]
@@ -163,4 +201,6 @@ async def test_changes_are_told_as_events_and_messages(kind: str) -> None:
                 piece = await stream.receive_some(65536)
                 assert piece
                 seen += piece
-            assert b"".join(json.dumps(each, separators=(",", ":")).encode() for each in told[:1]) in seen
+            places = [seen.find(json.dumps(each, separators=(",", ":")).encode()) for each in told]
+            assert -1 not in places
+            assert places == sorted(places)

@@ -12,6 +12,7 @@ import pytest
 from sandkasten.actors.services.store import do
 from sandkasten.actors.workspaces.uploads import sweep_once
 from sandkasten.model.workspace import MAX_UPLOADS, UPLOAD_S
+from sandkasten.store.sessions import forget_ended
 from sandkasten.store.uploads import old_uploads
 from tests.api.harness import RunningTree, running_front
 from tests.api.test_exec import make_session
@@ -142,6 +143,22 @@ async def test_an_old_upload_is_removed(kind: str) -> None:
         assert await names(client, url) == []
         assert await store.ask(do(old_uploads, late)) == []
         assert (await client.get(upload)).status_code == 404
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+async def test_what_a_session_left_in_its_workspace_is_removed(is_forgotten: bool) -> None:
+    """A part file outlives its session there, and may outlive the session's record."""
+    async with running_front() as running, running.client() as client:
+        session = (await client.post("/v1/sessions", json={"workspace_id": "ws"})).json()["id"]
+        await begin(client, f"/v1/sessions/{session}")
+        await client.delete(f"/v1/sessions/{session}")
+        store, late = running.supervisor._store, datetime.now(UTC) + timedelta(seconds=UPLOAD_S + 60)
+        if is_forgotten:
+            assert await store.ask(do(forget_ended, before=late, limit=10)) == 1
+        assert len(await names(client, "/v1/workspaces/ws")) == 1
+        await sweep_once(store, running.supervisor._files_at, late)
+        assert await names(client, "/v1/workspaces/ws") == []
+        assert await store.ask(do(old_uploads, late)) == []
 
 
 @pytest.mark.parametrize(

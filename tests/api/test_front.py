@@ -73,7 +73,7 @@ async def test_every_route_but_healthz_wants_the_key(method: str, path: str) -> 
     [
         ("/v1/sessions?statsu=running", "statsu", "status"),
         ("/v1/events?types=x&curser=3", "curser", "cursor"),
-        ("/v1/node?verbose=1", "verbose", "takes no query"),
+        ("/v1/node?verbose=1", "verbose", "has no fields"),
     ],
 )
 async def test_a_query_with_an_unknown_field_is_refused(path: str, field: str, nearest: str) -> None:

@@ -48,6 +48,30 @@ async def test_a_reset_during_a_json_request_is_no_error(caplog: pytest.LogCaptu
         assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.parametrize(
+    ("method", "rest", "body"),
+    [("GET", "list", b""), ("POST", "glob", b'{"pattern": "*"}'), ("GET", "view?path=f", b"")],
+)
+async def test_a_walk_through_files_ends_with_its_client(
+    caplog: pytest.LogCaptureFixture, method: str, rest: str, body: bytes
+) -> None:
+    """Nobody waits for the list of a tree that takes long."""
+
+    async def is_over() -> bool:
+        return any(record.message == "request" for record in caplog.records)
+
+    async with running_front() as running:
+        session = await running.supervisor.create(SessionSpec())
+        running.tree.runner.files.gate = trio.Event()
+        with caplog.at_level(logging.INFO, "sandkasten"):
+            stream = await running.connect()
+            await stream.send_all(request_bytes(method, f"/v1/sessions/{session.id}/fs/{rest}", body=body))
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert not await is_over()
+            await stream.aclose()
+            await until(is_over)
+
+
 async def test_a_client_that_ends_its_side_within_its_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """The refusal of what it announced and that of what came of it may meet on the socket."""
     announced = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\n\r\n"

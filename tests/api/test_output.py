@@ -110,6 +110,9 @@ async def test_what_is_not_kept_any_more_is_410() -> None:
     async with running_front(runs=RunsSettings(keep_mb=1)) as running, running.client() as client:
         script = Script([(Stream.STDOUT, b"x" * size), (Stream.STDERR, b"y" * size)], repeat=20)
         url, _ = await start(running, client, script)
+        assert (
+            await client.post(f"{url}/execs/e-1/wait", json={"for": "exit"})
+        ).status_code == 200  # what is kept moves until then
         answer = await client.get(f"{url}/execs/e-1/output")
         assert (answer.status_code, answer.json()["error_code"], list(answer.json()["details"])) == (
             410,

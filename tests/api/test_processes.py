@@ -15,6 +15,8 @@ from tests.api.test_exec import make_session
 from tests.fakes.runner import Script, ScriptedRun
 from tests.waiting import until
 
+MERGED = {"streams": "merged"}
+
 
 async def start(running: RunningTree, client: httpx.AsyncClient, script: Script) -> tuple[str, str, ScriptedRun]:
     """Start one scripted process; return the session's URL, the process's, and its run."""
@@ -67,6 +69,15 @@ async def test_a_process_is_started_with_all_that_was_said() -> None:
         assert (request.argv, request.cwd, request.user) == (("srv", "-p", "80"), "/tmp", "app")
         assert (request.env["A"], request.terminal) == ("1", protocol.TerminalSize(100, 30))
         assert (await client.get(f"{url}/processes/p-1")).json() == seen
+
+
+async def test_a_process_has_the_pipes_that_were_asked_for() -> None:
+    """One for each stream, unless the request or its session says otherwise."""
+    async with running_front() as running, running.client() as client:
+        for of_session, asked, is_merged in (({}, {}, False), ({}, MERGED, True), (MERGED, {}, True)):
+            session_id = (await client.post("/v1/sessions", json=of_session)).json()["id"]
+            answer = await client.post(f"/v1/sessions/{session_id}/processes", json={"cmd": "serve"} | asked)
+            assert (answer.status_code, running.tree.runs[-1].request.merged) == (201, is_merged)
 
 
 async def test_a_repeated_start_attaches() -> None:

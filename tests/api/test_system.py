@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sandkasten.actors import tree
-from sandkasten.config import PoolSettings, PoolSize
+from sandkasten.config import Maximum, PoolSettings, PoolSize, RunsSettings
 from sandkasten.model import SessionSpec
 from sandkasten.model.node import PROTECTIONS
 from tests.api.harness import running_front
+from tests.api.test_exec import make_session
 from tests.waiting import until
 
 
@@ -42,6 +45,44 @@ async def test_the_installation_is_described() -> None:
         "fix": "",
     }
     assert found["examined_at"].endswith("Z")
+
+
+async def test_the_bounds_that_are_told_are_those_in_force() -> None:
+    """Requests at the bound are taken, and those one above it refused."""
+    maximum, runs = Maximum(idle_timeout_seconds=7200), RunsSettings(max_exec_ids=5)
+    async with running_front(maximum=maximum, runs=runs) as running, running.client() as client:
+        limits = (await client.get("/v1/system")).json()["limits"]
+        ttl_s, body_bytes = limits["ttl_seconds"]["max"], limits["max_request_bytes"]
+        assert (ttl_s, limits["max_import_mb"], limits["max_exec_ids"], limits["max_watches"]) == (
+            7200,
+            10 * 1024,
+            5,
+            8,
+        )
+        url = await make_session(running, client)
+
+        async def post(path: str, /, **body: Any) -> int:  # JSON
+            return (await client.post(path, json=body)).status_code
+
+        async def search(most: int) -> int:
+            return await post(f"{url}/fs/search", pattern="x", max_matches=most)
+
+        async def edit(count: int) -> int:
+            edits = [{"op": "create", "path": f"{count}-{each}", "text": ""} for each in range(count)]
+            return await post(f"{url}/fs/edit", edits=edits)
+
+        async def send(size: int) -> int:
+            start, end = b'{"cmd": "a", "exec_id": "', b'"}'
+            return (await client.post(f"{url}/exec", content=start + b"a" * (size - 27) + end)).status_code
+
+        assert [await post("/v1/sessions", ttl_seconds=each) for each in (ttl_s, ttl_s + 1)] == [201, 400]
+        assert [await send(each) for each in (body_bytes, body_bytes + 1)] == [400, 413]
+        assert [await search(limits["max_matches"] + more) for more in (0, 1)] == [200, 400]
+        assert [await edit(limits["max_edits"] + more) for more in (0, 1)] == [200, 400]
+        shells = [await post(f"{url}/shells", name=f"s{each}") for each in range(limits["max_shells"])]
+        assert shells == [201] * (limits["max_shells"] - 1) + [503]
+        uploads = [await post(f"{url}/fs/uploads", path=f"u{each}") for each in range(limits["max_uploads"] + 1)]
+        assert uploads == [201] * limits["max_uploads"] + [503]
 
 
 async def test_the_node_adds_up_what_its_sessions_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

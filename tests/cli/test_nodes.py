@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.e2e.daemon import SCRIPT, Daemon
-from tests.waiting import patience
+from tests.waiting import patience, slowness
 
 pytestmark = pytest.mark.e2e
 
@@ -118,7 +119,18 @@ def test_what_is_wrong_with_a_server_is_a_sentence(daemon: Daemon, tmp_path: Pat
         assert (done.returncode, done.stderr.count("\n"), words in done.stderr) == (125, 1, True), done
 
 
-def test_it_begins_within_its_time_and_with_its_modules(command: Command, session: str) -> None:
+def test_a_verb_begins_within_its_time(tmp_path: Path) -> None:
+    """From the start of the process to the answer that nothing listens there, the least of five."""
+    nobody = Command.of(tmp_path, SANDKASTEN_URL="http://127.0.0.1:9")
+    took_s = []
+    for _ in range(5):
+        began = time.monotonic()
+        assert nobody.run("ps").returncode == 125
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 0.15 * slowness()
+
+
+def test_it_begins_with_its_modules(command: Command, session: str) -> None:
     """No package of the server is loaded for a client verb, but the reader of the configuration where there is one; nor
     what an HTTP library would load only because it is installed."""
     code = (

@@ -8,13 +8,14 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Command
-from tests.e2e.daemon import SCRIPT
+from tests.e2e.daemon import KEY, SCRIPT, running_daemon
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.e2e
         ((), ("no-such-program",), 127, None),
         (("no-such-image",), ("true",), 125, None),
         (("-m", "0"), ("true",), 2, None),
+        (("--network", "none"), ("cat", "/sys/class/net/eth0/mtu"), 1, None),
+        (("--network", "host"), ("true",), 125, None),
         (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
         (("-d", "-w", "/nowhere"), ("true",), 125, None),
     ],
@@ -90,6 +93,9 @@ def test_json_is_one_object_with_the_output(command: Command, session: str) -> N
     done = command.run("exec", "--json", session, "--", "echo out; echo err >&2; exit 3")
     result = json.loads(done.stdout)
     assert (done.returncode, result["exit_code"], result["stdout"], result["stderr"]) == (3, 3, "out\n", "err\n")
+    for data, status, said in ((b"a\r\n", 0, '"stdout":"3\\n"'), (b"a\xff", 125, "standard input must be UTF-8")):
+        done = command.run("exec", "--json", session, "--", "wc -c", stdin=data)
+        assert (done.returncode, said in done.stdout + done.stderr, "Traceback" in done.stderr) == (status, True, False)
     assert command.json("run", "-d", "--", "true")["id"] != session
     command.out("rm", "-")
 
@@ -208,6 +214,9 @@ def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
     assert {line.split(" | ")[0] for line in lines if "last" in line} == {run[:12]}
     assert command.out("logs", session, run[:-3]) == "a\x01b\nlast"
     assert [each["line"] for each in command.lines("logs", session, run)] == ["a\x01b", "last"]
+    assert command.out("logs", "--since", "1h", session, run) == "a\x01b\nlast"
+    time.sleep(1.1)  # the shortest span is 1 s
+    assert command.out("logs", "--since", "1s", session) == ""
     with command.started("logs", "-f", session) as process:
         assert process.stdout is not None
         while b"last" not in process.stdout.readline():
@@ -216,3 +225,29 @@ def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
         assert process.stdout.readline().endswith(b" | new\n")
         command.out("rm", session)
         assert process.wait() == 0
+
+
+def test_a_server_may_be_started_anew_meanwhile(tmp_path: Path) -> None:
+    """Killed in the midst of what `exec` and `logs -f` print: nothing is missing or twice, and the end is true."""
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        address = f"unix:{directory}/there"
+        command = Command.of(tmp_path, SANDKASTEN_URL=address, SANDKASTEN_API_KEY=KEY)
+        with running_daemon(Path(directory), "--listen", address) as first:
+            first.wait_url()
+            session = command.out("run", "-d").strip()
+            script = "for n in $(seq 60); do echo $n; sleep 0.05; done; exit 7"
+            with command.started("exec", "-n", session, "--", script) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"1\n"
+                with command.started("logs", "-f", session) as log:
+                    assert log.stdout is not None
+                    assert log.stdout.readline().endswith(b" | 1\n")
+                    first.process.kill()
+                    first.process.wait()
+                    with running_daemon(Path(directory), "--listen", address):
+                        rest = [b"%d\n" % number for number in range(2, 61)]
+                        assert process.stdout.readlines() == rest
+                        assert process.wait() == 7
+                        assert [log.stdout.readline().partition(b" | ")[2] for _ in rest] == rest
+                        command.out("rm", session)
+                        assert log.wait() == 0

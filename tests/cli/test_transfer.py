@@ -37,6 +37,28 @@ def test_a_file_is_copied_both_ways(command: Command, session: str, tmp_path: Pa
     assert (tmp_path / "into/name").read_bytes() == source.read_bytes()
 
 
+def test_a_name_that_is_no_text_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
+    """Any byte but NUL and the slash, of a file, in a directory, and in an archive."""
+    name = os.fsdecode(b"caf\xe9 \xff")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / name).write_bytes(b"\xff")
+    for source in (tmp_path / "src", tmp_path / "src" / name):
+        command.out("cp", source, f"{session}:")
+    assert command.out("exec", session, "--", "cat src/caf* caf* | od -An -tx1") == " ff ff\n"
+    (tmp_path / "out").mkdir()
+    for path in ("src", name):
+        command.out("cp", f"{session}:{path}", tmp_path / "out")
+    for found in (tmp_path / "out", tmp_path / "out/src"):
+        assert (found / name).read_bytes() == b"\xff"
+    archive = command.run("cp", f"{session}:{name}", "-").stdout.encode("utf-8", "surrogateescape")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        assert tar.getnames() == [name]
+    assert command.out("ps", "-q", "-l", name) == ""
+    for words in (("exec", session, "--", name), ("run", "-v", name, "--", "true"), ("workspace", "rm", name)):
+        done = command.run(*words)
+        assert (done.returncode, "Traceback" in done.stderr) == (125, False), done
+
+
 def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
     """Into a directory that is there, under a new name, or what is in the directory."""
     (tmp_path / "src/sub").mkdir(parents=True)

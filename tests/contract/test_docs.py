@@ -24,6 +24,7 @@ from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+WINDOWS = ROOT / "config/windows/sandkasten-wsl.ps1"
 CONFIG = Config()
 TRIED_ELSEWHERE = {
     ("README.md", "python"): "tests/sdk/test_usage.py",
@@ -37,8 +38,8 @@ TRIED_ELSEWHERE = {
     ("docs/architecture.md", "mermaid"): "tests/contract/test_written_docs.py draws it",
 }
 NOT_TRIED = {
-    ("README.md", "sh"): "needs Claude Code; tests/mcp speaks the protocol",
-    ("docs/mcp.md", "sh"): "likewise",
+    ("README.md", "sh"): "needs Claude Code and a model; tests/mcp speaks the protocol, tests/adapters run the example",
+    ("docs/mcp.md", "sh"): "needs Claude Code; tests/mcp/test_set_up.py connects with what the line says",
     ("docs/systemd.md", "sh"): "needs a machine that systemd runs; its units are tried",
     ("docs/wsl2.md", "powershell"): "needs Windows",
     ("docs/websocket.md", "js"): "needs xterm.js; tests/api/test_terminal_raw.py speaks the protocol",
@@ -99,6 +100,25 @@ def _check_program(program: str, shown: str, data_dir: Path) -> None:
     command = [sys.executable, "-c", program, str(data_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.stdout == shown, done.stderr
+
+
+def test_the_lines_for_linux_in_the_script_for_windows_are_bash() -> None:
+    """bash takes each as PowerShell hands it over, and none has double quotes, which Windows PowerShell drops."""
+    found = re.findall(r"Invoke-Linux (['\"])(.*)\1$", WINDOWS.read_text(), re.MULTILINE)
+    assert len(found) > 8
+    for quote, text in found:
+        line = text.replace("''", "'") if quote == "'" else re.sub(r"\$\{?\w+\}?", "x", text)
+        done = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr, '"' in line) == (0, "", False), line
+
+
+def test_what_is_installed_to_serve_has_the_extras_of_the_server() -> None:
+    """Each `pip install` behind which services are installed, or `serve` is begun."""
+    texts = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md")), WINDOWS.read_text()]
+    commands = [each for text in texts for each in text.split("pip install ")[1:]]
+    serving = [each for each in commands if re.search("/sandkasten (install-service|serve)", each)]
+    assert len(serving) == 2
+    assert [each for each in serving if "[server,mcp]" not in each.splitlines()[0]] == []
 
 
 @pytest.mark.parametrize("page", _pages("yaml"))
@@ -187,12 +207,15 @@ def test_the_readme_names_make_targets_that_exist() -> None:
 
 
 def test_the_readme_quotes_the_goals_of_the_last_report() -> None:
-    """Word for word, and names the report."""
+    """Rows word for word, how many goals are met, and the report's name."""
     report = max((ROOT / "docs/benchmarks").glob("20*.md"))
-    goals = report.read_text().partition("## Goals")[2].partition("\n## ")[0].strip()
-    quoted = README.partition("<!-- goals: begin -->")[2].partition("<!-- goals: end -->")[0].strip()
+    goals = report.read_text().partition("## Goals")[2].partition("\n## ")[0].strip().splitlines()
+    quoted = README.partition("<!-- goals: begin -->")[2].partition("<!-- goals: end -->")[0].strip().splitlines()
     assert f"docs/benchmarks/{report.name}" in README
-    assert quoted == goals
+    assert quoted[:2] == goals[:2]
+    assert set(quoted) <= set(goals)
+    met = sum(line.endswith("| met |") for line in goals)
+    assert f"{met} of {len(goals) - 2} goals are met" in re.sub(r"\s+", " ", README)
 
 
 @pytest.mark.parametrize(

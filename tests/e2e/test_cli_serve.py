@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_a_misspelt_variable_is_one_sentence(data_dir: Path) -> None:
     """A misspelt variable ends the start before anything is made; the message names the nearest known variable."""
     assert "SANDKASTEN_SECCOMP" in refusal(data_dir, SANDKASTEN_SECOMP="off")
     assert list(data_dir.iterdir()) == []
+
+
+def test_a_start_tells_what_weakens_it() -> None:
+    """An address that other machines reach, here of a network of its own, and a data directory in memory."""
+    launcher = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"', str(SCRIPT))
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sandkasten-test-") as memory,
+        running_daemon(Path(memory), "--listen", "0.0.0.0:0", launcher=launcher) as daemon,
+    ):
+        daemon.wait_url()
+        told = [line for line in daemon.printed if line.startswith("note: ")]
+    assert [line for line in told if "listen: 0.0.0.0:0 is plain HTTP that other machines can reach" in line]
+    assert [line for line in told if memory in line and "tmpfs" in line]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])

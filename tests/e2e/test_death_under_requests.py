@@ -55,7 +55,7 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
         httpx.AsyncClient(base_url=base_url, headers=headers, timeout=patience(60)) as http,
         trio.open_nursery() as nursery,
     ):
-        await http.post("/exec", json={"cmd": f"head -c {4 * MANY_BYTES} /dev/zero >big"})
+        await http.post("/exec", json={"cmd": "truncate -s 1T big"})
         process = (await http.post("/processes", json={"argv": ["sleep", "1000"]})).json()["exec_id"]
 
         async def ask(name: str, request: Callable[[], Awaitable[httpx.Response]]) -> None:
@@ -64,11 +64,13 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
             outcomes[name] = (answer.status_code, body["error_code"], body["details"]["reason"])
 
         async def read_on() -> None:
-            async with http.stream("GET", "/fs/read", params={"path": "big", "max_bytes": 4 * MANY_BYTES}) as answer:
+            async with http.stream("GET", "/fs/file", params={"path": "big"}) as answer:
                 assert answer.status_code == 200
                 os.kill(init_pid, signal.SIGSTOP)
+                pieces = answer.aiter_raw()
+                await uploading.wait()
                 with pytest.raises(httpx.RemoteProtocolError):
-                    await answer.aread()
+                    await _drain(pieces)
                 outcomes["read on"] = "cut off"
 
         async def is_stopped() -> bool:
@@ -94,6 +96,11 @@ async def test_every_request_under_way_is_answered_410(daemon: Daemon, session: 
         uploading.set()
     told = dict.fromkeys(requests, (410, "SESSION_EXPIRED", "its init process ended"))
     assert outcomes == {**told, "read on": "cut off"}
+
+
+async def _drain(pieces: AsyncIterator[bytes]) -> None:
+    async for _ in pieces:
+        pass
 
 
 async def test_connections_hear_the_end_and_are_closed(daemon: Daemon, session: str, init_pid: int) -> None:

@@ -3,6 +3,7 @@ holes; and what is left of it in the session."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runner.files.worker import IDLE_S
 from tests.e2e.daemon import KEY, Daemon
 from tests.leaks import descendants
 from tests.waiting import patience
@@ -60,8 +62,8 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + patience(PATIENCE_S)
+def until(is_so: Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + patience(within_s)
     while not is_so():
         assert time.monotonic() < give_up_at
         threading.Event().wait(0.02)
@@ -188,14 +190,19 @@ def test_a_connection_goes_on_after_a_small_body_was_refused(
         ("POST", "search", {"path": "/", "pattern": "(x+x+)+y", "regex": True, "everything": True}),
         ("GET", "file?path=big", {}),
         ("GET", "archive?path=/usr&format=tar.zst", {}),
+        ("GET", "list?path=/&depth=32&glob=nothing", {}),
+        ("POST", "glob", {"path": "/", "pattern": "**/nothing"}),
+        ("GET", "view?path=big", {}),
+        ("GET", "stat?path=big&digest=sha256", {}),
     ],
-    ids=["watch", "search", "file", "archive"],
+    ids=["watch", "search", "file", "archive", "list", "glob", "view", "digest"],
 )
 def test_what_a_client_leaves_ends(
     daemon: Daemon, client: httpx.Client, session: str, place: str, request_: tuple[str, str, dict[str, Any]]
 ) -> None:
-    """The worker ends, the session's processes are those of before, and no connection or descriptor stays."""
-    run(client, session, "truncate -s 4G big")
+    """The worker ends, sooner than one that has nothing to do; the session's processes are those of before, and no
+    connection or descriptor stays."""
+    run(client, session, "truncate -s 400G big")
     until(lambda: not workers(daemon))
     before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
     method, target, body = request_
@@ -206,7 +213,7 @@ def test_what_a_client_leaves_ends(
             wire.send_head(method, f"{place}/{target}", *headers)
             wire.socket.sendall(content)
             until(lambda: bool(workers(daemon)))
-    until(lambda: not workers(daemon))
+        until(lambda: not workers(daemon), within_s=IDLE_S - 1)
     assert run(client, session, "echo fine") == "fine\n"
     # Two may be those of a session's idle connections, which any request makes.
     until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) <= before + 2)
@@ -222,6 +229,19 @@ def test_a_client_that_leaves_an_upload_leaves_the_old_file(
         wire.socket.sendall(bytes(8 * MIB))
     until(lambda: not workers(daemon))
     assert run(client, session, "cat f; ls -A; du -s . | cut -f 1") == "oldf\n8\n"
+
+
+def test_requests_for_files_are_processes_of_the_session(client: httpx.Client) -> None:
+    """Where no more may start a request is refused, and one that comes when some have ended is served."""
+    session = str(client.post("/v1/sessions", json={"limits": {"pids": 16}}).json()["id"])
+    base = f"/v1/sessions/{session}"
+    fill = "import os, time\ntry:\n while os.fork(): pass\nexcept OSError: print('full', flush=True)\ntime.sleep(1000)"
+    assert client.post(f"{base}/processes", json={"argv": ["python3", "-c", fill], "process_id": "p"}).is_success
+    assert client.post(f"{base}/processes/p/wait", json={"pattern": "full"}).json()["happened"]
+    refused = client.post(f"{base}/fs/write", json={"path": "f", "text": "x"})
+    assert (refused.status_code, refused.json()["error_code"], refused.json()["retryable"]) == (503, "CAPACITY", True)
+    client.delete(f"{base}/processes/p")
+    assert client.post(f"{base}/fs/write", json={"path": "f", "text": "x"}).status_code == 200
 
 
 def test_a_workspace_that_is_deleted_while_it_is_watched(daemon: Daemon, client: httpx.Client) -> None:
@@ -275,8 +295,60 @@ def test_a_file_of_ten_gibibytes_goes_both_ways(daemon: Daemon, client: httpx.Cl
     assert run(client, session, "ls") == "big\n"
 
 
+def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
+    daemon: Daemon, client: httpx.Client, place: str
+) -> None:
+    """The client goes on where it was; the digest is that of the whole at the commit and after the last part, and the
+    daemon and the file workers hold some pieces of it at a time."""
+    block, count = os.urandom(MIB), 384
+    expected, whole = hashlib.sha256(), hashlib.sha256()
+    for number in range(count):
+        expected.update(number.to_bytes(8, "big") + block[8:])
+    digest = expected.hexdigest()
+    begun = client.post(f"{place}/uploads", json={"path": "f", "size": count * MIB, "sha256": digest}).json()
+    upload, offset = f"{place}/uploads/{begun['upload_id']}", 0
+    peaks: list[int] = []
+    Path(f"/proc/{daemon.process.pid}/clear_refs").write_text("5")  # the peak begins anew: proc_pid_clear_refs(5)
+    idle_mib = _peak_mib(daemon.process.pid)
+    for part in range(4):
+        with Wire(daemon) as wire:
+            rest = count * MIB - offset
+            wire.send_head("PATCH", upload, f"Upload-Offset: {offset}", f"Content-Length: {rest}")
+            for number in range(offset // MIB, count if part == 3 else 90 * (part + 1)):
+                piece = number.to_bytes(8, "big") + block[8:]
+                wire.socket.sendall(piece[offset % MIB if number == offset // MIB else 0 :])
+            peaks += map(_peak_mib, workers(daemon))
+            if part == 3:
+                assert wire.head()[0] == 200
+        until(lambda: client.patch(upload, headers={"Upload-Offset": str(_offset(client, upload))}).status_code == 200)
+        before, offset = offset, _offset(client, upload)
+        assert offset > before
+    put = client.post(f"{upload}/commit")
+    assert (put.status_code, put.json()["size"]) == (201, count * MIB), put.text
+    offset = 0
+    for part in range(4):
+        with Wire(daemon) as wire:
+            wire.send_head("GET", f"{place}/file?path=f", f"Range: bytes={offset}-")
+            assert wire.head()[0] == 206
+            size = count * MIB - offset if part == 3 else 90 * MIB + 7
+            for start in range(0, size, MIB):
+                whole.update(wire.body(min(MIB, size - start)))
+            peaks += map(_peak_mib, workers(daemon))
+            offset += size
+    assert whole.hexdigest() == digest
+    assert 0 < max(peaks) < 64, peaks
+    assert _peak_mib(daemon.process.pid) - idle_mib < 64
+
+
+def _offset(client: httpx.Client, upload: str) -> int:
+    return int(client.get(upload).json()["offset"])
+
+
 def _peak_mib(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+    except OSError:  # it ended meanwhile
+        return 0
 
 
 def test_a_body_that_the_disk_has_no_room_for_is_refused_on_the_way(
@@ -328,6 +400,15 @@ def test_a_file_of_any_name_is_served(client: httpx.Client, session: str, kind: 
     edited = client.post(f"{place}/edit", json={"edits": [edit]})
     assert edited.status_code == 200, edited.text
     assert client.get(f"{place}/view", params={"path": path}).json()["text"] == "     1\tword\n"
+    assert client.post(f"{place}/write", json={"path": path, "text": "again"}).json()["path"] == path
+    assert client.get(f"{place}/read", params={"path": path}).json()["path"] == path
+    sent = client.post(f"{place}/upload", files={"file": ("g", b"")}, data={"path": f"/workspace/u/{spelled}"})
+    assert sent.json()["paths"] == [f"{'/workspace/' if kind == 'session' else ''}u/{spelled}/g"]
+    if kind == "workspace":
+        (made,) = client.get(place, params={"path": f"u/{spelled}"}).json()["entries"]
+        assert made["name"] == "g"
+        packed = client.get(f"{place}/download", params={"path": f"u/{spelled}"})
+        assert packed.status_code == 200, packed.text
     copy = f"/workspace/e/{spelled}"
     assert client.post(f"{place}/mkdir", json={"path": "e"}).status_code == 200
     assert client.post(f"{place}/copy", json={"from": path, "to": copy}).json()["path"] == copy

@@ -174,7 +174,7 @@ def aim(case: Any, ids: dict[str, str], data: st.DataObject) -> None:
         each["path"] = data.draw(FIELDS["path"])
         each.pop("if_match", None)
     described = case.operation.definition.raw.get("requestBody", {}).get("content", {}).get("application/json")
-    component = "" if described is None else described["schema"]["$ref"].rpartition("/")[2]
+    component = "" if described is None else described["schema"].get("$ref", "").rpartition("/")[2]
     if group := ALTERNATIVES.get(component):
         for name in group:
             body.pop(name, None)
@@ -221,6 +221,7 @@ def ask(world: World, operation: Any) -> None:  # of a type without a public nam
             aim(case, ids, data)
         answer = world.send(case)
         assert answer.status_code != 500, case.as_curl_command()
-        case.validate_response(answer, checks=CHECKS)
+        if operation.path != "/mcp":  # whose protocol has errors of its own
+            case.validate_response(answer, checks=CHECKS)
 
     answers_are_described()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -45,14 +46,14 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy, so that the tree gets no build directories."""
+    """Built by the command of docs/sdk.md, without an index, of a copy, so that the tree gets no build directories."""
     place = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, place / name)
-    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation")
-    _run(*pip, "-w", "out", ".", cwd=place)
-    (built,) = (place / "out").iterdir()
+    (words,) = re.findall(r"`\.venv/bin/(pip wheel [^`]+)`", (ROOT / "docs/sdk.md").read_text())
+    _run(sys.executable, "-m", *words.split(), "-q", "--no-index", "--no-build-isolation", cwd=place)
+    (built,) = (place / "dist").iterdir()
     return built
 
 
@@ -61,9 +62,8 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     """The Python of an environment with this wheel; what it depends on comes from the environment of the tests."""
     _run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     python = tmp_path / "env/bin/python"
-    _run(
-        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", wheel, cwd=tmp_path
-    )
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps")
+    _run(*pip, f"{wheel}[server,mcp]", cwd=tmp_path)
     (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
     (packages / "of_the_tests.pth").write_text("\n".join(site.getsitepackages()))  # its own .pth files are not read
     tmp_path.chmod(0o755)
@@ -87,6 +87,14 @@ def test_the_wheel_has_no_name_that_another_could_have(wheel: Path) -> None:
     ] == []
     tree = {path.relative_to(ROOT) for top in ("nsinit", "runner") for path in (ROOT / top).rglob("*.py")}
     assert {f"sandkasten_{path}" for path in tree} <= {str(name) for name in names}
+
+
+def test_the_wheel_has_the_files_beside_the_code(wheel: Path) -> None:
+    """Units of the service manager for `install-service`, the database's schema, the mark of a typed package."""
+    beside = {path for path in (ROOT / "sandkasten").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert {path.suffix for path in beside} == {".service", ".sysusers", ".sql", ".typed"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {str(path.relative_to(ROOT)) for path in beside} <= set(archive.namelist())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

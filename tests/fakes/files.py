@@ -44,13 +44,16 @@ class ScriptedFiles:
     def __init__(self, top: Path, workspace: Path | None = None, *, files_only: bool = False) -> None:
         self._top, self._workspace, self._files_only = top, workspace, files_only
         self._kernel = RunnerKernel(filters_commands=False)
-        self.write_gate = trio.Event()
+        self.gate, self.write_gate = trio.Event(), trio.Event()
+        """Whether requests are performed, and whether content is taken."""
+        self.gate.set()
         self.write_gate.set()
         self.bytes_written = 0
         self.is_keeping = True
         """Whether the content of files is kept, or only counted."""
         self.changes = [
             protocol.FileChange("rename", "/workspace/\udcff", "/workspace/b"),
+            protocol.FileChange("overflow", "/workspace"),
             protocol.FileChange("remove", "/workspace"),
         ]
         """Changes that a watch tells."""
@@ -95,6 +98,7 @@ class ScriptedFiles:
         """Perform a request, whose DATA frames come by `receive`; send STARTED and the DATA frames of the answer.
         Return the last answer, None if the daemon has left.
         """
+        await self.gate.wait()
         path = getattr(request, "path", "")
         request = self._placed(request)
         with tempfile.TemporaryFile() as spool:

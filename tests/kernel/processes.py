@@ -77,11 +77,14 @@ def init_pids(root: int | None = None) -> list[int]:
 
 def stop_serving(pid: int) -> None:
     """Stop a PID 1 and its file workers, so that no request is answered."""
-    os.kill(pid, signal.SIGSTOP)
+    for each in (pid, *file_workers(pid)):
+        os.kill(each, signal.SIGSTOP)
+
+
+def file_workers(pid: int) -> list[int]:
+    """Return the pids of the file workers of a PID 1."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
-    for worker, its_name in descendants(pid):
-        if its_name == name:
-            os.kill(worker, signal.SIGSTOP)
+    return [worker for worker, its_name in descendants(pid) if its_name == name]
 
 
 @contextmanager

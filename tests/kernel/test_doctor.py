@@ -71,13 +71,17 @@ def test_a_machine_that_can_run_sandboxes_is_told_so(tmp_path: Path) -> None:
 
 
 def test_the_table_ends_with_one_sentence(tmp_path: Path) -> None:
-    """The table for people has a line for each check and a sentence with the conclusion."""
-    done = run(SCRIPT, "doctor", "--data-dir", str(tmp_path))
+    """The table for people has a line for each check, what weakens the configuration, and a sentence with the
+    conclusion; before an installation, too, and none is made."""
+    done = run(SCRIPT, "doctor", "--data-dir", str(tmp_path / "data"), SANDKASTEN_LISTEN="0.0.0.0:8080")
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
     assert lines[-1] == "sandboxes can be made here"
     assert any(line.startswith("ok ") and "overlayfs" in line for line in lines)
     assert any(line.startswith("on ") and " limits " in line for line in lines)
+    assert any(line.startswith("note ") and "0.0.0.0:8080 is plain HTTP" in line for line in lines)
+    assert f"data directory {tmp_path}/data, which does not exist" in done.stderr
+    assert os.listdir(tmp_path) == []
     assert run(SCRIPT, "doctor", "--jsn").returncode == 2
 
 

@@ -92,6 +92,7 @@ READ: Mapping[str, FileRequest] = {
     "search": SearchFiles("f", "x"),
     "pack": Pack("."),
     "copy from": CopyFile("f", "/tmp/copy"),
+    "move from": MoveFile("/etc/passwd", "/tmp/moved"),
 }
 WRITE: Mapping[str, FileRequest] = {
     "put": PutFile("new"),
@@ -132,6 +133,7 @@ async def test_requests_for_files_keep_to_the_rules(
     assert await refusal_of(files, GetFile("/tmp/own", user=asks)) == "done"
     assert await refusal_of(files, PutFile("/tmp/own", user=asks), b"y") == "done"
     assert await refusal_of(files, GetFile("/etc/passwd", user=asks)) == "done"
+    assert {each.name for each in (await listed(files, "/tmp")).entries} == {"own", "link", "out"}
     assert (await looked_at(files, "/workspace/f")).size_bytes == 1  # names can be looked up
     await supervisor.destroy(session.id)
     assert await read(supervisor.workspace_files("given"), "f") == b"x"

@@ -10,18 +10,26 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import trio
 
+from nsinit.kernel import stage
+from nsinit.server.disk_watch import DiskWatch
+from nsinit.server.leftovers import HostView
+from nsinit.storage.ext4_image import find_tool, make_image
+from nsinit.storage.paths import Layout
+from nsinit.wire.protocol import DiskLimits
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, DiskSettings, ServerSettings
 from sandkasten.model import Cause, ExecSpec, Limits, SessionSpec, Status
 from sandkasten.model.errors import DiskReserve
 from sandkasten.model.workspace import WorkspaceQuota, WorkspaceSpec
+from tests.kernel.harness import run_outside
 from tests.kernel.processes import nsinit_pid
 from tests.kernel.test_disk import btrfs, mounted
 from tests.waiting import until
@@ -29,6 +37,8 @@ from tests.waiting import until
 MIB = 1 << 20
 SIZE_MB, RESERVE_MB = 1024, 256
 LIMITS = Limits(disk_mb=300, memory_mb=512)
+CUT_SHORT = Limits(disk_mb=130, memory_mb=512)
+"""mke2fs makes a file system of 128 MiB of it: the last block group would be too small."""
 HOME = "/home/sandbox"
 
 WRITE = """
@@ -143,7 +153,7 @@ async def test_a_full_machine_is_a_full_disk_to_programs(machine: Machine) -> No
     """The program's write fails, and its run has the cause. What was written before is whole, of the session and of its
     neighbour; both go on, creates are refused, and with room again all is as before."""
     supervisor = machine.supervisor
-    victim, neighbour = [(await supervisor.create(SessionSpec(limits=LIMITS))).id for _ in range(2)]
+    victim, neighbour = [(await supervisor.create(SessionSpec(limits=each))).id for each in (CUT_SHORT, LIMITS)]
     for each in (victim, neighbour):
         assert await machine.write(each, f"{HOME}/before", 20, sync=True) == (20, "", Cause.EXITED)
     machine.sync()
@@ -227,3 +237,55 @@ async def test_the_next_nsinit_gives_back_what_the_last_one_held(machine: Machin
     machine.make_room()
     await until(lambda: machine.has_room(session_id))
     assert await machine.write(session_id, f"{HOME}/again", 20) == (20, "", Cause.EXITED)
+
+
+def test_the_watch_holds_the_images_of_its_data_directory_alone(tmp_path: Path) -> None:
+    """An image of another program stays as it is, though a link in the data directory leads to it. Half of the disk is
+    the most that may be asked for, nothing is held for a floor of nothing, and an image is released whatever it keeps.
+    One that can't be told costs no other one its turn."""
+    with contextlib.ExitStack() as stack:
+        point = Path(stack.enter_context(mounted("ext4", "e2fsprogs", size_mb=SIZE_MB)))
+        layout = Layout(str(point / "data"))
+        for each in (layout.sessions, layout.volumes, layout.volume_drafts, f"{layout.stage}/{stage.DEVICES}"):
+            os.makedirs(each)
+        (point / "data" / tmp_path.name).symlink_to(tmp_path)
+        places = (tmp_path / "a", *(point / f"data/sessions/{name}" for name in "bcd"))
+        foreign, broken, *ours = [stack.enter_context(_image(place)) for place in places]
+        Path(f"{layout.stage}/{stage.DEVICES}/{broken.removeprefix('loop')}").write_bytes(b"no device")
+        host = HostView.open()
+        stack.callback(host.close)
+        watch = DiskWatch.open(layout, host.blocks_fd, 1 << 62)
+        stack.callback(watch.close)
+        assert (_look(watch), [_kept(each) for each in ours]) == (False, [0, 0])
+        with (point / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SIZE_MB * MIB * 3 // 5)
+        assert _look(watch)
+        assert (_kept(foreign), [_kept(each) for each in ours]) == (0, [32767] * 2)
+        (Path("/sys/fs/ext4") / ours[0] / "reserved_clusters").write_text("30000")
+        watch.floor_bytes = 0
+        assert (_look(watch), [_kept(each) for each in ours]) == (False, [655] * 2)
+
+
+@contextlib.contextmanager
+def _image(directory: Path) -> Iterator[str]:
+    """Yield the device of a mounted image that was made for 130 MiB, `directory`/1.ext4."""
+    directory.mkdir()
+    image = directory / "1.ext4"
+    make_image(find_tool("mke2fs"), DiskLimits(130 * MIB, 30_000), str(image))
+    with tempfile.TemporaryDirectory() as where:
+        run_outside(["mount", "-o", "loop", str(image), where])
+        try:
+            source = run_outside(["findmnt", "-n", "-o", "SOURCE", where]).strip()
+            yield os.path.basename(source)
+        finally:
+            run_outside(["umount", where])
+
+
+def _look(watch: DiskWatch) -> bool:
+    for _ in watch.look():
+        pass
+    return watch._is_holding
+
+
+def _kept(device: str) -> int:
+    return int((Path("/sys/fs/ext4") / device / "reserved_clusters").read_text())

@@ -7,15 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
+import trio
 
 from sandkasten.actors.runs import driver, run
 from sandkasten.actors.session import actor, birth, watch
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.actors.workspaces import files
 from sandkasten.model import ExecSpec, SessionSpec, Status
-from sandkasten.model.errors import RunnerProtocolError, SandkastenError
+from sandkasten.model.errors import FileNotFound, IsADirectory, RunnerProtocolError, SandboxError, SandkastenError
 from sandkasten.security.attacks.runner import FILE_REPLIES, REPLIES, impostor
-from tests.kernel.processes import init_pid
+from tests.file_requests import looked_at, read, written
+from tests.kernel.processes import file_workers, init_pid
 from tests.waiting import patience, until
 
 
@@ -103,6 +105,49 @@ async def test_a_pid_1_that_was_stopped_crashes_the_session(
     await until(has_crashed)
     assert "does not answer" in str((await supervisor.get(victim.id)).reason)
     assert (await supervisor.exec(witness.id, ExecSpec("echo fine"))).stdout == b"fine\n"
+
+
+async def test_a_file_worker_that_was_stopped_holds_nobody_up(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of its user can stop it in the middle of an upload: that fails, and the session goes on."""
+    monkeypatch.setattr(files, "WRITE_S", 0.5)
+    victim = await supervisor.create(SessionSpec())
+    writing, pid = supervisor.files(victim.id), init_pid(victim)
+
+    async def has_workers() -> bool:
+        return bool(file_workers(pid))
+
+    async def has_none() -> bool:
+        return not file_workers(pid)
+
+    async def upload() -> None:
+        async with writing.open_write("f") as writer:
+            await until(has_workers)
+            for each in file_workers(pid):
+                os.kill(each, signal.SIGSTOP)
+            while await writer.send(bytes(1 << 20)):
+                pass
+
+    with trio.fail_after(patience()), pytest.raises(SandboxError):
+        await upload()
+    await until(has_none)
+    assert await written(writing, "f", b"whole") == "/workspace/f"
+
+
+async def test_a_refusal_costs_no_connection_and_no_worker(supervisor: LocalSupervisor) -> None:
+    """The worker that refuses a request, even before it has all of the content, answers the next one."""
+    session = await supervisor.create(SessionSpec())
+    its_files, pid = supervisor.files(session.id), init_pid(session)
+    assert await written(its_files, "f", b"x") == "/workspace/f"
+    (worker,) = file_workers(pid)
+    for _ in range(3):
+        with pytest.raises(FileNotFound):
+            await looked_at(its_files, "missing")
+        with pytest.raises(IsADirectory):
+            await written(its_files, "/tmp", bytes(100_000))
+    assert await read(its_files, "f") == b"x"
+    assert file_workers(pid) == [worker]
 
 
 async def answers(supervisor: LocalSupervisor, session_id: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nsinit.kernel.capabilities import ROOT_CAPABILITIES, RUNNER_CAPABILITIES
 from nsinit.kernel.slots import SANDBOX_ID, SQUASHED_ID
-from runner.wire.protocol import Error, Exec, ExecReply, GetFile, OpenShell, RunProgram, Setup
+from runner.wire.protocol import ChangeOwner, Done, Error, Exec, ExecReply, GetFile, OpenShell, RunProgram, Setup
 from tests.kernel.harness import Nsinit, Result, Sandbox, data_directory, host_plan, running
 
 pytestmark = pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
@@ -366,6 +367,25 @@ tell(inside=attempt(lambda: os.chown("/tmp/owned", 4321, 65534)),
     seen = os.stat(f"/proc/{sandbox.pid}/root/tmp/owned")
     base = sandbox.built.identity.base_uid
     assert (seen.st_uid, seen.st_gid) == (base + 4321, base + 65534)
+
+
+def test_a_file_request_of_root_gives_files_away(server: Nsinit) -> None:
+    """The owner or the group alone, of one file or of all below; a link there stays, and what it leads to, too."""
+    box = server.build(host_plan(root_inside=True))
+    as_root(box, "sh", "-c", "mkdir -p /tmp/t/d; touch /tmp/t/d/f /tmp/out; ln -s /tmp/out /tmp/t/d/link")
+    names = ("t", "t/d", "t/d/f", "t/d/link", "out")
+    base = box.built.identity.base_uid
+    for request, owners in (
+        (ChangeOwner("/tmp/t/d/f", owner=1000), "0:0 0:0 1000:0 0:0 0:0"),
+        (ChangeOwner("/tmp/t/d/f", group=7), "0:0 0:0 1000:7 0:0 0:0"),
+        (ChangeOwner("/tmp/t", 5, 6, recursive=True), "5:6 5:6 5:6 0:0 0:0"),
+        (ChangeOwner("/tmp/t/d/link", 8), "5:6 5:6 5:6 0:0 8:0"),
+    ):
+        reply, *_ = box.request(replace(request, user="root"))
+        assert isinstance(reply, Done), reply
+        found = [os.lstat(f"/proc/{box.pid}/root/tmp/{name}") for name in names]
+        assert " ".join(f"{each.st_uid - base}:{each.st_gid - base}" for each in found) == owners
+    box.teardown()
 
 
 def test_files_of_roots_in_a_workspace_are_squashed(server: Nsinit) -> None:

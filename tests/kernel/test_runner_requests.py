@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import time
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.files.worker import MAX_WATCHES
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from runner.files.operations import perform
 from runner.wire.protocol import (
     ANSWERS,
     CHUNK_BYTES,
+    MAX_WATCHES,
     ChangeMode,
     ChangeOwner,
     Done,
+    EditFiles,
     FileChange,
     FileEntry,
     FileMatch,
@@ -43,6 +50,7 @@ from runner.wire.protocol import (
     Watching,
 )
 from tests.kernel.runner_harness import UID, Client, Sandbox, code, needs_namespaces, wait_until
+from tests.unit.test_runner_entries import work_in
 
 pytestmark = needs_namespaces
 
@@ -63,6 +71,9 @@ def test_any_path_of_the_user_is_found(client: Client) -> None:
     client.run("mkdir closed; chmod 0 closed")
     assert code(client.ask(ListFiles("closed"))) == "PERMISSION_DENIED"
     assert code(client.ask(RemoveFile("/etc/passwd"))) == "PERMISSION_DENIED"
+    many = client.ask(StatFiles(("closed/f", "/proc/self", "closed")))
+    assert isinstance(many, FileStats)
+    assert [each and each.kind for each in many.entries] == [None, None, "directory"]
 
 
 @pytest.mark.parametrize("path", ["/proc", "/proc/self/environ", "/sys/kernel", "link"])
@@ -182,6 +193,23 @@ def test_a_move_between_file_systems_copies_and_removes(client: Client) -> None:
     )
     assert code(client.ask(MoveFile("/tmp/moved", "/etc/moved"))) == "PERMISSION_DENIED"
     assert client.stdout("cat /tmp/moved/e/f") == b"x\n"
+    client.run("mkdir -p g/h; touch g/f g/h/f; chmod 500 g/h")
+    for source in ("/etc/passwd", "g"):  # a part of which can't be removed: not copied either
+        assert code(client.ask(MoveFile(source, "/tmp/refused"))) == "PERMISSION_DENIED"
+    assert client.stdout("find g -type f | sort; ls -A /tmp; chmod 700 g/h") == b"g/f\ng/h/f\nmoved\n"
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/new", "closed"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_edit_that_is_not_allowed_is_refused(client: Client, path: str, dry_run: bool) -> None:
+    """Of a file, or in a directory, of another user; or by its own mode. A trial is refused as well."""
+    client.run("echo x > closed; chmod 400 closed")
+    kind = {"op": "create", "text": "x"} if path == "/etc/new" else {"op": "insert", "line": 0, "text": "x"}
+    client.request(EditFiles(dry_run))
+    client.send(Kind.DATA, json.dumps([{"path": path, **kind}]).encode())
+    client.send(Kind.END)
+    assert code(client.next_message()) == "PERMISSION_DENIED"
+    assert client.stdout("cat closed; ls -A") == b"x\nclosed\n"
 
 
 def test_only_root_gives_files_away(client: Client) -> None:
@@ -191,6 +219,25 @@ def test_only_root_gives_files_away(client: Client) -> None:
     assert code(client.ask(ChangeOwner("f", owner=0))) == "PERMISSION_DENIED"
     assert code(client.ask(ChangeMode("/etc/passwd", 0o666))) == "PERMISSION_DENIED"
     assert client.stdout("stat -c '%a %u' f") == b"600 %d\n" % UID
+
+
+def test_a_change_of_the_root_leaves_the_kernels_files_alone(tmp_path: Path) -> None:
+    """No file of /proc takes a mode: a change that went there would be refused, even to root."""
+    for name in ("proc", "d"):
+        (tmp_path / name).mkdir()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            syscalls.unshare(k.CLONE_NEWNS)
+            syscalls.mount("", "/", flags=k.MS_REC | k.MS_PRIVATE)
+            syscalls.mount("/proc", str(tmp_path / "proc"), flags=k.MS_BIND)
+            os.chroot(tmp_path)
+            perform(ChangeMode("/", 0o700, recursive=True), work_in(Path("/"), anywhere=True))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
 
 
 def collect(client: Client, request: object) -> tuple[bytes, Any]:

@@ -11,6 +11,8 @@ import pytest
 import trio
 
 from sandkasten.actors.core import Ask
+from sandkasten.actors.session import record
+from sandkasten.actors.session.messages import Activity, Borrow
 from sandkasten.actors.supervision import GiveUp
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
@@ -27,13 +29,19 @@ class Unheard(Ask[None]):
     """A message that no session knows: whoever handles it runs into a failed assertion, as a bug would."""
 
 
-async def test_a_bug_in_one_session_costs_that_session_only(supervisor: LocalSupervisor) -> None:
-    """A session whose actor fails is recorded as crashed; other sessions keep their shells, new ones work."""
+async def test_a_bug_in_one_session_costs_that_session_only(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session whose actor fails is recorded as crashed, and what ends later changes nothing; other sessions keep
+    their shells, new ones work."""
+    monkeypatch.setattr(record, "_PERSIST_EVERY_S", 0.0)
     broken = await supervisor.create(SessionSpec())
     other = await supervisor.create(SessionSpec())
     await supervisor.exec(other.id, ExecSpec("kept=yes"))
     entry = supervisor._directory.get(broken.id)
     assert entry is not None
+    transfer = Activity()
+    await entry.ref.ask(Borrow(transfer))
     with pytest.raises(ActorGone):  # for now: what becomes of the session is not decided yet
         await entry.ref.ask(Unheard())
 
@@ -41,6 +49,8 @@ async def test_a_bug_in_one_session_costs_that_session_only(supervisor: LocalSup
         return (await supervisor.get(broken.id)).status is Status.CRASHED
 
     await until(has_crashed)
+    transfer.end()
+    assert await has_crashed()
     with pytest.raises(SessionExpired):
         await supervisor.exec(broken.id, ExecSpec(":"))
     assert (await supervisor.exec(other.id, ExecSpec("echo $kept"))).stdout == b"yes\n"

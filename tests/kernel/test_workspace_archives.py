@@ -15,11 +15,11 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.wire.protocol import Packed
+from runner.wire.protocol import Packed, Unpack
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.model import errors
-from tests.file_requests import packed, unpacked
+from tests.file_requests import packed, unpacked, waits_for_disk
 from tests.kernel.processes import nsinit_pid
 
 _NAME = st.binary(min_size=1, max_size=120).filter(lambda name: not set(name) & {0, 0x2F} and name not in (b".", b".."))
@@ -120,6 +120,18 @@ async def test_hard_links_and_holes_survive_and_odd_files_are_counted(
     (top / "d/secret").chmod(0o600)
     with pytest.raises(errors.PermissionDenied):
         await pack(supervisor, "links")
+
+
+async def test_what_is_unpacked_is_on_the_disk(supervisor: LocalSupervisor, config: Config) -> None:
+    """In a workspace, when that is answered; the worker that writes it may sync no file system."""
+    control = config.data_dir / "control"
+    control.write_bytes(b"x" * 10_000)
+    assert waits_for_disk(control)
+    archive = _archive(_member("f", size=10_000), _member("d/g", size=10_000))
+    async with supervisor.workspace_files("synced", make=True).stream(Unpack(10, 100_000)) as stream:
+        await stream.send(archive)
+        await stream.end(Packed)
+    assert [waits_for_disk(config.data_dir / "workspaces/synced" / each) for each in ("f", "d/g")] == [False, False]
 
 
 def _member(name: str, **fields: object) -> tarfile.TarInfo:

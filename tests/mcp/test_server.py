@@ -19,26 +19,32 @@ from typing import Any
 import anyio
 import httpx
 import httpx2
+import mcp_types as types
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mcp import Client
+from mcp.client.stdio import StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server.auth.middleware.bearer_auth import AuthorizationContext
+from mcp.shared.exceptions import MCPError
 
 from sandkasten.api.http import mcp as front
 from sandkasten.errors import NotInstalled
+from sandkasten.mcp import server
+from sandkasten.mcp.sandboxes import Sandboxes
 from sandkasten.mcp.server import _described
 from sandkasten.mcp.tools import TOOLS, chosen
+from sandkasten.sdk import SandboxClient
 from tests.e2e.conftest import daemon as daemon  # one daemon for this file
 from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.e2e.test_keys import key
 from tests.waiting import patience
 
-mcp = pytest.importorskip("mcp", reason="the extra [mcp] is not installed")
-import mcp_types as types  # noqa: E402
-from mcp import Client  # noqa: E402
-from mcp.client.stdio import StdioServerParameters  # noqa: E402
-from mcp.client.streamable_http import streamable_http_client  # noqa: E402
-from mcp.shared.exceptions import MCPError  # noqa: E402
-
 pytestmark = pytest.mark.e2e
 
+NEWEST = "2026-07-28"
+"""The first protocol without a handshake: `auto` speaks it, `legacy` one that is older."""
 ERAS = ("legacy", "auto")
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -88,6 +94,7 @@ async def over_http(daemon: Daemon, era: str = "auto", *, token: str = KEY, quer
     async with httpx2.AsyncClient(headers=headers, timeout=patience(30)) as http:
         transport = streamable_http_client(f"{daemon.wait_url()}/mcp{query}", http_client=http)
         async with Client(transport, mode=era) as client:
+            assert (client.protocol_version >= NEWEST) == (era == "auto")
             yield Talk(client)
 
 
@@ -97,6 +104,7 @@ async def over_stdio(daemon: Daemon, era: str = "auto", *, token: str = KEY) -> 
     variables = {"SANDKASTEN_URL": daemon.wait_url(), "SANDKASTEN_API_KEY": token}
     server = StdioServerParameters(command=str(SCRIPT), args=["mcp"], env=variables)
     async with Client(server, mode=era) as client:
+        assert (client.protocol_version >= NEWEST) == (era == "auto")
         yield Talk(client)
 
 
@@ -163,19 +171,37 @@ async def test_a_model_works_in_its_sandbox(daemon: Daemon, connect: Any, era: s
         await talk.client.call_tool("bash", {"command": "echo begin; sleep 0.8"}, progress_callback=progress)
         assert told
         assert told[0] == "6 bytes; begin"
+        assert len(told) <= 4  # one in a quarter of a second
 
-        content = (await talk.client.read_resource("sandbox://default/files/src/a.txt")).contents[0]
-        assert isinstance(content, types.TextResourceContents)
-        assert content.text == "one\nzwei\n"
-        with pytest.raises(MCPError, match="no such file"):
-            await talk.client.read_resource("sandbox://default/files/none")
+        await talk.call("bash", command="cd /workspace; mv src/a.txt .; truncate -s 1100000 /workspace/long")
+        listed = {each.uri: each.name for each in (await talk.client.list_resources()).resources}
+        assert "sandbox://default/files/a.txt" in listed
+        assert len((await talk.client.list_resource_templates()).resource_templates) == 2
+        assert await read(talk, "files/a.txt") == "one\nzwei\n"
+        assert "PRETTY_NAME=" in str(await read(talk, "files/%2Fetc%2Fos-release"))
+        assert await read(talk, "files/p.png") == PIXEL
+        assert await read(talk, f"runs/{run}") == "got it\n"
+        for place, says in {
+            "files/none": "no such file",
+            "files/long": "more than",
+            "runs/none": "no such run",
+        }.items():
+            with pytest.raises(MCPError, match=says):
+                await read(talk, place)
 
 
+async def read(talk: Talk, place: str) -> str | bytes:
+    """Return the content of a resource of the default sandbox."""
+    content = (await talk.client.read_resource(f"sandbox://default/{place}")).contents[0]
+    return content.text if isinstance(content, types.TextResourceContents) else base64.b64decode(content.blob)
+
+
+@pytest.mark.parametrize("connect", [over_http, over_stdio])
 @pytest.mark.parametrize("era", ERAS)
 @on_asyncio
-async def test_a_cancelled_call_ends_the_run_and_keeps_the_shell(daemon: Daemon, era: str) -> None:
-    """By a notification in the older era, by the closed answer in the newer one."""
-    async with over_http(daemon, era) as talk:
+async def test_a_cancelled_call_ends_the_run_and_keeps_the_shell(daemon: Daemon, connect: Any, era: str) -> None:
+    """By a notification in the older era and over streams, by the closed answer of HTTP in the newer one."""
+    async with connect(daemon, era) as talk:
         await talk.call("bash", command="cd /tmp; sleep() { command sleep 61; }")
         with anyio.move_on_after(0.7):
             await talk.call("bash", command="sleep")
@@ -192,10 +218,11 @@ async def test_a_long_answer_is_cut_and_the_rest_can_be_read(daemon: Daemon) -> 
         facts = await talk.facts("bash", command="seq 1 20000")
         assert facts["truncated"]
         assert len(facts["output"]) < 30_200
-        assert f"bash_output exec_id={facts['exec_id']} offset=15000" in facts["output"]
-        part = await talk.facts("bash_output", exec_id=facts["exec_id"], offset=15000)
+        head, _, rest = facts["output"].partition("… ")
+        offset = int(rest.partition(f"bash_output exec_id={facts['exec_id']} offset=")[2].partition(" ")[0])
+        part = await talk.facts("bash_output", exec_id=facts["exec_id"], offset=offset)
         assert part["bytes_total"] == facts["bytes_total"] == 108_894
-        assert "\n3223\n" in part["output"][:20]  # a byte offset may fall into a line
+        assert part["output"].startswith(f"{int(head.split()[-1]) + 1}\n")
 
 
 @on_asyncio
@@ -230,12 +257,70 @@ async def test_a_name_in_the_url_is_a_sandbox_that_all_find(daemon: Daemon) -> N
         assert "limits: cpu" in await one.call("sandboxes", action="info", sandbox="other")
         await one.call("bash", command="touch mine", sandbox="other")
         assert "mine" not in await one.call("bash", command="ls")
+        assert "line break" in await one.fail("bash", command="ls", sandbox="x\n")
         await one.call("sandboxes", action="end", sandbox="other")
         assert "no sandbox" in await one.fail("sandboxes", action="info", sandbox="other")
 
 
 async def _touch(talk: Talk) -> None:
     await talk.call("bash", command="touch here")
+
+
+@on_asyncio
+async def test_two_keys_at_once_have_one_sandbox_of_a_name(daemon: Daemon) -> None:
+    """Each makes one, and the younger goes."""
+    other = key(daemon.data_dir, "create", "--name", f"other{time.time_ns()}")
+    await _until_known(daemon, other)
+    query = "?sandbox=shared"
+    async with over_http(daemon, query=query) as mine, over_http(daemon, query=query, token=other) as theirs:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_touch, mine)
+            group.start_soon(_touch, theirs)
+        assert "here" in await mine.call("bash", command="ls")
+        assert "here" in await theirs.call("bash", command="ls")
+    with daemon.client() as client:
+        assert len(client.get("/v1/sessions").json()) == 1
+
+
+@on_asyncio
+async def test_a_key_that_is_known_by_another_id_has_a_default_sandbox(daemon: Daemon) -> None:
+    """The client guesses the id from the form of the key; the server says it with the first session."""
+    async with SandboxClient(base_url=daemon.wait_url(), api_key=KEY) as client:
+        for _ in range(2):  # the second time, the first session has ended
+            sandboxes = Sandboxes(client, "nosuch")
+            session, _note = await sandboxes.session("default")
+            assert sandboxes.key_id == client.key_id
+            found = await sandboxes.find("default")
+            assert found is not None
+            assert found.id == session.id
+            await session.destroy()
+
+
+@on_asyncio
+async def test_calls_that_are_left_behind_are_bounded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may not pile up work by leaving: more calls of one key at once are refused, and so are more sessions
+    of the older protocol."""
+    monkeypatch.setattr(server, "MAX_CALLS", 3)
+    async with SandboxClient(base_url=daemon.wait_url(), api_key=KEY) as client:
+        caller = server.ToolCaller(Sandboxes(client, client.key_id))
+        async with Client(server.make_server(lambda _context: caller)) as direct:
+            talk = Talk(direct)
+            await talk.call("bash", command=":")
+            async with anyio.create_task_group() as group:
+                for _ in range(3):
+                    group.start_soon(functools.partial(talk.fail, "ports", wait_for=1, timeout_ms=500))
+                await anyio.sleep(0.2)
+                assert "under way" in await talk.fail("glob", pattern="*")
+            await talk.call("glob", pattern="*")
+
+
+async def test_no_key_takes_all_sessions_of_the_older_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another key is served beside one that has as many as it may."""
+    monkeypatch.setattr(server, "MAX_SESSIONS_OF_A_KEY", 2)
+    mounted = server.Mounted("http://127.0.0.1:9")
+    owners = [AuthorizationContext(client_id=each, issuer=None, subject=None) for each in ("one", "one", "one", "two")]
+    made = [mounted._manager._admit_session(each) for each in owners]
+    assert [each is not None for each in made] == [True, True, False, True]
 
 
 @on_asyncio
@@ -303,8 +388,8 @@ async def test_ports_can_be_waited_for(daemon: Daemon) -> None:
         ("read", {"file_path": "none"}, "find the path with glob"),
         ("edit", {"file_path": "none", "old_string": "", "new_string": ""}, "old_string"),
         ("grep", {"pattern": "("}, ""),
-        ("kill", {"exec_id": "none"}, "no such run"),
-        ("write_stdin", {"exec_id": "none", "text": "x"}, "no such run"),
+        ("kill", {"exec_id": "none"}, "no sandbox 'default' yet"),
+        ("write_stdin", {"exec_id": "none", "text": "x"}, "no sandbox 'default' yet"),
         ("sandboxes", {"action": "explode"}, "explode"),
         ("ports", {"wait_for": 10**9}, "wait_for"),
         ("glob", {"pattern": "\0"}, ""),
@@ -317,6 +402,32 @@ async def test_arguments_of_any_shape_are_answered_in_words(
     """As an error of the tool that a model can mend, never as one of the protocol."""
     async with over_http(daemon) as talk:
         assert says in await talk.fail(tool, **arguments)
+
+
+_ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)  # lone surrogates too
+_ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 40) | st.floats(allow_nan=False, allow_infinity=False) | _ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_ANY_TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(TOOLS)), st.data())
+def test_any_json_is_answered(daemon: Daemon, name: str, data: st.DataObject) -> None:
+    """Arguments that no schema foresaw get a reply or an error of the protocol; the server has no fault of its own."""
+    parts = {key: _ANY_JSON for key in TOOLS[name].schema["properties"] if key != "wait_for"}
+    arguments = data.draw(_ANY_JSON | st.fixed_dictionaries({}, optional=parts))
+    params = {"name": name, "arguments": arguments}
+    with daemon.client() as client:
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+        opened = client.post("/mcp", json=_initialize(), headers=_ACCEPT)
+        headers = {**_ACCEPT, "mcp-session-id": opened.headers["mcp-session-id"], "Content-Type": "application/json"}
+        answer = client.post("/mcp", content=json.dumps(call), headers=headers, timeout=patience(30))
+        assert answer.status_code in (200, 400), answer.text
+        assert "Traceback" not in answer.text
+        assert client.delete("/mcp", headers=headers).status_code == 200
 
 
 @on_asyncio

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandkasten.mcp.text import MAX_CHARS, clean, ending, shorten, words_of_size
 from sandkasten.sdk.types import RunEnd
+from tests.waiting import patience
 
 
 @pytest.mark.parametrize(
@@ -17,8 +20,10 @@ from sandkasten.sdk.types import RunEnd
         ("\x1b]0;title\x07$ \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\\n", "$ link\n"),
         ("10 %\r50 %\r100 %\n", "100 %\n"),
         ("dos\r\nlines\r\n", "dos\nlines\n"),
-        ("no end\r", "no end\n"),
+        ("no end\r", "no end"),
         ("\x1b", "\x1b"),
+        ("a\x1b]b\nnot hidden\nlast\n", "a\x1b]b\nnot hidden\nlast\n"),
+        (f"a\x1b]{'b' * 5000}\x07", f"a\x1b]{'b' * 5000}\x07"),
     ],
 )
 def test_text_is_what_stands_on_a_screen(raw: str, cleaned: str) -> None:
@@ -32,6 +37,15 @@ def test_cleaning_ends_and_is_done_once(text: str) -> None:
     once = clean(text)
     assert "\r" not in once
     assert clean(once) == once or "\x1b" in once
+
+
+@pytest.mark.parametrize("unit", ["a", "\r", "\x1b]", "\x1b[", "a\r", "\x1b]a\n"])
+def test_cleaning_takes_time_in_proportion(unit: str) -> None:
+    """Five MiB of anything, which a program in a sandbox may print, take a moment of the daemon's loop."""
+    text = unit * (5 * 2**20 // len(unit))
+    began = time.process_time()
+    shorten(clean(text))
+    assert time.process_time() - began < patience(1.5)
 
 
 @given(st.text(alphabet="ab\n", max_size=400), st.integers(20, 100))

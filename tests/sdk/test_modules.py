@@ -99,14 +99,15 @@ def test_a_command_of_the_server_says_which_extra_it_needs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("sandkasten: this command needs the server, whose package ")
-    assert done.stderr.endswith(" is not installed: pip install 'sandkasten-runtime[server]'\n")
+    assert done.stderr.endswith(" is not installed: pip install 'sandkasten-runtime[server,mcp]'\n")
 
 
-def test_an_import_is_quick() -> None:
-    """Of the clients with their HTTP library, in processor time, without the server's packages."""
+@pytest.mark.parametrize("module", ["sandkasten.sync", "sandkasten"])
+def test_an_import_is_quick(module: str) -> None:
+    """Of each client with its HTTP library, in processor time, without the server's packages."""
     code = (
         f"import sys, time; sys.modules |= dict.fromkeys({_SERVER}); began = time.process_time()\n"
-        "from sandkasten.sync import SandboxClient; SandboxClient(); print(time.process_time() - began)"
+        f"from {module} import SandboxClient; SandboxClient(); print(time.process_time() - began)"
     )
     took_s = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
     assert min(took_s) < 0.15 * slowness()

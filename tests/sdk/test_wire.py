@@ -15,7 +15,16 @@ from sandkasten import errors
 from sandkasten.sdk.archives import pack, unpack
 from sandkasten.sdk.channels import GRANT_BYTES, OutputPlace, RunChannel
 from sandkasten.sdk.types import ExecResult, RunEnd
-from sandkasten.sdk.wire import MAX_EVENT_BYTES, Decoder, EventDecoder, Frame, call, read_frame, read_message
+from sandkasten.sdk.wire import (
+    MAX_EVENT_BYTES,
+    Decoder,
+    EventDecoder,
+    Frame,
+    call,
+    part,
+    read_frame,
+    read_message,
+)
 
 EVENTS = b': ping\n\nid: 1\nevent: chunk\ndata: {"chunk":"a"}\n\nid: 2\r\n\r\nevent: done\ndata: {\ndata: }\n\n'
 
@@ -81,9 +90,10 @@ def test_text_never_ends_in_half_a_character() -> None:
 
 
 def test_queries_are_spelled_as_the_server_reads_them() -> None:
-    """Names that are not UTF-8 have NUL bytes; what is not given is left out."""
+    """Names that are not UTF-8 have NUL bytes, for surrogates if they are local ones; what is not given is left out."""
     request = call("GET", "/p", query={"path": "a b\0ff&c", "none": None, "yes": True, "number": 3})
     assert request.target == "/p?path=a%20b%00ff%26c&yes=true&number=3"
+    assert call("GET", part("\udcff"), query={"path": "a b\udcff&c"}).target == "%00ff?path=a%20b%00ff%26c"
 
 
 def test_a_result_says_whether_it_succeeded() -> None:

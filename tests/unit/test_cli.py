@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -48,12 +49,14 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Both spellings print the same line and succeed."""
+    assert main(["version", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["version"]
     assert main(["version"]) == 0
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == second != ""
+    assert first == second == told != ""
 
 
 def test_an_image_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
@@ -195,12 +198,15 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
     assert main(["image", "list", *place]) == 0
     assert main(["image", "validate", "python", *place]) == 0
     assert main(["image", "delete", "python", *place]) == 1
-    assert main(["image", "delete", "host", *place]) == 0
+    assert main(["image", "validate", "host", "--json", *place]) == 0
+    assert main(["image", "rm", "host", "--json", *place]) == 0
     assert main(["image", "validate", "host", *place]) == 1
     assert main(["image", "import", "--name", "x", "--tar", str(tmp_path / "none.tar"), *place]) == 1
     captured = capsys.readouterr()
     assert "this machine (also base, python)" in captured.out
-    assert "python: ok" in captured.out
+    *_, text, valid, gone = captured.out.splitlines()
+    assert (text, valid) == ("python: ok", '{"name":"host","problems":[]}')
+    assert gone == '{"name":"host","ok":true,"files_gone":true}'
     assert [line for line in captured.err.splitlines() if "data directory" not in line] == [
         "sandkasten: 'python' is an alias of image 'host'; delete the image",
         "sandkasten: there is no image 'host'",
@@ -231,6 +237,9 @@ def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pyte
     assert re.search(r"^small +rootfs .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
     assert main(["image", "validate", "small", *place]) == 0
     assert capsys.readouterr().out == "small: ok\n"
+    assert main(["image", "import", "--json", "--name", "other", "--tar", str(tmp_path / "small.tar"), *place]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["name"], made["members"], made["skipped"], made["privileged"]) == ("other", 3, 1, 1)
 
 
 COMMANDS = [

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -243,6 +244,14 @@ def test_sizes_are_for_people(size: float | None, shown: str) -> None:
 def test_spans_are_for_people(seconds: float, shown: str) -> None:
     """In their largest units; a clock that went backwards is no time at all."""
     assert output.span_text(seconds) == shown
+
+
+@pytest.mark.parametrize("seconds", [-90.5, 90.5])
+def test_a_moment_is_told_by_the_clock_of_this_machine(seconds: float) -> None:
+    """The distance from now, also of a moment that is ahead, as where the server's clock is ahead of ours."""
+    moment = datetime.now(UTC) + timedelta(seconds=seconds)
+    assert output.since_text(moment.isoformat()) == "1m 30s"
+    assert output.since_text(None) == "never"
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), max_size=5))

@@ -60,12 +60,24 @@ def test_the_list_shows_keys_and_no_secret(capsys: pytest.CaptureFixture[str]) -
     table = capsys.readouterr().out
     key("list", "--json")
     listed = capsys.readouterr().out
-    (shown,) = json.loads(listed)
+    (shown,) = map(json.loads, listed.splitlines())
     assert (shown["name"], shown["access"], shown["quota"]) == ("ci", "write", {"execs": 4})
     assert re.search(rf"^{shown['id']}  ci +write +team=\\x1b\[2J +never +execs=4$", table, re.MULTILINE)
     assert "\x1b" not in table + listed
     assert secret not in table + listed
     assert "digest" not in listed
+
+
+def test_json_has_the_token_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a new key all that the list shows, and its token; of a revoked one its id."""
+    key("create", "--name", "a", "--json")
+    made = json.loads(capsys.readouterr().out)
+    (kept,) = read_keys(Path("data/keys.json"))
+    assert is_token_of(kept, made.pop("token").encode())
+    key("list", "--json")
+    assert json.loads(capsys.readouterr().out) == made
+    key("revoke", "a", "--json")
+    assert json.loads(capsys.readouterr().out) == {"id": kept.id, "name": "a", "ok": True}
 
 
 def test_a_key_is_revoked_by_name_or_id(capsys: pytest.CaptureFixture[str]) -> None:

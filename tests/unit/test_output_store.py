@@ -117,6 +117,33 @@ async def test_the_records_of_many_sessions_share_a_thread(tmp_path: Path) -> No
         assert list((await described(again, name).read()).runs) == ["a"]
 
 
+async def test_a_session_that_fails_in_its_turn_costs_no_other_its_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In what is asked of it before the records are written, or after; the error is told."""
+    store = OutputStore(tmp_path)
+    await store.open()
+    outputs = [described(store, f"{number:024x}") for number in range(3)]
+    settled: list[OSError | None] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("its actor has ended")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        for turn in range(2):
+            for output, on_settled in zip(outputs, (settled.append, fail, settled.append), strict=True):
+                if not turn:
+                    output.open("a")
+                output.note_changed("a")
+                output.write_soon(fail if turn and on_settled is fail else partial(output.take_records, on_settled))
+            await until(lambda: has_all(settled, range(2 * turn + 2)))  # noqa: B023 - called at once
+        nursery.cancel_scope.cancel()
+    assert settled == [None] * 4
+    assert len([each for each in caplog.records if each.exc_info]) == 2
+    store.close()
+
+
 async def test_output_is_written_once(tmp_path: Path) -> None:
     """Whether for the next daemon or for want of memory, bit by bit or in blocks; and it is read back in one piece."""
     async with open_spool(tmp_path, memory_bytes=MB) as store:

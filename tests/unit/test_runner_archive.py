@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nsinit.sandbox.child import RunnerKernel
-from runner.files import archive, zip_archive
-from runner.files.archive import TreeMaker, pack, unpack
+from runner.files import zip_archive
+from runner.files.archive import TreeMaker, pack
 from runner.files.operations import perform
 from runner.files.tree import TreeFile, Walk
 from runner.loop.context import Refused
@@ -104,41 +104,6 @@ def test_what_becomes_something_else_costs_nothing_but_itself(
 
     change(become)
     assert packed(tmp_path) == dict.fromkeys({"one", "two"} - set(changed), b"content")
-
-
-class WatchedKernel(RunnerKernel):
-    """Notes what there is whenever the file system would be synced."""
-
-    def __init__(self, top: Path) -> None:
-        super().__init__(filters_commands=False)
-        self._top = top
-        self.synced: list[int] = []
-
-    def syncfs(self, fd: int) -> None:
-        self.synced.append(sum(each.stat().st_size for each in self._top.iterdir()))
-
-
-def test_what_is_unpacked_is_on_the_disk_and_little_waits_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next sync finds next to nothing to do."""
-    monkeypatch.setattr(archive, "_UNSYNCED_BYTES", 1_000_000)
-    source = io.BytesIO()
-    with tarfile.open(fileobj=source, mode="w") as made:
-        for number in range(5):
-            member = tarfile.TarInfo(f"file-{number}")
-            member.size = 700_000
-            made.addfile(member, io.BytesIO(bytes(member.size)))
-    source.seek(0)
-    kernel = WatchedKernel(tmp_path)
-    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        unpack(source, TreeMaker(fd, os.fsencode(tmp_path), kernel, Unpack(10, 10_000_000, sync=True)))
-    finally:
-        os.close(fd)
-    before = [0, *kernel.synced]
-    assert kernel.synced[-1] == 5 * 700_000
-    assert all(now - then <= 1_000_000 + 700_000 for then, now in zip(before, kernel.synced, strict=False))
 
 
 # Zip ------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from runner.files.operations import perform
 from runner.loop.context import Refused
 from runner.wire.protocol import ChangeMode, CopyFile, Done, FileRequest, MakeDirectory, MoveFile
+from tests.file_requests import waits_for_disk
 from tests.unit.test_runner_entries import make_tree, work_in
 
 
@@ -42,6 +44,7 @@ def test_a_name_that_is_taken_is_kept(tmp_path: Path, kind: type[MoveFile | Copy
     assert refused(tmp_path, kind("b", "b/c/in")) == "INVALID_PATH"
     assert refused(tmp_path, kind("a", "a")) == "INVALID_PATH"
     assert refused(tmp_path, kind("b/c", "b", overwrite=True)) == "NOT_EMPTY"
+    assert refused(tmp_path, kind("b", "a", overwrite=True)) == "NOT_A_DIRECTORY"
     assert refused(tmp_path, kind("missing", "new")) == "FILE_NOT_FOUND"
     assert refused(tmp_path, kind("a", "../out")) == "PATH_OUTSIDE"
     assert refused(tmp_path, kind("a", "out/x")) == "PATH_OUTSIDE"
@@ -97,3 +100,16 @@ def test_modes_are_not_set_through_links(tmp_path: Path) -> None:
     perform(ChangeMode("b", 0o700, recursive=True), work_in(tmp_path))
     assert {(tmp_path / each).stat().st_mode & 0o777 for each in ("b", "b/c", "b/c/d", "b/a")} == {0o700}
     assert outside.stat().st_mode & 0o777 == 0o644
+
+
+def test_what_is_moved_between_file_systems_is_on_the_disk(tmp_path: Path) -> None:
+    """Before it is gone from where it was."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        (Path(memory) / "d").mkdir()
+        for name in ("d/f", "f"):
+            (Path(memory) / name).write_bytes(b"x" * 10_000)
+        for name in ("d", "f"):
+            perform(MoveFile(f"{memory}/{name}", name), work_in(tmp_path, anywhere=True))
+        assert os.listdir(memory) == []
+    perform(CopyFile("f", "control"), work_in(tmp_path))
+    assert [waits_for_disk(tmp_path / each) for each in ("d/f", "f", "control")] == [False, False, True]

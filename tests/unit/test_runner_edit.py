@@ -24,11 +24,11 @@ from tests.unit.test_runner_entries import work_in
 TEXT = "one\ntwo\nthree\ntwo\n"
 
 
-def make(top: Path, *edits: dict[str, Any], dry_run: bool = False) -> Edited | Unedited:
+def make(top: Path, *edits: dict[str, Any], dry_run: bool = False, sync: bool = False) -> Edited | Unedited:
     with tempfile.TemporaryFile() as spool:
         spool.write(json.dumps(edits).encode())
         spool.seek(0)
-        answer = perform(EditFiles(dry_run), work_in(top, source_fd=spool.fileno()))
+        answer = perform(EditFiles(dry_run, sync), work_in(top, source_fd=spool.fileno()))
     assert isinstance(answer, Edited | Unedited)
     assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
     return answer
@@ -101,6 +101,26 @@ def test_a_patch_that_is_off_says_so(tmp_path: Path) -> None:
         assert (made.files[0].offsets if isinstance(made, Edited) else None) == offsets
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted", "is_taken"),
+    [
+        (edit.MAX_EDIT_BYTES // 2, {"op": "replace", "old": "\0\0", "new": "x", "count": "all"}, True),
+        (edit.MAX_EDIT_BYTES // 2, {"op": "insert", "line": 0, "text": "x"}, False),
+        (0, {"op": "insert", "line": 0, "text": "x" * edit.MAX_EDIT_BYTES}, False),
+    ],
+)
+def test_edits_are_bounded(tmp_path: Path, size: int, wanted: dict[str, Any], is_taken: bool) -> None:
+    """The request, and all files before and after; what is too much changes nothing."""
+    (tmp_path / "f").write_bytes(bytes(size))
+    if is_taken:
+        assert isinstance(make(tmp_path, {"path": "f", **wanted}), Edited)
+        return
+    with pytest.raises(Refused) as refused:
+        make(tmp_path, {"path": "f", **wanted})
+    assert refused.value.error.code == "TOO_LARGE"
+    assert (tmp_path / "f").read_bytes() == bytes(size)
+
+
 def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     """Of one file under two names, too; bytes that are no text stay, and a deleted file is gone."""
     (tmp_path / "f").write_bytes(b"a\xff\r\nb")
@@ -119,6 +139,25 @@ def test_edits_are_made_one_upon_another(tmp_path: Path) -> None:
     assert contents_of(tmp_path) == {"f": b"a\xff\r\nd", "d/new": b"n"}
 
 
+def test_a_new_file_has_the_place_that_the_kernel_gives_it(tmp_path: Path) -> None:
+    """A link is followed before `..` leaves it; a name with a slash is a directory's; one place is one file."""
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("d/e")
+    made = make(
+        tmp_path,
+        {"path": "link/../x", "op": "create", "text": "a"},
+        {"path": "d//./x", "op": "replace", "old": "a", "new": "b"},
+        {"path": "n/m/y", "op": "create", "text": "c"},
+        {"path": "./n/./m/y", "op": "replace", "old": "c", "new": "d"},
+    )
+    assert isinstance(made, Edited)
+    assert contents_of(tmp_path) == {"d/x": b"b", "n/m/y": b"d"}
+    for path in ("new/", "d/new/.", "d/x/"):
+        with pytest.raises(Refused) as refused:
+            make(tmp_path, {"path": path, "op": "create", "text": ""}, dry_run=True)
+        assert refused.value.error.code == "IS_DIRECTORY"
+
+
 def test_another_version_is_not_edited(tmp_path: Path) -> None:
     """The present one is told."""
     (tmp_path / "f").write_text(TEXT)
@@ -130,11 +169,27 @@ def test_another_version_is_not_edited(tmp_path: Path) -> None:
     assert contents_of(tmp_path) == {}
 
 
+def test_what_is_removed_is_gone_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `sync` the directory is synced, whose name it was."""
+    (tmp_path / "f").write_text("x")
+    synced, real = [], os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    make(tmp_path, {"path": "f", "op": "delete"}, sync=True)
+    assert (contents_of(tmp_path), synced) == ({}, [tmp_path.stat().st_ino])
+
+
+@pytest.mark.parametrize("theirs", ["", "a", "b", "new"])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_an_error_on_the_way_puts_the_old_files_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, theirs: str
 ) -> None:
-    """Any of the files may be the one that can't take its place."""
+    """Any of the files may be the one that can't take its place. A file that another process put in its place meanwhile
+    stays."""
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text(name)
     before = contents_of(tmp_path)
@@ -144,6 +199,9 @@ def test_an_error_on_the_way_puts_the_old_files_back(
     def put(draft: Any, *, syncs: bool) -> None:
         calls.append(draft)
         if len(calls) == fails_at:
+            if theirs:
+                (tmp_path / "other").write_text("theirs")
+                (tmp_path / "other").rename(tmp_path / theirs)
             raise OSError(28, os.strerror(28))
         real(draft, syncs=syncs)
 
@@ -157,7 +215,7 @@ def test_an_error_on_the_way_puts_the_old_files_back(
             {"path": "c", "op": "replace", "old": "c", "new": "C"},
         )
     assert refused.value.error.code == "DISK_FULL"
-    assert contents_of(tmp_path) == before
+    assert contents_of(tmp_path) == before | ({theirs: b"theirs"} if theirs else {})
 
 
 def test_a_file_that_another_process_changes_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

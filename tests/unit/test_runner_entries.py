@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nsinit.sandbox.child import RunnerKernel
+from runner.files import tree, uploads
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver
 from runner.files.tree import etag_of
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
-from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileStats, ListFiles, Listing, StatFiles
+from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileEntry, FileStats, ListFiles, Listing, StatFile, StatFiles
 from sandkasten.api.resources.fields import FilePath, check_of, spell_path
 
 
@@ -41,9 +44,7 @@ def pages(top: Path, request: ListFiles) -> list[str]:
     """Return the names of all pages of a list."""
     found: list[str] = []
     while True:
-        listing = perform(
-            ListFiles(request.path, found[-1] if found else "", request.limit, request.depth), work_in(top)
-        )
+        listing = perform(replace(request, after=found[-1] if found else ""), work_in(top))
         assert isinstance(listing, Listing)
         found += [each.name for each in listing.entries]
         if not listing.more:
@@ -65,6 +66,23 @@ def test_a_deep_list_is_in_order_whatever_the_pages(tmp_path: Path, limit: int) 
     assert pages(tmp_path, ListFiles(".", limit=limit, depth=3)) == every
     assert pages(tmp_path, ListFiles(".", limit=limit, depth=2)) == [each for each in every if each != "b/c/d"]
     assert pages(tmp_path, ListFiles(".", limit=limit)) == ["a", "b", "b.x", "out"]
+
+
+@pytest.mark.parametrize("limit", [1, 4, 1000])
+def test_a_directory_with_more_names_than_are_read_at_once_is_listed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """Each entry once and in order, with what is below it, and those of a pattern alone."""
+    monkeypatch.setattr(tree, "_NAMES_AT_ONCE", 3)
+    (tmp_path / "b3").mkdir()
+    names = [f"{letter}{number}" for letter in "abc" for number in range(7)]
+    below = [f"b3/{name}" for name in names]
+    for name in (*reversed(below), *names):
+        (tmp_path / name).touch()
+    time.sleep(0.03)  # names of a directory that was changed just now are not kept
+    assert pages(tmp_path, ListFiles(".", limit=limit)) == names
+    assert pages(tmp_path, ListFiles(".", limit=limit, depth=2)) == [*names[:11], *below, *names[11:]]
+    assert pages(tmp_path, ListFiles(".", limit=limit, glob="?[05]")) == ["a0", "a5", "b0", "b5", "c0", "c5"]
 
 
 def test_a_cursor_of_an_entry_that_is_gone_goes_on_behind_it(tmp_path: Path) -> None:
@@ -93,10 +111,18 @@ def test_a_page_has_what_was_made_since_the_last_one(tmp_path: Path) -> None:
 def test_a_pattern_is_of_names_or_of_paths(tmp_path: Path) -> None:
     """One with a slash is of paths below the directory; directories are entered all the same."""
     make_tree(tmp_path)
-    for glob, found in (("a", ["a", "b/a"]), ("b/*", ["b/a", "b/c", "b/c/d"]), ("*.x", ["b.x"])):
+    for glob, found in (
+        ("a", ["a", "b/a"]),
+        ("b/*", ["b/a", "b/c"]),
+        ("**/d", ["b/c/d"]),
+        ("*.x", ["b.x"]),
+        ("{out,?}", ["a", "b", "b/a", "b/c", "b/c/d", "out"]),
+    ):
         listing = perform(ListFiles(".", depth=9, glob=glob), work_in(tmp_path))
         assert isinstance(listing, Listing)
         assert [each.name for each in listing.entries] == found
+    with pytest.raises(Refused, match="no pattern"):
+        perform(ListFiles(".", glob="../a"), work_in(tmp_path))
 
 
 def test_names_of_any_bytes_are_found_again(tmp_path: Path) -> None:
@@ -125,12 +151,25 @@ def test_many_properties_fit_into_one_answer(tmp_path: Path) -> None:
     assert isinstance(answer, FileStats)
     assert 0 < len(answer.entries) < 400
     assert len(ANSWERS.encode(answer)) < MAX_FRAME_BYTES
-    answer = perform(StatFiles(("missing", "link")), work_in(tmp_path))
+    answer = perform(StatFiles(("missing", "link", "../outside", "l" * 300)), work_in(tmp_path))
     assert isinstance(answer, FileStats)
-    assert [each and each.kind for each in answer.entries] == [None, "symlink"]
+    assert [each and each.kind for each in answer.entries] == [None, "symlink", None, None]
     followed = perform(StatFiles(("link",), follow=True), work_in(tmp_path))
     assert isinstance(followed, FileStats)
     assert [each and (each.kind, each.name) for each in followed.entries] == [("file", "000" + long)]
+
+
+def test_a_digest_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's own, by whatever link; a file that is written to while it is read has none."""
+    (tmp_path / "f").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("f")
+    entry = perform(StatFile("link", digest=True), work_in(tmp_path))
+    assert isinstance(entry, FileEntry)
+    assert (entry.kind, entry.path, entry.sha256) == ("file", f"{tmp_path}/f", hashlib.sha256(b"x").hexdigest())
+    monkeypatch.setattr(uploads, "digest_of", lambda _fd: (tmp_path / "f").write_bytes(b"xy"))
+    with pytest.raises(Refused) as refused:
+        perform(StatFile("link", digest=True), work_in(tmp_path))
+    assert refused.value.error.code == "EXISTS"
 
 
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc", "/sys/kernel", "/proc/1/root/etc"])

@@ -13,7 +13,16 @@ from runner.files import search as module
 from runner.files.operations import perform
 from runner.files.search import Pattern
 from runner.loop.context import Refused
-from runner.wire.protocol import ANSWERS, MAX_FRAME_BYTES, FileMatch, FoundFiles, GlobFiles, Searched, SearchFiles
+from runner.wire.protocol import (
+    ANSWERS,
+    MAX_FRAME_BYTES,
+    FileMatch,
+    FoundFiles,
+    GlobFiles,
+    ListFiles,
+    Searched,
+    SearchFiles,
+)
 from tests.unit.test_runner_entries import work_in
 
 
@@ -104,6 +113,16 @@ def test_a_glob_out_of_time_goes_on_later(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(first, FoundFiles)
     assert (first.after, len(first.paths)) == ("255", 25)
     assert len(found(tmp_path, "*9")) == 70
+
+
+@pytest.mark.parametrize("after", ["../0", "a/../..", "./a", "a//b", "a/", "/", "a\0b"])
+def test_a_cursor_that_no_list_gave_leads_nowhere(tmp_path: Path, after: str) -> None:
+    """It is a path that a client may write: none of its parts leaves the directory."""
+    make(tmp_path, a__b_py=b"")
+    for request in (GlobFiles(".", "**", after), ListFiles(".", after, depth=3)):
+        with pytest.raises(Refused) as refused:
+            perform(request, work_in(tmp_path))
+        assert refused.value.error.code == "BAD_REQUEST"
 
 
 def test_lines_are_found_with_their_places(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ class EndClaim(Ask[None]):
 
 @attrs.frozen
 class Released(Ask[None]):
-    """Note that a session which had the workspace is gone; its writes are synced to the disk."""
+    """Note that a session which had the workspace is gone, or an archive was unpacked in it; what they wrote is synced
+    to the disk."""
 
     workspace_id: str
 
@@ -319,7 +320,10 @@ class Workspaces(Actor):
 
     async def _release(self, workspace_id: str) -> None:
         """Sync and note the time. Makes nothing: the workspace may have been deleted behind its last session."""
-        await self._ask(call(protocol.SyncWorkspace, workspace_id))
+        try:
+            await self._ask(call(protocol.SyncWorkspace, workspace_id))
+        except BuildFailed as error:
+            raise explain(error, workspace_id) from error
         await self._register.touch(workspace_id)
 
     async def _remove(self, claim: Hold) -> None:

@@ -17,7 +17,7 @@ import errno
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
@@ -77,7 +77,7 @@ WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 
 _PROBE_S = 5.0
-_DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles | protocol.Unpack
+_DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles
 
 _MEASURE_ENTRIES = 1_000_000
 _MEASURE_MS = 5_000
@@ -132,12 +132,19 @@ class LocalFileStream:
         for start in range(0, len(data), MAX_FRAME_BYTES):
             if self._connection.has_arrived:
                 return False
-            await self._connection.send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
+            await self._send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
         return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
-        await self._connection.send(Kind.END)
+        await self._send(Kind.END)
         return await self.answer(expected)
+
+    async def _send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a frame. Raises `RunnerLost` when a worker, which programs of its user can stop, does not take it."""
+        with trio.move_on_at(self._deadline) as scope:
+            await self._connection.send(kind, body)
+        if scope.cancelled_caught:
+            raise RunnerLost("the sandbox takes no more content")
 
     @property
     def _deadline(self) -> float:
@@ -181,8 +188,9 @@ class LocalFileWriter:
 
 class LocalFiles:
     """Implements `supervisor.Files`. `lend` lends a link to the PID 1 that has the files; its argument tells whether
-    the loan lasts. `place` names the session or the workspace in the records of uploads. `syncs`: what is written is on
-    the disk when that is answered."""
+    the loan lasts. `place` names the session or the workspace in the records of uploads, and `workspace_of` returns the
+    workspace of the session. `sync` brings all that was written to the disk; with it, what is written is there when
+    that is answered."""
 
     def __init__(
         self,
@@ -190,9 +198,11 @@ class LocalFiles:
         store: Ref,
         place: str,
         *,
-        syncs: bool = False,
+        workspace_of: Callable[[], str | None] = lambda: None,
+        sync: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._lend, self._store, self._place, self._syncs = lend, store, place, syncs
+        self._lend, self._store, self._place, self._sync = lend, store, place, sync
+        self._workspace_of = workspace_of
 
     async def ask(
         self,
@@ -217,7 +227,7 @@ class LocalFiles:
         older: protocol.ReadFile | protocol.WriteFile | None = None,
     ) -> AsyncIterator[LocalFileStream]:
         """Begin a request, or the one that means the same to a PID 1 from before `FILES_VERSION`."""
-        if self._syncs and isinstance(request, _DURABLE):
+        if self._sync is not None and isinstance(request, _DURABLE):
             request = dataclasses.replace(request, sync=True)
         async with self._lend(request.lasts) as link:
             asked: object = request
@@ -231,6 +241,8 @@ class LocalFiles:
                 async with link.connection(Pool.NONE if is_alone else Pool.FILES) as connection:
                     await connection.send_request(asked)
                     yield LocalFileStream(connection, math.inf if request.lasts else patience_s)
+                if self._sync is not None and isinstance(request, protocol.Unpack):
+                    await self._sync()  # a worker may not: many files by one call
             except RunnerLost as error:
                 lost = error
             if lost is not None:
@@ -256,11 +268,12 @@ class LocalFiles:
 
     @asynccontextmanager
     async def _open_write(self, path: str, mode: int | None, user: str | None) -> AsyncIterator[LocalFileWriter]:
-        older = protocol.WriteFile(path, self._syncs) if mode is None and user is None else None
+        older = protocol.WriteFile(path, self._sync is not None) if mode is None and user is None else None
         async with self._open(protocol.PutFile(path, mode, user=user), WRITE_S, older) as stream:
             yield LocalFileWriter(stream)
 
     async def begin_upload(self, spec: UploadSpec) -> Upload:
+        spec = attrs.evolve(spec, workspace_id=self._workspace_of())
         upload = Upload(secrets.token_hex(16), spec, datetime.now(UTC))
         if not await self._store.ask(do(begin_upload, self._place, upload)):
             raise Capacity("too many uploads have begun and not ended", limit=MAX_UPLOADS)

@@ -1,15 +1,17 @@
 """The end of uploads that nobody goes on with: their part files are removed after a day.
 
 `LocalFiles` (`files.py`) begins and ends uploads; a row of the store tells of each part file. A session's part files go
-with the session.
+with the session, but for those in its workspace.
 """
 
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
+import attrs
 import trio
 
 from runner.wire.protocol import Done, DropUpload
@@ -28,6 +30,7 @@ WORKSPACE_PLACE = "workspace/"
 SWEEP_S = 3600.0
 _TRIES = 24
 _GONE = (SessionNotFound, SessionExpired, WorkspaceNotFound)
+_TOP = "/workspace/"
 
 FilesAt = Callable[[str], Awaitable[LocalFiles | None]]
 """Returns the files at a place; None while they should be left alone."""
@@ -60,7 +63,11 @@ async def _is_dropped(files_at: FilesAt, place: str, upload: Upload) -> bool:
             return False
         await found.ask(DropUpload(upload.spec.path, upload.id, user=upload.spec.user), Done)
     except _GONE:
-        return True
+        spec = upload.spec
+        if spec.workspace_id is None or not posixpath.join(_TOP, spec.path).startswith(_TOP):
+            return True
+        kept = attrs.evolve(upload, spec=attrs.evolve(spec, user=None, workspace_id=None))
+        return await _is_dropped(files_at, f"{WORKSPACE_PLACE}{spec.workspace_id}", kept)
     except SandkastenError as error:
         log.info("upload_left", extra={"place": place, "upload_id": upload.id, "error": str(error)})
         return False

@@ -130,6 +130,11 @@ class Exchange(AsgiExchange):
         """Return a header's value, or None if the header is missing or there are several."""
         return one_header(self.scope, name)
 
+    def header_list(self, name: bytes) -> str | None:
+        """Return a header's values as one list (RFC 9110 §5.3), or None if the header is missing."""
+        values = [bytes(value).decode("latin-1") for key, value in self.scope["headers"] if key == name]
+        return ", ".join(values) if values else None
+
     def query_all(self, name: str) -> list[str]:
         """Return every value of a query's field, in order. Raises as `query`."""
         return [value for field, value in query_fields(self.scope["query_string"]) if field == name]

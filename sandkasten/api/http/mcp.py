@@ -85,6 +85,7 @@ class McpFront:
             raise Overloaded("the MCP server is not ready")
         call = scope[CALL_KEY]
         try:
-            await self._mounted.handle(scope, receive, send, **attrs.asdict(call, recurse=False))
+            application = self._mounted.application(**attrs.asdict(call, recurse=False))
         except ValueError as error:
             raise InvalidRequest(str(error), query="malformed") from None
+        await application(scope, receive, send)

@@ -2,8 +2,9 @@
 
 Each kind is a named type with one check, which returns the value or raises `ValueError` with the words the client
 reads. Values in JSON keep their type (no "1" for 1, no true for 1); in a query numbers and flags are text. Unknown
-fields of a body are ignored and named in the answer's header `Sandkasten-Ignored`; unknown ones of a query are
-refused, since they narrow a list or name a place. `openapi.py` describes the kinds as JSON Schema. Knows no request.
+fields of a body are ignored and named in the answer's header `Sandkasten-Ignored`; unknown ones of a query, or of a
+`strict` class, are refused, since they narrow a list, name a place or are a condition. `openapi.py` describes the kinds
+as JSON Schema. Knows no request.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import os
 import re
 import signal
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from runner.wire.protocol import MAX_CONTEXT, MAX_MATCHES, MAX_SEARCHED_BYTES
+from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
 from sandkasten.model import (
@@ -32,6 +33,7 @@ from sandkasten.model import (
     FIXED_BOUNDS,
     LIMIT_BOUNDS,
     MAX_SPAN_S,
+    MAX_TTL_S,
     SECCOMP_NAME,
     SESSION_ID,
     SHELL_NAME,
@@ -49,7 +51,6 @@ from sandkasten.model.workspace import QUOTA_BYTES_BOUNDS, QUOTA_FILES_BOUNDS
 
 T = TypeVar("T")
 
-MAX_TTL_S = 86_400
 MAX_LIFETIME_S = int(MAX_SPAN_S)
 MAX_PATH_BYTES = 4096
 MAX_ENV_BYTES = 128 * 1024
@@ -68,9 +69,10 @@ MAX_PATHS = 1000
 """Paths in one request about many files."""
 MAX_DEPTH = 32
 MAX_FILE_ID = 65535
-MAX_EDITS = 100
 _MAX_NAME_CHARS = 64
-_NONE = "is unknown; this request takes no query"
+_NONE = "is unknown; this request has no fields"
+_MOST_UNKNOWN = 32
+"""Unknown fields that a refusal names."""
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
@@ -126,10 +128,12 @@ ListLimit = NewType("ListLimit", int)
 FilesLimit = NewType("FilesLimit", int)
 Offset = NewType("Offset", int)
 OutputBytes = NewType("OutputBytes", int)
+NamedPath = NewType("NamedPath", str)
 PathInWorkspace = NewType("PathInWorkspace", str)
 FilePath = NewType("FilePath", str)
 FileMode = NewType("FileMode", int)
 Sha256 = NewType("Sha256", str)
+DigestName = NewType("DigestName", str)
 FileId = NewType("FileId", int)
 Line = NewType("Line", int)
 Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
@@ -161,7 +165,7 @@ class Stdin:
 
 
 def check_path(value: object) -> str:
-    """Return a path that the file routes can hand on. Raises `ValueError` saying why not."""
+    """Return a path of a command's directory or a rule. Raises `ValueError` saying why not."""
     text = _text(value)
     if not text or len(text.encode()) > MAX_PATH_BYTES:
         raise ValueError(f"must have 1 to {MAX_PATH_BYTES} bytes")
@@ -322,10 +326,6 @@ def _fixed(_value: object) -> object:
     raise ValueError("is fixed when the session is made")
 
 
-def _path_in_workspace(value: object) -> str:
-    return TOP if value in ("", "/") else check_path(value)
-
-
 OUTPUT_FIELDS = ("output", "stdout", "stderr")
 """Fields of a result that hold output."""
 
@@ -349,6 +349,18 @@ def file_path(value: object) -> str:
     if "\0" in path:
         raise ValueError("has a NUL character that is not followed by two digits from 80 to ff, in lower case")
     return path or "."
+
+
+def named_path(value: object) -> str:
+    """Return a path as `file_path`. The first routes for files refuse an empty one."""
+    if value == "":
+        raise ValueError(f"must have 1 to {MAX_PATH_BYTES} bytes")
+    return file_path(value)
+
+
+def path_in_workspace(value: object) -> str:
+    """Return a path as `file_path`; an empty one and `/` are the workspace."""
+    return TOP if value in ("", "/") else file_path(value)
 
 
 def spell_path(path: str) -> str:
@@ -383,7 +395,10 @@ def edit_count(value: object) -> object:
     return value
 
 
-_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _encodable}
+ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
+_one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
+
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _one_etag}
 EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
     "replace": {**_ANY_EDIT, "old": some_text, "new": _encodable, "count": edit_count},
     "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": _encodable},
@@ -548,10 +563,12 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FilesLimit: Between(1, MAX_FILES),
     Offset: Between(0, 2**53),
     OutputBytes: Between(1, MAX_OUTPUT_BYTES),
-    PathInWorkspace: _path_in_workspace,
+    NamedPath: named_path,
+    PathInWorkspace: path_in_workspace,
     FilePath: file_path,
     FileMode: _file_mode,
     Sha256: Matching(re.compile(r"[0-9a-f]{64}\Z"), "must be 64 hexadecimal digits in lower case"),
+    DigestName: Choice(("sha256",)),
     FileId: Between(-1, MAX_FILE_ID),
     Line: Between(1, 2**31),
     Edits: _edits,
@@ -628,13 +645,21 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
     """Return the request in the exchange's JSON body, and tell the exchange which of the fields are ignored.
 
     Raises:
-        InvalidRequest: as `parse`.
+        InvalidRequest: as `parse`; a field is unknown to a strict class.
         TooLarge, InvalidRequest, ClientGone: as `Exchange.read_json_body`.
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
+    unknown = ignored_fields(value, cls)
+    if unknown and is_strict(cls):
+        raise bad_fields(**_unknown(unknown, cls))
     request = parse(value, cls)
-    exchange.ignore(ignored_fields(value, cls))
+    exchange.ignore(unknown)
     return request
+
+
+def is_strict(cls: type) -> bool:
+    """Return whether a body with other fields than those of `cls` is refused."""
+    return getattr(cls, "strict", False)
 
 
 def parse(value: Mapping[str, Any], cls: type[T]) -> T:  # Any: JSON
@@ -712,8 +737,8 @@ def parse_known_query(query: Mapping[str, str], cls: type[T]) -> T:
 
 
 def read_head(exchange: Exchange, cls: type[T]) -> T:
-    """Return the headers that have the names of the fields of `cls`; raises as `parse`."""
-    given = ((field.name, exchange.header(field.name.replace("_", "-").encode())) for field in attrs.fields(cls))  # type: ignore[arg-type]  # an attrs class
+    """Return the headers that have the names of the fields of `cls`, repeated ones as lists; raises as `parse`."""
+    given = ((field.name, exchange.header_list(field.name.replace("_", "-").encode())) for field in attrs.fields(cls))  # type: ignore[arg-type]  # an attrs class
     return _structure({name: value for name, value in given if value is not None}, cls, "the request's head")
 
 
@@ -737,12 +762,23 @@ def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
     Raises:
         InvalidRequest: `details` name the nearest known field.
     """
-    known = () if cls is None else [field.name.removesuffix("_") for field in attrs.fields(cls)]
-    for name in query:
-        if name not in known:
-            shown = name[:_MAX_NAME_CHARS]
-            near = difflib.get_close_matches(shown, known, 1, 0)
-            raise bad_query(shown, f"is unknown; the nearest known field is {near[0]}" if near else _NONE)
+    known = _known(cls)
+    if unknown := [name for name in query if name not in known]:
+        raise InvalidRequest("the query has bad fields", **_unknown(unknown, cls))
+
+
+def _known(cls: type | None) -> Collection[str]:
+    return () if cls is None else _fields_of(cls)
+
+
+def _unknown(names: Sequence[str], cls: type | None) -> Mapping[str, str]:
+    """Return what is wrong with fields that `cls` does not have; without a class no field is known."""
+    known = _known(cls)
+    problems = {}
+    for shown in (name[:_MAX_NAME_CHARS] for name in names[:_MOST_UNKNOWN]):
+        near = difflib.get_close_matches(shown, known, 1, 0)
+        problems[shown] = f"is unknown; the nearest known field is {near[0]}" if near else _NONE
+    return problems
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:

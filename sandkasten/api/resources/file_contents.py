@@ -18,7 +18,16 @@ from runner.wire.protocol import Done, FilePart, FilePut, GetFile, PutFile, Unma
 from sandkasten.api.http.errors import Answer, Headers, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Choice, FileMode, FilePath, add_kinds, read_head, read_query, spell_path
+from sandkasten.api.resources.fields import (
+    ETAG,
+    Choice,
+    FileMode,
+    FilePath,
+    add_kinds,
+    read_head,
+    read_query,
+    spell_path,
+)
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.model.errors import (
     PreconditionFailed,
@@ -34,7 +43,6 @@ ANY_SIZE = 1 << 60
 WRITE_S = 1800.0
 """Until a file is in its place, and in a workspace on the disk."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
-ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
 _MAX_ETAGS = 64
 
 ByteRange = NewType("ByteRange", tuple[int | None, int | None])
@@ -54,7 +62,7 @@ def _byte_range(value: object) -> tuple[int | None, int | None]:
 def _etags(value: object) -> tuple[str, ...]:
     text = str(value)
     found = tuple(ETAG.findall(text))
-    if ETAG.sub("", text).strip(", \t") or len(found) > _MAX_ETAGS:
+    if not 0 < len(found) <= _MAX_ETAGS or ETAG.sub("", text).strip(", \t"):
         raise ValueError("must be ETags, or *")
     return found
 

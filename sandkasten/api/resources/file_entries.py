@@ -12,7 +12,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 
@@ -23,6 +23,7 @@ from sandkasten.api.http.json import Body, scrub
 from sandkasten.api.resources.fields import (
     MAX_FILES,
     Depth,
+    DigestName,
     FilePath,
     FilesLimit,
     Glob,
@@ -34,7 +35,7 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.model.errors import RunnerProtocolError
+from sandkasten.model.errors import FileNotFound, RunnerProtocolError
 
 HERE = FilePath(".")
 FIRST_PAGE = NameCursor("")
@@ -42,7 +43,7 @@ _ALL = FilesLimit(MAX_FILES)
 _ONE = Depth(1)
 _ANY = Glob("")
 _LIST_S = 600.0
-"""Until a page of a list is found: a pattern that little fits may take a walk through everything."""
+"""Until a page of a list is found, or a digest: a pattern that little fits may take a walk through everything."""
 
 # Requests -------------------------------------------------------------------------------------------------------------
 
@@ -50,8 +51,9 @@ _LIST_S = 600.0
 @attrs.frozen(kw_only=True)
 class Placed:
     """Fields of every request for files: `user` of the sandbox who performs it, by default the session's; `cwd`, where
-    relative paths begin."""
+    relative paths begin. A field that is not honoured is refused: it could be a condition or a place."""
 
+    strict: ClassVar[bool] = True
     user: User | None = None
     cwd: FilePath = HERE
 
@@ -73,10 +75,12 @@ class ListQuery(Placed):
 
 @attrs.frozen(kw_only=True)
 class StatQuery(Placed):
-    """The query of one file's properties; `follow`: of what a link leads to."""
+    """The query of one file's properties; `follow`: of what a link leads to; `digest`: of the regular file that the
+    path leads to, with a digest of its content."""
 
     path: FilePath = HERE
     follow: bool = False
+    digest: DigestName | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -125,8 +129,8 @@ class EntryBody(Body):
 
 @attrs.frozen(kw_only=True)
 class FileInfoBody(EntryBody):
-    """An entry with its resolved path, the ids and names of its user and group (null: the image names none), and the
-    version of its content."""
+    """An entry with its resolved path, the ids and names of its user and group (null: the image names none), the
+    version of its content, and the digest if it was asked for."""
 
     path: str
     uid: int
@@ -134,6 +138,7 @@ class FileInfoBody(EntryBody):
     user: str | None
     group: str | None
     etag: str
+    sha256: str | None = None
 
     @classmethod
     def of_entry(cls, entry: FileEntry, path: str) -> FileInfoBody:
@@ -146,6 +151,7 @@ class FileInfoBody(EntryBody):
             user=entry.user_name or None,
             group=entry.group_name or None,
             etag=entry.etag,
+            sha256=entry.sha256 or None,
         )
 
 
@@ -160,7 +166,7 @@ class ListBody(Body):
 
 @attrs.frozen
 class StatsBody(Body):
-    """Properties in the order of the paths; null where no file is."""
+    """Properties in the order of the paths; null where no file can be reached."""
 
     entries: Sequence[FileInfoBody | None]
 
@@ -179,7 +185,7 @@ async def list_files(exchange: Exchange) -> Answer:
         glob=query.glob,
         user=query.user,
     )
-    listing = await exchange.files.ask(request, Listing, patience_s=_LIST_S)
+    listing = await exchange.until_disconnect(lambda: exchange.files.ask(request, Listing, patience_s=_LIST_S))
     entries = [FileInfoBody.of_entry(each, posixpath.join(listing.path, each.name)) for each in listing.entries]
     cursor = encode_cursor(listing.entries[-1].name) if listing.more and listing.entries else None
     return json_answer(ListBody(spell_path(listing.path), entries, cursor))
@@ -189,16 +195,22 @@ async def stat(exchange: Exchange) -> Answer:
     """Read the type, size, mode, owner, time and version of a file."""
     query = read_query(exchange, StatQuery)
     path = query.at(query.path)
+    if query.digest:
+        request = StatFile(path, digest=True, user=query.user)
+        entry = await exchange.until_disconnect(lambda: exchange.files.ask(request, FileEntry, patience_s=_LIST_S))
+        return json_answer(FileInfoBody.of_entry(entry, entry.path))
     if query.follow:
         (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
         if entry is not None:
             return json_answer(FileInfoBody.of_entry(entry, entry.path))
     entry = await exchange.files.ask(StatFile(path, user=query.user), FileEntry)
+    if query.follow:
+        raise FileNotFound(f"the link leads to no file: {spell_path(query.path)[:200]}")
     return json_answer(FileInfoBody.of_entry(entry, entry.path))
 
 
 async def stat_many(exchange: Exchange) -> Answer:
-    """Read the properties of many files; null for each that is not there."""
+    """Read the properties of many files; null for each that is not there, or can't be reached."""
     request = await read_request(exchange, StatRequest)
     paths = tuple(request.at(path) for path in request.paths)
     found = await entries_at(exchange, paths, follow=request.follow, user=request.user)
@@ -208,7 +220,7 @@ async def stat_many(exchange: Exchange) -> Answer:
 async def entries_at(
     exchange: Exchange, paths: tuple[str, ...], *, follow: bool, user: str | None
 ) -> Sequence[FileEntry | None]:
-    """Return the properties of files in the order of their paths, None for each that is not there."""
+    """Return the properties of files in the order of their paths, None for each that can't be reached."""
     found: list[FileEntry | None] = []
     while len(found) < len(paths):
         asked = StatFiles(paths[len(found) :], follow, user=user)

@@ -126,7 +126,7 @@ async def glob(exchange: Exchange) -> Answer:
         limit=wanted.limit,
         user=wanted.user,
     )
-    found = await exchange.files.ask(request, FoundFiles)
+    found = await exchange.until_disconnect(lambda: exchange.files.ask(request, FoundFiles))
     paths = [spell_path(f"{found.path.rstrip('/')}/{path}") for path in found.paths]
     return json_answer(GlobBody(spell_path(found.path), paths, encode_cursor(found.after) if found.after else None))
 

@@ -22,7 +22,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
 from sandkasten.api.resources.file_entries import HERE, Placed, entries_at
-from sandkasten.model.errors import Ambiguous, Conflict, FileNotFound, PreconditionFailed, RunnerProtocolError
+from sandkasten.model.errors import Ambiguous, Conflict, PreconditionFailed, RunnerProtocolError
 
 _FIRST = Line(1)
 _MAX_TEXT_BYTES = 2 * 1024 * 1024
@@ -85,13 +85,15 @@ async def view(exchange: Exchange) -> Answer:
     query = read_query(exchange, ViewQuery)
     if query.to is not None and query.to < query.from_:
         raise bad_query("to", "is before the first line")
+    return json_answer(await exchange.until_disconnect(lambda: _view(exchange, query)))
+
+
+async def _view(exchange: Exchange, query: ViewQuery) -> ViewBody:
     path = query.at(query.path)
     (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
-    if entry is None:
-        raise FileNotFound(f"no such file or directory: {spell_path(query.path)[:200]}")
-    if entry.kind == "directory":
-        return json_answer(await _view_directory(exchange, query, path, entry))
-    return json_answer(await _view_lines(exchange, query, path))
+    if entry is not None and entry.kind == "directory":
+        return await _view_directory(exchange, query, path, entry)
+    return await _view_lines(exchange, query, path)
 
 
 async def _view_directory(exchange: Exchange, query: ViewQuery, path: str, entry: FileEntry) -> ViewBody:
@@ -121,11 +123,13 @@ async def _view_lines(exchange: Exchange, query: ViewQuery, path: str) -> ViewBo
 
 async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
-    request = await read_request(exchange, EditRequest)
+    request = await read_request(exchange, EditRequest, limit_bytes=exchange.settings.max_json_bytes)
     edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
     wanted = EditFiles(request.dry_run, user=request.user)
     async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
-        await stream.send(json.dumps(edits).encode("ascii"))
+        # Not as ASCII, which would be three times as long as what came; names of any bytes hold surrogates.
+        text = json.dumps(edits, ensure_ascii=False, separators=(",", ":"))
+        await stream.send(text.encode("utf-8", "surrogatepass"))
         answer: Edited | Unedited = await stream.end((Edited, Unedited))
     if isinstance(answer, Unedited):
         raise _refusal(answer, request.edits)

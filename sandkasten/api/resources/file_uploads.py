@@ -56,6 +56,13 @@ class UploadRequest(Placed):
 
 
 @attrs.frozen
+class CommitRequest:
+    """The end of an upload, all of which was said at its begin."""
+
+    strict: ClassVar[bool] = True
+
+
+@attrs.frozen
 class AppendHead:
     """The number of bytes that an upload has before those of the body."""
 
@@ -110,7 +117,7 @@ async def look(exchange: Exchange) -> Answer:
 async def commit(exchange: Exchange) -> Answer:
     """Put an upload in place of the file, if it is whole; the conditions are those of a write."""
     conditions = read_head(exchange, WriteHead)
-    await exchange.read_body(limit_bytes=exchange.settings.max_request_bytes)  # its body means nothing
+    await read_request(exchange, CommitRequest)
     upload = await _upload(exchange)
     spec = upload.spec
     request = CommitUpload(

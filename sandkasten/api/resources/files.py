@@ -32,10 +32,11 @@ from sandkasten.api.resources.fields import (
     TOP,
     Base64,
     FileMode,
-    Path,
+    NamedPath,
     ReadBytes,
     bad_query,
-    check_path,
+    named_path,
+    path_in_workspace,
     read_query,
     read_request,
     spell_path,
@@ -57,7 +58,7 @@ _END = b'"}'
 class WriteRequest(Placed):
     """A file to write: a path, and the content as text or base64. `mode` is octal, as for `PUT …/fs/file`."""
 
-    path: Path
+    path: NamedPath
     mode: FileMode | None = None
     text: str | None = attrs.field(default=None, repr=False)
     content_base64: Base64 | None = attrs.field(default=None, repr=False)
@@ -74,7 +75,7 @@ class WriteRequest(Placed):
 class ReadQuery(Placed):
     """The query of a file's content. `max_bytes` is at most `max_read_bytes` of the configuration."""
 
-    path: Path
+    path: NamedPath
     max_bytes: ReadBytes | None = None
 
 
@@ -147,6 +148,8 @@ FORM = "multipart/form-data"
 FILE_PARTS = frozenset({"file", "files"})
 MAX_PARTS = 256
 MAX_NAME_BYTES = 255
+_MAX_FIELD_CHARS = 64
+_UNKNOWN = "is unknown; a form has file, files and path"
 DECODER_BYTES = 256 * 1024
 """Bound on what the decoder holds: one received chunk and the undecided rest of the one before."""
 
@@ -220,7 +223,6 @@ class _Upload:
         self._spool: AsyncIOWrapper[BufferedRandom] | None = None
         self._waiting: list[tuple[str, int]] = []  # name and size, in the spool's order
         self._paths: list[str] = []
-        self._ignored: list[str] = []
 
     async def run(self) -> list[str]:
         """Store every file and return their resolved paths, in the form's order."""
@@ -233,11 +235,8 @@ class _Upload:
                 self._directory = await self._read_directory()
                 await self._store_waiting()
             elif isinstance(event, Field | File):
-                self._ignored.append(event.name)
-                while (await self._parts.data()).more_data:
-                    pass
+                raise InvalidRequest("the form has bad fields", **{str(event.name)[:_MAX_FIELD_CHARS]: _UNKNOWN})
         await self._store_waiting()
-        self._exchange.ignore(self._ignored)
         if not self._paths:
             raise InvalidRequest("the form has no file", file="is required")
         return self._paths
@@ -252,7 +251,7 @@ class _Upload:
             if len(text) > MAX_PATH_BYTES:
                 raise InvalidRequest("the form has bad fields", path=f"must have at most {MAX_PATH_BYTES} bytes")
         try:
-            return check_path(text.decode())
+            return (path_in_workspace if self._exchange.workspace_id else named_path)(text.decode())
         except ValueError as error:
             raise InvalidRequest("the form has bad fields", path=str(error)) from None
 

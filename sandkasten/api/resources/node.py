@@ -23,6 +23,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
+from sandkasten.api.http.settings import ApiSettings
 from sandkasten.model.node import Amounts, Check, NodeInfo, Protection, System
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -61,10 +62,12 @@ class SystemBody(Body):
     checks: Sequence[Check]
 
     @classmethod
-    def of(cls, system: System) -> SystemBody:
+    def of(cls, system: System, settings: ApiSettings) -> SystemBody:
         """Return the installation as clients see it."""
-        machine = system.machine
-        return cls.take(system, examined_at=machine.examined_at, facts=machine.facts, checks=machine.checks)
+        machine, limits = system.machine, {**system.limits, "max_request_bytes": settings.max_request_bytes}
+        return cls.take(
+            system, limits=limits, examined_at=machine.examined_at, facts=machine.facts, checks=machine.checks
+        )
 
 
 @attrs.frozen
@@ -115,7 +118,7 @@ async def readyz(exchange: Exchange) -> Answer:
 
 async def system(exchange: Exchange) -> Answer:
     """Read versions, defaults, bounds and protections of the installation."""
-    return json_answer(SystemBody.of(await exchange.supervisor.system()))
+    return json_answer(SystemBody.of(await exchange.supervisor.system(), exchange.settings))
 
 
 async def node(exchange: Exchange) -> Answer:

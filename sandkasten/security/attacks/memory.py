@@ -37,7 +37,8 @@ from sandkasten.security.probes.attempt import Answers, Attempt, attempt, collec
 _LIMITS = attrs.evolve(SMALL, cpu=2.0)
 """Two processors: a busy neighbour on the only one would slow the attempt down, and hide what it takes."""
 _LIMIT_MIB = _LIMITS.memory_mb or 0
-_MOST_MIB = _LIMIT_MIB * 3 // 2
+_MOST_MIB = _LIMIT_MIB * 2
+"""More is broken. On a loaded machine what the kernel has yet to free is a third of the limit and more."""
 _STOP_MIB = _LIMIT_MIB * 4
 _FILL_S = 2.0
 _FREE_S = 1.5

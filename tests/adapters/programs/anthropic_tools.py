@@ -106,14 +106,14 @@ async def a_cancelled_call_ends_its_command() -> None:
 
 
 async def the_claude_agent_sdk_gets_its_arguments() -> None:
-    """The server's `/mcp`, its key in a header, and no tool that works on this machine."""
+    """The server's `/mcp`, its key in a header, and no tool of the SDK's own."""
     options = claude_agent_options("http://host:8080/", "secret", sandbox="a b")
     assert options["mcp_servers"]["sandkasten"] == {
         "type": "http",
         "url": "http://host:8080/mcp?sandbox=a%20b",
         "headers": {"Authorization": "Bearer secret"},
     }
-    assert {"Bash", "Read", "Write", "Edit"} <= set(options["disallowed_tools"])
+    assert options["tools"] == []
 
 
 if __name__ == "__main__":
