@@ -213,7 +213,7 @@ def broken(before: Mapping[str, Iterable[str]], after: Mapping[str, Iterable[str
 def read_names(text: str) -> dict[str, list[str]]:
     """Return the names in the file."""
     rows = (line.partition(": ") for line in text.splitlines() if line)
-    return {name: names.split(" ") for name, _, names in rows}
+    return {name: names.split() for name, _, names in rows}
 
 
 def spell_names(names: Mapping[str, Iterable[str]]) -> str:

@@ -4,7 +4,8 @@ PID 1 looks at no file itself: that may block, or take long. It hands the whole 
 answers the request and those that follow on the connection, with blocking calls. A worker that is asked nothing for
 `IDLE_S` ends, and PID 1 has the connection back. A worker whose client has left is ended.
 
-A worker runs this code and no other. It has no capability and one descriptor, the connection.
+A worker runs this code and no other. It has the capabilities of its user (none, but for root) and one
+descriptor, the connection.
 
 Sources: fork(2); credentials(7); socket(7) SO_RCVTIMEO (read(2) of a blocking socket then fails with EAGAIN); epoll(7).
 """

@@ -35,6 +35,8 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.workspace import (
     EVERYWHERE,
+    MAX_UNPACKED,
+    WRITE_S,
     Within,
     Workspace,
     WorkspacePatch,
@@ -50,9 +52,6 @@ _USAGE_AGE_S = 30.0
 _MEASURING = 2
 _MEASURE_ALL_S = 10.0
 _MAX_KEPT_USAGES = 1000
-_MAX_ENTRIES = 1_000_000
-_TREE_S = 1800.0
-"""Until an archive is unpacked and on the disk."""
 _FORCE_S = 30.0
 _FORCE_PAUSE_S = 0.05
 _CLEANUP_S = 10.0
@@ -182,12 +181,12 @@ class WorkOfWorkspaces:
     @asynccontextmanager
     async def _open_unpack(self, workspace_id: str, replace: bool) -> AsyncIterator[LocalArchiveWriter]:
         self._check_new(workspace_id)
-        request = Unpack(_MAX_ENTRIES, self._config.workspace.max_import_mb * MIB)
+        request = Unpack(MAX_UNPACKED, self._config.workspace.max_import_mb * MIB)
         async with self._claimed(workspace_id) as claim:
             draft = LocalFiles(lambda _lasting: self._files(workspace_id, draft_of=claim), self._store, "")
             try:
                 await self._workspaces.ask(messages.BeginDraft(claim, replace))
-                async with draft.stream(request, patience_s=_TREE_S) as stream:
+                async with draft.stream(request, patience_s=WRITE_S) as stream:
                     yield LocalArchiveWriter(stream, messages.Publish(claim, replace), self._workspaces)
             finally:
                 self._usages.pop(workspace_id, None)

@@ -230,6 +230,7 @@ class Mounted:
     def __init__(self, url: str) -> None:
         self._url = url
         self._clients: OrderedDict[tuple[str, str | None], _Client] = OrderedDict()
+        self._dropped: list[SandboxClient] = []
         self._manager = _SharedManager(
             make_server(_caller_of_request),
             max_request_body_size=MAX_BODY_BYTES,
@@ -256,6 +257,8 @@ class Mounted:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             client.in_use += 1
             try:
+                while self._dropped:
+                    await self._dropped.pop().close()
                 await self._manager.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
             finally:
                 client.in_use -= 1
@@ -274,8 +277,8 @@ class Mounted:
                 oldest = next((each for each, client in self._clients.items() if not client.in_use), None)
                 if oldest is None:
                     break
-                del self._clients[oldest]  # its idle connections are closed by the other side
-            client = SandboxClient(base_url=self._url, api_key=api_key)
+                self._dropped.append(self._clients.pop(oldest).sandboxes.client)
+            client = SandboxClient(base_url=self._url, api_key=api_key, use_proxy=False)  # a proxy would see the key
             found = self._clients[place] = _Client(Sandboxes(client, key_id, may_write))
         self._clients.move_to_end(place)
         return found

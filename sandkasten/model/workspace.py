@@ -63,6 +63,12 @@ class WorkspaceQuota:
 MAX_UPLOADS = 16
 """Uploads of one session or workspace that have begun and not ended."""
 
+WRITE_S = 1800.0
+"""Until a whole file or tree is in its place or gone, and in a workspace on the disk."""
+
+MAX_UNPACKED = 1_000_000
+"""Entries of an archive that is unpacked."""
+
 UPLOAD_S = 24 * 3600.0
 """Time that an upload may take; then its part file is removed."""
 

@@ -342,7 +342,7 @@ class ChannelFeed:
             if not channel.is_over and (cancel or channel.exec_id):
                 await socket.say(channel, type="cancel" if cancel else "detach")
                 await socket.pump.until(lambda: channel.is_over)
-        except (Lost, SocketClosed):
+        except (errors.ConnectionFailed, SocketClosed):
             pass
         finally:
             self._leave()

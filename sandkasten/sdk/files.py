@@ -136,11 +136,7 @@ class WatchedChanges:
         return self
 
     async def __anext__(self) -> WatchedChange:
-        found = await self._stream.next()
-        if found.name == "error":
-            await self._stream.aclose()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return await self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:
@@ -235,7 +231,7 @@ class Files:
                 progress(len(content), len(content))
             return answer
         if isinstance(content, Path):
-            with await waiting.in_thread(_open, content) as opened:
+            with await waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
                 return await self._upload(request, opened, progress)
         if hasattr(content, "read"):
             file = cast("BinaryIO", content)
@@ -253,10 +249,21 @@ class Files:
     # Entries ----------------------------------------------------------------------------------------------------------
 
     async def stat(
-        self, path: str, *, follow: bool = False, user: str | None = None, cwd: str | None = None
+        self,
+        path: str,
+        *,
+        follow: bool = False,
+        sha256: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
     ) -> FileInfo:
-        """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
-        query = given(path=path, follow=follow or None, user=user, cwd=cwd)
+        """Return the entry of a path; `follow` gives what a link leads to, `sha256` also the digest of that file.
+
+        Raises:
+            FileNotFound: there is no such file, directory or link.
+            Conflict: the file was changed while its digest was computed.
+        """
+        query = given(path=path, follow=follow or None, digest="sha256" if sha256 else None, user=user, cwd=cwd)
         return FileInfo.take(await self._endpoint.ask("GET", "/stat", query=query))
 
     async def stat_many(
@@ -536,8 +543,14 @@ def _page(limit: int | None) -> int | None:
     return limit and min(limit, MAX_PAGE)
 
 
-def _open(path: Path, mode: str = "rb") -> BinaryIO:
-    return cast("BinaryIO", path.open(mode))
+def _open(path: Path, mode: Literal["rb", "wb", "xb"]) -> BinaryIO:
+    return path.open(mode)
+
+
+def _undo_open(file: BinaryIO) -> None:
+    file.close()
+    if file.mode == "xb":
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -597,11 +610,11 @@ async def save(pieces: AsyncIterator[bytes], target: Path, mode: int | None) -> 
     no file, such as /dev/null or a FIFO, is written to. Raises `OSError`.
     """
     if await waiting.in_thread(_is_device, target):
-        with await waiting.in_thread(_open, target, "wb") as file:
+        with await waiting.in_thread(_open, target, "wb", undo=_undo_open) as file:
             return UnpackedArchive(1, await _write_all(file, pieces), 0)
     part = target.with_name(f".{target.name}.{new_id()}")
     try:
-        with await waiting.in_thread(_open, part, "xb") as file:
+        with await waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
             size = await _write_all(file, pieces)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)

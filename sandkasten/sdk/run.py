@@ -121,11 +121,6 @@ class Run:
             if (output := self._decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
                 return output
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the output as it came from the server: bytes, with the time of each piece."""
-        while (piece := await self._next_piece()) is not None:
-            yield piece
-
     async def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sandkasten import errors
 from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, StreamRecovery, Transport
 from sandkasten.sdk.types import Event, RunEnd, StreamName
-from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
+from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, reading, run_end
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -80,6 +82,23 @@ class ResumedEvents:
             self.last_id = event.id
         return event
 
+    async def take(self, read: Callable[[ServerEvent], T]) -> T:
+        """Return what `read` makes of the next event.
+
+        Raises:
+            SandkastenStreamError: the event is an error.
+            ConnectionFailed: the event is none of the protocol, or as of `next`.
+        """
+        try:
+            event = await self.next()
+            if event.name == "error":
+                raise errors.api_error(event.data, None, streamed=True)
+            with reading():
+                return read(event)
+        except errors.SandkastenError:
+            await self.aclose()
+            raise
+
     async def _recover(self, error: Lost) -> None:
         await self.aclose()
         if not self._request.repeat:
@@ -113,22 +132,23 @@ class EventFeed:
             Others as of `ResumedEvents.next`.
         """
         while True:
-            event = await self._events.next()
-            if event.name == "chunk":
-                value: Mapping[str, Any] = event.value
-                seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
-                data = base64.b64decode(value["chunk"])
-                return Piece(value.get("stream", "stdout"), data, seq, value.get("timestamp", 0))
-            if event.name == "done":
+            found = await self._events.take(_of_run)
+            if isinstance(found, RunEnd):
                 await self.aclose()
-                return run_end(event.value)
-            if event.name == "error":
-                await self.aclose()
-                raise errors.api_error(event.data, None, streamed=True)
+            if found is not None:
+                return found
 
     async def aclose(self, *, cancel: bool = False) -> None:
         """Leave the run, which goes on; `cancel` makes no difference, since the server waits for no reader then."""
         await self._events.aclose()
+
+
+def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
+    if event.name == "chunk":
+        value: Mapping[str, Any] = event.value
+        seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
+        return Piece(value["stream"], base64.b64decode(value["chunk"]), seq, value["timestamp"])
+    return run_end(event.value) if event.name == "done" else None
 
 
 class Events:
@@ -174,13 +194,13 @@ class Events:
             self._until = (await self._now.next()).id  # a stream begins with its position
             await self._now.aclose()
         while self._until is None or (self.cursor or "") < self._until:
-            found = await self._stream.next()
-            if found.name == "error":
-                await self.aclose()
-                raise errors.api_error(found.data, None, streamed=True)
-            if found.data and (self._until is None or found.id <= self._until):
-                return Event.take(found.value)
+            if (event := await self._stream.take(self._read)) is not None:
+                return event
         raise StopAsyncIteration
+
+    def _read(self, found: ServerEvent) -> Event | None:
+        is_wanted = found.data and (self._until is None or found.id <= self._until)
+        return Event.take(found.value) if is_wanted else None
 
     async def aclose(self) -> None:
         """Close the connection; a further event opens another."""

@@ -345,8 +345,9 @@ class WorkspaceInfo(Taken):
 class FileInfo(Taken):
     """Entry of a directory. `type` is `file`, `directory`, `symlink` or `other`; `mode` is octal, such as `0644`.
 
-    `etag` is the version of the file, `target` where a link leads. Of a name that is not UTF-8 the path is spelled as
-    docs/api.md says, `name` is for people, and `name_base64` has the bytes.
+    `etag` is the version of the file, `target` where a link leads, `sha256` the digest of the content if it was asked
+    for. Of a name that is not UTF-8 the path is spelled as docs/api.md says, `name` is for people, and `name_base64`
+    has the bytes.
     """
 
     name: str
@@ -363,6 +364,7 @@ class FileInfo(Taken):
     etag: str = ""
     target: str | None = None
     name_base64: str | None = None
+    sha256: str | None = None
 
 
 @dataclass
@@ -461,7 +463,7 @@ class Event(Taken):
 
 
 @dataclass
-class ImageInfo(Taken):
+class ImageInfo:
     """Image from which sessions can be made."""
 
     name: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -58,9 +59,32 @@ def shield(seconds: float) -> anyio.CancelScope:
     return anyio.move_on_after(seconds, shield=True)
 
 
-async def in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Return what a function that reads or writes local files returns, without holding up the event loop."""
-    return await anyio.to_thread.run_sync(function, *arguments)
+async def in_thread(function: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None) -> T:
+    """Return what a function that reads or writes local files returns, without holding up the event loop.
+
+    A cancelled caller waits for the function, unless asyncio itself cancels it, which passes anyio's shields: then
+    `undo` is called with what the function returns, also in the thread.
+    """
+    lock = threading.Lock()
+    results: list[T] = []
+    is_left = False
+
+    def work() -> T:
+        result = function(*arguments)
+        with lock:
+            results.append(result)
+            if is_left and undo is not None:
+                undo(result)
+        return result
+
+    try:
+        return await anyio.to_thread.run_sync(work)
+    except anyio.get_cancelled_exc_class():
+        with lock:
+            is_left = True
+            if results and undo is not None:
+                undo(results[0])
+        raise
 
 
 class FileOf(io.RawIOBase):

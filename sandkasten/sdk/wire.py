@@ -12,6 +12,7 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -76,9 +77,19 @@ class WholeAnswer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The time to wait before a repetition, as the server advises; dates are not understood."""
+        """The time to wait before a repetition, as the server advises: in seconds, or as a date by the server's clock
+        (RFC 9110 §10.2.3). None: there is no advice, or it can't be read.
+        """
         advice = self.headers.get("retry-after", "")
-        return float(advice) if advice.isdecimal() else None
+        if not advice or advice.isdecimal():
+            return float(advice) if advice else None
+        from email.utils import parsedate_to_datetime  # late: dates are rare, and the import of the SDK is to be quick
+
+        try:
+            now = parsedate_to_datetime(self.headers["date"])
+            return max((parsedate_to_datetime(advice) - now).total_seconds(), 0.0)
+        except (KeyError, ValueError, TypeError):
+            return None
 
     @property
     def error(self) -> errors.SandkastenAPIError:
@@ -196,6 +207,22 @@ class Decoder:
                 yield Output(stream, text, self._seq)
 
 
+# Messages of any stream ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Return a context in which a message of the server is read.
+
+    Raises:
+        ConnectionFailed: the message is none of this protocol.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise errors.ConnectionFailed(f"the server sent a message that is none of the protocol ({error!r})") from error
+
+
 # Server-sent events ---------------------------------------------------------------------------------------------------
 
 MAX_EVENT_BYTES = 1024 * 1024
@@ -280,11 +307,9 @@ def read_frame(message: bytes) -> Frame:
     Raises:
         ConnectionFailed: the message is none of this protocol.
     """
-    try:
+    with reading():
         channel, tag, seq = _HEAD.unpack_from(message)
         return Frame(channel, _STREAMS[tag & ~_MORE], seq, bool(tag & _MORE), memoryview(message)[_HEAD.size :])
-    except (struct.error, KeyError):
-        raise errors.ConnectionFailed("the server sent a frame that is none of the protocol") from None
 
 
 def read_message(message: str) -> dict[str, Any]:  # JSON values
@@ -293,13 +318,11 @@ def read_message(message: str) -> dict[str, Any]:  # JSON values
     Raises:
         ConnectionFailed: the message is none of this protocol.
     """
-    try:
+    with reading():
         value = json.loads(message)
-        if isinstance(value, dict) and isinstance(value.get("type"), str):
-            return value
-    except ValueError:
-        pass
-    raise errors.ConnectionFailed("the server sent a message that is none of the protocol")
+        if not isinstance(value["type"], str):
+            raise TypeError("a message has a type")
+        return dict(value)
 
 
 _KEY = re.compile(r"sk_([0-9a-f]{12})_")

@@ -343,7 +343,7 @@ class ChannelFeed:
             if not channel.is_over and (cancel or channel.exec_id):
                 socket.say(channel, type="cancel" if cancel else "detach")
                 socket.pump.until(lambda: channel.is_over)
-        except (Lost, SocketClosed):
+        except (errors.ConnectionFailed, SocketClosed):
             pass
         finally:
             self._leave()

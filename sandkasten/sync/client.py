@@ -93,7 +93,12 @@ class SandboxClient:
     """
 
     def __init__(
-        self, *, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout: float | None = 120.0
+        self,
+        *,
+        base_url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        timeout: float | None = 120.0,
+        use_proxy: bool = True,
     ) -> None:
         """Make a client; nothing is connected yet.
 
@@ -102,8 +107,9 @@ class SandboxClient:
             api_key: the server's key, if it has one.
             timeout: seconds that a call may take, repetitions included, beside the time of the command itself;
                 of uploads and streams the time without progress. None is no limit.
+            use_proxy: connect through the proxy that the environment names (`http_proxy`, `no_proxy`), if it names one.
         """
-        self._transport = Transport(base_url, api_key, timeout)
+        self._transport = Transport(base_url, api_key, timeout, use_proxy=use_proxy)
         self._key_id = key_id_of(api_key)
         self._endpoint = Endpoint(self._transport, "")
 

@@ -137,11 +137,7 @@ class WatchedChanges:
         return self
 
     def __next__(self) -> WatchedChange:
-        found = self._stream.next()
-        if found.name == "error":
-            self._stream.close()
-            raise errors.api_error(found.data, None, streamed=True)
-        return WatchedChange.take(found.value)
+        return self._stream.take(lambda event: WatchedChange.take(event.value))
 
 
 class Files:
@@ -234,7 +230,7 @@ class Files:
                 progress(len(content), len(content))
             return answer
         if isinstance(content, Path):
-            with waiting.in_thread(_open, content) as opened:
+            with waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
                 return self._upload(request, opened, progress)
         if hasattr(content, "read"):
             file = cast("BinaryIO", content)
@@ -251,9 +247,22 @@ class Files:
 
     # Entries ----------------------------------------------------------------------------------------------------------
 
-    def stat(self, path: str, *, follow: bool = False, user: str | None = None, cwd: str | None = None) -> FileInfo:
-        """Return the entry of a path; `follow` gives what a link leads to. Raises `FileNotFound`."""
-        query = given(path=path, follow=follow or None, user=user, cwd=cwd)
+    def stat(
+        self,
+        path: str,
+        *,
+        follow: bool = False,
+        sha256: bool = False,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> FileInfo:
+        """Return the entry of a path; `follow` gives what a link leads to, `sha256` also the digest of that file.
+
+        Raises:
+            FileNotFound: there is no such file, directory or link.
+            Conflict: the file was changed while its digest was computed.
+        """
+        query = given(path=path, follow=follow or None, digest="sha256" if sha256 else None, user=user, cwd=cwd)
         return FileInfo.take(self._endpoint.ask("GET", "/stat", query=query))
 
     def stat_many(
@@ -531,8 +540,14 @@ def _page(limit: int | None) -> int | None:
     return limit and min(limit, MAX_PAGE)
 
 
-def _open(path: Path, mode: str = "rb") -> BinaryIO:
-    return cast("BinaryIO", path.open(mode))
+def _open(path: Path, mode: Literal["rb", "wb", "xb"]) -> BinaryIO:
+    return path.open(mode)
+
+
+def _undo_open(file: BinaryIO) -> None:
+    file.close()
+    if file.mode == "xb":
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _extent(file: BinaryIO) -> tuple[int, int | None]:
@@ -592,11 +607,11 @@ def save(pieces: Iterator[bytes], target: Path, mode: int | None) -> UnpackedArc
     no file, such as /dev/null or a FIFO, is written to. Raises `OSError`.
     """
     if waiting.in_thread(_is_device, target):
-        with waiting.in_thread(_open, target, "wb") as file:
+        with waiting.in_thread(_open, target, "wb", undo=_undo_open) as file:
             return UnpackedArchive(1, _write_all(file, pieces), 0)
     part = target.with_name(f".{target.name}.{new_id()}")
     try:
-        with waiting.in_thread(_open, part, "xb") as file:
+        with waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
             size = _write_all(file, pieces)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)

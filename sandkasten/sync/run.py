@@ -122,11 +122,6 @@ class Run:
             if (output := self._decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
                 return output
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the output as it came from the server: bytes, with the time of each piece."""
-        while (piece := self._next_piece()) is not None:
-            yield piece
-
     def _next_piece(self) -> Piece | None:
         if self._end is not None:
             return None

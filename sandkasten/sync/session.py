@@ -214,7 +214,7 @@ class Session:
         run = self._make_run(cmd, exec_id, body, raw=True, detach=False)
         decoder = Decoder(clean=not raw_output)
         with run:
-            for piece in run.pieces():
+            while (piece := run._next_piece()) is not None:
                 if (output := decoder.feed(piece.stream, piece.data, piece.seq)) is not None:
                     yield ExecChunk(str(output.data), piece.timestamp, stream=output.stream)
             for output in decoder.rest():

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sandkasten import errors
 from sandkasten.sdk.types import Event, RunEnd, StreamName
-from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, run_end
+from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, reading, run_end
 from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, StreamRecovery, Transport
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -81,6 +83,23 @@ class ResumedEvents:
             self.last_id = event.id
         return event
 
+    def take(self, read: Callable[[ServerEvent], T]) -> T:
+        """Return what `read` makes of the next event.
+
+        Raises:
+            SandkastenStreamError: the event is an error.
+            ConnectionFailed: the event is none of the protocol, or as of `next`.
+        """
+        try:
+            event = self.next()
+            if event.name == "error":
+                raise errors.api_error(event.data, None, streamed=True)
+            with reading():
+                return read(event)
+        except errors.SandkastenError:
+            self.close()
+            raise
+
     def _recover(self, error: Lost) -> None:
         self.close()
         if not self._request.repeat:
@@ -114,22 +133,23 @@ class EventFeed:
             Others as of `ResumedEvents.next`.
         """
         while True:
-            event = self._events.next()
-            if event.name == "chunk":
-                value: Mapping[str, Any] = event.value
-                seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
-                data = base64.b64decode(value["chunk"])
-                return Piece(value.get("stream", "stdout"), data, seq, value.get("timestamp", 0))
-            if event.name == "done":
+            found = self._events.take(_of_run)
+            if isinstance(found, RunEnd):
                 self.close()
-                return run_end(event.value)
-            if event.name == "error":
-                self.close()
-                raise errors.api_error(event.data, None, streamed=True)
+            if found is not None:
+                return found
 
     def close(self, *, cancel: bool = False) -> None:
         """Leave the run, which goes on; `cancel` makes no difference, since the server waits for no reader then."""
         self._events.close()
+
+
+def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
+    if event.name == "chunk":
+        value: Mapping[str, Any] = event.value
+        seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
+        return Piece(value["stream"], base64.b64decode(value["chunk"]), seq, value["timestamp"])
+    return run_end(event.value) if event.name == "done" else None
 
 
 class Events:
@@ -175,13 +195,13 @@ class Events:
             self._until = (self._now.next()).id  # a stream begins with its position
             self._now.close()
         while self._until is None or (self.cursor or "") < self._until:
-            found = self._stream.next()
-            if found.name == "error":
-                self.close()
-                raise errors.api_error(found.data, None, streamed=True)
-            if found.data and (self._until is None or found.id <= self._until):
-                return Event.take(found.value)
+            if (event := self._stream.take(self._read)) is not None:
+                return event
         raise StopIteration
+
+    def _read(self, found: ServerEvent) -> Event | None:
+        is_wanted = found.data and (self._until is None or found.id <= self._until)
+        return Event.take(found.value) if is_wanted else None
 
     def close(self) -> None:
         """Close the connection; a further event opens another."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from sandkasten import errors
-from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass
+from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
 from sandkasten.sync import waiting
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ WRITE_S = 5.0
 left half sent."""
 SILENCE_S = 60.0
 """Time after which a silent stream counts as lost: the server sends a ping every 15 or 20 s."""
+_SILENT = "nothing came for too long: the connection is half open, or a proxy on the way holds the answer back"
 READ_BYTES = 64 * 1024
+_STRANGERS_LOSSES = 3
+"""Connections after which a port that takes them, and has never answered, counts as no server of ours."""
 _CONNECTIONS = 1000
 _IDLE_S = 30.0
 
@@ -68,7 +71,7 @@ class SocketClosed(Exception):
 class Transport:
     """Connections to one server. `timeout` is in seconds, None for no limit; see `SandboxClient`."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout: float | None) -> None:
+    def __init__(self, base_url: str, api_key: str | None, timeout: float | None, *, use_proxy: bool = True) -> None:
         import httpcore2
 
         self.base_url = base_url
@@ -84,7 +87,7 @@ class Transport:
         place += b":%d" % server.port if server.port else b""
         self._headers = [(b"host", place), (b"accept-encoding", b"identity"), (b"user-agent", b"sandkasten-sdk")]
         self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
-        proxy = None if unix_path else _proxy(server.scheme, server.hostname)
+        proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
         self._pool = httpcore2.ConnectionPool(
             proxy=None if proxy is None else httpcore2.Proxy(proxy),
             max_connections=_CONNECTIONS,
@@ -124,7 +127,7 @@ class Transport:
         has_limit = timeout is not None and request.patience_s is not None
         deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
         lost_at: float | None = None
-        may_have_worked = False
+        losses = 0
         wait_s = FIRST_WAIT_S
         while True:
             error: errors.SandkastenError
@@ -136,16 +139,17 @@ class Transport:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
                     ) from lost
-                if not self._was_reached or (not lost.was_sent and not request.repeat):
+                losses += lost.was_sent  # after which the server may have done the call
+                is_known = self._was_reached or 0 < losses < _STRANGERS_LOSSES
+                if not is_known or (not lost.was_sent and not request.repeat):
                     raise
                 error, advice_s = lost, None
-                may_have_worked = may_have_worked or lost.was_sent
                 lost_at = time.monotonic() if lost_at is None or lost.was_sent else lost_at
             else:
                 self._was_reached = True
                 if answer.status < 400:
                     return answer, response
-                if may_have_worked and request.method == "DELETE" and answer.status == 404:
+                if losses and request.method == "DELETE" and answer.status == 404:
                     return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
                 error, advice_s = answer.error, answer.retry_after_s
                 if not (request.repeat and may_pass(answer)):
@@ -154,7 +158,7 @@ class Transport:
             until = deadline
             if until is None:
                 until = (lost_at or began) + (float("inf") if timeout is None else timeout)
-            pause_s = wait_s * random.uniform(0.5, 1.0) if advice_s is None else advice_s
+            pause_s = advice_s or wait_s * random.uniform(0.5, 1.0)  # also where the advice is to wait for 0 s
             if time.monotonic() + pause_s >= until:
                 raise error
             waiting.sleep(pause_s)
@@ -188,7 +192,7 @@ class Transport:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
-                raise Lost(self._said(error), was_sent=True) from error
+                raise Lost(_SILENT, was_sent=True) from error
             message = f"nothing was heard of {request.method} {request.path} for {idle_s:.1f} s"
             raise errors.DeadlineExceeded(message) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -284,7 +288,9 @@ class HttpStream:
 
         try:
             return next(self._pieces, b"")
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+        except httpcore2.TimeoutException as error:
+            raise Lost(_SILENT, was_sent=True) from error
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
 
     def close(self) -> None:
@@ -439,7 +445,7 @@ class Pump:
         """Wait until `is_done`, which is asked after each message.
 
         Raises:
-            Lost, SocketClosed: the connection ended before.
+            ConnectionFailed, SocketClosed: the connection ended before, or carried what is none of the protocol.
         """
         while True:
             news = self._turns.news
@@ -456,7 +462,9 @@ class Pump:
     def _read(self, is_done: Callable[[], bool]) -> None:
         try:
             while not is_done():
-                self._take(self._socket.receive())
+                message = self._socket.receive()
+                with reading():
+                    self._take(message)
                 self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error

@@ -56,8 +56,8 @@ def shield(seconds: float) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Return what the function returns."""
+def in_thread(function: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None) -> T:
+    """Return what the function returns; there is nothing to undo, as a thread is not cancelled."""
     return function(*arguments)
 
 

@@ -70,7 +70,7 @@ async def test_what_is_no_edit_is_refused(edits: object) -> None:
 async def test_a_field_that_is_not_honoured_is_refused(
     route: str, body: dict[str, object], field: str, nearest: str
 ) -> None:
-    """It may be a condition, a place or a right; the nearest known field is named, and nothing is made."""
+    """A condition, a place or a right would be lost. The nearest known field is named, and nothing is made."""
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         answer = await client.post(f"{url}/fs/{route}", json={**body, field: "x"})

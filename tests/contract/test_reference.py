@@ -19,6 +19,7 @@ REFERENCE: Mapping[str, Any] = runpy.run_path(str(ROOT / "docs/reference.py"))  
 
 SDK: Mapping[str, tuple[str, set[str]]] = {
     "ExecResult": ("ExecResult", {"encoding", "output="}),
+    "ExecBytes": ("ExecResult", {"encoding", "output", "stderr=", "stdout="}),
     "RunEnd": ("End", set()),
     "RunInfo": ("Process", {"trace_id"}),
     "OutputPart": ("Output", {"text", "content_base64", "+data"}),
@@ -35,6 +36,7 @@ SDK: Mapping[str, tuple[str, set[str]]] = {
     "FileView": ("View", set()),
     "FileEdit": ("Edit", set()),
     "Match": ("Match", set()),
+    "Matches": ("Totals", {"matches", "+found"}),
     "WatchedChange": ("Change", set()),
     "Event": ("Event", {"+trace_id", "+key_id"}),
     "NodeInfo": ("Node", set()),
@@ -108,3 +110,5 @@ def test_the_sdks_types_have_what_is_answered() -> None:
     types = importlib.import_module("sandkasten.sdk.types")
     found = {name: missing_of(component, getattr(types, name)) for name, (component, _) in SDK.items()}
     assert found == {name: meant for name, (_, meant) in SDK.items()}
+    taken = {name for name, each in vars(types).items() if isinstance(each, type) and issubclass(each, types.Taken)}
+    assert taken - {"Taken", "_Ended"} == SDK.keys() - {"ReadResult"}

@@ -123,7 +123,7 @@ async def test_hard_links_and_holes_survive_and_odd_files_are_counted(
 
 
 async def test_what_is_unpacked_is_on_the_disk(supervisor: LocalSupervisor, config: Config) -> None:
-    """In a workspace, when that is answered; the worker that writes it may sync no file system."""
+    """A workspace is synced before the answer; the worker that writes it may sync no file system."""
     control = config.data_dir / "control"
     control.write_bytes(b"x" * 10_000)
     assert waits_for_disk(control)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import httpx
 import httpx2
 import mcp_types as types
@@ -30,10 +31,10 @@ from mcp.server.auth.middleware.bearer_auth import AuthorizationContext
 from mcp.shared.exceptions import MCPError
 
 from sandkasten.api.http import mcp as front
+from sandkasten.api.http.mcp import McpCall
 from sandkasten.errors import NotInstalled
 from sandkasten.mcp import server
 from sandkasten.mcp.sandboxes import Sandboxes
-from sandkasten.mcp.server import _described
 from sandkasten.mcp.tools import TOOLS, chosen
 from sandkasten.sdk import SandboxClient
 from tests.e2e.conftest import daemon as daemon  # one daemon for this file
@@ -464,6 +465,30 @@ def _initialize() -> Mapping[str, Any]:  # JSON values
     return {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}
 
 
+@on_asyncio
+async def test_the_way_back_to_the_daemon_is_direct_and_closed(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's key is shown to no proxy, and a key that made way for others leaves no connection open."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(server, "MAX_CLIENTS", 1)
+    mounted = server.Mounted(daemon.wait_url().replace("127.0.0.1", "0.0.0.0"))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # of ASGI
+        call = McpCall(scope["path"], KEY, may_write=True, sandbox="default", tools=None)
+        await mounted.application(**attrs.asdict(call))(scope, receive, send)
+
+    open_files = []
+    async with mounted.run():
+        for key_id in "abc":
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+                place = streamable_http_client(f"http://mcp/{key_id}", http_client=http)
+                async with Client(place, mode="auto") as client:
+                    assert not (await client.call_tool("sandboxes", {"action": "list"})).is_error
+            open_files.append(len(os.listdir("/proc/self/fd")))
+        await mounted.aclose()
+    assert open_files[0] == open_files[1] == open_files[2]
+
+
 async def _until_known(daemon: Daemon, token: str) -> None:
     """Wait until the daemon has read a new key."""
     async with httpx.AsyncClient(base_url=daemon.wait_url(), headers={"Authorization": f"Bearer {token}"}) as client:
@@ -488,7 +513,9 @@ def test_requests_that_are_not_served(daemon: Daemon) -> None:
 
 def test_the_list_of_tools_is_short() -> None:
     """Every conversation pays for its length: at most 10 kB for all tools, output schemas included."""
-    described = [_described(tool).model_dump(by_alias=True, exclude_none=True, mode="json") for tool in TOOLS.values()]
+    described = [
+        server._described(tool).model_dump(by_alias=True, exclude_none=True, mode="json") for tool in TOOLS.values()
+    ]
     assert len(json.dumps(described, separators=(",", ":"))) < 10_000
     assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]
 

@@ -1,4 +1,6 @@
-"""A proxy between a client and a server that cuts connections at a chosen byte, refuses WebSockets, or falls silent."""
+"""A proxy between a client and a server: it cuts connections at a chosen byte, or falls silent there, refuses
+WebSockets, or holds event streams back until they end.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,20 @@ import trio
 class Cut:
     """The next connection is closed after `at` bytes of what the client (`of_request`) or the server sends.
 
-    `is_reset`: with a reset (RST), so that bytes on their way are lost as well; else with an orderly end.
+    `is_reset`: with a reset (RST), so that bytes on their way are lost as well; else with an orderly end. `is_silent`:
+    the connection stays, and what would follow never comes, as from a peer that vanished.
     """
 
     at: int
     of_request: bool
     is_reset: bool = False
+    is_silent: bool = False
 
 
 @attrs.define
 class Proxy:
-    """A proxy that runs. Of `cuts` each connection takes the first; with none left, connections are kept."""
+    """A proxy that runs. Of `cuts` each connection that is not refused takes the first; with none left,
+    connections are kept."""
 
     url: str = ""
     cuts: list[Cut] = attrs.field(factory=list)
@@ -35,6 +40,8 @@ class Proxy:
     answered: int = 0
     """Bytes from the server so far."""
     refuses_websockets: bool = False
+    buffers: bool = False
+    """Whether an event stream is sent on when it has ended."""
     requests: list[bytes] = attrs.field(factory=list)
     """First line of what each connection carried first."""
 
@@ -67,24 +74,31 @@ async def _serve(proxy: Proxy, port: int, client: trio.SocketStream) -> None:
 
         async def forward(source: trio.SocketStream, target: trio.SocketStream, *, is_request: bool) -> None:
             passed = 0
+            held = b""
             is_first = True
             try:
                 while data := await source.receive_some(64 * 1024):
                     if is_request and is_first:
                         is_first = False
                         proxy.requests.append(data.partition(b"\r\n")[0])
-                        if proxy.refuses_websockets and b"upgrade: websocket" in data.lower():
-                            await client.send_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
-                            break
+                    if is_request and proxy.refuses_websockets and b"upgrade: websocket" in data.lower():
+                        proxy.cuts[:0] = [cut] if cut else []
+                        await client.send_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
+                        break
                     if is_request:
                         proxy.requested += len(data)
                     else:
                         proxy.answered += len(data)
                     if cut is not None and cut.of_request == is_request and passed + len(data) > cut.at:
                         await target.send_all(data[: cut.at - passed])
+                        if cut.is_silent:
+                            await trio.sleep_forever()
                         break
                     passed += len(data)
-                    await target.send_all(data)
+                    held += data
+                    if not (proxy.buffers and b"text/event-stream" in held and not held.endswith(b"\r\n0\r\n\r\n")):
+                        await target.send_all(held)
+                        held = b""
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass
             end()

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal
 
+import anyio
 import pytest
 import trio
 
 from sandkasten import errors
 from sandkasten.model import Stream
-from sandkasten.sdk import SandboxClient, Session, transport
+from sandkasten.sdk import SandboxClient, Session, transport, waiting
 from sandkasten.sdk import client as client_module
+from sandkasten.sdk import files as files_module
 from sandkasten.sdk import run as run_module
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk.twin import FLAVOURS
 from tests.waiting import patience, until
 
 SESSION = "0123456789abcdef"
@@ -115,12 +123,57 @@ async def test_another_refusal_is_raised_at_once(said: bytes, leaf: type[Excepti
         assert len(times) == 1
 
 
-async def test_the_servers_advice_is_followed() -> None:
-    """`Retry-After` is the time to wait, and an advice beyond the call's own time ends it at once."""
-    busy = refusal(503, "CAPACITY", "Retry-After: 1")
-    async with answering([busy, DONE]) as (url, times), SandboxClient(base_url=url) as client:
+DATES = ("Date: Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After: Wed, 21 Oct 2015 07:28:02 GMT")
+GROWING = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("first", "waits"),
+    [
+        (PAGE, GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: 0"), GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: soon"), GROWING),
+        (refusal(503, "CAPACITY", DATES[1]), GROWING),
+        (refusal(503, "CAPACITY", "Retry-After: 3"), [3] * 8),
+        (refusal(429, "QUOTA_EXCEEDED", "Retry-After: 3"), [3] * 8),
+        (refusal(503, "CAPACITY", *DATES), [2] * 8),
+    ],
+    ids=["none", "zero", "no time", "no clock", "503", "429", "date"],
+)
+async def test_waits_are_the_servers_advice_or_grow(
+    first: bytes, waits: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits that grow end at 5 s and are by chance up to a half shorter, so that clients don't come together."""
+    waited: list[float] = []
+    monkeypatch.setattr(waiting, "sleep", _noted(waited))
+    async with answering([first] * 8 + [DONE]) as (url, times), SandboxClient(base_url=url) as client:
         assert (await Session(client, SESSION).exec("x")).ok
-        assert times[1] - times[0] >= 1
+        assert len(times) == 9
+    if waits is not GROWING:
+        assert waited == waits
+        return
+    assert all(most / 2 <= each <= most for each, most in zip(waited, waits, strict=True)), waited
+    recovery = transport.StreamRecovery(120.0)
+    lost = transport.Lost("", was_sent=True)
+    for most in (*GROWING, None, 0.1):
+        if most is None:
+            recovery.progress()
+        else:
+            await recovery.wait(lost)
+            assert most / 2 <= waited[-1] <= most
+    assert len({each / most for each, most in zip(waited, waits, strict=False)}) > 4
+
+
+def _noted(waited: list[float]) -> Callable[[float], Awaitable[None]]:
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await trio.lowlevel.checkpoint()
+
+    return sleep
+
+
+async def test_advice_beyond_the_calls_time_ends_it_at_once() -> None:
+    """With the advice, which the caller may follow."""
     late = refusal(503, "CAPACITY", "Retry-After: 3000")
     async with answering([late]) as (url, times), SandboxClient(base_url=url) as client:
         with pytest.raises(errors.Capacity) as raised:
@@ -163,12 +216,13 @@ async def test_no_server_is_said_at_once() -> None:
     [b"no HTTP at all\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab", b"HTTP/1.1 101 Hm\r\n\r\n", b""],
 )
 async def test_bytes_that_are_no_answer_are_a_lost_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes on until its time is over, and hangs never."""
+    """The call hangs never, and a port that has never answered is told soon, whatever the call's time."""
     monkeypatch.setattr(transport, "FIRST_WAIT_S", 0.01)
 
-    async with answering([said or None]) as (url, _), SandboxClient(base_url=url, timeout=0.3) as client:
+    async with answering([said or None]) as (url, times), SandboxClient(base_url=url, timeout=0.3) as client:
         with trio.fail_after(patience()), pytest.raises((errors.ConnectionFailed, errors.DeadlineExceeded)):
             await client.node()
+        assert len(times) <= 3
 
 
 async def test_a_key_is_sent_to_the_server_alone() -> None:
@@ -178,6 +232,24 @@ async def test_a_key_is_sent_to_the_server_alone() -> None:
         with pytest.raises(errors.SandkastenAPIError):
             await client.node()
         assert len(times) == 1
+
+
+async def test_a_proxy_is_used_where_the_caller_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the environment names, and never for this machine itself."""
+    async with answering([answer(200, b'{"status":"ok"}')]) as (proxy, _):
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.delenv("no_proxy", raising=False)
+        for url, use_proxy, is_reached in (
+            ("http://0.0.0.0:9", True, True),
+            ("http://0.0.0.0:9", False, False),
+            ("http://127.0.0.1:9", True, False),
+        ):
+            async with SandboxClient(base_url=url, use_proxy=use_proxy) as client:
+                if is_reached:
+                    assert await client.healthz()
+                else:
+                    with pytest.raises(errors.ConnectionFailed):
+                        await client.healthz()
 
 
 class _GivesUp(trio.abc.Instrument):
@@ -195,53 +267,116 @@ class _GivesUp(trio.abc.Instrument):
                 self.scope.cancel()
 
 
-async def _execute(client: SandboxClient, session: str) -> None:
-    await Session(client, session).exec("held")
+async def _execute(box: Session, _local: Path) -> None:
+    await box.exec("held")
 
 
-async def _stream(client: SandboxClient, session: str) -> None:
-    async for _ in Session(client, session).exec_stream("held"):
+async def _stream(box: Session, _local: Path) -> None:
+    async for _ in box.exec_stream("held"):
         pass
 
 
-async def _start(client: SandboxClient, session: str) -> None:
-    async with Session(client, session).start("held") as run:
+async def _start(box: Session, _local: Path) -> None:
+    async with box.start("held") as run:
         await run.wait()
 
 
-async def _process(client: SandboxClient, session: str) -> None:
-    run = await Session(client, session).process("held")
+async def _process(box: Session, _local: Path) -> None:
+    run = await box.process("held")
     try:
         await run.wait()
     finally:
-        with trio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True):
             await run.cancel()
 
 
-async def _create(client: SandboxClient, _session: str) -> None:
-    async with await client.create_session() as box:
-        await box.exec("held")
+async def _wait_for(box: Session, _local: Path) -> None:
+    run = await box.process("held")
+    try:
+        await run.wait_for(pattern="nothing")
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run.cancel()
 
 
-@pytest.mark.parametrize("use", [_execute, _stream, _start, _process, _create])
-async def test_a_caller_may_give_up_at_any_moment(
-    use: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No run and no session is left, nothing hangs, and nobody is warned."""
+async def _create(box: Session, _local: Path) -> None:
+    client = box._client
+    assert isinstance(client, SandboxClient)
+    async with await client.create_session() as other:
+        await other.exec("held")
+
+
+async def _terminal(box: Session, _local: Path) -> None:
+    async with box.terminal(shell="default") as viewer:
+        await viewer.take_over()
+        await viewer.send("held")
+        while True:
+            await anext(viewer)
+
+
+async def _events(box: Session, _local: Path) -> None:
+    async with box.watch_events() as events:
+        async for _ in events:
+            pass
+
+
+async def _upload(box: Session, local: Path) -> None:
+    await box.files.write("up", local / "in/f")
+
+
+async def _download(box: Session, local: Path) -> None:
+    await box.files.copy_out("there/f", local / "f")
+
+
+async def _copy_in(box: Session, local: Path) -> None:
+    await box.files.copy_in(local / "in", "d")
+
+
+async def _copy_out(box: Session, local: Path) -> None:
+    await box.files.copy_out("there", local / "out")
+
+
+HELD = (_execute, _stream, _start, _process, _wait_for, _create, _terminal, _events)
+"""Uses that end when their caller gives up."""
+MOVES = (_upload, _download, _copy_in, _copy_out)
+
+
+@asynccontextmanager
+async def _session_to_leave(local: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, str]]:
+    """Serve a session with files, here in `local` and there, yield the server's URL and the session's id, and check
+    that nothing is left of what was given up.
+    """
     monkeypatch.setattr(run_module, "_CANCEL_WAITS_S", (0.01, 0.03, 0.1))
+    (local / "in").mkdir()
+    (local / "in/f").write_bytes(bytes(300_000))
     async with running_front() as running:
         running.tree.scripts["held"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
-        session = (await _made(running)).id
+        running.tree.scripts[""] = Script(echo=True)
+        async with SandboxClient(base_url=running.url, api_key=KEY) as client:
+            session = await client.create_session()
+            await session.files.copy_in(local / "in", "there")
+        yield running.url, session.id
+        await until(lambda: _nothing_is_left(running))
+        gc.collect()  # a file that was left open is a warning, and so an error
+        assert {*os.listdir(local)} <= {"in", "out", "f"}
+
+
+@pytest.mark.parametrize("use", [*HELD, *MOVES])
+async def test_a_caller_may_give_up_at_any_moment(
+    use: Callable[[Session, Path], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No run, no session and no file is left, nothing hangs, and nobody is warned."""
+    async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
         gave_up = ended = 0
         for steps in range(1, 400):
-            async with SandboxClient(base_url=running.url, api_key=KEY) as client:
+            async with SandboxClient(base_url=url, api_key=KEY) as client:
                 await client.healthz()
                 instrument = _GivesUp(steps)
                 with trio.fail_after(patience(20)), instrument.scope:
                     trio.lowlevel.add_instrument(instrument)
                     try:
-                        with trio.move_on_after(0.1):
-                            await use(client, session)
+                        with trio.move_on_after(0.1 if use in HELD else patience(20)):
+                            await use(client.session(session), tmp_path)
                     finally:
                         trio.lowlevel.remove_instrument(instrument)
                 if instrument.scope.cancelled_caught:
@@ -252,43 +387,97 @@ async def test_a_caller_may_give_up_at_any_moment(
         assert gave_up > 5
         assert ended
 
-        await until(lambda: _nothing_is_left(running))
 
-
-@pytest.mark.parametrize("use", [_execute, _stream, _start, _create])
+@pytest.mark.parametrize("use", [*HELD, *MOVES])
 async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
-    use: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    use: Callable[[Session, Path], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As on trio: after any number of turns of the loop."""
-    monkeypatch.setattr(run_module, "_CANCEL_WAITS_S", (0.01, 0.03, 0.1))
+    """As on trio: after any number of turns of the loop, and while a thread opens a file."""
+    opened = files_module._open
+
+    def open_slowly(path: Path, mode: Literal["rb", "xb"]) -> BinaryIO:
+        time.sleep(0.005)
+        return opened(path, mode)
+
+    monkeypatch.setattr(files_module, "_open", open_slowly)
 
     async def give_up_everywhere(url: str, session: str) -> int:
         gave_up = 0
         for turns in range(0, 150, 7):
             async with SandboxClient(base_url=url, api_key=KEY) as client:
                 await client.healthz()
-                task = asyncio.ensure_future(use(client, session))
+                task = asyncio.ensure_future(use(client.session(session), tmp_path))
                 for _ in range(turns):
                     await asyncio.sleep(0.0002 if turns > 75 else 0)
                 task.cancel()
                 await asyncio.wait([task], timeout=patience(20))
-                gave_up += task.cancelled()
+                if task.cancelled():
+                    gave_up += 1
+                else:
+                    task.result()
         return gave_up
 
-    async with running_front() as running:
-        running.tree.scripts["held"] = Script([(Stream.STDOUT, b"x")], hold=trio.Event())
-        session = (await _made(running)).id
-        gave_up = await trio.to_thread.run_sync(lambda: asyncio.run(give_up_everywhere(running.url, session)))
-        assert gave_up == 22
-        await until(lambda: _nothing_is_left(running))
+    async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
+        gave_up = await trio.to_thread.run_sync(lambda: asyncio.run(give_up_everywhere(url, session)))
+        assert gave_up == 22 if use in HELD else gave_up > 5
+
+
+_PROGRAM = """
+import asyncio, contextlib, sys
+import anyio
+from sandkasten import SandboxClient, sync
+
+flavour, url, key, session = sys.argv[1:]
+
+async def main():
+    if flavour == "asyncio":
+        asyncio.get_running_loop().slow_callback_duration = 600  # of which -X dev tells
+    async with SandboxClient(base_url=url, api_key=key) as client:
+        box = client.session(session)
+        async with contextlib.aclosing(box.exec_stream("held")) as chunks:
+            await anext(chunks)
+        async with box.start("held") as run:
+            await anext(run)
+        with anyio.move_on_after(0.2):
+            await box.exec("held")
+        async with box.files.open("there/f") as stream:
+            await anext(stream)
+        async with box.watch_events(cursor="0") as events:
+            await anext(events)
+        async with box.terminal(shell="default") as viewer:
+            await viewer.take_over()
+
+def block():
+    with sync.SandboxClient(base_url=url, api_key=key) as client:
+        box = client.session(session)
+        for _ in box.exec_stream("held"):
+            break
+        with box.start("held") as run:
+            next(run)
+        with box.files.open("there/f") as stream:
+            next(stream)
+        with box.watch_events(cursor="0") as events:
+            next(events)
+        with box.terminal(shell="default") as viewer:
+            viewer.take_over()
+
+block() if flavour == "sync" else anyio.run(main, backend=flavour)
+"""
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_a_program_that_gives_up_ends_without_a_warning(
+    flavour: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With every warning of Python's development mode an error."""
+    async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
+        command = [sys.executable, "-X", "dev", "-W", "error", "-c", _PROGRAM, flavour, url, KEY, session]
+        with trio.fail_after(patience(20)):
+            done = await trio.run_process(command, capture_stderr=True, check=False)
+        assert (done.returncode, done.stderr.decode()) == (0, "")
 
 
 async def _nothing_is_left(running: RunningTree) -> bool:
     async with SandboxClient(base_url=running.url, api_key=KEY) as client:
         live = await client.list_sessions()
     return all(run.reply is not None for run in running.tree.runs) and len(live) == 1
-
-
-async def _made(running: RunningTree) -> Session:
-    async with SandboxClient(base_url=running.url, api_key=KEY) as client:
-        return await client.create_session()

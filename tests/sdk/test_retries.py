@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -13,6 +15,9 @@ from sandkasten import errors
 from sandkasten.config.values import RunsSettings
 from sandkasten.model import SessionSpec, Stream
 from sandkasten.sdk import SandboxClient, Session, channels, transport
+from sandkasten.sdk.archives import pack
+from sandkasten.sdk.files import Files
+from sandkasten.sdk.terminal import Terminal
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
 from tests.sdk.proxy import Cut, Proxy, running_proxy
@@ -40,10 +45,8 @@ async def behind_proxy() -> AsyncIterator[tuple[RunningTree, Proxy, str]]:
 
 
 def client_of(proxy: Proxy) -> SandboxClient:
-    """Return a client that goes through the proxy and has reached the server before."""
-    client = SandboxClient(base_url=proxy.url, api_key=KEY, timeout=patience(5))
-    client._transport._was_reached = True
-    return client
+    """Return a client that goes through the proxy and has reached no server yet."""
+    return SandboxClient(base_url=proxy.url, api_key=KEY, timeout=patience(5))
 
 
 async def cut_everywhere(proxy: Proxy, use: Use, *, step: int = 1) -> None:
@@ -111,34 +114,78 @@ async def test_a_create_makes_one_session_wherever_its_connection_is_cut() -> No
         assert len(running.tree.runners) == 1 + uses > 50
 
 
-async def test_idempotent_requests_are_repeated() -> None:
-    """Reading, writing, starting a process, and removing what the lost request has removed."""
+Call = Callable[[Session, Session], Awaitable[None]]
+"""Use of a session through the proxy; the second object reaches the same session past the proxy."""
+
+
+async def _write(box: Session, direct: Session) -> None:
+    await box.write("f", OUTPUT)
+    assert await direct.files.read_text("f") == OUTPUT
+
+
+async def _put(box: Session, direct: Session) -> None:
+    assert (await box.files.write("g", OUTPUT)).size == len(OUTPUT.encode())
+    assert await direct.files.read_text("g") == OUTPUT
+
+
+async def _read(box: Session, _direct: Session) -> None:
+    assert (await box.read("there")).content.decode() == OUTPUT
+
+
+async def _get(box: Session, _direct: Session) -> None:
+    assert await box.files.read_text("there") == OUTPUT
+
+
+async def _remove(box: Session, direct: Session) -> None:
+    await direct.files.write("there too", OUTPUT)
+    await box.files.remove("there too")
+    assert not await direct.files.exists("there too")
+
+
+async def _close_shell(box: Session, direct: Session) -> None:
+    await direct.shell("build")
+    await box.close_shell("build")
+    assert [each.name for each in await direct.shells()] == ["default"]
+
+
+async def _process(box: Session, direct: Session) -> None:
+    before = len(await direct.processes())
+    run = await box.process("server")
+    assert len(await direct.processes()) == before + 1
+    await direct.run(run.id).cancel()
+
+
+async def _cancel(box: Session, direct: Session) -> None:
+    run = await direct.process("server")
+    assert (await box.run(run.id).cancel()).state == "ended"
+
+
+async def _follow(box: Session, direct: Session) -> None:
+    run = await direct.process("hello")
+    assert (await box.run(run.id).wait_for(exit=True)).happened
+    assert (await box.run(run.id).output()).text == OUTPUT
+
+
+async def _info(box: Session, _direct: Session) -> None:
+    assert (await box.info()).status == "running"
+
+
+CALLS: Sequence[Call] = (_write, _put, _read, _get, _remove, _close_shell, _process, _cancel, _follow, _info)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.lstrip("_"))
+async def test_a_call_has_its_effect_once_wherever_its_connection_is_cut(call: Call) -> None:
+    """Also removing what the lost request has removed, and a process that the lost request has started."""
     async with behind_proxy() as (running, proxy, session):
         running.tree.scripts["server"] = Script(hold=trio.Event())
-        made = 0
+        async with SandboxClient(base_url=running.url, api_key=KEY) as steady:
+            direct = steady.session(session)
+            await direct.write("there", OUTPUT)
 
-        async def use(client: SandboxClient) -> None:
-            nonlocal made
-            box = Session(client, session)
-            await box.write("f", OUTPUT)
-            assert (await box.files.write("g", io.BytesIO(OUTPUT.encode()))).size == len(OUTPUT.encode())
-            assert (await box.read("f")).content.decode() == await box.files.read_text("g") == OUTPUT
-            await box.shell(f"s{made}")
-            await box.close_shell(f"s{made}")
-            made += 1
-            run = await box.process("server")
-            assert (await run.cancel()).state == "ended"
-            assert (await box.info()).status == "running"
+            async def use(client: SandboxClient) -> None:
+                await call(client.session(session), direct)
 
-        # Opening a shell is not repeated, so the connection is cut while the first request is under way.
-        async with client_of(proxy) as client:
-            await use(client)
-        for of_request in (True, False):
-            for at in range(0, 150, 10):
-                proxy.cuts = [Cut(at, of_request)]
-                async with client_of(proxy) as client:
-                    await use(client)
-        assert len(running.tree.runs) == made
+            await cut_everywhere(proxy, use, step=43)
 
 
 async def test_what_is_not_repeated_is_uncertain_or_done() -> None:
@@ -170,24 +217,93 @@ async def test_what_is_not_repeated_is_uncertain_or_done() -> None:
         assert outcomes == {(order, how) for order in ("send", "signal") for how in ("uncertain", "done")}
 
 
-async def test_an_upload_is_repeated_if_its_source_can_be_had_again() -> None:
-    """A file is read anew; of an iterator nobody knows what arrived, if its connection is lost."""
-    async with behind_proxy() as (_running, proxy, session):
+MEBIBYTE = random.Random(7).randbytes(1024 * 1024)
 
-        async def pieces() -> AsyncIterator[bytes]:
-            for _ in range(64):
-                yield bytes(16 * 1024)
 
-        async with client_of(proxy) as client:
-            box = Session(client, session)
-            proxy.cuts = [Cut(500_000, of_request=True)]
-            assert (await box.files.write("f", io.BytesIO(bytes(1024 * 1024)))).size == 1024 * 1024
-        async with client_of(proxy) as client:
-            proxy.cuts = [Cut(500_000, of_request=True)]
-            with pytest.raises(errors.Uncertain):
-                await Session(client, session).files.write("g", pieces())
-        async with client_of(proxy) as client:
-            assert (await Session(client, session).files.write("g", pieces())).size == 1024 * 1024
+async def _pieces() -> AsyncIterator[bytes]:
+    for start in range(0, len(MEBIBYTE), 16 * 1024):
+        yield MEBIBYTE[start : start + 16 * 1024]
+
+
+async def _write_file(files: Files, local: Path) -> None:
+    with (local / "f").open("rb") as file:
+        assert (await files.write("d/f", file)).size == len(MEBIBYTE)
+
+
+async def _write_path(files: Files, local: Path) -> None:
+    assert (await files.write("d/f", local / "f")).size == len(MEBIBYTE)
+
+
+async def _unpack(files: Files, local: Path) -> None:
+    assert (await files.unpack(io.BytesIO(b"".join(pack(local))), "d")).entries == 1
+
+
+async def _copy_in(files: Files, local: Path) -> None:
+    await files.copy_in(local, "d")
+
+
+async def _copy_file_in(files: Files, local: Path) -> None:
+    await files.copy_in(local / "f", "d/f")
+
+
+@pytest.mark.parametrize("at", [100, 500_000, 1_000_000])
+@pytest.mark.parametrize("upload", [_write_file, _write_path, _unpack, _copy_in, _copy_file_in])
+async def test_an_upload_is_repeated_whole(
+    upload: Callable[[Files, Path], Awaitable[None]], at: int, tmp_path: Path
+) -> None:
+    """A file or directory is read anew, wherever it was cut."""
+    (tmp_path / "f").write_bytes(MEBIBYTE)
+    async with behind_proxy() as (running, proxy, session):
+        for of_request in (True, False):
+            proxy.cuts = [Cut(at if of_request else 20, of_request)]
+            async with client_of(proxy) as client:
+                await upload(client.session(session).files, tmp_path)
+        assert proxy.connections >= 4
+        async with SandboxClient(base_url=running.url, api_key=KEY) as steady:
+            assert await steady.session(session).files.read_bytes("d/f") == MEBIBYTE
+
+
+async def test_an_upload_of_an_iterator_is_uncertain() -> None:
+    """Nobody knows what arrived, if its connection is lost; what is sent anew is whole."""
+    async with behind_proxy() as (_running, proxy, session), client_of(proxy) as client:
+        proxy.cuts = [Cut(500_000, of_request=True)]
+        with pytest.raises(errors.Uncertain):
+            await client.session(session).files.write("g", _pieces())
+        assert (await client.session(session).files.write("g", _pieces())).size == len(MEBIBYTE)
+
+
+async def test_input_that_is_cut_says_how_much_was_taken() -> None:
+    """By the parts that were acknowledged."""
+    async with behind_proxy() as (running, proxy, session), client_of(proxy) as client:
+        running.tree.scripts["cat"] = Script(hold=trio.Event())
+        run = await client.session(session).process("cat")
+        await client._transport._pool.aclose()
+        proxy.cuts = [Cut(500_000, of_request=True)]  # a part has 350 kB in base64
+        with pytest.raises(errors.Uncertain) as raised:
+            await run.send(MEBIBYTE[:600_000])
+        assert raised.value.acknowledged == len(running.tree.runs[0].stdin) == 256 * 1024
+
+
+async def _type_on(viewer: Terminal) -> None:
+    while True:
+        await viewer.send("x")
+
+
+async def test_orders_to_a_terminal_are_uncertain() -> None:
+    """Of what was typed and of an order to take over nobody knows, once the connection is lost; nothing is repeated."""
+    async with behind_proxy() as (running, proxy, session):
+        running.tree.scripts[""] = Script(echo=True)
+        async with client_of(proxy) as client, client.session(session).terminal(shell="default") as viewer:
+            opened = proxy.requested
+            await viewer.take_over()
+        for at in (opened, opened + 5):
+            proxy.cuts = [Cut(at, of_request=True)]
+            async with client_of(proxy) as client, client.session(session).terminal(shell="default") as viewer:
+                with pytest.raises(errors.Uncertain, match="take_over may have had its effect"):
+                    await viewer.take_over()
+                with trio.fail_after(patience()), pytest.raises(errors.Uncertain, match="what was typed may have"):
+                    await _type_on(viewer)
+        assert running.tree.runs[-1].stdin == b""
 
 
 async def test_a_download_is_read_on() -> None:

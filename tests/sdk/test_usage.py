@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,25 @@ def test_uses(use: Callable[..., Any], flavour: str, make: Callable[[Any], Any])
 def test_files(flavour: str, make: Callable[[Any], Any], tmp_path: Path) -> None:
     """Contents, directories, changes and edits, with local files beside them."""
     run(flavour, usage.files, make, tmp_path)
+
+
+_LARGE = """
+import sys
+from pathlib import Path
+from tests.sdk import twin, usage
+flavour, url, key, directory = sys.argv[1:]
+twin.run(flavour, usage.large_files, lambda cls: cls(base_url=url, api_key=key), Path(directory))
+"""
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_large_files_take_little_memory(flavour: str, daemon: Daemon, tmp_path: Path) -> None:
+    """In a process of its own, as one can't say afterwards what a process needed before."""
+    command = [sys.executable, "-c", _LARGE, flavour, daemon.wait_url(), KEY, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=patience(60), check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    shutil.rmtree(tmp_path)
 
 
 def test_a_daemon_that_is_killed_is_a_lost_connection(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -150,6 +151,8 @@ async def files(client: SandboxClient, directory: Path) -> None:
         info = await box.files.stat("d/data")
         assert (info.size, info.mode) == (len(data), "0600")
         assert info.etag.removeprefix("W/") == written.etag.removeprefix("W/")
+        assert info.sha256 is None
+        assert (await box.files.stat("d/data", sha256=True)).sha256 == hashlib.sha256(data).hexdigest()
         with pytest.raises(errors.PreconditionFailed):
             await box.files.write("a.txt", b"", new=True)
         with pytest.raises(errors.FileNotFound):
@@ -198,6 +201,31 @@ async def files(client: SandboxClient, directory: Path) -> None:
                     await box.write("d/new", "x")
                 if change.path == "/workspace/d/new":
                     break
+
+
+async def large_files(client: SandboxClient, directory: Path) -> None:
+    """A file and a directory of 256 MiB each, in and out, take less than 64 MiB of this process's memory."""
+    size = 256 * 1024 * 1024
+    (directory / "in").mkdir()
+    with (directory / "in/large").open("wb") as file:
+        file.truncate(size)
+    async with await client.create_session() as box:
+        await box.write("small", "x")
+        began = _most_memory()
+        assert (await box.files.write("large", directory / "in/large")).size == size
+        async with box.files.open("large") as stream:
+            assert sum([len(piece) async for piece in stream]) == size
+        await box.files.remove("large")
+        await box.files.copy_in(directory / "in", "d")
+        assert (await box.files.copy_out("d", directory / "out")).size_bytes == size
+        took = _most_memory() - began
+        assert took < 64 * 1024 * 1024, took
+
+
+def _most_memory() -> int:
+    """Return the most bytes of memory that this process has had: proc_pid_status(5)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 async def terminals(client: SandboxClient) -> None:
@@ -275,8 +303,10 @@ USES = (commands, runs_that_are_left, streams, runs, terminals, the_rest)
 
 
 async def a_restart(client: SandboxClient, begun: threading.Event) -> None:
-    """A stream, a waiting command and a process go on while the daemon is killed and another starts."""
+    """A stream, events, a waiting command and a process go on while the daemon is killed and another starts."""
     box = await client.create_session()
+    events = box.watch_events(cursor="0")
+    assert (await anext(events)).type == "session.created"
     process = await box.process("for n in $(seq 100); do echo $n; sleep 0.05; done")
     seen: list[str] = []
     async for chunk in box.exec_stream("for n in $(seq 100); do echo $n; sleep 0.05; done"):
@@ -288,6 +318,12 @@ async def a_restart(client: SandboxClient, begun: threading.Event) -> None:
     assert chunk.done
     assert "".join([str(each.data) async for each in process]) == numbers
     await box.destroy()
+    happened = [await anext(events)]
+    while happened[-1].type != "session.destroyed":
+        happened.append(await anext(events))
+    await events.aclose()
+    assert [each.cursor for each in happened] == sorted({each.cursor for each in happened})
+    assert {each.type for each in happened} >= {"process.started", "process.exited", "exec.ended"}
 
 
 async def a_restart_during_a_command(client: SandboxClient, begun: threading.Event) -> None:

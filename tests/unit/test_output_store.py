@@ -120,7 +120,7 @@ async def test_the_records_of_many_sessions_share_a_thread(tmp_path: Path) -> No
 async def test_a_session_that_fails_in_its_turn_costs_no_other_its_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In what is asked of it before the records are written, or after; the error is told."""
+    """A failure before the records are written, or after, is told and goes no further."""
     store = OutputStore(tmp_path)
     await store.open()
     outputs = [described(store, f"{number:024x}") for number in range(3)]

@@ -103,7 +103,7 @@ def test_modes_are_not_set_through_links(tmp_path: Path) -> None:
 
 
 def test_what_is_moved_between_file_systems_is_on_the_disk(tmp_path: Path) -> None:
-    """Before it is gone from where it was."""
+    """The copy is synced before the original is removed."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         (Path(memory) / "d").mkdir()
         for name in ("d/f", "f"):

@@ -170,7 +170,7 @@ def test_another_version_is_not_edited(tmp_path: Path) -> None:
 
 
 def test_what_is_removed_is_gone_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `sync` the directory is synced, whose name it was."""
+    """The directory that had the name is synced, where the request asks for it."""
     (tmp_path / "f").write_text("x")
     synced, real = [], os.fsync
 

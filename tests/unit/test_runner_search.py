@@ -117,7 +117,7 @@ def test_a_glob_out_of_time_goes_on_later(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("after", ["../0", "a/../..", "./a", "a//b", "a/", "/", "a\0b"])
 def test_a_cursor_that_no_list_gave_leads_nowhere(tmp_path: Path, after: str) -> None:
-    """It is a path that a client may write: none of its parts leaves the directory."""
+    """A path may be of a client's own making: none of its parts leaves the directory."""
     make(tmp_path, a__b_py=b"")
     for request in (GlobFiles(".", "**", after), ListFiles(".", after, depth=3)):
         with pytest.raises(Refused) as refused:

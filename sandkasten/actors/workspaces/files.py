@@ -59,6 +59,7 @@ from sandkasten.model.errors import (
 from sandkasten.model.workspace import (
     MAX_UPLOADS,
     UPLOAD_S,
+    WRITE_S,
     FileHead,
     Upload,
     UploadSpec,
@@ -72,9 +73,6 @@ T = TypeVar("T")
 
 _ANSWER_S = 60.0
 """Time for PID 1 to send the next piece of a file."""
-
-WRITE_S = 1800.0
-"""Until a file is in its place, and in a workspace on the disk."""
 
 _PROBE_S = 5.0
 _DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles

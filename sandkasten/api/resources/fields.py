@@ -72,7 +72,6 @@ MAX_FILE_ID = 65535
 _MAX_NAME_CHARS = 64
 _NONE = "is unknown; this request has no fields"
 _MOST_UNKNOWN = 32
-"""Unknown fields that a refusal names."""
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 MIN_WINDOW_BYTES = 1024
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
@@ -649,11 +648,10 @@ async def read_request(exchange: Exchange, cls: type[T], *, limit_bytes: int | N
         TooLarge, InvalidRequest, ClientGone: as `Exchange.read_json_body`.
     """
     value = decode_object(await exchange.read_json_body(limit_bytes=limit_bytes))
-    unknown = ignored_fields(value, cls)
-    if unknown and is_strict(cls):
-        raise bad_fields(**_unknown(unknown, cls))
+    if is_strict(cls):
+        refuse_unknown(value, cls, "request")
     request = parse(value, cls)
-    exchange.ignore(unknown)
+    exchange.ignore(ignored_fields(value, cls))
     return request
 
 
@@ -756,29 +754,19 @@ def _query_values(query: Mapping[str, str], cls: type) -> dict[str, object]:
     return values
 
 
-def refuse_unknown(query: Iterable[str], cls: type | None) -> None:
-    """Refuse a query with a field that the route does not know; `cls` reads the route's query.
+def refuse_unknown(names: Iterable[str], cls: type | None, what: str = "query") -> None:
+    """Refuse fields that `cls`, which reads the query or the request, does not have.
 
     Raises:
         InvalidRequest: `details` name the nearest known field.
     """
-    known = _known(cls)
-    if unknown := [name for name in query if name not in known]:
-        raise InvalidRequest("the query has bad fields", **_unknown(unknown, cls))
-
-
-def _known(cls: type | None) -> Collection[str]:
-    return () if cls is None else _fields_of(cls)
-
-
-def _unknown(names: Sequence[str], cls: type | None) -> Mapping[str, str]:
-    """Return what is wrong with fields that `cls` does not have; without a class no field is known."""
-    known = _known(cls)
+    known: Collection[str] = () if cls is None else _fields_of(cls)
     problems = {}
-    for shown in (name[:_MAX_NAME_CHARS] for name in names[:_MOST_UNKNOWN]):
-        near = difflib.get_close_matches(shown, known, 1, 0)
-        problems[shown] = f"is unknown; the nearest known field is {near[0]}" if near else _NONE
-    return problems
+    for name in [each[:_MAX_NAME_CHARS] for each in names if each not in known][:_MOST_UNKNOWN]:
+        near = difflib.get_close_matches(name, known, 1, 0)
+        problems[name] = f"is unknown; the nearest known field is {near[0]}" if near else _NONE
+    if problems:
+        raise InvalidRequest(f"the {what} has bad fields", **problems)
 
 
 def bad_query(name: str, problem: str) -> InvalidRequest:

@@ -21,6 +21,7 @@ from sandkasten.api.http.zstandard import MAGIC
 from sandkasten.api.resources.fields import FileArchiveFormat, FilePath, read_query
 from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.workspace import MAX_UNPACKED, WRITE_S
 from sandkasten.supervisor import FileStream
 
 TYPES = {"tar": "application/x-tar", "tar.zst": "application/zstd", "zip": "application/zip"}
@@ -28,9 +29,6 @@ _TAKEN = frozenset({*TYPES.values(), "application/octet-stream"})
 _ZIPS = (b"PK\x03\x04", b"PK\x05\x06")
 """First bytes of a zip archive: of its first file, or of its table if it has none."""
 _TAR = FileArchiveFormat("tar")
-_MAX_ENTRIES = 1_000_000
-_TREE_S = 1800.0
-"""Until the first byte, or the end, of a request that walks a whole tree."""
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +70,7 @@ async def send_archive(exchange: Exchange, request: Pack, kind: str, name: str) 
 
 
 async def _send(exchange: Exchange, request: Pack, kind: str, name: str) -> None:
-    async with exchange.files.stream(request, patience_s=_TREE_S) as stream:
+    async with exchange.files.stream(request, patience_s=WRITE_S) as stream:
         first = await anext(stream, None)
         if first is None:  # an archive has an end at the least
             await stream.answer(Packed)
@@ -104,13 +102,13 @@ async def unpack(exchange: Exchange) -> Answer:
     query = read_query(exchange, UnpackQuery)
     head = await head_of(exchange)
     request = Unpack(
-        _MAX_ENTRIES,
+        MAX_UNPACKED,
         exchange.settings.max_import_bytes,
         query.at(query.path),
         "zip" if head.startswith(_ZIPS) else "tar",
         user=query.user,
     )
-    async with exchange.made_files().stream(request, patience_s=_TREE_S) as stream:
+    async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:
         await forward(exchange, head, stream.send)
         packed = await stream.end(Packed)
     return json_answer(UnpackedBody.take(packed, ok=True), status=201)

@@ -22,10 +22,9 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.resources.fields import FileId, FileMode, FilePath, read_query, read_request, spell_path
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.files import WrittenBody
+from sandkasten.model.workspace import WRITE_S
 
 _SAME = FileId(-1)
-_TREE_S = 1800.0
-"""Until a whole tree is moved, copied, removed or changed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -116,5 +115,5 @@ async def change_owner(exchange: Exchange) -> Answer:
 
 
 async def _perform(exchange: Exchange, request: FileRequest) -> Answer:
-    done = await exchange.files.ask(request, Done, patience_s=_TREE_S)
+    done = await exchange.files.ask(request, Done, patience_s=WRITE_S)
     return json_answer(WrittenBody(True, spell_path(done.path)))

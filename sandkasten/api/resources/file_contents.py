@@ -35,13 +35,12 @@ from sandkasten.model.errors import (
     RunnerProtocolError,
     SandboxError,
 )
+from sandkasten.model.workspace import WRITE_S
 from sandkasten.supervisor import FileStream
 
 BYTES = "application/octet-stream"
 ANY_SIZE = 1 << 60
 """The session's disk is the bound."""
-WRITE_S = 1800.0
-"""Until a file is in its place, and in a workspace on the disk."""
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
 _MAX_ETAGS = 64
 

@@ -197,8 +197,8 @@ async def stat(exchange: Exchange) -> Answer:
     path = query.at(query.path)
     if query.digest:
         request = StatFile(path, digest=True, user=query.user)
-        entry = await exchange.until_disconnect(lambda: exchange.files.ask(request, FileEntry, patience_s=_LIST_S))
-        return json_answer(FileInfoBody.of_entry(entry, entry.path))
+        read = await exchange.until_disconnect(lambda: exchange.files.ask(request, FileEntry, patience_s=_LIST_S))
+        return json_answer(FileInfoBody.of_entry(read, read.path))
     if query.follow:
         (entry,) = await entries_at(exchange, (path,), follow=True, user=query.user)
         if entry is not None:

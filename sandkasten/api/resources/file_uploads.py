@@ -35,11 +35,11 @@ from sandkasten.api.resources.fields import (
     read_request,
     spell_path,
 )
-from sandkasten.api.resources.file_contents import ANY_SIZE, WRITE_S, WriteHead, put_answer, receive_into
+from sandkasten.api.resources.file_contents import ANY_SIZE, WriteHead, put_answer, receive_into
 from sandkasten.api.resources.file_entries import Placed
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.model.errors import Conflict, TooLarge
-from sandkasten.model.workspace import UPLOAD_S, Upload, UploadSpec
+from sandkasten.model.workspace import UPLOAD_S, WRITE_S, Upload, UploadSpec
 
 OFFSET_HEADER = "upload-offset"
 
