@@ -11,10 +11,12 @@ Source: XDG Base Directory Specification 0.8.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,19 +65,29 @@ def choose_server(
     Raises:
         ConfigError: there is none, or its key can't be had; the message is a sentence for people.
     """
+    name = chosen_context(environ, context=context, config=config, data_dir=data_dir)
+    if not name:
+        return Server(environ["SANDKASTEN_URL"], environ.get("SANDKASTEN_API_KEY") or None, "SANDKASTEN_URL")
+    if name != LOCAL:
+        chosen = read_contexts(environ).by_name.get(name)
+        if chosen is None:
+            raise ConfigError(f"there is no context {name!r}: `sandkasten context list` shows those there are")
+        return Server(chosen.url, _key_of(name, chosen), f"context {name!r}")
+    local = find_local(config, data_dir, environ)
+    return Server(local.url, local.api_key, f"data directory {local.data_dir}")
+
+
+def chosen_context(
+    environ: Mapping[str, str], *, context: str | None = None, config: Path | None = None, data_dir: Path | None = None
+) -> str:
+    """Return the name of the context that is meant; empty: the server of `SANDKASTEN_URL`. Raises `ConfigError`."""
     if context is None and config is None and data_dir is None:
-        if url := environ.get("SANDKASTEN_URL"):
-            return Server(url, environ.get("SANDKASTEN_API_KEY") or None, "SANDKASTEN_URL")
+        if environ.get("SANDKASTEN_URL"):
+            return ""
         context = environ.get("SANDKASTEN_CONTEXT")
         if not context and not (environ.get(ENV_FILE) or environ.get("SANDKASTEN_DATA_DIR")):
             context = read_contexts(environ).current
-    if context and context != LOCAL:
-        chosen = read_contexts(environ).by_name.get(context)
-        if chosen is None:
-            raise ConfigError(f"there is no context {context!r}: `sandkasten context list` shows those there are")
-        return Server(chosen.url, _key_of(context, chosen), f"context {context!r}")
-    local = find_local(config, data_dir, environ)
-    return Server(local.url, local.api_key, f"data directory {local.data_dir}")
+    return context or LOCAL
 
 
 def _key_of(name: str, context: NamedServer) -> str | None:
@@ -147,25 +159,43 @@ def _context(value: Mapping[str, Any]) -> NamedServer:
     return NamedServer(**{str(name): str(text) for name, text in value.items()})
 
 
-def write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
-    """Replace the file in one step, closed to other users. Raises `ConfigError`."""
+@contextmanager
+def changed_contexts(environ: Mapping[str, str]) -> Iterator[Contexts]:
+    """Yield what the file says, and write that at the end of the block. One process at a time does so (flock(2)).
+
+    Raises:
+        ConfigError: the file can't be read or written.
+    """
+    directory = contexts_path(environ).parent
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            contexts = read_contexts(environ)
+            yield contexts
+            _write_contexts(environ, contexts)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(f"can't change {contexts_path(environ)}: {error.strerror}") from None
+
+
+def _write_contexts(environ: Mapping[str, str], contexts: Contexts) -> None:
+    """Replace the file in one step, closed to other users. Raises `OSError`."""
     path = contexts_path(environ)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     by_name = {
         name: {field: text for field, text in asdict(context).items() if text is not None}
         for name, context in contexts.by_name.items()
     }
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump({"current": contexts.current, "contexts": by_name}, file, indent=2)
-                file.flush()
-                os.fsync(fd)
-            new.replace(path)
-        except BaseException:
-            new.unlink()
-            raise
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror}") from None
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump({"current": contexts.current, "contexts": by_name}, file, indent=2)
+            file.flush()
+            os.fsync(fd)
+        new.replace(path)
+    except BaseException:
+        new.unlink()
+        raise

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, cast, overload
 
 import anyio
+import anyio.to_thread
 from inspect_ai.util import (
     ExecResult,
     OutputLimitExceededError,
@@ -89,7 +90,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
             config = SandkastenSandboxConfig(image=config)
         chosen = config if isinstance(config, SandkastenSandboxConfig) else SandkastenSandboxConfig()
         idle_s = chosen.idle_timeout_seconds
-        client = SandboxClient.from_env()
+        client = await anyio.to_thread.run_sync(SandboxClient.from_env)
         try:
             session = await client.create_session(
                 image=chosen.image,
@@ -142,7 +143,7 @@ class SandkastenSandboxEnvironment(SandboxEnvironment):
     @classmethod
     async def cli_cleanup(cls, id: str | None) -> None:
         """End the session of that id, or all that evaluations have left."""
-        async with SandboxClient.from_env() as client:
+        async with await anyio.to_thread.run_sync(SandboxClient.from_env) as client:
             async for each in client.sessions(label=LABEL):
                 if id in (None, each.id):
                     await (await client.get_session(each.id)).destroy()

@@ -423,9 +423,9 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
         self._instrumentation = instrumentation or Instrumentation()
         self._dependencies = dependencies
 
-    def _connect(self) -> SandboxClient:
+    async def _connect(self) -> SandboxClient:
         if self._base_url is None:
-            return SandboxClient.from_env(timeout=self._timeout)
+            return await asyncio.to_thread(SandboxClient.from_env, timeout=self._timeout)
         return SandboxClient(base_url=self._base_url, api_key=self._api_key, timeout=self._timeout)
 
     async def create(
@@ -440,7 +440,7 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
         chosen = options or SandkastenSandboxClientOptions()
         session_id = uuid.uuid4()
         chosen_snapshot = resolve_snapshot(snapshot, str(session_id))  # first: it may fail
-        client = self._connect()
+        client = await self._connect()
         box = await _make(client, chosen, manifest)
         state = SandkastenSandboxSessionState(
             session_id=session_id,
@@ -460,7 +460,7 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
         if not isinstance(state, SandkastenSandboxSessionState):
             raise TypeError("SandkastenSandboxClient.resume expects a SandkastenSandboxSessionState")
         state.assert_path_grants_rebound()
-        client = self._connect()
+        client = await self._connect()
         try:
             box = await client.get_session(state.sandbox_id)
             is_live = (await box.info()).status in _LIVE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,10 +18,10 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.contexts import LOCAL, Server, choose_server, own_directory, read_contexts
+from sandkasten.contexts import LOCAL, Server, choose_server, chosen_context, own_directory
 from sandkasten.installation import ConfigError
 
 if TYPE_CHECKING:
@@ -32,12 +33,20 @@ BAD_ARGUMENTS = 2
 TIMED_OUT = 124
 INTERRUPTED = 130
 
+T = TypeVar("T")
 ClientVerb = Callable[[argparse.Namespace, "SandboxClient"], Awaitable[int]]
 
-_ID = re.compile(r"[0-9a-f]{24}\Z")
+ID = re.compile(r"[0-9a-f]{24}\Z")
+"""A session's id as our servers make them; what another server answers as one may be anything."""
+SHORT_ID = 12
+"""Characters of an id in tables: half of it, and enough among a million."""
 _BEGINNING = re.compile(r"[0-9a-f]{1,23}\Z")
 LAST = "-"
 """The name of the session used last."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a verb in good order. SIGQUIT ends it at once, but while a command has it."""
+_END_S = 15.0
+"""Time for the end of a verb after a signal: more than the end of a run and of its session take."""
 _KEPT_LAST = 32
 _SHOWN_MATCHES = 4
 _PATIENCE_S = 30.0
@@ -90,36 +99,34 @@ def verb(work: ClientVerb) -> Callable[[argparse.Namespace], int]:
 
 def server_of(arguments: argparse.Namespace) -> Server:
     """Return the server that the arguments, or else the environment, contexts and this machine, say. Raises `Stop`."""
-    given = vars(arguments)
-    try:
-        return choose_server(
-            os.environ, context=given.get("context"), config=given.get("config"), data_dir=given.get("data_dir")
-        )
-    except ConfigError as error:
-        raise Stop(str(error), FAULT) from None
+    return _as_given(choose_server, arguments)
 
 
 def is_elsewhere(arguments: argparse.Namespace) -> bool:
     """Return whether a server is named, so that this machine's installation is not meant. Raises `Stop`."""
+    return _as_given(chosen_context, arguments) != LOCAL
+
+
+def _as_given(choose: Callable[..., T], arguments: argparse.Namespace) -> T:
     given = vars(arguments)
-    if given.get("config") or given.get("data_dir"):
-        return False
     try:
-        context = given.get("context") or os.environ.get("SANDKASTEN_CONTEXT") or read_contexts(os.environ).current
+        return choose(os.environ, **{name: given.get(name) for name in ("context", "config", "data_dir")})
     except ConfigError as error:
         raise Stop(str(error), FAULT) from None
-    return bool(os.environ.get("SANDKASTEN_URL") or context not in (None, LOCAL))
 
 
 def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
     """Run a verb with a client of the chosen server, and return its exit status. Raises `Stop`."""
     server = server_of(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal's encoding may lack much
     for name in _NEEDLESS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented for the import statement
     try:
+        import asyncio
+
         import anyio
 
+        from sandkasten.cli.output import HeldOutput, write_held
+        from sandkasten.cli.terminal import heeding
         from sandkasten.sdk import SandboxClient
 
         async def main() -> int:
@@ -128,18 +135,23 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
             except ValueError as error:
                 raise Stop(f"{server.chosen_by}: {error}", FAULT) from None
             status = 0
-            async with client, anyio.create_task_group() as tasks:
+            scope = anyio.CancelScope()
 
-                async def heed_signals() -> None:
-                    nonlocal status
-                    with anyio.open_signal_receiver(*heeded(signal.SIGTERM, signal.SIGHUP)) as signals:
-                        async for number in signals:
-                            status = 128 + number
-                            tasks.cancel_scope.cancel()
+            def end(number: int) -> None:
+                nonlocal status
+                status = 128 + number
+                scope.cancel()
+                asyncio.get_running_loop().call_later(_END_S, os._exit, status)  # for a thread that can't be left
 
-                tasks.start_soon(heed_signals)
-                status = await work(arguments, client)
-                tasks.cancel_scope.cancel()
+            # A terminal's encoding may lack much of what is printed.
+            held = io.TextIOWrapper(HeldOutput(), sys.stdout.encoding, "backslashreplace", write_through=True)
+            with heeding(end, *_ENDING), contextlib.redirect_stdout(held):
+                async with client:
+                    with scope:
+                        try:
+                            status = await work(arguments, client)
+                        finally:
+                            await write_held()
             return status
 
         return anyio.run(main)
@@ -150,11 +162,6 @@ def run_client(work: ClientVerb, arguments: argparse.Namespace) -> int:
             if (stop := _explained(leaf, server)) is not None:
                 raise stop from error
         raise
-
-
-def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that were not ignored when we began, as by nohup(1) or a shell's `&`: those stay ignored."""
-    return [each for each in numbers if signal.getsignal(each) != signal.SIG_IGN]
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -216,7 +223,7 @@ async def _find(client: SandboxClient, name: str, *, ended: bool) -> str:
         if (last := _read_last().get(client.base_url)) is None:
             raise Stop("there is no last session here: name one of `sandkasten ps`", FAULT)
         return last
-    if _ID.match(name):
+    if ID.match(name):
         return name
     if "=" in name:
         matches = [each.id async for each in client.sessions(label=name)]
@@ -259,7 +266,7 @@ def _read_last() -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         return {}
-    return {url: each for url, each in value.items() if isinstance(each, str) and _ID.match(each)}
+    return {url: each for url, each in value.items() if isinstance(each, str) and ID.match(each)}
 
 
 def _last_path() -> Path:

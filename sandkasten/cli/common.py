@@ -39,6 +39,11 @@ class Stop(Exception):
         super().__init__(message)
         self.status = status
 
+    def tell(self) -> None:
+        """Print the message on standard error, each line behind the command's name."""
+        for line in str(self).splitlines():
+            print(f"sandkasten: {printable_line(line)}", file=sys.stderr)
+
 
 def span_seconds(text: str) -> int:
     """Return the seconds of a span such as `90m` or `30d`. Raises `ValueError`."""

@@ -72,7 +72,7 @@ class _Words:
 def _bash(verbs: list[_Words]) -> Iterator[str]:
     yield "_sandkasten() {"
     yield '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="${COMP_WORDS[1]}"'
-    yield "  local words="
+    yield "  local word words= line=$'\\n'"
     yield '  if [ "$COMP_CWORD" -eq 1 ]; then'
     yield f'    words="{" ".join(each.verb for each in verbs)} --help --version"'
     yield f'  elif [ "$before" = --context ]; then words="$({_CONTEXTS})"'
@@ -87,7 +87,11 @@ def _bash(verbs: list[_Words]) -> Iterator[str]:
         elif each.actions:
             yield f'    {each.verb}:*) words="{" ".join(each.actions)}" ;;'
     yield "  esac; fi"
-    yield '  COMPREPLY=($(compgen -W "$words" -- "$current"))'
+    # compgen -W would expand the words, and so run $(...) in what a server answered.
+    yield "  COMPREPLY=()"
+    yield "  while read -r word; do"
+    yield '    case "$word" in "") ;; "$current"*) COMPREPLY+=("$word") ;; esac'
+    yield '  done <<< "${words// /$line}"'
     yield "}"
     yield "complete -o default -F _sandkasten sandkasten"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import print_json, print_table
-from sandkasten.contexts import LOCAL, NAME, Contexts, NamedServer, read_contexts, write_contexts
+from sandkasten.contexts import LOCAL, NAME, Contexts, NamedServer, changed_contexts, read_contexts
 from sandkasten.installation import ConfigError
 
 
@@ -40,20 +40,11 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Perform one action and return its exit status."""
     try:
-        contexts = read_contexts(os.environ)
-        match arguments.action:
-            case "list":
-                return _list(contexts, as_json=arguments.json)
-            case "add":
-                _add(contexts, arguments)
-            case "use":
-                _known(contexts, arguments.name, LOCAL)
-                contexts.current = None if arguments.name == LOCAL else arguments.name
-            case "rm":
-                _known(contexts, arguments.name)
-                del contexts.by_name[arguments.name]
-                contexts.current = None if contexts.current == arguments.name else contexts.current
-        write_contexts(os.environ, contexts)
+        if arguments.action == "list":
+            return _list(read_contexts(os.environ), as_json=arguments.json)
+        added = _named(arguments) if arguments.action == "add" else None  # asks for the key, perhaps
+        with changed_contexts(os.environ) as contexts:
+            _change(contexts, arguments.action, arguments.name, added)
     except ConfigError as error:
         raise Stop(str(error), FAULT) from None
     if arguments.json:
@@ -63,6 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _change(contexts: Contexts, action: str, name: str, added: NamedServer | None) -> None:
+    if added is not None:
+        contexts.by_name[name] = added
+        contexts.current = contexts.current or name
+    elif action == "use":
+        _known(contexts, name, LOCAL)
+        contexts.current = None if name == LOCAL else name
+    else:
+        _known(contexts, name)
+        del contexts.by_name[name]
+        contexts.current = None if contexts.current == name else contexts.current
+
+
 def _known(contexts: Contexts, name: str, *others: str) -> None:
     if name not in contexts.by_name and name not in others:
         raise Stop(
@@ -70,17 +74,15 @@ def _known(contexts: Contexts, name: str, *others: str) -> None:
         )
 
 
-def _add(contexts: Contexts, arguments: argparse.Namespace) -> None:
+def _named(arguments: argparse.Namespace) -> NamedServer:
+    """Return the server that the arguments describe. Raises `Stop`."""
     if not NAME.match(arguments.name) or arguments.name == LOCAL:
         raise Stop(f"NAME: letters, digits and . _ -, at most 64, and not {LOCAL!r}", BAD_ARGUMENTS)
     if not arguments.url.startswith(("http://", "https://", "unix:/")):
         raise Stop("URL: http://HOST:PORT, https://HOST, or unix:/PATH", BAD_ARGUMENTS)
     file = arguments.key_file and str(Path(arguments.key_file).absolute())
     has_source = arguments.no_key or file or arguments.key_command
-    contexts.by_name[arguments.name] = NamedServer(
-        arguments.url, None if has_source else _ask_for_key(), file, arguments.key_command
-    )
-    contexts.current = contexts.current or arguments.name
+    return NamedServer(arguments.url, None if has_source else _ask_for_key(), file, arguments.key_command)
 
 
 def _ask_for_key() -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 
 import attrs
@@ -37,8 +36,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     try:
         config = load(arguments)
     except Stop as mistakes:
-        for line in str(mistakes).splitlines():
-            print(f"sandkasten: {line}", file=sys.stderr)
+        mistakes.tell()
         return 2
     name_installation(arguments, config)
     if arguments.fix:
@@ -78,7 +76,7 @@ def _print_all(config: Config, machine: Machine, found: Sequence[Protection], la
     for protection in found:
         print(f"{protection.state:<9} {protection.name:<17} {_need(protection)}{printable(protection.detail)}")
     for notice in notices(config):
-        print(f"note      {notice}")
+        print(f"note      {printable(notice)}")
     print()
     for line in _leftovers(_look(config)):
         print(printable(line))

@@ -255,8 +255,7 @@ def _be_daemon(config: Config, survey: Survey) -> NoReturn:
     except KeyboardInterrupt:
         status = 130
     except Stop as reason:
-        for line in str(reason).splitlines():
-            print(f"sandkasten: {line}", file=sys.stderr)
+        reason.tell()
     except Exception:  # noqa: BLE001 - a fork must not go on with its parent's work
         traceback.print_exc()
     finally:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from sandkasten.cli.common import Stop, printable_line
+from sandkasten.cli.common import Stop
 
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("runs", "run a command in a session of its own"),
@@ -94,8 +94,7 @@ def _perform(arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
         return BROKEN_PIPE
     except Stop as reason:
-        for line in str(reason).splitlines():
-            print(f"sandkasten: {printable_line(line)}", file=sys.stderr)
+        reason.tell()
         return reason.status
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in _OURS:

@@ -9,9 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
+from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, SHORT_ID, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.cli.output import Progress, labels_text, pairs, print_json, print_table, since_text, size_text
+from sandkasten.cli.output import (
+    Progress,
+    labels_text,
+    pairs,
+    print_json,
+    print_table,
+    since_text,
+    size_text,
+    write_held,
+)
 from sandkasten.cli.runs import labels_of
 
 if TYPE_CHECKING:
@@ -124,12 +133,13 @@ async def show_events(arguments: argparse.Namespace, client: SandboxClient) -> i
                 print_json(event)
             else:
                 _print_event(event)
+            await write_held()
     return 0
 
 
 def _print_event(event: Event) -> None:
     data = " ".join(f"{name}={value}" for name, value in event.data.items() if value is not None)
-    print(printable_line(f"{event.time}  {event.session_id[:12] or '-':<12}  {event.type:<18} {data}"), flush=True)
+    print(printable_line(f"{event.time}  {event.session_id[:SHORT_ID] or '-':<{SHORT_ID}}  {event.type:<18} {data}"))
 
 
 # Workspaces
@@ -186,7 +196,7 @@ async def create_workspace(arguments: argparse.Namespace, client: SandboxClient)
     if arguments.json:
         print_json(info)
     else:
-        print(info.id)
+        print(printable_line(info.id))
     return 0
 
 

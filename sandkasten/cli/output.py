@@ -8,6 +8,8 @@ not there with NO_COLOR or `--json`. JSON is ASCII, so that a terminal can't obe
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
 import os
 import select
@@ -42,10 +44,53 @@ def plain(value: object) -> Any:  # a JSON value
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
+class HeldOutput(io.BytesIO):
+    """Standard output of a client verb, which waits for no reader: what is printed is held until `write_held`."""
+
+    def __init__(self) -> None:
+        import anyio
+
+        super().__init__()
+        self._lock = anyio.Lock()
+
+    def isatty(self) -> bool:
+        """Return whether the output goes to a terminal at last."""
+        return os.isatty(self.fileno())
+
+    def fileno(self) -> int:
+        """Return the descriptor to which the output goes at last."""
+        return 1
+
+    async def write_out(self) -> None:
+        """Write what is held, each piece before the next. Raises `OSError`."""
+        from sandkasten.cli.terminal import write_all
+
+        async with self._lock:
+            data = self.getvalue()
+            self.seek(0)
+            self.truncate()
+            if data:
+                await write_all(self.fileno(), data)
+
+
+async def write_held() -> None:
+    """Have what was printed written, by a thread, so that signals count while standard output takes nothing.
+
+    A verb that prints again and again calls it each time; for the others it is called at their end. Raises `OSError`.
+    """
+    held = sys.stdout.buffer
+    if isinstance(held, HeldOutput):
+        await held.write_out()
+
+
 def tell(line: str) -> None:
     """Print a line on standard error for the person; not on a terminal that takes nothing and would be waited for."""
-    if not sys.stderr.isatty() or select.select([], [sys.stderr], [], 0)[1]:
+    if _may_write_to_stderr():
         print(f"sandkasten: {printable_line(line)}", file=sys.stderr, flush=True)
+
+
+def _may_write_to_stderr() -> bool:
+    return not sys.stderr.isatty() or bool(select.select([], [sys.stderr], [], 0)[1])
 
 
 def is_colourful(stream: TextIO) -> bool:
@@ -82,7 +127,7 @@ def _line(row: Sequence[str], widths: Sequence[int], room: int | None, *, plain:
     for cell, width in zip(first, widths, strict=False):
         parts.append(_coloured_status(cell, plain=plain) + " " * (width - _width(cell)))
     if room is not None:
-        last = _cut(last, max(room - sum(widths[:-1]) - 2 * len(first), 8))
+        last = cut(last, max(room - sum(widths[:-1]) - 2 * len(first), 8))
     return "  ".join([*parts, last])
 
 
@@ -107,12 +152,12 @@ def _width(text: str) -> int:
     )
 
 
-def _cut(text: str, cells: int) -> str:
+def cut(text: str, cells: int) -> str:
+    """Return printable text in so many cells of a terminal; where it is too long, with an ellipsis at its end."""
     if _width(text) <= cells:
         return text
-    while _width(text) > cells - 1:
-        text = text[:-1]
-    return f"{text}…"
+    fitting = sum(width < cells for width in itertools.accumulate(map(_width, text)))
+    return f"{text[:fitting]}…"
 
 
 def pairs(facts: Mapping[str, object]) -> None:
@@ -179,14 +224,14 @@ class Progress:
     def __call__(self, moved: int, total: int | None) -> None:
         self.moved, self._total = moved, total
         now = time.monotonic()
-        if self._is_on and now - self._drawn_at >= _REDRAW_S:
+        if self._is_on and now - self._drawn_at >= _REDRAW_S and _may_write_to_stderr():
             self._drawn_at = now
-            sys.stderr.write(f"\r{_cut(self._text(now), _columns(sys.stderr) - 1)}\x1b[K")
+            sys.stderr.write(f"\r{cut(self._text(now), _columns(sys.stderr) - 1)}\x1b[K")
             sys.stderr.flush()
 
     def close(self) -> None:
         """Leave the last state on a line of its own, if any was drawn."""
-        if self._drawn_at:
+        if self._drawn_at and _may_write_to_stderr():
             self._drawn_at = 0.0
             sys.stderr.write(f"\r{self._text(time.monotonic())}\x1b[K\n")
             sys.stderr.flush()

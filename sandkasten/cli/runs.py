@@ -21,6 +21,7 @@ from sandkasten.cli.client import (
     BAD_ARGUMENTS,
     FAULT,
     INTERRUPTED,
+    SHORT_ID,
     TIMED_OUT,
     add_client_options,
     add_session,
@@ -29,7 +30,7 @@ from sandkasten.cli.client import (
     verb,
 )
 from sandkasten.cli.common import Stop, printable_line, span_seconds
-from sandkasten.cli.output import print_json, tell
+from sandkasten.cli.output import print_json, tell, write_held
 
 if TYPE_CHECKING:
     from sandkasten.sdk import Run, SandboxClient, Session
@@ -51,7 +52,6 @@ _CAUSES = {
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
-_SHORT_ID = 12
 _LONGEST_LINE = 64 * 1024
 _LAST_KEYS_S = 1.0
 _END_S = 5.0
@@ -131,7 +131,8 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
     finally:
         if stays.stays:
             remember(client, stays.session.id)
-            tell(f"session {stays.session.id} goes on")
+            if stays.is_told:
+                tell(f"session {stays.session.id} goes on")
         else:
             import anyio
 
@@ -140,10 +141,10 @@ async def passing(client: SandboxClient, arguments: argparse.Namespace) -> Async
 
 
 class _Passing:
-    """A session that a verb made; `stays`: it is left when the verb ends."""
+    """A session that a verb made; `stays`: it is left when the verb ends, and `is_told`: the person is told so."""
 
     def __init__(self, session: Session, stays: bool) -> None:
-        self.session, self.stays = session, stays
+        self.session, self.stays, self.is_told = session, stays, True
 
 
 # run and exec
@@ -185,11 +186,11 @@ async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
     words = _words(arguments, needed=not arguments.detach)
     options: dict[str, Any] = {"user": arguments.user, "cwd": arguments.workdir}
     if arguments.detach:
-        session = await create(client, arguments)
-        if words:
-            await session.process(words, keep_alive=True, **options)
-        remember(client, session.id)
-        return _print_id(arguments, "id", session.id)
+        async with passing(client, arguments) as made:
+            if words:
+                await made.session.process(words, keep_alive=True, **options)
+            made.stays, made.is_told = True, False
+        return _print_id(arguments, "id", made.session.id)
     tty = _terminal_size(arguments)
     async with passing(client, arguments) as made:
         session = made.session
@@ -244,7 +245,7 @@ def _print_id(arguments: argparse.Namespace, name: str, value: str) -> int:
     if arguments.json:
         print_json({name: value})
     else:
-        print(value)
+        print(printable_line(value))
     return 0
 
 
@@ -300,7 +301,7 @@ async def _input_text() -> str:
 async def _conduct(run: Run, arguments: argparse.Namespace, *, has_terminal: bool, has_input: bool) -> int | None:
     """Connect a run with the terminal, or with standard input and output, and return its exit status; None: detached.
 
-    A run that is left for another reason than its end or the keys that detach is killed.
+    Kills the run if it goes on and the person has not detached.
     """
     how: int | None = 0
     is_left = True
@@ -546,17 +547,17 @@ async def _print_kept(session: Session, printer: _Printer) -> None:
     offset = 0
     while True:
         part = await session.run(printer.run).output(offset=offset)
-        printer.feed(part.data)
+        await printer.feed(part.data)
         offset = part.next_offset
         if not part.data or offset >= part.total_bytes:
             break
-    printer.close()
+    await printer.close()
 
 
 async def _follow(session: Session, printer: _Printer) -> None:
     async for piece in session.run(printer.run, raw=True):
-        printer.feed(piece.data)  # type: ignore[arg-type]  # raw
-    printer.close()
+        await printer.feed(piece.data)  # type: ignore[arg-type]  # raw
+    await printer.close()
 
 
 class _Printer:
@@ -567,28 +568,28 @@ class _Printer:
         self._is_json = arguments.json
         self._is_shown = sys.stdout.isatty() and not arguments.raw
         self._is_whole = is_alone and not (self._is_json or self._is_shown)
-        self._prefix = "" if is_alone else f"{printable_line(run)[:_SHORT_ID]} | "
+        self._prefix = "" if is_alone else f"{printable_line(run)[:SHORT_ID]} | "
         self._rest = b""
 
-    def feed(self, data: bytes) -> None:
+    async def feed(self, data: bytes) -> None:
         """Print the lines that a piece of output completes."""
         if self._is_whole:
             sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            await write_held()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._print(line)
-        sys.stdout.buffer.flush()
+        await write_held()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Print what is left of an unfinished line."""
         if self._rest:
             self._print(self._rest)
         self._rest = b""
-        sys.stdout.buffer.flush()
+        await write_held()
 
     def _print(self, line: bytes) -> None:
         if self._is_json:

@@ -8,8 +8,17 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, add_client_options, add_session, find_session, verb
-from sandkasten.cli.common import Stop, span_seconds
+from sandkasten.cli.client import (
+    BAD_ARGUMENTS,
+    FAULT,
+    ID,
+    SHORT_ID,
+    add_client_options,
+    add_session,
+    find_session,
+    verb,
+)
+from sandkasten.cli.common import Stop, printable_line, span_seconds
 from sandkasten.cli.output import (
     labels_text,
     pairs,
@@ -21,14 +30,13 @@ from sandkasten.cli.output import (
     span_text,
     table,
     tell,
+    write_held,
 )
 
 if TYPE_CHECKING:
     from sandkasten.sdk import SandboxClient, Session
     from sandkasten.sdk.types import SessionInfo, SessionStats
 
-_SHORT_ID = 12
-"""Characters of an id in tables: half of it, and enough among a million."""
 _AT_ONCE = 8
 """Requests under way at a time, where a verb makes one for each session."""
 NEVER = "never"
@@ -56,7 +64,8 @@ async def ps(arguments: argparse.Namespace, client: SandboxClient) -> int:
             print_json(each)
     elif arguments.quiet:
         for each in found:
-            print(each.id)
+            if ID.match(each.id):  # a shell may split these, and expand them
+                print(each.id)
     else:
         headers = ("ID", "IMAGE", "STATUS", "AGE", "EXPIRES IN", "WORKSPACE", "LABELS")
         print_table(headers, [_row(each) for each in found])
@@ -66,7 +75,7 @@ async def ps(arguments: argparse.Namespace, client: SandboxClient) -> int:
 def _row(info: SessionInfo) -> Sequence[object]:
     is_live = info.status in ("creating", "running", "paused")
     return (
-        info.id[:_SHORT_ID],
+        info.id[:SHORT_ID],
         info.image,
         info.status,
         since_text(info.created_at),
@@ -165,6 +174,7 @@ async def top(arguments: argparse.Namespace, client: SandboxClient) -> int:
         await anyio.sleep(wait_s)
         now = await _look(client, arguments.label)
         _draw(before, now, is_live=is_live)
+        await write_held()
         if not is_live:
             return 0
         before, wait_s = now, arguments.interval
@@ -218,7 +228,7 @@ def _draw(before: _Look, now: _Look, *, is_live: bool) -> None:
 
 def _use_row(info: SessionInfo, stats: SessionStats, share: float) -> Sequence[object]:
     return (
-        info.id[:_SHORT_ID],
+        info.id[:SHORT_ID],
         info.status,
         f"{share:.0f} %",
         size_text(stats.memory_bytes),
@@ -248,21 +258,24 @@ async def rm(arguments: argparse.Namespace, client: SandboxClient) -> int:
     if arguments.all:
         found = [each async for each in client.sessions(label=arguments.label)]
         if found and not arguments.yes:
-            _ask(found)
+            await _ask(found)
         sessions = [client.session(each.id) for each in found]
     else:
         sessions = [await find_session(client, name) for name in arguments.session]
     return await _each(sessions, arguments, lambda session: session.destroy())
 
 
-def _ask(found: Sequence[SessionInfo]) -> None:
+async def _ask(found: Sequence[SessionInfo]) -> None:
     """Have the person confirm the end of sessions. Raises `Stop`."""
+    import anyio.to_thread
+
     if not sys.stdin.isatty():
         raise Stop(f"this would end {len(found)} sessions, and nobody is here to be asked: give --yes", BAD_ARGUMENTS)
     for line in table(("ID", "IMAGE", "STATUS", "AGE", "EXPIRES IN", "WORKSPACE", "LABELS"), map(_row, found)):
         print(line, file=sys.stderr)
     print(f"End {len(found)} sessions? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    answer = await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
+    if answer.strip().lower() not in ("y", "yes"):
         raise Stop("nothing was ended", FAULT)
 
 
@@ -289,7 +302,8 @@ async def _each(
         if arguments.json:
             print_json(done if done is not None else {"id": session.id, "ok": True})
         else:
-            print(session.id, flush=True)
+            print(printable_line(session.id))
+        await write_held()
 
     async with anyio.create_task_group() as tasks:
         for session in sessions:
@@ -350,5 +364,5 @@ async def extend(arguments: argparse.Namespace, client: SandboxClient) -> int:
     if arguments.json:
         print_json(info)
     else:
-        print(f"{info.id[:_SHORT_ID]} ends {_end_text(info)}")
+        print(printable_line(f"{info.id[:SHORT_ID]} ends {_end_text(info)}"))
     return 0

@@ -10,6 +10,7 @@ Sources: termios(3), tty_ioctl(4) SIGWINCH, credentials(7) job control, xterm's 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -18,20 +19,22 @@ import select
 import signal
 import termios
 import tty
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from sandkasten.cli.client import heeded
 from sandkasten.cli.common import Stop
 
 IN, OUT, ERR = 0, 1, 2
 _READ_BYTES = 64 * 1024
 _MOST_CELLS = 1000
-_TYPED_AHEAD = 64
-"""Readings of the keyboard that may wait while the program takes no input."""
+_TYPED_AHEAD = 256
+"""Readings of the keyboard that may wait while the program takes no input; one has 4095 bytes at most (termios(3))."""
+_STUCK_S = 1.0
+"""A program that takes no input for so long while they wait loses more keys, as at a terminal; those that detach count.
+"""
 
 DETACHED = -1
 """Result of `attach` after the keys that detach."""
@@ -92,6 +95,8 @@ class Keys:
 _SWITCH = re.compile(rb"\x1b\[\?([0-9;]{1,64})([hl])")
 _LONGEST_SWITCH = 80
 _CURSOR = 25
+PLAIN = b"\x1b(B\x0f\x1b>\x1b[4l\x1b7\x1b[r\x1b8"
+"""ASCII letters, the keypad's digits, no insertion, and a screen that scrolls whole, with the cursor where it was."""
 _MODES = frozenset({1, 9, 47, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 1047, 1049, 2004, 2026, _CURSOR})
 """Cursor keys, mouse, screens, focus, paste, held updates: all off in a shell, but for the cursor, which is shown."""
 
@@ -118,7 +123,7 @@ class Modes:
         """Return what makes the terminal usable again, whatever was cut off in the middle (ST ends a string)."""
         switches = b"".join(b"\x1b[?%d%c" % (mode, b"h" if mode == _CURSOR else b"l") for mode in sorted(self._changed))
         self._changed.clear()
-        return b"\x1b\\\x1b[0m" + switches
+        return b"\x1b\\\x1b[0m" + switches + PLAIN
 
 
 class RawTerminal:
@@ -154,6 +159,8 @@ class RawTerminal:
             if select.select([], [OUT], [], 0)[1]:
                 os.write(OUT, self._modes.undo())
         with contextlib.suppress(termios.error):
+            # Answers to questions that the program asked the terminal are no input for the person's shell.
+            termios.tcflush(IN, termios.TCIFLUSH)
             termios.tcsetattr(IN, termios.TCSANOW, self._before)
 
     async def write(self, data: bytes) -> None:
@@ -183,6 +190,36 @@ async def read_some(fd: int) -> bytes:
         return b""
 
 
+# Signals
+
+_acts: dict[signal.Signals, Callable[[int], None]] = {}
+"""Functions of the signals that are heeded at the moment. A process has one disposition for a signal (signal(7))."""
+
+
+@contextlib.contextmanager
+def heeding(act: Callable[[int], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Have signals call a function, with their numbers, in the event loop while the block lasts.
+
+    At its end they are the block's around it again, and at no moment between end the process. Signals that were ignored
+    when we began, as by nohup(1) or a shell's `&`, stay ignored.
+    """
+    loop = asyncio.get_running_loop()
+    around = {each: _acts.get(each) for each in numbers if signal.getsignal(each) != signal.SIG_IGN}
+    for number in around:
+        _acts[number] = act
+        loop.add_signal_handler(number, act, number)
+    try:
+        yield
+    finally:
+        for number, before in around.items():
+            if before is None:
+                del _acts[number]
+                loop.remove_signal_handler(number)
+            else:
+                _acts[number] = before
+                loop.add_signal_handler(number, before, number)
+
+
 # A program on a terminal
 
 
@@ -197,6 +234,7 @@ async def attach(
     Returns 0 at the end of the output, `DETACHED`, or 128 and the number of the signal that ended it.
     """
     outcome = 0
+    is_stuck = False
     are_sent, resized = anyio.Event(), anyio.Event()
     typed_in, typed_out = anyio.create_memory_object_stream[bytes](_TYPED_AHEAD)
 
@@ -207,17 +245,28 @@ async def attach(
             outcome = how
             tasks.cancel_scope.cancel()
 
+        async def pass_on(data: bytes) -> None:
+            nonlocal is_stuck
+            if is_stuck:
+                with contextlib.suppress(anyio.WouldBlock):
+                    typed_in.send_nowait(data)
+                    is_stuck = False
+            else:
+                with anyio.move_on_after(_STUCK_S) as scope:
+                    await typed_in.send(data)
+                is_stuck = scope.cancelled_caught
+
         async def read_keys() -> None:
             keys = Keys()
             while True:
                 with anyio.move_on_after(_DETACH_WAIT_S if keys.is_waiting else None) as scope:
                     data = await read_some(IN)
                 if scope.cancelled_caught:
-                    await typed_in.send(keys.flush())
+                    await pass_on(keys.flush())
                     continue
                 sent, is_over = keys.feed(data)
                 if sent:
-                    await typed_in.send(sent)
+                    await pass_on(sent)
                 if is_over or not data:
                     break
             typed_in.close()
@@ -239,20 +288,17 @@ async def attach(
             else:
                 end(0)
 
-        async def heed_signals() -> None:
+        def heed(number: int) -> None:
             # A stop by the keyboard can't be, in raw mode; one by kill(1) is passed on to ourselves after cleaning up.
-            control = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
-            with anyio.open_signal_receiver(*heeded(*_FINAL), *control) as signals:
-                async for number in signals:
-                    if number == signal.SIGTSTP:
-                        terminal.leave()
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    elif number in _FINAL:
-                        end(128 + number)
-                    else:
-                        if number == signal.SIGCONT:
-                            terminal.enter()
-                        resized.set()
+            if number == signal.SIGTSTP:
+                terminal.leave()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif number in _FINAL:
+                end(128 + number)
+            else:
+                if number == signal.SIGCONT:
+                    terminal.enter()
+                resized.set()
 
         async def follow_size() -> None:
             nonlocal resized
@@ -261,8 +307,10 @@ async def attach(
                 resized = anyio.Event()
                 await resize(*size())
 
-        for task in (read_keys, send_keys, show, heed_signals, follow_size):
+        for task in (read_keys, send_keys, show, follow_size):
             tasks.start_soon(task)
+        with heeding(heed, *_FINAL, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT):
+            await anyio.sleep_forever()
     return outcome
 
 
@@ -273,9 +321,13 @@ async def forward_signals(send: Callable[[str], Coroutine[None, None, None]], gi
     """Pass signals on by their names, for ever; `give_up` gets the status of one that was sent too often."""
     seen = 0
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(*heeded(*_FORWARDED)) as signals:
-            async for number in signals:
-                seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                if seen >= _PATIENCE:
-                    give_up(128 + number)
-                tasks.start_soon(send, signal.Signals(number).name)
+
+        def heed(number: int) -> None:
+            nonlocal seen
+            seen += number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if seen >= _PATIENCE:
+                give_up(128 + number)
+            tasks.start_soon(send, signal.Signals(number).name)
+
+        with heeding(heed, *_FORWARDED):
+            await anyio.sleep_forever()

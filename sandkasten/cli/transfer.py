@@ -12,13 +12,13 @@ import contextlib
 import os
 import re
 import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
-from sandkasten.cli.output import Progress, print_json, print_table, tell
+from sandkasten.cli.output import Progress, print_json, print_table, tell, write_held
 from sandkasten.cli.runs import kill
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"(?P<session>|[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
 """A path in a session; without a name the last one used, since a word that begins with - would be an option."""
 _PIPE = "-"
-_MODE_BITS = 0o777
 
 
 # cp
@@ -102,25 +101,26 @@ async def _out_of(session: Session, source: str, target: str, user: str | None, 
                 await save(stream, _PIPE, progress)
         else:
             async with session.files.open(source, user=user) as stream:
-                await _save_as_tar(stream, found, progress)
+                await _save_as_tar(stream, found, _name_of(source), progress)
         return _PIPE
-    target = _local_target(target, found, source)
+    target = _local_target(target, source)
     await session.files.copy_out(source, target, user=user, progress=progress)
     return target
 
 
-def _local_target(target: str, found: FileInfo, source: str) -> str:
-    """Return what a copy is called here: a directory that is there gets it, but for the content of a directory."""
-    if target.endswith("/") or (os.path.isdir(target) and not (found.is_dir and _means_content(source))):
-        return os.path.join(target, _name_of(found))
-    return target
+def _local_target(target: str, source: str) -> str:
+    """Return what a copy is called here. A directory that exists here receives the copy, unless content is meant."""
+    if _means_content(source) or not (target.endswith("/") or os.path.isdir(target)):
+        return target
+    return os.path.join(target, _name_of(source))
 
 
-def _name_of(found: FileInfo) -> str:
-    """Return the name of a remote file, as a name here."""
-    from sandkasten.sdk.wire import local_name
-
-    return local_name(found.path.rpartition("/")[2])
+def _name_of(source: str) -> str:
+    """Return the name in a path as the person typed it: a link in the session could give another. Raises `Stop`."""
+    name = os.path.basename(source.rstrip("/"))
+    if name in ("", ".", ".."):
+        raise Stop(f"{printable_line(source)} has no name to be copied under: give DST one", BAD_ARGUMENTS)
+    return name
 
 
 async def _remote(session: Session, path: str, user: str | None) -> FileInfo | None:
@@ -145,34 +145,29 @@ async def save(stream: AsyncIterator[bytes], file: str, progress: Progress) -> i
 
     Raises:
         Stop: standard output is a terminal.
+        OSError: the file can't be written.
     """
     from sandkasten.cli.terminal import OUT, write_all
+    from sandkasten.sdk import files
 
     if file == _PIPE and os.isatty(OUT):
         raise Stop("standard output is a terminal, and this is an archive: send it to a file", BAD_ARGUMENTS)
-    with contextlib.closing(progress), contextlib.nullcontext(OUT) if file == _PIPE else _part_of(file) as fd:
-        async for data in stream:
-            await write_all(fd, data)
-            progress(progress.moved + len(data), None)
+    with contextlib.closing(progress):
+        pieces = files.counted(stream, progress)
+        if file != _PIPE:
+            await files.save(pieces, Path(file), None)
+        else:
+            async for data in pieces:
+                await write_all(OUT, data)
     return progress.moved
 
 
-@contextlib.contextmanager
-def _part_of(file: str) -> Iterator[int]:
-    """Open a file beside another, whose name it takes at the end of the block."""
-    part = Path(f"{file}.part")
-    try:
-        with part.open("wb") as out:
-            yield out.fileno()
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-async def _save_as_tar(stream: FileStream, info: FileInfo, progress: Progress) -> None:
+async def _save_as_tar(stream: FileStream, info: FileInfo, name: str, progress: Progress) -> None:
     """Write a file to standard output as a tar with one member."""
-    member = tarfile.TarInfo(_name_of(info))
-    member.size, member.mode = info.size, int(info.mode, 8) & _MODE_BITS
+    from sandkasten.sdk.archives import MODE_BITS
+
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = info.size, int(info.mode, 8) & MODE_BITS
 
     async def pieces() -> AsyncIterator[bytes]:
         yield member.tobuf(tarfile.PAX_FORMAT)
@@ -225,7 +220,8 @@ async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
             if arguments.json:
                 print_json({"address": arguments.address, "local": bound, "remote": remote})
             else:
-                print(f"{arguments.address}:{bound} leads to port {remote} of {session.id}", flush=True)
+                print(f"{arguments.address}:{bound} leads to port {remote} of {printable_line(session.id)}")
+            await write_held()
             relay = _Forwarding(session, remote)
             tasks.start_soon(listener.serve, relay.carry)
     return 0
@@ -286,14 +282,15 @@ class _Forwarding:
 
         argv = ["sh", "-c", _RELAY, "relay", _PYTHON_RELAY, _BASH_RELAY, str(self._remote)]
         try:
-            run = await self._session.process(argv, raw=True, merged=False)
-            try:
-                async with stream, anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._up, stream, run)
-                    await self._down(stream, run)
-                    tasks.cancel_scope.cancel()
-            finally:
-                await kill(run)
+            async with stream:
+                run = await self._session.process(argv, raw=True, merged=False)
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(self._up, stream, run)
+                        await self._down(stream, run)
+                        tasks.cancel_scope.cancel()
+                finally:
+                    await kill(run)
         except* errors.SandkastenError as group:
             for error in group.exceptions:
                 tell(f"port {self._remote}: {error}")

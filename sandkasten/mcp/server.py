@@ -7,14 +7,17 @@ speaks both eras of the protocol: with a handshake and sessions (2024-11-05 to 2
 from __future__ import annotations
 
 import base64
+import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, unquote
 
+import anyio
+import anyio.to_thread
 import jsonschema
 import mcp_types as types
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser, AuthorizationContext
@@ -204,8 +207,14 @@ async def serve_stdio(client: SandboxClient, *, sandbox: str = DEFAULT, tools: S
     """
     caller = ToolCaller(Sandboxes(client, client.key_id), check_name(sandbox), chosen(tools))
     server = make_server(lambda _context: caller)
-    async with stdio_server() as (reader, writer):
+    async with stdio_server(cast("anyio.AsyncFile[str]", _lines_of_input())) as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())
+
+
+async def _lines_of_input() -> AsyncIterator[str]:
+    """Yield the lines of standard input; while none comes, can be cancelled, as the package's own reader can not."""
+    while line := await anyio.to_thread.run_sync(sys.stdin.buffer.readline, abandon_on_cancel=True):
+        yield line.decode("utf-8", "replace")
 
 
 # Below the daemon's front ---------------------------------------------------------------------------------------------

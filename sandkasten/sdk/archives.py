@@ -19,7 +19,7 @@ from sandkasten.sdk.types import UnpackedArchive
 
 PIECE_BYTES = 1024 * 1024
 _BLOCK = 512
-_MODE_BITS = 0o777
+MODE_BITS = 0o777
 
 
 def pack(root: Path) -> Iterator[bytes]:
@@ -61,7 +61,7 @@ def _describe(root: Path, path: Path) -> tarfile.TarInfo | None:
     """Return the head of a member; None for what is neither a file, a directory nor a link."""
     found = path.lstat()
     info = tarfile.TarInfo(path.relative_to(root).as_posix())
-    info.mode, info.mtime = stat.S_IMODE(found.st_mode) & _MODE_BITS, int(found.st_mtime)
+    info.mode, info.mtime = stat.S_IMODE(found.st_mode) & MODE_BITS, int(found.st_mtime)
     if stat.S_ISREG(found.st_mode):
         info.size = found.st_size
     elif stat.S_ISDIR(found.st_mode):
@@ -111,7 +111,7 @@ def _write(
             _remove(place)
             place.mkdir()
     place = place / parts[-1]
-    mode = member.mode & _MODE_BITS
+    mode = member.mode & MODE_BITS
     if member.isdir():
         if place.is_symlink() or not place.is_dir():
             _remove(place)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, Self, cast
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
-from sandkasten.sdk.archives import pack, unpack
+from sandkasten.sdk.archives import MODE_BITS, PIECE_BYTES, pack, unpack
 from sandkasten.sdk.streams import ResumedEvents
 from sandkasten.sdk.transport import Endpoint, HttpStream, Lost, StreamRecovery, Transport
 from sandkasten.sdk.types import (
@@ -31,11 +31,8 @@ from sandkasten.sdk.types import (
 )
 from sandkasten.sdk.wire import HttpCall, given, new_id
 
-PIECE_BYTES = 1024 * 1024
-"""Bytes that are read from a local file at once."""
 MAX_PAGE = 1000
 """Most entries that the server puts into one answer."""
-_MODE_BITS = 0o777
 _PARTIAL = 206
 
 Progress = Callable[[int, int | None], object]
@@ -246,7 +243,7 @@ class Files:
             request.source = lambda: _pieces(file, start, size, progress)
         else:
             request.repeat = False
-            request.source = lambda: _counted(content, progress)
+            request.source = lambda: counted(content, progress)
         return await self._endpoint.transport.send(request)
 
     # Entries ----------------------------------------------------------------------------------------------------------
@@ -481,7 +478,7 @@ class Files:
         source = Path(local)
         mode = (await waiting.in_thread(source.stat)).st_mode
         if not stat.S_ISDIR(mode):
-            await self.write(path, source, mode=mode & _MODE_BITS, user=user, progress=progress)
+            await self.write(path, source, mode=mode & MODE_BITS, user=user, progress=progress)
             return
         query = given(path=path, user=user)
         headers = {"content-type": "application/x-tar"}
@@ -514,7 +511,7 @@ class Files:
         async with FileStream(self._endpoint.transport, request, progress, offset=offset) as stream:
             if is_directory:
                 return await waiting.in_thread(unpack, cast("BinaryIO", waiting.FileOf(stream)), target)
-            return await _save(stream, target, int(info.mode, 8) & _MODE_BITS)
+            return await save(stream, target, int(info.mode, 8) & MODE_BITS)
 
     async def walk(
         self,
@@ -563,7 +560,7 @@ def _page(limit: int | None) -> int | None:
     return limit and min(limit, MAX_PAGE)
 
 
-def _open(path: Path, mode: Literal["rb", "xb"]) -> BinaryIO:
+def _open(path: Path, mode: Literal["rb", "wb", "xb"]) -> BinaryIO:
     return path.open(mode)
 
 
@@ -599,7 +596,7 @@ async def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progre
             progress(sent, size)
 
 
-async def _counted(pieces: AsyncIterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
+async def counted(pieces: AsyncIterator[bytes], progress: Progress | None) -> AsyncIterator[bytes]:
     """Yield what an iterator of the caller's gives, and close the iterator, if it can be closed."""
     moved = 0
     try:
@@ -623,18 +620,35 @@ async def _in_threads(pieces: Iterator[bytes], progress: Progress | None) -> Asy
             progress(moved, None)
 
 
-async def _save(pieces: AsyncIterator[bytes], target: Path, mode: int) -> UnpackedArchive:
-    """Write a local file, which takes its name when it is whole."""
+async def save(pieces: AsyncIterator[bytes], target: Path, mode: int | None) -> UnpackedArchive:
+    """Write a local file, which takes its name when it is whole; without a mode, as umask(2) says.
+
+    Until then its name can't be foreseen, and no link of that name is followed (open(2), O_EXCL). What is there and is
+    no file, such as /dev/null or a FIFO, is written to. Raises `OSError`.
+    """
+    if await waiting.in_thread(_is_device, target):
+        with await waiting.in_thread(_open, target, "wb", undo=_undo_open) as file:
+            return UnpackedArchive(1, await _write_all(file, pieces), 0)
     part = target.with_name(f".{target.name}.{new_id()}")
-    size = 0
     try:
         with await waiting.in_thread(_open, part, "xb", undo=_undo_open) as file:
-            async for data in pieces:
-                await waiting.in_thread(file.write, data)
-                size += len(data)
-            os.fchmod(file.fileno(), mode)
+            size = await _write_all(file, pieces)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
         await waiting.in_thread(os.replace, part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
     return UnpackedArchive(1, size, 0)
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+async def _write_all(file: BinaryIO, pieces: AsyncIterator[bytes]) -> int:
+    size = 0
+    async for data in pieces:
+        await waiting.in_thread(file.write, data)
+        size += len(data)
+    return size

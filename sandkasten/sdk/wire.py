@@ -28,7 +28,6 @@ GRACE_S = 15.0
 _PASSING = frozenset({429, 502, 503, 504})
 _GATEWAY = frozenset({502, 503, 504})
 _BYTE = re.compile("[\udc80-\udcff]")
-_SPELLED_BYTE = re.compile("\0([89a-f][0-9a-f])")
 
 
 @dataclass(slots=True)
@@ -123,11 +122,6 @@ def _spell(value: object) -> str:
 def spelled(name: str) -> str:
     """Return a local name, whose bytes that are not UTF-8 are surrogates (PEP 383), as docs/api.md#files spells it."""
     return _BYTE.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", name)
-
-
-def local_name(name: str) -> str:
-    """Return a name as `spelled` gives it as a local one."""
-    return _SPELLED_BYTE.sub(lambda found: chr(0xDC00 + int(found[1], 16)), name)
 
 
 def given(**values: object) -> dict[str, Any]:  # JSON values

@@ -116,7 +116,8 @@ class SandboxClient:
     @classmethod
     def from_env(cls, *, timeout: float | None = 120.0) -> Self:
         """Return a client of the server that the environment names (`SANDKASTEN_URL`, `SANDKASTEN_API_KEY`), else of
-        the one that the command line speaks to: a context's, or this machine's. A context's command for the key is run.
+        the one that the command line speaks to: a context's, or this machine's. A context's command for the key is run,
+        and waited for, for two minutes at most: an event loop calls this in a thread.
 
         Raises:
             ConfigError: there is none, or its key can't be had.

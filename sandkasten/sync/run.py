@@ -209,6 +209,8 @@ class Run:
     def send(self, data: str | bytes) -> None:
         """Send input to the run, which was started with `stdin=True`, or is a process; returns once the run took it.
 
+        A run may read late, so the client's timeout does not count.
+
         Raises:
             Uncertain: the connection was lost; `acknowledged` bytes were taken before, and perhaps more.
         """
@@ -238,7 +240,8 @@ class Run:
         return RunInfo.take(self._endpoint.ask("POST", "/cancel", {"now": now}))
 
     def _order(self, name: Literal["stdin", "signal"], body: dict[str, Any]) -> None:
-        self._endpoint.ask("POST", f"/{name}", body, repeat=False)
+        patience_s = None if name == "stdin" else 0.0
+        self._endpoint.ask("POST", f"/{name}", body, repeat=False, patience_s=patience_s)
 
 
 _CANCEL_WAITS_S = (0.05, 0.15, 0.3)

@@ -142,6 +142,10 @@ class Terminal:
         """Press keys."""
         os.write(self._master, text.encode() if isinstance(text, str) else text)
 
+    def type_some(self, keys: bytes, timeout_s: float) -> bool:
+        """Press keys; return whether the terminal has taken them within the time."""
+        return bool(select.select([], [self._master], [], timeout_s)[1]) and os.write(self._master, keys) == len(keys)
+
     def wait_for(self, pattern: str, *, after: int = 0) -> re.Match[bytes]:
         """Read the screen until it matches, behind its first `after` bytes."""
         deadline = time.monotonic() + patience(_WAIT_S)

@@ -52,7 +52,9 @@ def test_a_workspace_is_made_exported_imported_and_removed(command: Command, tmp
     command.out("run", "-v", "one", "--", "sh", "-c", "echo kept > /workspace/note")
     listed = command.lines("workspace", "list", "-l", "team=a", "--usage")
     assert [(each["id"], each["usage"]["files"]) for each in listed] == [("one", 1)]
+    (tmp_path / "one.tar.zst.part").symlink_to("mine")
     command.out("workspace", "export", "one", str(tmp_path / "one.tar.zst"))
+    assert {each.name for each in tmp_path.iterdir()} == {"one.tar.zst", "one.tar.zst.part"}
     done = command.run("workspace", "import", "two", str(tmp_path / "one.tar.zst"))
     assert (done.returncode, "entries" in done.stderr) == (0, True)
     piped = subprocess.run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import tempfile
@@ -14,6 +16,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.e2e.daemon import KEY, SCRIPT, running_daemon
+from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.e2e
         (("--network", "none"), ("cat", "/sys/class/net/eth0/mtu"), 1, None),
         (("--network", "host"), ("true",), 125, None),
         (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
+        (("-d", "-w", "/nowhere"), ("true",), 125, None),
     ],
 )
 def test_the_exit_status_is_the_command_s_unless_the_fault_is_ours(
@@ -40,7 +44,7 @@ def test_the_exit_status_is_the_command_s_unless_the_fault_is_ours(
     assert done.returncode == status, done
     assert said is None or done.stderr == said
     assert done.stdout == ("out\n" if "echo out" in words[-1] else "")
-    assert [each for each in command.lines("ps") if each["labels"] == {}] == []
+    assert [each for each in command.lines("ps") if each["labels"] == {}] == [], done
 
 
 def test_a_run_needs_no_argument_but_its_command(command: Command) -> None:
@@ -124,6 +128,56 @@ def test_a_command_that_takes_no_notice_is_given_up_and_killed(command: Command,
             with pytest.raises(Exception, match="timed out"):
                 process.wait(0.3)
         assert process.wait() == 143
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_hail_of_signals_leaves_no_session(command: Command, number: signal.Signals, status: int) -> None:
+    """Signals behind the end of the wait do not end the clean-up."""
+    script = "trap '' INT HUP; echo ready; while :; do sleep 0.1; done"
+    with command.started("run", "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert process.returncode == status
+    assert command.lines("ps") == []
+
+
+@pytest.mark.parametrize(
+    "words", ["logs SESSION", "events -f --since 0", "exec --json SESSION -- true", "ps", "info -"]
+)
+def test_a_signal_counts_while_standard_output_takes_nothing(command: Command, session: str, words: str) -> None:
+    """A reader that has stopped, and has not left, does not keep a verb alive that prints."""
+    command.out("exec", session, "--", "echo line")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    arguments = words.replace("SESSION", session).split()
+    process = subprocess.Popen([SCRIPT, *arguments], env=command.environment, stdin=subprocess.DEVNULL, stdout=writer)
+    try:
+        _wait_for_output(process.pid)
+        process.terminate()
+        assert process.wait(patience(3)) == 143
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def _wait_for_output(pid: int) -> None:
+    """Wait until a thread of a process is in a call about standard output (proc_pid_syscall(5))."""
+    deadline = time.monotonic() + patience(20)
+    while time.monotonic() < deadline:
+        for path in Path(f"/proc/{pid}/task").glob("*/syscall"):
+            if path.read_text().split()[1:2] == ["0x1"]:
+                return
+        time.sleep(0.01)
+    raise AssertionError("nothing is written")
 
 
 def test_a_reader_that_leaves_ends_the_command(command: Command, session: str) -> None:

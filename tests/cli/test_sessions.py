@@ -112,11 +112,11 @@ def test_all_sessions_end_only_if_a_person_says_so(command: Command, api: httpx.
     made = [api.post("/v1/sessions", json={"labels": {"n": str(number % 2)}}).json()["id"] for number in range(3)]
     done = command.run("rm", "--all")
     assert (done.returncode, "--yes" in done.stderr) == (2, True)
-    for answer, status in (("no", 125), ("", 125), ("y", 0)):
+    for answer, status in (("no\r", 125), ("\r", 125), ("\x03", 130), ("y\r", 0)):
         with command.terminal("rm", "--all", "-l", "n=1") as terminal:
             terminal.wait_for(r"End 1 sessions\? \[y/N\] ")
             assert made[1][:12].encode() in terminal.seen
-            terminal.type(f"{answer}\r")
+            terminal.type(answer)
             assert terminal.wait() == status
     assert {each["id"] for each in api.get("/v1/sessions").json()} == {made[0], made[2]}
     assert len(command.out("rm", "--all", "--yes").split()) == 2

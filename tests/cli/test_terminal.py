@@ -153,6 +153,17 @@ def test_output_faster_than_the_terminal_leaves_the_keys_alone(command: Command,
     assert run["stdout_bytes"] < 16 * 2**20
 
 
+def test_keys_that_nobody_takes_leave_those_that_detach_alone(command: Command, session: str) -> None:
+    """A program that reads nothing, and a person who types on and on."""
+    script = "import tty, time; tty.setraw(0); print('ready', flush=True); time.sleep(60)"
+    with command.terminal("exec", "-it", session, "--", "python3", "-c", script) as terminal:
+        terminal.wait_for("ready")
+        for keys in (*(b"x" * 4000,) * 600, DETACH):
+            assert terminal.type_some(keys, patience(10))
+        assert terminal.wait() == 0, terminal.seen
+        assert terminal.is_restored
+
+
 def _wait_stuck(terminal: Terminal) -> None:
     """Wait until the command has not run for a while: it waits for the terminal, which nobody reads."""
     before = -1

@@ -79,6 +79,36 @@ def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_pat
     assert command.json("cp", f"{session}:src", f"{tmp_path}/out")["path"] == f"{tmp_path}/out/src"
 
 
+def test_what_is_no_file_here_is_written_to(command: Command, session: str, tmp_path: Path) -> None:
+    """A FIFO, or a device such as /dev/null, is not replaced."""
+    os.mkfifo(tmp_path / "fifo")
+    command.out("exec", session, "--", "echo content > f")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        command.out("cp", f"{session}:f", tmp_path / "fifo")
+        assert os.read(reader, 100) == b"content\n"
+    finally:
+        os.close(reader)
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_a_link_inside_chooses_no_name_here(command: Command, session: str, tmp_path: Path) -> None:
+    """A copy is called as the person typed it, and as a tar, too; a path without a name needs one here."""
+    script = "cd /tmp; mkdir .ssh; echo evil | tee .bashrc .ssh/keys; ln -s .bashrc report; ln -s .ssh out"
+    command.out("exec", session, "--", script)
+    for source in ("report", "out", "out/"):
+        command.out("cp", f"{session}:/tmp/{source}", f"{tmp_path}/")
+    command.out("cp", f"{session}:/tmp/out/.", f"{tmp_path}/flat/")
+    found = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert found == {"report", "out/keys", "flat/keys"}
+    archive = io.BytesIO(command.out("cp", f"{session}:/tmp/report", "-").encode())
+    with tarfile.open(fileobj=archive) as tar:
+        assert tar.getnames() == ["report"]
+    for source in ("/", "/tmp/.."):
+        done = command.run("cp", f"{session}:{source}", tmp_path)
+        assert (done.returncode, "give DST one" in done.stderr) == (2, True), done
+
+
 def test_a_tar_goes_in_and_out_on_pipes(command: Command, session: str) -> None:
     """A directory's, and that of a single file; a terminal gets none."""
     archive = io.BytesIO()
@@ -167,6 +197,17 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
         assert process.wait() == 143
         hanging.close()
     assert len(command.json("info", session)["runs"]) == 1
+
+
+def test_a_connection_that_can_t_be_carried_is_closed(command: Command, session: str) -> None:
+    """Where the session has ended meanwhile, the program here does not wait for ever."""
+    with command.started("port", session, "0:80") as process:
+        assert process.stdout is not None
+        port = int(re.findall(rb":(\d+) leads", process.stdout.readline())[0])
+        command.out("rm", session)
+        with socket.create_connection(("127.0.0.1", port), timeout=patience(5)) as link:
+            assert link.recv(1) == b""
+        process.terminate()
 
 
 def _wait_listening(command: Command, session: str) -> None:

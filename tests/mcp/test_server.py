@@ -7,6 +7,8 @@ import contextlib
 import functools
 import json
 import os
+import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -113,6 +115,25 @@ def no_session_stays(daemon: Daemon) -> Iterator[None]:
     with daemon.client() as client:
         for session in client.get("/v1/sessions").json():
             client.delete(f"/v1/sessions/{session['id']}")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_while_standard_input_is_open(daemon: Daemon, number: signal.Signals, status: int) -> None:
+    """The first signal, whatever the program does that started it."""
+    variables = {**os.environ, "SANDKASTEN_URL": daemon.wait_url(), "SANDKASTEN_API_KEY": KEY}
+    with subprocess.Popen(
+        [SCRIPT, "mcp"], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b'{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n')
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["id"] == 1
+            process.send_signal(number)
+            assert process.wait(patience(3)) == status
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("connect", [over_http, over_stdio])

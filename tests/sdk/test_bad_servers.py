@@ -79,6 +79,14 @@ DONE = answer(200, b'{"exit_code":0,"cwd":"/","output":"done","truncated":false,
 PAGE = answer(502, b"<html>bad gateway</html>", "Content-Type: text/html")
 
 
+async def test_input_is_waited_for_as_long_as_the_program_reads_none() -> None:
+    """The client's timeout is no time limit of the program."""
+    async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.1) as client:
+        with trio.move_on_after(1) as scope:
+            await Session(client, SESSION).run("late").send("x")
+        assert scope.cancelled_caught
+
+
 @pytest.mark.parametrize(
     "first",
     [

@@ -159,6 +159,8 @@ def test_doctor_tells_a_mistake_of_ours_from_a_lack_of_the_machine(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("sandkasten: isolation.required: 'landlok' is no protection; there are ")
+    assert main(["doctor", "--config", "no\x1b[2Jfile"]) == 2
+    assert "no\\x1b[2Jfile" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("serve",), ("init",), ("image", "list")])

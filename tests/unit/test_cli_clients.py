@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import os
+import pty
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,9 +23,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandkasten.cli import output
+from sandkasten.cli.client import is_elsewhere
 from sandkasten.cli.main import VERBS, main
-from sandkasten.cli.terminal import Keys, Modes
-from sandkasten.contexts import choose_server, contexts_path, own_directory
+from sandkasten.cli.terminal import PLAIN, Keys, Modes, heeding
+from sandkasten.contexts import (
+    NamedServer,
+    changed_contexts,
+    choose_server,
+    contexts_path,
+    own_directory,
+    read_contexts,
+)
 from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
 
 
@@ -54,6 +69,28 @@ def test_the_first_that_is_given_is_the_server(tmp_path: Path) -> None:
     assert choose_server(local, context="local").url == "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="no context 'c'"):
         choose_server(here, context="c")
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "is_there"),
+    [
+        ({}, {}, True),
+        ({"SANDKASTEN_CONFIG": "c.yaml"}, {}, False),
+        ({"SANDKASTEN_DATA_DIR": "data"}, {}, False),
+        ({"SANDKASTEN_DATA_DIR": "data", "SANDKASTEN_CONTEXT": "a"}, {}, True),
+        ({"SANDKASTEN_URL": "http://u"}, {}, True),
+        ({"SANDKASTEN_URL": "http://u"}, {"context": "local"}, False),
+        ({"SANDKASTEN_URL": "http://u"}, {"data_dir": "data"}, False),
+    ],
+)
+def test_lists_are_this_machine_s_where_its_server_is_meant(
+    variables: dict[str, str], arguments: dict[str, str], is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`image list` and `key list` choose as every client verb does."""
+    _write({"a": {"url": "http://a"}}, current="a")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_elsewhere(argparse.Namespace(**arguments)) == is_there
 
 
 @pytest.mark.parametrize(
@@ -106,6 +143,22 @@ def test_the_commands_of_contexts(capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["context", "list", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [(each["name"], each["current"]) for each in lines] == [("lab", False), ("local", True)]
+
+
+def test_changes_at_the_same_time_are_all_kept() -> None:
+    """A process that changes the file waits for another that does."""
+
+    def add(name: str) -> None:
+        with changed_contexts(os.environ) as contexts:
+            contexts.by_name[name] = NamedServer(f"http://{name}")
+
+    with changed_contexts(os.environ) as contexts:
+        other = threading.Thread(target=add, args=("b",))
+        other.start()
+        other.join(0.2)
+        contexts.by_name["a"] = NamedServer("http://a")
+    other.join()
+    assert set(read_contexts(os.environ).by_name) == {"a", "b"}
 
 
 class _Input:
@@ -219,6 +272,47 @@ def test_columns_stand_below_each_other() -> None:
     ]
 
 
+class _Listing(BaseHTTPRequestHandler):
+    """A server whose sessions have ids of its own choice."""
+
+    ids = ("0123456789abcdef01234567", "$(touch ran)", "\x1b[2J", "0123456789abcdef01234567\n-rf")
+
+    def do_GET(self) -> None:
+        fields = dict.fromkeys(("image", "status", "cwd"), "x") | {"created_at": "2026-01-01T00:00:00Z"}
+        body = json.dumps([fields | {"id": each, "expires_at": None} for each in self.ids]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+def test_ids_alone_are_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell splits and expands what `ps -q` prints, and a terminal obeys it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Listing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("SANDKASTEN_URL", f"http://127.0.0.1:{server.server_port}")
+            done = subprocess.run(
+                [sys.executable, "-m", "sandkasten", "ps", "-q"], capture_output=True, text=True, check=True
+            )
+        finally:
+            server.shutdown()
+    assert done.stdout.split("\n") == [_Listing.ids[0], ""]
+
+
+@pytest.mark.parametrize(("sign", "width"), [("x", 1), ("漢", 2), ("e\u0301", 1)])
+def test_a_text_is_cut_to_its_cells_at_once(sign: str, width: int) -> None:
+    """However long another user made it."""
+    assert output.cut(sign * 5, 5 * width) == sign * 5
+    assert output.cut(sign * 5, 4 * width) == sign * (4 - 1) + "…"
+    began = time.process_time()
+    output.cut(sign * 100_000, 80)
+    assert time.process_time() - began < 5
+
+
 # The terminal
 
 
@@ -251,8 +345,56 @@ def test_modes_that_are_left_on_are_switched_off(written: bytes, undone: bytes) 
         modes = Modes()
         modes.feed(written[:at])
         modes.feed(written[at:])
-        assert modes.undo() == b"\x1b\\\x1b[0m" + undone
-        assert modes.undo() == b"\x1b\\\x1b[0m"
+        assert modes.undo() == b"\x1b\\\x1b[0m" + undone + PLAIN
+        assert modes.undo() == b"\x1b\\\x1b[0m" + PLAIN
+
+
+def test_an_answer_of_the_terminal_is_no_input_of_the_shell() -> None:
+    """A program that asks where the cursor is, and ends, types nothing to whoever reads next."""
+    code = (
+        "import select\nfrom sandkasten.cli.terminal import RawTerminal\n"
+        "with RawTerminal():\n  print('ready', flush=True); select.select([0], [], [])\n"
+        "print(select.select([0], [], [], 0)[0])"
+    )
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=slave, stdout=slave) as process:
+        os.close(slave)
+        seen = b""
+        while b"ready" not in seen:
+            seen += os.read(master, 100)
+        os.write(master, b"\x1b[1;1R")
+        while b"]\r\n" not in seen:
+            seen += os.read(master, 100)
+        assert process.wait() == 0
+    os.close(master)
+    assert seen.endswith(b"[]\r\n")
+
+
+def test_a_signal_of_an_inner_block_is_the_outer_one_s_again() -> None:
+    """The process lives on, and behind the last block has the disposition from before; an ignored signal stays so."""
+    number, told = signal.SIGHUP, list[str]()
+    before = signal.signal(number, signal.SIG_DFL)
+
+    async def send() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.01)
+
+    async def nested() -> None:
+        with heeding(lambda _number: told.append("outer"), number):
+            for _ in range(2):
+                with heeding(lambda _number: told.append("inner"), number):
+                    await send()
+                await send()
+        assert signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        with heeding(lambda _number: told.append("ignored"), number):
+            await send()
+
+    try:
+        asyncio.run(nested())
+    finally:
+        signal.signal(number, before)
+    assert told == ["inner", "outer"] * 2
 
 
 # The command as a whole
@@ -281,6 +423,26 @@ def test_the_completion_script_is_one_of_its_shell(shell: str, capsys: pytest.Ca
     if (program := shutil.which(shell)) is not None:
         checked = subprocess.run([program, "-n"], input=script, capture_output=True, text=True, check=False)
         assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_runs_nothing_that_a_server_answers(shell: str, tmp_path: Path) -> None:
+    """Words are no commands, whatever signs they have."""
+    if (program := shutil.which(shell)) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = (
+        'eval "$(python -m sandkasten completion bash)"; complete() { :; }\n'
+        "sandkasten() { echo '$(touch ran) `touch ran` abc'; echo abd; }\n"
+        'try() { COMP_WORDS=(sandkasten exec "$1"); COMP_CWORD=2; _sandkasten; echo "${COMPREPLY[*]}"; }\n'
+        "try ab; try '$'; try x; try"
+    )
+    begin = "" if shell == "bash" else "emulate -L sh; setopt kshglob kshzerosubscript ksharrays; complete() { :; }\n"
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [program, "-c", begin + script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["abc abd", "$(touch", "", "$(touch ran) `touch ran` abc abd -"]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_words_behind_the_double_dash_are_the_command_s() -> None:
