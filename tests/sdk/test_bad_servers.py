@@ -17,6 +17,7 @@ from typing import BinaryIO, Literal
 import anyio
 import pytest
 import trio
+from wsproto.utilities import generate_accept_token
 
 from sandkasten import errors
 from sandkasten.model import Stream
@@ -34,7 +35,10 @@ SESSION = "0123456789abcdef"
 
 @asynccontextmanager
 async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str, list[float]]]:
-    """Serve these answers, one to each request, the last one for ever; None is silence. Yield the URL and the times."""
+    """Serve these answers, one to each request, the last one for ever; None is silence. Yield the URL and the times.
+
+    In an answer to a WebSocket's handshake `ACCEPT-KEY` stands for what accepts its key (RFC 6455 §4.2.2).
+    """
     times: list[float] = []
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -49,7 +53,8 @@ async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str,
                 if answer is None:
                     await trio.sleep_forever()
                 else:
-                    await stream.send_all(answer)
+                    key = re.search(rb"sec-websocket-key: (\S+)", head, re.IGNORECASE)
+                    await stream.send_all(answer.replace(b"ACCEPT-KEY", generate_accept_token(key[1]) if key else b""))
         except trio.BrokenResourceError:
             pass
 

@@ -149,7 +149,7 @@ async def test_a_cancelled_reader_loses_no_output() -> None:
 
 
 async def test_a_session_has_one_websocket_and_an_unused_one_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever object asks; those that are too old or too many are closed when another session needs one."""
+    """All objects of a session share it; one that is too old or too many is closed when another session needs one."""
     async with with_session() as (_running, client, box):
         pool, links = client._transport._pool, client._transport.links
 
@@ -200,7 +200,7 @@ async def _give_up(stream: FileStream) -> bytes:
 
 
 async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timeout, also for what moves a directory, and for a connection where all are in use."""
+    """The client's timeout ends what moves a directory, too, and a wait for a connection where all are in use."""
     async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.2) as client:
         files = client.session("0123456789abcdef").files
         for work in (files.move("a", "b"), files.copy("a", "b"), files.remove("a", recursive=True)):

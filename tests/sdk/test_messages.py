@@ -16,7 +16,7 @@ from sandkasten.sdk import SandboxClient, Session, streams, terminal, transport
 from sandkasten.sdk.channels import OutputPlace, RunChannel
 from sandkasten.sdk.streams import EventFeed
 from sandkasten.sdk.types import RunEnd
-from sandkasten.sdk.wire import call, read_message
+from sandkasten.sdk.wire import EXEC_PROTOCOL, TERMINAL_PROTOCOL, call, read_message
 from tests.api.described import DOCUMENT, EVENTS, faults_of
 from tests.api.harness import KEY, running_front
 from tests.fakes.runner import Script
@@ -150,7 +150,10 @@ async def _events(client: SandboxClient, _box: Session) -> None:
     await anext(client.events())
 
 
-UPGRADED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+UPGRADED = (
+    "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Accept: ACCEPT-KEY\r\nSec-WebSocket-Protocol: {}\r\n\r\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,8 @@ async def test_what_is_none_of_the_protocol_is_an_error_of_the_connection(
     read: Callable[[SandboxClient, Session], Awaitable[None]], message: str
 ) -> None:
     """Over a WebSocket and as events, of whatever shape; a run that was begun is cancelled."""
-    frame = UPGRADED + bytes([0x81, len(message)]) + message.encode()  # RFC 6455 §5.2
+    head = UPGRADED.format(TERMINAL_PROTOCOL if read is _terminal else EXEC_PROTOCOL).encode()
+    frame = head + bytes([0x81, len(message)]) + message.encode()  # RFC 6455 §5.2
     said = answer(200, message.encode()) if message.startswith("event") else frame
     async with answering([said]) as (url, _), SandboxClient(base_url=url, timeout=1) as client:
         with trio.fail_after(patience()), pytest.raises(errors.ConnectionFailed, match="none of the protocol"):
