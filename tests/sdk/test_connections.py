@@ -217,7 +217,7 @@ async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_run_is_there_once_its_block_is_entered() -> None:
-    """A run that waits for its shell is there as well; a caller that gives up by then leaves nothing, and the others alone."""
+    """A run that waits for its shell is there as well; a caller that gives up by then leaves nothing behind."""
     async with with_session() as (running, client, box):
         turns = [trio.Event(), trio.Event()]
         running.tree.scripts.update({"held": Script(hold=turns[0]), "next": Script(hold=turns[1])})
