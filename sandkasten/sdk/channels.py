@@ -153,7 +153,8 @@ class ExecSocket:
     async def say(self, channel: RunChannel, **message: object) -> None:
         """Send a message of a channel. Raises `Lost`."""
         try:
-            await self._socket.send(json.dumps({"id": channel.number, **message}, separators=(",", ":")))
+            about = {} if message["type"] == "ping" else {"id": channel.number}
+            await self._socket.send(json.dumps(about | message, separators=(",", ":")))
         except Lost as error:
             self.pump.failure = self.pump.failure or error
             raise

@@ -154,7 +154,8 @@ class ExecSocket:
     def say(self, channel: RunChannel, **message: object) -> None:
         """Send a message of a channel. Raises `Lost`."""
         try:
-            self._socket.send(json.dumps({"id": channel.number, **message}, separators=(",", ":")))
+            about = {} if message["type"] == "ping" else {"id": channel.number}
+            self._socket.send(json.dumps(about | message, separators=(",", ":")))
         except Lost as error:
             self.pump.failure = self.pump.failure or error
             raise

@@ -120,7 +120,7 @@ async def test_what_the_client_says_is_described(monkeypatch: pytest.MonkeyPatch
             await viewer.give_back()
     kinds = {place: {each["type"] for each in values} for place, values in said.items()}
     assert kinds == {
-        "get_session_exec_ws": {"start", "attach", "credit", "detach", "cancel"},
+        "get_session_exec_ws": {"start", "ping", "attach", "credit", "detach", "cancel"},
         "get_session_terminal_ws": {"take_over", "give_back", "resize", "credit"},
     }
     for place, values in said.items():
