@@ -132,7 +132,7 @@ def _bytes_of(piece: Any) -> bytes:  # of a run or of a terminal
 
 
 async def test_a_cancelled_reader_loses_no_output() -> None:
-    """Neither of a run nor of a terminal, when the credit for a piece could not be sent."""
+    """Output of a run and of a terminal, when the credit for a piece could not be sent."""
     parts = [bytes([number]) * 32 * 1024 for number in range(60)]
     script = Script([(Stream.STDOUT, each) for each in parts])
     async with with_session() as (running, _client, box):
@@ -217,7 +217,7 @@ async def test_every_wait_of_a_client_has_an_end(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_run_is_there_once_its_block_is_entered() -> None:
-    """A run that waits for its shell is there as well; a caller that gives up by then leaves nothing behind."""
+    """A run that waits for its shell, too; a caller that gives up by then leaves nothing, and the others alone."""
     async with with_session() as (running, client, box):
         turns = [trio.Event(), trio.Event()]
         running.tree.scripts.update({"held": Script(hold=turns[0]), "next": Script(hold=turns[1])})
@@ -286,7 +286,7 @@ async def test_lost_handshakes_do_not_count_for_ever() -> None:
 
 
 async def test_a_wait_lasts_as_long_as_it_was_asked_for() -> None:
-    """Also where the server allows no such wait at once."""
+    """A server may allow no such wait at once."""
     async with with_session(max_exec_timeout_ms=100) as (running, _client, box):
         running.tree.scripts["held"] = Script(hold=trio.Event())
         run = await box.process("held")
