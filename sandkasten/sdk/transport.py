@@ -313,7 +313,8 @@ class HttpStream:
     async def aclose(self) -> None:
         """Close the answer; its connection is closed, too, if there was more to read."""
         with waiting.shield(WRITE_S):
-            await self._pieces.aclose()
+            if not self._is_broken:  # else a read may still be under way, in another task
+                await self._pieces.aclose()
             await self._response.aclose()
 
 

@@ -314,7 +314,8 @@ class HttpStream:
     def close(self) -> None:
         """Close the answer; its connection is closed, too, if there was more to read."""
         with waiting.shield(WRITE_S):
-            self._pieces.close()
+            if not self._is_broken:  # else a read may still be under way, in another task
+                self._pieces.close()
             self._response.close()
 
 

@@ -29,8 +29,10 @@ async def test_only_contents_may_be_larger_than_a_request() -> None:
         url = f"/v1/sessions/{(await running.supervisor.create(SessionSpec())).id}"
         running.tree.scripts["cat"] = Script(hold=trio.Event())
         await client.post(f"{url}/processes", json={"cmd": "cat", "process_id": "p"})
-        body = json.dumps({"text": "x" * 5 * MIB, "path": "x", "cmd": "true", "name": "x", "signal": 1}).encode()
-        for rest in ("fs/write", "execs/p/stdin", "processes/p/stdin"):
+        fields = {"text": "x" * 5 * MIB, "path": "x"}
+        assert (await client.post(f"{url}/fs/write", json=fields)).status_code == 200
+        body = json.dumps({**fields, "cmd": "true", "name": "x", "signal": 1}).encode()
+        for rest in ("execs/p/stdin", "processes/p/stdin"):
             assert (await client.post(f"{url}/{rest}", content=body)).status_code == 200, rest
         for path in (
             "/v1/sessions",
