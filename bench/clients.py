@@ -58,6 +58,10 @@ print(json.dumps({"MB/s": size / took_s / 1e6, "MiB": int(kib) / 1024}))
 """
 
 
+_LIMITS = {"disk_mb": 4096}
+"""Room for a file and the one that replaces it."""
+
+
 async def clients(bench: Bench) -> None:
     """A command by hand, by the SDK over both ways, by MCP, and typed; a large file, beside a copy between sockets."""
     async with AsyncExitStack() as tasks:
@@ -65,7 +69,7 @@ async def clients(bench: Bench) -> None:
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))
         url = f"http://{address[0]}:{address[1]}"
         by_hand = stack.enter_context(daemon.Client(address))
-        async with SandboxClient(base_url=url, api_key=daemon.KEY) as client, await client.create_session() as box:
+        async with SandboxClient(base_url=url, api_key=daemon.KEY) as client, await client.create_session(limits=_LIMITS) as box:
             stream = stack.enter_context(ExecSocket(address, box.id))
             over_http = await tasks.enter_async_context(
                 httpx2.AsyncClient(headers={"Authorization": f"Bearer {daemon.KEY}"}, timeout=60)
