@@ -69,7 +69,10 @@ async def clients(bench: Bench) -> None:
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))
         url = f"http://{address[0]}:{address[1]}"
         by_hand = stack.enter_context(daemon.Client(address))
-        async with SandboxClient(base_url=url, api_key=daemon.KEY) as client, await client.create_session(limits=_LIMITS) as box:
+        async with (
+            SandboxClient(base_url=url, api_key=daemon.KEY) as client,
+            await client.create_session(limits=_LIMITS) as box,
+        ):
             stream = stack.enter_context(ExecSocket(address, box.id))
             over_http = await tasks.enter_async_context(
                 httpx2.AsyncClient(headers={"Authorization": f"Bearer {daemon.KEY}"}, timeout=60)
