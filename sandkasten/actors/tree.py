@@ -49,9 +49,7 @@ from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import InFlight, WorkOfSessions
 from sandkasten.actors.tree_workspaces import WorkOfWorkspaces
 from sandkasten.actors.workspaces import actor as workspaces
-from sandkasten.actors.workspaces.files import (
-    LocalFiles,
-)
+from sandkasten.actors.workspaces.files import LocalFiles
 from sandkasten.actors.workspaces.holds import Holds
 from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads

@@ -74,7 +74,6 @@ _SPOOL_BYTES = 16 * 1024 * 1024
 _PTY_SIZE = (120, 30)
 _MAX_LINKS = 40
 """Links in a row that the kernel follows (path_resolution(7))."""
-_LIVE = ("creating", "running", "paused")
 _ROOTS_TOOLS = ("useradd", "usermod", "groupadd", "chgrp")
 """Programs by which the framework makes a manifest's accounts: only root may run them."""
 _KINDS = {"file": EntryKind.FILE, "directory": EntryKind.DIRECTORY, "symlink": EntryKind.SYMLINK}
@@ -146,7 +145,7 @@ class SandkastenSandboxSession(BaseSandboxSession):
     async def running(self) -> bool:
         """Return whether the session lives and its server answers."""
         try:
-            return (await self._box.info()).status in _LIVE
+            return (await self._box.info()).is_live
         except errors.SandkastenError:
             return False
 
@@ -463,7 +462,7 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
         client = await self._connect()
         try:
             box = await client.get_session(state.sandbox_id)
-            is_live = (await box.info()).status in _LIVE
+            is_live = (await box.info()).is_live
         except (errors.SessionNotFound, errors.SessionExpired):
             is_live = False
         except BaseException as error:

@@ -73,13 +73,12 @@ async def ps(arguments: argparse.Namespace, client: SandboxClient) -> int:
 
 
 def _row(info: SessionInfo) -> Sequence[object]:
-    is_live = info.status in ("creating", "running", "paused")
     return (
         info.id[:SHORT_ID],
         info.image,
         info.status,
         since_text(info.created_at),
-        since_text(info.expires_at) if is_live else "",
+        since_text(info.expires_at) if info.is_live else "",
         info.workspace_id,
         labels_text(info.labels),
     )

@@ -230,7 +230,6 @@ class Mounted:
     def __init__(self, url: str) -> None:
         self._url = url
         self._clients: OrderedDict[tuple[str, str | None], _Client] = OrderedDict()
-        self._dropped: list[SandboxClient] = []
         self._manager = _SharedManager(
             make_server(_caller_of_request),
             max_request_body_size=MAX_BODY_BYTES,
@@ -249,16 +248,17 @@ class Mounted:
         Raises:
             ValueError: the name of the sandbox is malformed, or there is no such tool.
         """
-        client = self._client(key_id, api_key, may_write)
-        caller = ToolCaller(client.sandboxes, check_name(sandbox), chosen(tools, may_write=may_write))
+        name, chosen_tools = check_name(sandbox), chosen(tools, may_write=may_write)
+        client, dropped = self._client(key_id, api_key, may_write)
+        caller = ToolCaller(client.sandboxes, name, chosen_tools)
         # A session of the older protocol belongs to the key that opened it.
         user = AuthenticatedUser(AccessToken(token="", client_id=key_id, scopes=[]))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             client.in_use += 1
             try:
-                while self._dropped:
-                    await self._dropped.pop().close()
+                for each in dropped:
+                    await each.close()
                 await self._manager.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
             finally:
                 client.in_use -= 1
@@ -270,18 +270,19 @@ class Mounted:
         for each in self._clients.values():
             await each.sandboxes.client.close()
 
-    def _client(self, key_id: str, api_key: str | None, may_write: bool) -> _Client:
-        place = (key_id, api_key)
+    def _client(self, key_id: str, api_key: str | None, may_write: bool) -> tuple[_Client, list[SandboxClient]]:
+        """Return the client of a key, and those that had to make room for it, which are to be closed."""
+        place, dropped = (key_id, api_key), list[SandboxClient]()
         if (found := self._clients.get(place)) is None:
             while len(self._clients) >= MAX_CLIENTS:
                 oldest = next((each for each, client in self._clients.items() if not client.in_use), None)
                 if oldest is None:
                     break
-                self._dropped.append(self._clients.pop(oldest).sandboxes.client)
+                dropped.append(self._clients.pop(oldest).sandboxes.client)
             client = SandboxClient(base_url=self._url, api_key=api_key, use_proxy=False)  # a proxy would see the key
             found = self._clients[place] = _Client(Sandboxes(client, key_id, may_write))
         self._clients.move_to_end(place)
-        return found
+        return found, dropped
 
 
 class _SharedManager(StreamableHTTPSessionManager):

@@ -275,6 +275,11 @@ class SessionInfo(Taken):
     end_reason: str | None = None
     pause: dict[str, Any] | None = None
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the session has not ended."""
+        return self.status in ("creating", "running", "paused")
+
 
 @dataclass
 class SessionStats(Taken):

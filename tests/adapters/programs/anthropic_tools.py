@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from anthropic import AsyncAnthropic
-from scenarios import box, run_all, running, until
+from scenarios import box, raises, run_all, running, until
 
 from sandkasten.adapters.anthropic import (
     MAX_CHARS,
@@ -16,14 +15,6 @@ from sandkasten.adapters.anthropic import (
     claude_agent_options,
     sandbox_tools,
 )
-
-
-async def _raises(kind: type[BaseException], awaitable: Any) -> Any:
-    try:
-        await awaitable
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 async def the_shell_is_kept_until_it_is_restarted() -> None:
@@ -47,7 +38,7 @@ async def the_shell_is_kept_until_it_is_restarted() -> None:
         other = Bash(session, shell="other")
         assert await asyncio.gather(*(other({"command": f"echo {n}"}) for n in range(3))) == ["0\n", "1\n", "2\n"]
         for given in ({}, {"command": ""}, {"command": 7}):
-            await _raises(ToolFailed, bash(given))
+            await raises(ToolFailed, bash(given))
 
 
 async def files_are_viewed_and_edited() -> None:
@@ -60,9 +51,9 @@ async def files_are_viewed_and_edited() -> None:
         assert "     2\ttwo" in view and "one" not in view.partition("[")[0], view
         assert "src" in await edit({"command": "view", "path": "/workspace"})
         assert "+ONE" in await edit({"command": "str_replace", "path": path, "old_str": "one", "new_str": "ONE"})
-        many = await _raises(ToolFailed, edit({"command": "str_replace", "path": path, "old_str": "two"}))
+        many = await raises(ToolFailed, edit({"command": "str_replace", "path": path, "old_str": "two"}))
         assert "lines 2, 3" in str(many), many
-        await _raises(ToolFailed, edit({"command": "str_replace", "path": path, "old_str": "absent", "new_str": ""}))
+        await raises(ToolFailed, edit({"command": "str_replace", "path": path, "old_str": "absent", "new_str": ""}))
         await edit({"command": "insert", "path": path, "insert_line": 0, "insert_text": "zero"})
         await edit({"command": "str_replace", "path": path, "old_str": "three\n"})
         assert (await session.read(path)).content == b"zero\nONE\ntwo\ntwo\n"
@@ -74,7 +65,7 @@ async def files_are_viewed_and_edited() -> None:
             {"command": "create", "path": "/etc/x", "file_text": ""},
             {},
         ):
-            await _raises(ToolFailed, edit(given))
+            await raises(ToolFailed, edit(given))
         await session.files.write("big", "x" * 99 + "\n" + "y\n" * 100_000)
         assert len(await TextEditor(session, max_characters=500)({"command": "view", "path": "big"})) < 700
 
@@ -100,7 +91,7 @@ async def a_cancelled_call_ends_its_command() -> None:
         task = asyncio.create_task(bash({"command": "sleep 600"}))
         await until(lambda: running(session.id))
         task.cancel()
-        await _raises(asyncio.CancelledError, task)
+        await raises(asyncio.CancelledError, task)
         assert await running(session.id) == []
         assert await bash({"command": "echo next"}) == "next\n"
 

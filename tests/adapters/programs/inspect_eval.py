@@ -20,7 +20,7 @@ from inspect_ai.util import OutputLimitExceededError, SandboxEnvironmentSpec, sa
 from inspect_ai.util._sandbox import self_check
 from inspect_ai.util._sandbox.context import SandboxUnavailableError
 from inspect_ai.util._sandbox.limits import override_max_exec_output_size
-from scenarios import live, run_all, running, until
+from scenarios import live, raises, run_all, running, until
 
 from sandkasten import SandboxClient
 from sandkasten.adapters.inspect import SandkastenSandboxConfig, SandkastenSandboxEnvironment
@@ -137,32 +137,24 @@ async def output_is_bounded_and_input_is_any() -> None:
         both = await box.exec(["sh", "-c", script])
         assert (len(both.stdout), len(both.stderr)) == (8_000_000, 7_000_000)
         for program, given in (("head -c 12000000 /dev/zero", None), ("cat", b"x" * 12_000_000)):
-            error = await _raises(OutputLimitExceededError, box.exec(["sh", "-c", program], input=given))
+            error = await raises(OutputLimitExceededError, box.exec(["sh", "-c", program], input=given))
             assert "10 MiB" in str(error) and len(error.truncated_output) == 10 * 1024 * 1024
         with override_max_exec_output_size(10):
-            await _raises(OutputLimitExceededError, box.exec(["echo", "more than ten"]))
+            await raises(OutputLimitExceededError, box.exec(["echo", "more than ten"]))
         echoed = await box.exec(["cat"], input=b"\xff\0" * 2_000_000)
         assert echoed.stdout == "\ufffd\0" * 2_000_000
         assert (await box.exec(["true"], input=b"x" * 5_000_000)).success
-        await _raises(TimeoutError, box.exec(["sleep", "600"], input=b"x", timeout=1))
+        await raises(TimeoutError, box.exec(["sleep", "600"], input=b"x", timeout=1))
         assert (await box.exec(["cat"], input=b"")).success
         assert not (await box.exec(["pwd"], cwd="missing")).success
         assert (await box.connection()).command.endswith(made["default"].session.id)
         async with SandboxClient.from_env() as client:
             await (await client.get_session(box.session.id)).destroy()
-        await _raises(SandboxUnavailableError, box.exec(["true"]))
-        await _raises(SandboxUnavailableError, box.read_file("x"))
-        await _raises(ConnectionError, box.connection())
+        await raises(SandboxUnavailableError, box.exec(["true"]))
+        await raises(SandboxUnavailableError, box.read_file("x"))
+        await raises(ConnectionError, box.connection())
     finally:
         await SandkastenSandboxEnvironment.sample_cleanup("bounds", None, made, False)
-
-
-async def _raises(kind: type[BaseException], awaitable: Any) -> Any:
-    try:
-        await awaitable
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from openai.types.responses import (
     ResponseFunctionToolCall,
     ResponseOutputMessage,
 )
-from scenarios import box, live, run_all, running, until
+from scenarios import box, live, raises, run_all, running, until
 
 from sandkasten import SandboxClient
 from sandkasten.adapters.openai_agents import (
@@ -162,7 +162,7 @@ async def a_snapshot_that_can_not_be_had_makes_no_session() -> None:
             raise LookupError(snapshot_id)
 
     options = SandkastenSandboxClientOptions(labels={"test": "missing"})
-    await _raises(LookupError, SandkastenSandboxClient().create(snapshot=Missing(), options=options))
+    await raises(LookupError, SandkastenSandboxClient().create(snapshot=Missing(), options=options))
     assert await live("test=missing") == []
 
 
@@ -225,11 +225,11 @@ async def files_have_any_content() -> None:
             ("/etc/passwd", InvalidManifestPathError),
             ("../x", InvalidManifestPathError),
         ):
-            await _raises(kind, made.read(Path(path)))
-        await _raises(WorkspaceArchiveWriteError, made.write(Path("dir"), io.BytesIO(b"")))
-        await _raises(InvalidManifestPathError, made.write(Path("out/x"), io.BytesIO(b"")))
-        await _raises(ExecNonZeroError, made.mkdir("dir"))
-        await _raises(ExecNonZeroError, made.ls("missing"))
+            await raises(kind, made.read(Path(path)))
+        await raises(WorkspaceArchiveWriteError, made.write(Path("dir"), io.BytesIO(b"")))
+        await raises(InvalidManifestPathError, made.write(Path("out/x"), io.BytesIO(b"")))
+        await raises(ExecNonZeroError, made.mkdir("dir"))
+        await raises(ExecNonZeroError, made.ls("missing"))
         await made.mv("dir/plain", "moved")
         await made.rm("dir", recursive=True)
         assert "moved" in {Path(each.path).name for each in await made.ls(".")}
@@ -240,16 +240,8 @@ async def files_have_any_content() -> None:
             archive.addfile(info, io.BytesIO(b"abc"))
         await made.hydrate_workspace(io.BytesIO(tar.getvalue()))
         assert (await made.exec("cat inside/n")).stdout == b"abc"
-        await _raises(WorkspaceArchiveWriteError, made.hydrate_workspace(io.BytesIO(b"no archive")))
+        await raises(WorkspaceArchiveWriteError, made.hydrate_workspace(io.BytesIO(b"no archive")))
     await client.delete(made)
-
-
-async def _raises(kind: type[BaseException], awaitable: Any) -> Any:
-    try:
-        await awaitable
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 async def output_is_exact() -> None:
@@ -267,7 +259,7 @@ async def output_is_exact() -> None:
         assert result.exit_code == 127
         assert b"No such file" in result.stderr
         assert (await made.exec("id -un", user="root")).stdout == b"root\n"
-        error = await _raises(ExecTransportError, made.exec("true", user="ghost"))
+        error = await raises(ExecTransportError, made.exec("true", user="ghost"))
         assert "ghost" in str(error)
     await client.delete(made)
 
@@ -277,13 +269,13 @@ async def what_takes_too_long_is_ended() -> None:
     client = SandkastenSandboxClient()
     async with await client.create() as made:
         sandbox_id = made.state.sandbox_id
-        error = await _raises(ExecTimeoutError, made.exec("echo begun; sleep 600", timeout=0.3))
+        error = await raises(ExecTimeoutError, made.exec("echo begun; sleep 600", timeout=0.3))
         assert "begun" in str(error.context), error.context
         await until(lambda: _none(running(sandbox_id)))
         task = asyncio.create_task(made.exec("sleep 601"))
         await until(lambda: running(sandbox_id))
         task.cancel()
-        await _raises(asyncio.CancelledError, task)
+        await raises(asyncio.CancelledError, task)
         await until(lambda: _none(running(sandbox_id)))
     await client.delete(made)
 
@@ -293,7 +285,7 @@ async def what_takes_too_long_is_ended() -> None:
     (sandbox_id,) = await live("test=cancelled")
     await until(lambda: running(sandbox_id))
     task.cancel()
-    await _raises(asyncio.CancelledError, task)
+    await raises(asyncio.CancelledError, task)
     await until(lambda: _none(live("test=cancelled")))
 
 
@@ -415,7 +407,7 @@ async def the_published_tools_work() -> None:
 async def a_server_that_is_gone_is_told() -> None:
     """No hang: the framework's own error, which says that it may be tried again."""
     client = SandkastenSandboxClient(base_url="http://127.0.0.1:9", api_key="none", timeout=2.0)
-    error = await _raises(WorkspaceStartError, client.create())
+    error = await raises(WorkspaceStartError, client.create())
     assert error.retryable and "no server answers" in str(error), error
 
 

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,6 +40,15 @@ def run_all(module: Mapping[str, Any]) -> None:
             file=printed,
             flush=True,
         )
+
+
+async def raises(kind: type[BaseException], awaitable: Awaitable[object]) -> Any:  # of the kind
+    """Return the error that something to be awaited must raise."""
+    try:
+        await awaitable
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
 
 
 @asynccontextmanager
