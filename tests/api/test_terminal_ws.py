@@ -6,8 +6,11 @@ import json
 
 import pytest
 import trio
+import trio.testing
 
 from runner.wire.protocol import TerminalSize
+from sandkasten import model
+from sandkasten.actors.runs.terminals import Viewer
 from sandkasten.api.websocket.terminal import MAX_TYPED_BYTES
 from sandkasten.model import Stream
 from tests.api.harness import running_front
@@ -62,6 +65,27 @@ async def test_a_terminal_is_resized_for_all_its_viewers() -> None:
                 assert (second.ready["cols"], second.ready["rows"]) == (120, 50)
                 await second.type(b"hi")
                 assert await second.see(2) == await first.see(2) == b"hi"
+
+
+async def test_input_waits_for_the_size_that_was_sent_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that reads a line sees the size that the screen had when the line was typed."""
+    may_resize = trio.Event()
+    resize = Viewer.resize
+
+    async def resize_later(viewer: Viewer, size: model.TerminalSize) -> None:
+        await may_resize.wait()
+        await resize(viewer, size)
+
+    monkeypatch.setattr(Viewer, "resize", resize_later)
+    async with running_front() as running, screen(running) as view:
+        await view.talk.say("resize", cols=120, rows=50)
+        await view.type(b"late")
+        assert await view.is_quiet()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert terminal(running).stdin == b""
+        may_resize.set()
+        assert await view.see(4) == b"late"
+        assert terminal(running).sizes[-1] == TerminalSize(120, 50)
 
 
 async def test_a_new_viewer_sees_what_was_before() -> None:

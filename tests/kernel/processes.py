@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,9 +77,18 @@ def init_pids(root: int | None = None) -> list[int]:
 
 
 def stop_serving(pid: int) -> None:
-    """Stop a PID 1 and its file workers, so that no request is answered."""
-    for each in (pid, *file_workers(pid)):
-        os.kill(each, signal.SIGSTOP)
+    """Stop a PID 1 and its file workers, so that no request is answered. A signal sent takes effect later than `kill`
+    returns: the workers are looked up when PID 1 makes no more of them.
+    """
+    _stop(pid)
+    for worker in file_workers(pid):
+        _stop(worker)
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.001)
 
 
 def file_workers(pid: int) -> list[int]:

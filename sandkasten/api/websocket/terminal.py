@@ -75,8 +75,10 @@ class _Screen:
         self._typed: deque[bytes | TakeOver | GiveBack] = deque()
         self._typed_bytes = 0
         self._size: TerminalSize | None = None
+        """The size that the terminal does not have yet; input that follows waits for it."""
         self._wanted = trio.lowlevel.ParkingLot()
         self._size_wanted = trio.lowlevel.ParkingLot()
+        self._resized = trio.lowlevel.ParkingLot()
         self._is_taken_over = viewer.is_taken_over
         self._taking = trio.CancelScope()
         """The scope of a wait for the shell, which `give_back` ends."""
@@ -199,6 +201,8 @@ class _Screen:
         while True:
             while not self._typed:
                 await self._wanted.park()
+            while self._size is not None:
+                await self._resized.park()
             item = self._typed.popleft()
             if isinstance(item, bytes):
                 await self._type_bytes(self._gather(item))
@@ -256,13 +260,16 @@ class _Screen:
         while True:
             while self._size is None:
                 await self._size_wanted.park()
-            size, self._size = self._size, None
+            size = self._size
             try:
                 await self._viewer.resize(size)
             except ExecEnded:
                 pass  # the run's end follows
             except SandkastenError as error:
                 self._refuse(error, Resize.kind)
+            if self._size is size:
+                self._size = None
+                self._resized.unpark_all()
 
     def _refuse(self, error: SandkastenError, kind: str) -> None:
         self._tell(ErrorMessage.of(error, refused=kind))
