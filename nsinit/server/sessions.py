@@ -119,6 +119,8 @@ class Sessions:
                     sandbox.identify()
                 yield Wait(event=outcome.done)
                 outcome.result()
+                if self._hurry.is_set:  # nobody would take it, and what is ready has been put away by now
+                    raise _stopping()
             except StepFailed:
                 yield from self.remove(session_id)
                 raise
@@ -474,7 +476,7 @@ class Sessions:
             self._building += 1
         if self._hurry.is_set:
             self._leave()
-            raise StepFailed("stop", "nsinit is stopping")
+            raise _stopping()
 
     def _leave(self) -> None:
         """End a build; the next one in the queue begins."""
@@ -593,6 +595,10 @@ class Sessions:
 
     def _cgroup(self, session_id: str) -> SessionCgroup:
         return SessionCgroup(self.births.tree, session_id)
+
+
+def _stopping() -> StepFailed:
+    return StepFailed("stop", "nsinit is stopping")
 
 
 def scan(tree: Tree, layout: Layout, after: str = "", limit: int | None = None) -> tuple[list[Found], bool]:

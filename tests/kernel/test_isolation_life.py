@@ -161,6 +161,17 @@ def test_hanging_up_discards_blank_pool_sandboxes_and_keeps_sessions(data_dir: P
             sandbox.release()
 
 
+def test_hanging_up_discards_a_pool_sandbox_that_is_being_made(data_dir: Path) -> None:
+    """A sandbox that becomes ready after the end of the daemon was noticed goes like those that were ready before."""
+    with running(data_dir) as server:
+        assert isinstance(server.ready, Ready)
+        spare = new_id()
+        server.send(Prepare, session_id=spare, limits=ROOMY)
+        server.close()
+        assert server.traces(spare) == []
+    assert not any(os.path.exists(directory) for directory in server.ready.cgroup_dirs.values())
+
+
 def test_a_clean_stop_leaves_no_cgroup(data_dir: Path) -> None:
     """The directories that held session cgroups go with the last nsinit."""
     with running(data_dir) as server:
