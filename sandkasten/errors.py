@@ -46,6 +46,12 @@ class InvalidRequest(ClientError):
     code = "INVALID_REQUEST"
 
 
+class InvalidRule(ClientError):
+    """A rule of the network is none, or names a group that the server does not have; `details.rule` is the rule."""
+
+    code = "INVALID_RULE"
+
+
 class InvalidImage(ClientError):
     """The image name is malformed, not allowed or not present, or the image has lost its shell."""
 
@@ -74,6 +80,13 @@ class NotInstalled(ClientError):
     """The server lacks a part that is installed apart; `details.extra` names it."""
 
     code = "NOT_INSTALLED"
+
+
+class NetworkNotSupported(ClientError):
+    """The node's kernel can't give a session the network that was asked for."""
+
+    code = "NETWORK_NOT_SUPPORTED"
+    scope = "node"
 
 
 class MethodNotAllowed(ClientError):
@@ -293,6 +306,12 @@ class BuildInterrupted(Capacity):
 
     The request was not at fault and may succeed. Nothing is left of a create.
     """
+
+
+class EgressUnavailable(Capacity):
+    """The process that carries the connections of sessions can't be started, or does not answer."""
+
+    code = "EGRESS_UNAVAILABLE"
 
 
 class ActorGone(Capacity):

@@ -47,6 +47,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
@@ -352,7 +353,8 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Make a session and return it running.
 
         Raises:
-            InvalidImage, InvalidRequest, Conflict, Capacity (BuildInterrupted among it), BuildFailed.
+            InvalidImage, InvalidRequest, InvalidRule, Conflict, Capacity (BuildInterrupted and EgressUnavailable among
+                it), NetworkNotSupported, BuildFailed.
         """
         ...
 
@@ -373,8 +375,10 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
         Raises:
             SessionNotFound, SessionExpired.
-            InvalidRequest: a value is out of range.
+            InvalidRequest, InvalidRule: a value is out of range.
             LimitInUse: the session uses more memory than the new limit.
+            Conflict: the network is not at the revision that the patch is for.
+            EgressUnavailable, NetworkNotSupported: the session can't have that network now, or ever on this node.
         """
         ...
 
@@ -408,6 +412,32 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
     async def stats(self, session_id: str) -> SessionStats:
         """Return the counters of a session's cgroup. Raises `SessionNotFound`, `SessionExpired`."""
+        ...
+
+    async def network(self, session_id: str) -> NetworkInfo:
+        """Return the network of a live session with its counters, all of them 0 for a session without a way out.
+
+        Raises:
+            SessionNotFound, SessionExpired, EgressUnavailable.
+        """
+        ...
+
+    async def egress_log(
+        self,
+        session_id: str,
+        *,
+        after: str | None = None,
+        verdict: EgressVerdict | None = None,
+        host: str | None = None,
+        limit: int = 1000,
+    ) -> EgressPage:
+        """Return entries of a session's log behind the cursor `after` (None: from the oldest that is kept), chosen by
+        verdict and by host, which is equal to the entry's. A page with fewer than `limit` entries is the last for now.
+
+        Raises:
+            InvalidRequest: malformed cursor.
+            SessionNotFound, SessionExpired, EgressUnavailable.
+        """
         ...
 
     def attend(self, session_id: str) -> AbstractAsyncContextManager[None]:

@@ -53,6 +53,8 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.SHELL_CLOSED: frozenset({"shell"}),
         EventType.PORT_OPENED: frozenset({"port", "address"}),
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
+        EventType.NETWORK_CHANGED: frozenset({"mode", "revision"}),
+        EventType.EGRESS_DENIED: frozenset({"host", "port", "reason", "count"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),
         EventType.POOL_FAILING: frozenset({"image", "failures", "error"}),
         EventType.LEFTOVER_FOUND: frozenset({"kind", "name"}),
@@ -66,10 +68,11 @@ COMMON_FIELDS = frozenset({TRACE_ID, KEY_ID, TRUNCATED})
 FIELD_TYPES: Mapping[str, type] = MappingProxyType(
     {
         **dict.fromkeys(("acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str),
-        **dict.fromkeys(("image", "kind", "name", "reason", "shell", "victim", "workspace_id", TRACE_ID, KEY_ID), str),
+        **dict.fromkeys(("host", "image", "kind", "mode", "name", "reason", "shell", "victim", "workspace_id"), str),
+        **dict.fromkeys((TRACE_ID, KEY_ID), str),
         **dict.fromkeys(("cols", "cpu_ms", "duration_ms", "exit_code", "failures", "oom_kills"), int),
         **dict.fromkeys(("peak_memory_bytes", "pid", "port", "remaining_s", "rows", "signal", "stderr_bytes"), int),
-        **dict.fromkeys(("stdout_bytes", "timeout_ms", "written_bytes"), int),
+        **dict.fromkeys(("count", "revision", "stdout_bytes", "timeout_ms", "written_bytes"), int),
         **dict.fromkeys(("keep_alive", "shell_restarted", TRUNCATED), bool),
         "ttl_s": float,
     }

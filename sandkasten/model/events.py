@@ -31,6 +31,8 @@ class EventType(enum.StrEnum):
     SHELL_CLOSED = "shell.closed"
     PORT_OPENED = "port.opened"
     PORT_CLOSED = "port.closed"
+    NETWORK_CHANGED = "network.changed"
+    EGRESS_DENIED = "egress.denied"
     OOM = "oom"
     POOL_FAILING = "pool.failing"
     LEFTOVER_FOUND = "leftover.found"

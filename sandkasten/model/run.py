@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
 import attrs
 
+from sandkasten.model.network import EgressDenial
 from sandkasten.model.session import STATELESS, SessionOptions
 
 EXEC_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
@@ -233,7 +234,8 @@ class ExecEnd:
     """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
 
     `queued_ms` is the time before the command's turn in its shell, up to its end if it had none. `victim` is the name
-    of the process that the kernel killed for memory; the process chose the name.
+    of the process that the kernel killed for memory; the process chose the name. `egress_denied` is what the session was
+    refused to reach while the run went on, at most `MAX_DENIALS`.
     """
 
     exec_id: str
@@ -247,6 +249,7 @@ class ExecEnd:
     usage: Usage
     victim: str | None = None
     queued_ms: int = 0
+    egress_denied: Sequence[EgressDenial] = ()
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
+from sandkasten.model.network import Network
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
@@ -242,7 +243,8 @@ class SessionSpec:
     where the configuration allows it. `env` reaches the sandbox only (never a log, an argv or nsinit).
     `idempotency_key`: the same key with the same spec answers with the same session, with another spec it is a
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
-    workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them.
+    workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
+    configured one is added.
     """
 
     image: str | None = None
@@ -263,19 +265,26 @@ class SessionSpec:
     seccomp: str | None = None
     stop_grace_ms: int | None = None
     streams: str | None = None
+    network: Network | None = None
     idempotency_key: str | None = None
     key_id: str | None = None
 
 
 @attrs.frozen
 class SessionPatch:
-    """Changes of a live session; `None` leaves a field as it is. In `env` a value of None removes the variable."""
+    """Changes of a live session; `None` leaves a field as it is. In `env` a value of None removes the variable.
+
+    `network` replaces the present one whole. With `if_revision` the patch is a `Conflict`, whose details have the
+    present `revision`, unless the network is at that revision.
+    """
 
     ttl_s: float | None = None
     max_lifetime_s: float | None = None
     labels: Mapping[str, str] | None = None
     limits: Limits | None = None
     env: Mapping[str, str | None] | None = attrs.field(default=None, repr=False)
+    network: Network | None = None
+    if_revision: int | None = None
 
 
 @attrs.frozen
@@ -305,7 +314,8 @@ class Session:
 
     `timings_ms` is set only in the answer to its create: the phases in order, and behind the build's its steps as
     `build.…`. `expires_at` is when the session ends without further activity; None if it does not. While an activity
-    holds the idle end off, or a pause stopped it, `expires_at` counts from now on.
+    holds the idle end off, or a pause stopped it, `expires_at` counts from now on. `network_revision` counts the
+    changes of `network`, from 1.
     """
 
     id: str
@@ -330,3 +340,5 @@ class Session:
     pause: Pause | None = None
     key_id: str | None = None
     """Public id of the API key that made the session."""
+    network: Network = attrs.field(factory=Network)
+    network_revision: int = 1

@@ -25,6 +25,7 @@ _VALUES_PER_CHECKPOINT = 64
 
 STATUS: dict[type[SandkastenError], int] = {
     errors.InvalidRequest: 400,
+    errors.InvalidRule: 400,
     errors.InvalidImage: 400,
     errors.PathOutside: 400,
     errors.Unauthorized: 401,
@@ -64,10 +65,12 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.StoreFailed: 500,
     errors.LauncherGone: 500,
     errors.NotInstalled: 501,
+    errors.NetworkNotSupported: 501,
     errors.Capacity: 503,
     errors.ActorGone: 503,
     errors.NsinitLost: 503,
     errors.BuildInterrupted: 503,
+    errors.EgressUnavailable: 503,
     errors.Overloaded: 503,
     errors.ShuttingDown: 503,
     errors.Draining: 503,

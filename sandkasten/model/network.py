@@ -1,0 +1,164 @@
+"""Values of a session's network: what a session may reach, its counters, and the log of what it reached for.
+
+Frozen and free of I/O. A rule is kept as its author wrote it, so that a client reads back what it sent; a rule that
+begins with `@` stands for a group of the configuration. `admission/network.py` checks rules and expands groups.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+
+class NetworkMode(enum.StrEnum):
+    """Modes of a session's network, the narrowest first."""
+
+    NONE = "none"
+    """The session's own loopback."""
+
+    ALLOW = "allow"
+    """What `allow` names and `deny` does not."""
+
+    OPEN = "open"
+    """Every public address by TCP that `deny` does not name; never private addresses, the host or metadata services."""
+
+    def exceeds(self, most: NetworkMode) -> bool:
+        """Whether this mode reaches more than `most`."""
+        order = list(NetworkMode)
+        return order.index(self) > order.index(most)
+
+
+class EgressLogging(enum.StrEnum):
+    """Connections and questions that are logged."""
+
+    ALL = "all"
+    DENIED = "denied"
+
+
+NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"connections": (1, 8192), "bytes_up": (1, 2**53), "bytes_down": (1, 2**53)}
+)
+"""Lowest and highest value of each field of `NetworkLimits`."""
+
+
+@attrs.frozen
+class NetworkLimits:
+    """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
+    session and `bytes_down` reached it, in all of its life."""
+
+    connections: int | None = None
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+
+
+def _texts(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
+def _limits(value: NetworkLimits | Mapping[str, Any]) -> NetworkLimits:  # Any: JSON
+    return NetworkLimits(**value) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen
+class Network:
+    """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`."""
+
+    mode: NetworkMode = attrs.field(default=NetworkMode.NONE, converter=NetworkMode)
+    allow: Sequence[str] = attrs.field(default=(), converter=_texts)
+    deny: Sequence[str] = attrs.field(default=(), converter=_texts)
+    limits: NetworkLimits = attrs.field(factory=NetworkLimits, converter=_limits)
+    log: EgressLogging = attrs.field(default=EgressLogging.ALL, converter=EgressLogging)
+
+    @property
+    def has_way_out(self) -> bool:
+        """Whether the session may reach anything beside itself."""
+        return self.mode is not NetworkMode.NONE
+
+
+@attrs.frozen
+class NetworkCounters:
+    """Counts of a session's way out since it was opened; `connections_open` is the number at one moment."""
+
+    connections_open: int = 0
+    connections: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_queries: int = 0
+    dns_denied: int = 0
+
+
+@attrs.frozen
+class NetworkInfo:
+    """The network of a live session, the number of its present policy, and its counters."""
+
+    network: Network
+    revision: int
+    counters: NetworkCounters = attrs.field(factory=NetworkCounters)
+
+
+class EgressKind(enum.StrEnum):
+    """Kinds of entry: a connection, one that is HTTP in plain text, a question to the resolver."""
+
+    TCP = "tcp"
+    HTTP = "http"
+    DNS = "dns"
+
+
+class EgressVerdict(enum.StrEnum):
+    """Verdicts on a connection or a question."""
+
+    ALLOWED = "allowed"
+    DENIED = "denied"
+
+
+@attrs.frozen
+class EgressEntry:
+    """A connection at its end, a refused one, or a question to the resolver.
+
+    `host` is the name that was asked for, or the address where the program used one; `address` was dialled. `rule`
+    decided, `reason` is the reason of a refusal, `cause` of the connection's end. Never has a path, a header or a body.
+    """
+
+    cursor: str
+    time: datetime
+    kind: EgressKind
+    verdict: EgressVerdict
+    host: str
+    port: int | None = None
+    address: str | None = None
+    reason: str | None = None
+    rule: str | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    duration_ms: int = 0
+    cause: str | None = None
+
+
+@attrs.frozen
+class EgressPage:
+    """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
+    were lost before they could be kept."""
+
+    entries: Sequence[EgressEntry]
+    cursor: str
+    dropped: int = 0
+
+
+@attrs.frozen
+class EgressDenial:
+    """A refusal of a session's way out, `count` times; `port` is None for a name that was not resolved."""
+
+    host: str
+    port: int | None
+    reason: str
+    count: int = 1
+
+
+MAX_DENIALS = 8
+"""Most refusals in the end of one run."""
