@@ -55,6 +55,7 @@ from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
+from sandkasten.admission.network import resolve_network
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
@@ -74,9 +75,17 @@ from sandkasten.model import (
     SessionStats,
     Status,
 )
-from sandkasten.model.errors import Capacity, LauncherGone, SandkastenError, SessionExpired, SessionNotFound
+from sandkasten.model.errors import (
+    Capacity,
+    EgressUnavailable,
+    LauncherGone,
+    SandkastenError,
+    SessionExpired,
+    SessionNotFound,
+)
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
+from sandkasten.model.network import EgressPage, EgressVerdict, Network, NetworkInfo
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
@@ -274,6 +283,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         began = trio.current_time()
         outcome, timings_ms = "bug", dict[str, float]()
         try:
+            _require_way_out(resolve_network(spec.network, self._config))
             session = await self._sessions.ask(sessions.Create(spec))
             outcome, timings_ms = "ok", dict(session.timings_ms)
         except SandkastenError as error:
@@ -299,6 +309,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
+        if patch.network is not None:
+            _require_way_out(resolve_network(patch.network, self._config))
         return await entry.ref.ask(Update(patch))
 
     async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
@@ -332,6 +344,24 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def stats(self, session_id: str) -> SessionStats:
         entry = await self._live(session_id)
         return await entry.ref.ask(Stats())
+
+    async def network(self, session_id: str) -> NetworkInfo:
+        session = (await self._live(session_id)).session
+        _require_way_out(session.network)
+        return NetworkInfo(session.network, session.network_revision)
+
+    async def egress_log(
+        self,
+        session_id: str,
+        *,
+        after: str | None = None,
+        verdict: EgressVerdict | None = None,
+        host: str | None = None,
+        limit: int = 1000,
+    ) -> EgressPage:
+        session = (await self._live(session_id)).session
+        _require_way_out(session.network)
+        return EgressPage((), after or "0")
 
     # Files ------------------------------------------------------------------------------------------------------
 
@@ -462,6 +492,12 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def sweep(self) -> int:
         """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
+
+
+def _require_way_out(network: Network) -> None:
+    """Refuse a network that needs the egress process."""
+    if network.has_way_out:
+        raise EgressUnavailable("this version of the daemon starts no egress process: sessions have no way out")
 
 
 def _require_ended(session: Session) -> Session:

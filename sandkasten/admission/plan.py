@@ -15,6 +15,7 @@ import attrs
 
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ImageKind, SandboxPlan
+from sandkasten.admission.network import resolve_network
 from sandkasten.config import Config, Defaults, DiskSettings, Maximum
 from sandkasten.model import (
     EXEC_MODES,
@@ -32,6 +33,7 @@ from sandkasten.model import (
     StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
+from sandkasten.model.network import Network
 from sandkasten.model.workspace import WorkspaceMode
 
 _MIB = 1024 * 1024
@@ -63,6 +65,7 @@ class Resolved:
     readonly_rootfs: bool
     shell: str
     options: SessionOptions
+    network: Network
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
@@ -71,6 +74,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     Raises:
         InvalidRequest: the bad field is in `details`.
         InvalidImage: the name is malformed or not allowed.
+        InvalidRule: as `resolve_network`.
     """
     image = spec.image or config.default_image
     if not IMAGE_NAME.match(image):
@@ -108,6 +112,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
         options=attrs.evolve(_options(spec, config, exec_mode), stop_grace_ms=stop_grace_ms),
+        network=resolve_network(spec.network, config),
     )
 
 
@@ -311,10 +316,11 @@ def plan_limits(limits: Limits) -> protocol.Limits:
 def spec_digest(spec: SessionSpec) -> str:
     """Return a digest of a spec, for idempotency keys; irreversible, since `env` may hold secrets.
 
-    Fields with their default are left out, so that a field of a later version does not change the digest. The caller
-    is part of the key, not of the digest.
+    Fields with their default are left out, so that a field of a later version does not change the digest. No network is
+    left out, too: clients have always been able to ask for none. The caller is part of the key, not of the digest.
     """
     default = attrs.asdict(SessionSpec())
-    asked = attrs.asdict(attrs.evolve(spec, idempotency_key=None, key_id=None))
+    network = None if spec.network == Network() else spec.network
+    asked = attrs.asdict(attrs.evolve(spec, network=network, idempotency_key=None, key_id=None))
     said = {name: value for name, value in asked.items() if value != default[name]}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,16 +1,18 @@
 """The configuration: frozen values with defaults and bounds (`values.py`), where they come from (`files.py`), and an
 operator's own system call filters (`seccomp.py`).
 
-Imports `model` and `installation` alone. Every layer above may read the values; only the command line reads files.
+Imports `model`, `installation` and the rules of `egress.policy` alone. Every layer above may read the values; only the command line reads files.
 Begin with `Config` in `values.py`.
 """
 
+from sandkasten.config.values import GROUP_MARK as GROUP_MARK
 from sandkasten.config.values import MIB as MIB
 from sandkasten.config.values import AdmissionSettings as AdmissionSettings
 from sandkasten.config.values import Config as Config
 from sandkasten.config.values import DashboardSettings as DashboardSettings
 from sandkasten.config.values import Defaults as Defaults
 from sandkasten.config.values import DiskSettings as DiskSettings
+from sandkasten.config.values import EgressSettings as EgressSettings
 from sandkasten.config.values import EventsSettings as EventsSettings
 from sandkasten.config.values import FaultSettings as FaultSettings
 from sandkasten.config.values import IsolationSettings as IsolationSettings

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
+from egress.policy import parse_rule
 from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
     EXEC_MODES,
@@ -30,6 +31,7 @@ from sandkasten.model import (
     STOP_GRACE_BOUNDS_MS,
     Limits,
 )
+from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import PROTECTIONS, Need
 
 MIB = 1024 * 1024
@@ -82,8 +84,10 @@ def _only(available: object, *later: object) -> SettingCheck:
     return SettingCheck(f"`{str(available).lower()}`", check)
 
 
-def _one_of(*choices: str) -> SettingCheck:
+def _one_of(*choices: str, later: tuple[str, ...] = ()) -> SettingCheck:
     def check(_instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+        if value in later:
+            raise ValueError(f"{attribute.name}: {value!r} is not available; there are {', '.join(choices)}")
         if value not in choices:
             raise ValueError(f"{attribute.name} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -138,7 +142,9 @@ class Defaults:
     shm_limit_mb: int = attrs.field(default=64, validator=_between(*FIXED_BOUNDS["shm_mb"]), kw_only=True)
     shm_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["shm_inodes"][1]), kw_only=True)
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
-    network_mode: str = attrs.field(default="none", validator=_only("none", "proxy", "bridge", "host"))
+    network_mode: str = attrs.field(
+        default="none", validator=_one_of(*NetworkMode, later=("proxy", "bridge", "host"))
+    )
     readonly_rootfs: bool = False
     exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
     stop_grace_ms: int = attrs.field(default=0, validator=_between(*STOP_GRACE_BOUNDS_MS), kw_only=True)
@@ -324,6 +330,63 @@ class WorkspaceSettings:
     persist_by_default: bool = attrs.field(default=False, validator=_only(False, True))
 
 
+GROUP_MARK = "@"
+"""First sign of a rule that stands for the rules of a group."""
+
+BUILT_IN_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "python": ("pypi.org", "files.pythonhosted.org"),
+        "npm": ("registry.npmjs.org", "registry.yarnpkg.com"),
+        "debian": ("deb.debian.org", "security.debian.org"),
+        "github": ("github.com:22,80,443", "api.github.com", "codeload.github.com", "*.githubusercontent.com"),
+    }
+)
+"""Groups that every server has: the public package indexes. An operator's group of the same name replaces one."""
+
+_GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
+
+
+def _networks(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for text in value:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ValueError(f"{attribute.name}: {error}") from None
+
+
+def _rules(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for text in value:
+        try:
+            parse_rule(text)
+        except ValueError as error:
+            raise ValueError(f"{attribute.name}: {error}") from None
+
+
+def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[str, tuple[str, ...]]) -> None:
+    for name, rules in value.items():
+        if not _GROUP_NAME.match(name):
+            raise ValueError(f"{attribute.name}: {name!r} is no name of a group")
+        _rules(instance, attribute, rules)
+
+
+@attrs.frozen
+class EgressSettings:
+    """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are networks that may be reached though
+    they are private, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are
+    rules by a name, which a session's rules call `@name`.
+    """
+
+    max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))
+    permit: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_networks)
+    always_deny: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_rules)
+    groups: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_groups)
+
+    @property
+    def groups_in_force(self) -> Mapping[str, tuple[str, ...]]:
+        """The operator's groups, and the built-in ones with other names."""
+        return {**BUILT_IN_GROUPS, **self.groups}
+
+
 @attrs.frozen
 class DashboardSettings:
     enabled: bool = True
@@ -484,6 +547,7 @@ class Config:
     admission: AdmissionSettings = attrs.field(factory=AdmissionSettings)
     pool: PoolSettings = attrs.field(factory=PoolSettings)
     workspace: WorkspaceSettings = attrs.field(factory=WorkspaceSettings)
+    egress: EgressSettings = attrs.field(factory=EgressSettings)
     dashboard: DashboardSettings = attrs.field(factory=DashboardSettings)
     runs: RunsSettings = attrs.field(factory=RunsSettings)
     events: EventsSettings = attrs.field(factory=EventsSettings)
@@ -495,6 +559,11 @@ class Config:
         if self.testing.crash_points and not all(_is_local(address) for address in self.listen):
             raise ValueError(
                 "testing.crash_points: refused to a daemon that other machines can reach; listen on loopback only"
+            )
+        if NetworkMode(self.defaults.network_mode).exceeds(NetworkMode(self.egress.max_mode)):
+            raise ValueError(
+                f"egress.max_mode is {self.egress.max_mode}, less than defaults.network_mode, which is "
+                f"{self.defaults.network_mode}"
             )
         self._check_pools()
 

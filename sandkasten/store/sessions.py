@@ -34,6 +34,7 @@ from sandkasten.model import (
 from sandkasten.model.keys import MAKER_ID
 from sandkasten.model.lifecycle import IN_KERNEL, Trigger
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
+from sandkasten.model.network import Network
 from sandkasten.store.rows import (
     Column,
     DamagedRow,
@@ -106,6 +107,12 @@ def _text_of(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def _network(value: object) -> Network:
+    """Return the network of a row, none for a row of an earlier version."""
+    return _NETWORK.read(value) or Network()
+
+
+_NETWORK = json_column(Network | None)
 _FINITE_SPAN = column(float, at_most(_MAX_SPAN_S))
 _SPAN = Column(_span, lambda span_s: None if span_s == FOREVER_S else span_s)
 
@@ -142,6 +149,8 @@ _COLUMNS: Mapping[str, Column] = {
     "clock_s": column(float | None),
     "idle_s": column(float | None),
     "age_s": column(float | None),
+    "network": Column(_network, _NETWORK.write),
+    "network_revision": column(int),
 }
 """The columns of `sessions`, named as the fields of `Session`, `SessionRecord`, `KernelIdentity` and `Clocked`."""
 

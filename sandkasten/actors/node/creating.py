@@ -254,6 +254,7 @@ class Creating:
             acquire_source="cold",
             acquire_detail=missed or (FROM_SANDBOX_POOL if prepared else None),
             options=resolved.options,
+            network=resolved.network,
         )
         return SessionRecord(
             session=session,

@@ -45,6 +45,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     StoreFailed,
 )
+from sandkasten.model.network import Network
 from sandkasten.model.node import PoolInfo
 from sandkasten.store.sessions import SessionRecord
 
@@ -148,9 +149,10 @@ class PoolMember:
 
 def settings_of(resolved: Resolved) -> Resolved:
     """Return the settings that a create and a member must share: all that is mounted, limited or started by them. The
-    others are the client's: times to live, and choices that the daemon alone keeps."""
+    others are the client's: times to live, choices that the daemon alone keeps, and the network, which a member is given
+    with the claim."""
     options = attrs.evolve(resolved.options, exec_mode="", workspace_mode="", stop_grace_ms=0, streams=None)
-    return attrs.evolve(resolved, image="", ttl_s=0.0, max_lifetime_s=0.0, options=options)
+    return attrs.evolve(resolved, image="", ttl_s=0.0, max_lifetime_s=0.0, options=options, network=Network())
 
 
 def digest_of(settings: Resolved, image: Image) -> str:
@@ -277,6 +279,7 @@ class SessionPool:
                 "labels": dict(spec.labels),
                 "key_id": spec.key_id,
                 "options": resolved.options,
+                "network": resolved.network,
                 "acquire_source": POOL,
                 "acquire_detail": None,
             },

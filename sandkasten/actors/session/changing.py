@@ -19,10 +19,11 @@ from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
 from sandkasten.config import DiskSettings
-from sandkasten.model import Limits, Session, SessionPatch
+from sandkasten.model import EventType, Limits, Session, SessionPatch
 from sandkasten.model.errors import (
     BuildFailed,
     BuildInterrupted,
+    Conflict,
     InvalidRequest,
     LimitInUse,
     SandkastenError,
@@ -121,8 +122,15 @@ async def _set_limits(ref: Ref, session_id: str, limits: Limits) -> SandkastenEr
 
 
 async def change_session(host: SessionServices, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:
-    """Carry out a patch whose times were checked. Raises as `change_limits`, and the translated refusal of PID 1."""
-    before = own.session.limits
+    """Carry out a patch whose times and network were checked.
+
+    Raises:
+        Conflict: the network is not at the revision that the patch is for.
+        SandkastenError: as `change_limits`, or the translated refusal of PID 1.
+    """
+    before, revision = own.session.limits, own.session.network_revision
+    if patch.if_revision not in (None, revision):
+        raise Conflict("the network was changed meanwhile", revision=revision)
     if patch.limits is not None:
         own.change(limits=await change_limits(services, own.session, patch.limits))
     if patch.env is not None:
@@ -134,6 +142,9 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
     labels = None if patch.labels is None else dict(patch.labels)
     asked = {"labels": labels, "ttl_s": patch.ttl_s, "max_lifetime_s": patch.max_lifetime_s}
     own.change(**{name: value for name, value in asked.items() if value is not None})
+    if patch.network is not None:
+        own.change(network=patch.network, network_revision=revision + 1)
+        host.emit(EventType.NETWORK_CHANGED, mode=patch.network.mode.value, revision=revision + 1)
 
 
 async def _change_environment(host: SessionServices, env: Mapping[str, str | None]) -> SandkastenError | None:

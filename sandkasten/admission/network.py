@@ -1,0 +1,95 @@
+"""The network of a session: a request is checked against the configuration, and rules become those of the way out. Pure.
+
+A session keeps its rules as they were written, groups among them, and the configuration in force says what a group is:
+after a restart with another one the same session has the new rules. Then a session may have rules that the node does
+not take any more, and `rules_in_force` refuses them: the caller gives such a session no way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from egress import policy
+from sandkasten.config import GROUP_MARK, Config, EgressSettings
+from sandkasten.model.errors import InvalidRequest, InvalidRule
+from sandkasten.model.network import NETWORK_LIMIT_BOUNDS, Network, NetworkLimits, NetworkMode
+
+
+@attrs.frozen
+class RulesInForce:
+    """The rules of a session in their canonical form, with every group replaced by the group's rules."""
+
+    allow: Sequence[str]
+    deny: Sequence[str]
+
+
+def resolve_network(asked: Network | None, config: Config) -> Network:
+    """Return the network of a session that asks for this one, None for the configured one.
+
+    Raises:
+        InvalidRequest: the mode is beyond the operator's maximum, or a limit is out of range.
+        InvalidRule: a rule is none, or there are too many.
+    """
+    network = Network(NetworkMode(config.defaults.network_mode)) if asked is None else asked
+    most = NetworkMode(config.egress.max_mode)
+    if network.mode.exceeds(most):
+        raise InvalidRequest(
+            "the network mode is above this server's maximum",
+            **{"network.mode": f"must be at most {most.value!r} on this server (the operator's egress.max_mode)"},
+        )
+    if network.allow and not network.has_way_out:
+        raise InvalidRequest("a rule needs a way out", **{"network.allow": "must be empty in the mode 'none'"})
+    if network.deny and not network.has_way_out:
+        raise InvalidRequest("a rule needs a way out", **{"network.deny": "must be empty in the mode 'none'"})
+    _check_limits(network.limits)
+    rules_in_force(network, config.egress)
+    return network
+
+
+def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
+    """Return the rules of a session as the way out takes them.
+
+    Raises:
+        InvalidRule: a rule is none, names no group of the configuration, or there are too many.
+    """
+    groups = settings.groups_in_force
+    allow, deny = (tuple(_expand(rules, groups)) for rules in (network.allow, network.deny))
+    if network.has_way_out:
+        try:
+            policy.parse_policy(network.mode.value, allow, deny)
+        except policy.InvalidRule as error:  # what is wrong with all rules together
+            raise InvalidRule(str(error)) from None
+    return RulesInForce(allow, deny)
+
+
+def _expand(rules: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    found: dict[str, None] = {}
+    for text in rules:
+        if text.startswith(GROUP_MARK):
+            if (members := groups.get(text.removeprefix(GROUP_MARK))) is None:
+                raise InvalidRule(
+                    f"rule {text[:100]!r}: this server has no such group; there are "
+                    f"{', '.join(GROUP_MARK + name for name in groups)}",
+                    rule=text[:100],
+                )
+            found |= {str(policy.parse_rule(each)): None for each in members}
+            continue
+        try:
+            found[str(policy.parse_rule(text))] = None
+        except policy.InvalidRule as error:
+            raise InvalidRule(str(error), rule=text[:100]) from None
+    return list(found)
+
+
+def _check_limits(limits: NetworkLimits) -> None:
+    problems = {}
+    for name, (low, high) in NETWORK_LIMIT_BOUNDS.items():
+        value = getattr(limits, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            problems[f"network.limits.{name}"] = "must be an integer"
+        elif value is not None and not low <= value <= high:
+            problems[f"network.limits.{name}"] = f"must be between {low} and {high}"
+    if problems:
+        raise InvalidRequest("limits out of range", **problems)
