@@ -49,7 +49,7 @@ quick: $(VENV)/.installed-dev
 
 test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
 		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed)
-	@$(PYTHON) -m compileall -q sandkasten nsinit runner tests bench
+	@$(PYTHON) -m compileall -q sandkasten nsinit runner egress tests bench
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
 		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(or $(ARGS),--ignore=tests/vm)
 
@@ -140,7 +140,7 @@ define packages
 	echo 'installing $(1)'; \
 	$(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r $(1) \
 	&& $(PYTHON) -m pip install -qq --no-deps --no-build-isolation --editable . \
-	&& $(PYTHON) -m compileall -q sandkasten nsinit runner
+	&& $(PYTHON) -m compileall -q sandkasten nsinit runner egress
 endef
 
 define apt

@@ -1,4 +1,4 @@
-"""Names of the wheel's packages: `nsinit` and `runner` ship as `sandkasten_nsinit` and `sandkasten_runner`.
+"""Names of the wheel's packages: `nsinit`, `runner` and `egress` ship as `sandkasten_nsinit` and so on.
 
 The rest of the build is in pyproject.toml. An editable installation keeps the names of the tree. See
 docs/adr/0016-names-in-the-wheel.md.
@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import egg_info
 
 PREFIX = "sandkasten_"
-IMPORT = re.compile(r"^(\s*(?:from|import) )(nsinit|runner)\b", re.MULTILINE)
+IMPORT = re.compile(r"^(\s*(?:from|import) )(nsinit|runner|egress)\b", re.MULTILINE)
 
 
 class BuildPy(build_py):  # type: ignore[misc]
@@ -26,7 +26,7 @@ class BuildPy(build_py):  # type: ignore[misc]
         super().run()
 
     def get_module_outfile(self, build_dir: str, package: list[str], module: str) -> str:
-        if not self.editable_mode and package[0] in ("nsinit", "runner"):
+        if not self.editable_mode and package[0] in ("nsinit", "runner", "egress"):
             package = [PREFIX + package[0], *package[1:]]
         return super().get_module_outfile(build_dir, package, module)
 
@@ -43,7 +43,7 @@ class EggInfo(egg_info):  # type: ignore[misc]
         super().run()
         if self.distribution.get_command_obj("editable_wheel", create=False) is None:
             names = Path(self.egg_info, "top_level.txt")
-            names.write_text(f"sandkasten\n{PREFIX}nsinit\n{PREFIX}runner\n")
+            names.write_text(f"sandkasten\n{PREFIX}nsinit\n{PREFIX}runner\n{PREFIX}egress\n")
 
 
 setup(cmdclass={"build_py": BuildPy, "egg_info": EggInfo})

@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- picture: begin -->\n", "<!-- picture: end -->\n"
 
-DOMAINS = {"sandkasten": "sandkasten: the daemon", "nsinit": "nsinit: privileged", "runner": "runner: PID 1 inside"}
+DOMAINS = {
+    "sandkasten": "sandkasten: the daemon",
+    "nsinit": "nsinit: privileged",
+    "runner": "runner: PID 1 inside",
+    "egress": "egress: the way out",
+}
 OPENED = {"sandkasten.actors": "tree", "sandkasten.api": "routes"}
 """Packages whose own packages are drawn, too, and the box of the modules that put these together."""
 

@@ -52,7 +52,10 @@ BROKEN_PIPE = 128 + 13
 _WITH_COMMAND = ("run", "exec")
 """Verbs whose words behind `--` are a command, in which nothing is ours."""
 
-_OURS = {"sandkasten", "nsinit", "runner", "sandkasten_nsinit", "sandkasten_runner"}
+_OURS = {
+    "sandkasten",
+    *(f"{prefix}{name}" for prefix in ("", "sandkasten_") for name in ("nsinit", "runner", "egress")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ def test_it_begins_with_its_modules(command: Command, session: str) -> None:
     loaded = set(done.stdout.split())
     outside = {"trio", "h2", "attr", "attrs", "cattrs", "orjson", "quart", "hypercorn", "re2", "rich", "yaml", "httpx"}
     assert loaded & outside == set()
-    ours = {name for name in loaded if name.startswith(("sandkasten", "nsinit", "runner"))}
+    ours = {name for name in loaded if name.startswith(("sandkasten", "nsinit", "runner", "egress"))}
     assert {name.split(".")[1] for name in ours if "." in name and not name.startswith("__")} == {
         *("cli", "contexts", "errors", "installation", "sdk")
     }

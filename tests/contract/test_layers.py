@@ -1,4 +1,4 @@
-"""Rules of imports: three trust domains with arrows one way, and layers inside the daemon."""
+"""Rules of imports: four trust domains with arrows one way, and layers inside the daemon."""
 
 from __future__ import annotations
 
@@ -86,6 +86,13 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("loop"),
         Layer("wire"),
     ),
+    "egress": (
+        Layer("__main__"),
+        Layer("server", "confinement", "way_out", "relay", "resolver", "names", independent=False),
+        Layer("protocol"),
+        Layer("addresses", "dns", "hello", "http"),
+        Layer("policy"),
+    ),
 }
 CONTRACTS = {
     "runner.wire.protocol",
@@ -93,8 +100,10 @@ CONTRACTS = {
     "nsinit.wire.protocol",
     "nsinit.wire.launching",
     "nsinit.spawn",
+    "egress.protocol",
+    "egress.policy",
 }
-"""All that the daemon may know of the other two domains: what is said, and how nsinit is started."""
+"""All that the daemon may know of the other domains: what is said, how nsinit is started, and what a rule is."""
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
@@ -108,6 +117,7 @@ def graph() -> grimp.ImportGraph:
         "sandkasten",
         "nsinit",
         "runner",
+        "egress",
         include_external_packages=True,
         exclude_type_checking_imports=False,
         cache_dir=None,  # grimp's cache of a checkout whose files moved names modules that are gone
@@ -130,7 +140,7 @@ def top(module: str) -> str:
 
 def test_the_daemon_knows_only_the_wire_contracts() -> None:
     """`sandkasten` imports no module of the privileged or the inner domain but their protocols."""
-    foreign = {edge for edge in imports("sandkasten") if top(edge[1]) in ("nsinit", "runner")}
+    foreign = {edge for edge in imports("sandkasten") if top(edge[1]) in ("nsinit", "runner", "egress")}
     assert {edge for edge in foreign if edge[1] not in CONTRACTS} == {AT_THE_DROP}
     assert foreign
 
@@ -140,6 +150,16 @@ def test_privileged_and_inner_code_is_standard_library_only(package: str) -> Non
     """Nothing from a package index runs as root or beside hostile code."""
     outside = {imported for _, imported in imports(package) if top(imported) not in ("nsinit", "runner")}
     assert {name for name in outside if top(name) not in sys.stdlib_module_names} == set()
+
+
+def test_the_way_out_imports_little() -> None:
+    """Nothing of the other domains and three packages; one package for the modules that the daemon imports, too."""
+    outside = {(module, top(name)) for module, name in imports("egress") if top(name) != "egress"}
+    foreign = {(module, name) for module, name in outside if name not in sys.stdlib_module_names}
+    assert {name for _, name in foreign} <= {"trio", "attrs", "h11"}
+    assert {name for module, name in foreign if module in CONTRACTS} == {"attrs"}
+    own = {name for module, name in imports("egress") if module in CONTRACTS and top(name) == "egress"}
+    assert own <= CONTRACTS
 
 
 def test_the_runner_imports_nothing_once_it_runs() -> None:
@@ -157,14 +177,14 @@ def test_the_runner_imports_nothing_once_it_runs() -> None:
 
 def test_the_runner_imports_nothing_of_the_others() -> None:
     """PID 1 of a sandbox carries its own code alone."""
-    assert {edge for edge in imports("runner") if top(edge[1]) in ("nsinit", "sandkasten")} == set()
+    assert {edge for edge in imports("runner") if top(edge[1]) in ("nsinit", "sandkasten", "egress")} == set()
 
 
 def test_only_the_child_entry_of_nsinit_knows_the_runner() -> None:
     """Everything else privileged shares the wire codec and the reading of tar headers with it, no more."""
     edges = {edge for edge in imports("nsinit") if top(edge[1]) == "runner" and edge[1] not in SHARED}
     assert {edge for edge in edges if edge[0] not in CHILD_ENTRY} == set()
-    assert {edge for edge in imports("nsinit") if top(edge[1]) == "sandkasten"} == set()
+    assert {edge for edge in imports("nsinit") if top(edge[1]) in ("sandkasten", "egress")} == set()
 
 
 def test_what_reads_archives_is_a_program_of_its_own() -> None:
@@ -211,7 +231,7 @@ def circles() -> set[frozenset[str]]:
 def test_the_clients_import_errors_and_contexts_and_nothing_else_of_ours() -> None:
     """The SDK runs where no server is installed."""
     edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
-    ours = {imported for _, imported in edges if top(imported) in ("sandkasten", "nsinit", "runner")}
+    ours = {imported for _, imported in edges if top(imported) in ("sandkasten", "nsinit", "runner", "egress")}
     assert {name for name in ours if not name.startswith(("sandkasten.sdk", "sandkasten.sync"))} == {
         "sandkasten.contexts",
         "sandkasten.errors",
@@ -226,7 +246,7 @@ def test_the_clients_import_errors_and_contexts_and_nothing_else_of_ours() -> No
 def test_the_adapters_import_the_clients_and_nobody_imports_the_adapters() -> None:
     """Each is over the clients alone, knows no other, and loads its framework for the one that imports it."""
     package = "sandkasten.adapters"
-    edges = {edge for edge in imports(package) if top(edge[1]) in ("sandkasten", "nsinit", "runner")}
+    edges = {edge for edge in imports(package) if top(edge[1]) in ("sandkasten", "nsinit", "runner", "egress")}
     clients = ("sandkasten.sdk", "sandkasten.sync", "sandkasten.errors")
     assert edges
     assert {edge for edge in edges if not edge[1].startswith(clients) and edge[1] != "sandkasten"} == set()
@@ -271,7 +291,7 @@ def test_only_one_file_loads_a_c_library() -> None:
     The attempts that are sent into sessions bring their own: they run there, not here.
     """
     found = set()
-    for package in ("sandkasten", "nsinit", "runner"):
+    for package in ("sandkasten", "nsinit", "runner", "egress"):
         for path in (ROOT / package).rglob("*.py"):
             names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
             if names & {"CDLL", "PyDLL", "LoadLibrary"}:

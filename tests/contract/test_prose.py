@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("sandkasten", "nsinit", "runner", "tests", "bench")
+PACKAGES = ("sandkasten", "nsinit", "runner", "egress", "tests", "bench")
 
 _PERSONAL = "it|its|he|him|his|she|her|they|them|their"
 _FIRST = re.compile(

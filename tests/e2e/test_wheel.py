@@ -16,8 +16,9 @@ import pytest
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("README.md", "LICENSE", "pyproject.toml", "setup.py", "sandkasten", "nsinit", "runner")
-PACKAGES = {"sandkasten", "sandkasten_nsinit", "sandkasten_runner"}
+SOURCES = ("README.md", "LICENSE", "pyproject.toml", "setup.py", "sandkasten", "nsinit", "runner", "egress")
+PACKAGES = {"sandkasten", "sandkasten_nsinit", "sandkasten_runner", "sandkasten_egress"}
+IMPORT = re.compile(r"\s*(from|import) (nsinit|runner|egress)\b")
 PROGRAM = """
 import sys
 import nsinit, runner
@@ -71,7 +72,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 
 
 def test_the_wheel_has_no_name_that_another_could_have(wheel: Path) -> None:
-    """`nsinit` and `runner` are the tree's names; every import of them was renamed with them."""
+    """`nsinit`, `runner` and `egress` are the tree's names; every import of them was renamed with them."""
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
         lines = [
@@ -80,12 +81,8 @@ def test_the_wheel_has_no_name_that_another_could_have(wheel: Path) -> None:
         (top_level,) = (archive.read(str(name)).decode() for name in names if name.name == "top_level.txt")
     assert {name.parts[0] for name in names if not name.parts[0].endswith(".dist-info")} == PACKAGES
     assert set(top_level.split()) == PACKAGES
-    assert [
-        line
-        for line in lines
-        if line.strip().startswith(("from nsinit", "import nsinit", "from runner", "import runner"))
-    ] == []
-    tree = {path.relative_to(ROOT) for top in ("nsinit", "runner") for path in (ROOT / top).rglob("*.py")}
+    assert [line for line in lines if IMPORT.match(line)] == []
+    tree = {path.relative_to(ROOT) for top in ("nsinit", "runner", "egress") for path in (ROOT / top).rglob("*.py")}
     assert {f"sandkasten_{path}" for path in tree} <= {str(name) for name in names}
 
 

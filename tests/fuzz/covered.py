@@ -9,7 +9,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["sandkasten", "runner", "nsinit", "tests"]):
+with atheris.instrument_imports(include=["sandkasten", "runner", "nsinit", "egress", "tests"]):
     from tests.fuzz.targets import TARGETS
 
 

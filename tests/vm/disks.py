@@ -30,7 +30,7 @@ GUEST = ROOT / "tests/vm/guest"
 PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfsprogs,btrfs-progs,iproute2,procps"
 _RECIPE = "5"
 """Version of the root disk's recipe, to be raised when the disk must be made anew."""
-_PROJECT = ("sandkasten", "nsinit", "runner", "tests", "config", "pyproject.toml")
+_PROJECT = ("sandkasten", "nsinit", "runner", "egress", "tests", "config", "pyproject.toml")
 _PROJECT_NAME = "sandkasten-runtime"
 _NOT_NEEDED = ("mypy", "mypyc", "pip", "setuptools", "libcst", "ruff", "atheris*", "*__mypyc*", "*.pyi")
 _MODULES = ("virtio_pci", "virtio_blk")
