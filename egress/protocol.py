@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import attrs
 
-MAX_DATAGRAM_BYTES = 128 * 1024
-"""Room for 256 rules of the longest names."""
+MAX_DATAGRAM_BYTES = 64 * 1024
+"""Room for the longest policy that `egress.policy` takes."""
 
 MAX_FDS = 3
 MAX_ENTRIES = 256
