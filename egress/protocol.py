@@ -1,0 +1,290 @@
+"""The contract between the daemon and the egress process: one datagram is one message, descriptors ride with it.
+
+`AF_UNIX SOCK_SEQPACKET`, JSON. A request carries `seq` and its answer the same `seq`; `Failed` may come in place of any
+answer. Requests are served in order, `Configure` first. Notices come unasked. Bytes that are no message end the
+connection, and with it the process. Values and their codec, without I/O; the daemon imports this module.
+
+Descriptors: `AttachSession` carries [TCP listener, UDP socket] of the session's network namespace, and the BPF link
+that steers to both where there is one. The egress process owns what it was sent and closes it at `DetachSession`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+import typing
+from functools import cache
+from typing import Any, Literal
+
+import attrs
+
+MAX_DATAGRAM_BYTES = 64 * 1024
+"""Room for the longest policy that `egress.policy` takes."""
+
+MAX_FDS = 3
+MAX_ENTRIES = 256
+"""Log entries in one notice."""
+
+VERSION = 1
+CHANNEL_FD = 3
+"""The descriptor of the daemon's socket in the egress process."""
+
+EGRESS_ID = 61101
+"""The user and the group that the egress process runs as."""
+
+_TAG = "type"
+
+
+class ProtocolError(Exception):
+    """The peer sent bytes that are no message of the contract, or a message is too large for one datagram."""
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+Mode = Literal["allow", "open"]
+EntryKind = Literal["tcp", "http", "dns"]
+EntryVerdict = Literal["allowed", "denied"]
+FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", "SESSION_EXISTS", "SESSION_UNKNOWN"]
+
+_AT_LEAST_1: Any = attrs.validators.ge(1)
+_POSITIVE: Any = attrs.validators.gt(0)
+_NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
+
+
+@attrs.frozen
+class PolicyText:
+    """A policy as rule texts that `egress.policy` parses; groups are expanded already."""
+
+    mode: Mode
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class WayOutLimits:
+    """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit.
+    """
+
+    connections: int = attrs.field(default=256, validator=_AT_LEAST_1)
+    rate: float = attrs.field(default=100.0, validator=_POSITIVE)
+    burst: int = attrs.field(default=500, validator=_AT_LEAST_1)
+    idle_s: float = attrs.field(default=900.0, validator=_POSITIVE)
+    dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
+    bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+    bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+
+
+@attrs.frozen
+class WayOutCounters:
+    """Counts since the session was attached; `connections_open` is of now. `denied`: connections, without DNS."""
+
+    connections_open: int = 0
+    connections: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_queries: int = 0
+    dns_denied: int = 0
+
+
+@attrs.frozen
+class EgressEntry:
+    """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
+
+    `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
+    refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
+    """
+
+    session_id: str
+    time: float
+    kind: EntryKind
+    host: str
+    port: int
+    verdict: EntryVerdict
+    address: str | None = None
+    reason: str | None = None
+    rule: str | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    duration_ms: int = 0
+    cause: str | None = None
+
+
+# Requests -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Configure:
+    """The first request. `permit`: networks that may be dialled although they are private; `always_deny`: rules that
+    come before those of every session.
+    """
+
+    seq: int
+    permit: tuple[str, ...] = ()
+    always_deny: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class AttachSession:
+    """Serve a session's sockets, which come along."""
+
+    seq: int
+    session_id: str
+    policy: PolicyText
+    limits: WayOutLimits = WayOutLimits()
+
+
+@attrs.frozen
+class SetPolicy:
+    """Replace policy and limits whole. Answered when the connections that are no longer allowed have been reset."""
+
+    seq: int
+    session_id: str
+    policy: PolicyText
+    limits: WayOutLimits = WayOutLimits()
+
+
+@attrs.frozen
+class DetachSession:
+    """Reset the session's connections and close its descriptors. Answered when all are closed."""
+
+    seq: int
+    session_id: str
+
+
+@attrs.frozen
+class DescribeSession:
+    """Ask for a session's counters."""
+
+    seq: int
+    session_id: str
+
+
+# Answers and notices ------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Configured:
+    """The answer to `Configure`. `version`: of this contract."""
+
+    seq: int
+    version: int
+
+
+@attrs.frozen
+class Accomplished:
+    """The answer to `AttachSession`, `SetPolicy` and `DetachSession`."""
+
+    seq: int
+
+
+@attrs.frozen
+class Described:
+    """The answer to `DescribeSession`."""
+
+    seq: int
+    counters: WayOutCounters
+
+
+@attrs.frozen
+class EgressFailed:
+    """A request failed, and changed nothing. `message`: a sentence."""
+
+    seq: int
+    code: FailureCode
+    message: str
+
+
+@attrs.frozen
+class Entries:
+    """A notice: log entries in the order of their ends. `dropped`: the number lost since the notice before."""
+
+    dropped: int
+    entries: tuple[EgressEntry, ...]
+
+
+REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)
+ANSWERS = (Configured, Accomplished, Described, EgressFailed, Entries)
+
+EgressRequest = Configure | AttachSession | SetPolicy | DetachSession | DescribeSession
+EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
+
+
+# Codec --------------------------------------------------------------------------------------------------------------
+
+
+def encode(message: EgressRequest | EgressAnswer) -> bytes:
+    """Return the datagram of a message.
+
+    Raises:
+        ProtocolError: the datagram would be longer than `MAX_DATAGRAM_BYTES`.
+    """
+    body = {_TAG: type(message).__name__, **attrs.asdict(message)}
+    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+    if len(data) > MAX_DATAGRAM_BYTES:
+        raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes; a datagram has {MAX_DATAGRAM_BYTES}")
+    return data
+
+
+def decode_request(data: bytes) -> EgressRequest:
+    """Return the request in a datagram; raise ProtocolError if there is none."""
+    request: EgressRequest = _decode(data, REQUESTS)
+    return request
+
+
+def decode_answer(data: bytes) -> EgressAnswer:
+    """Return the answer or notice in a datagram; raise ProtocolError if there is none."""
+    answer: EgressAnswer = _decode(data, ANSWERS)
+    return answer
+
+
+def _decode(data: bytes, classes: tuple[type, ...]) -> Any:
+    try:
+        body = json.loads(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not JSON: {type(error).__name__}") from None
+    tag = body.pop(_TAG, None) if isinstance(body, dict) else None
+    for each in classes:
+        if each.__name__ == tag:
+            return _structure(body, each, each.__name__)
+    raise ProtocolError(f"unknown message {str(tag)[:40]!r}")
+
+
+def _structure(value: object, expected: Any, where: str) -> Any:
+    """Check a value of JSON against a type and build classes from objects; nothing is repaired.
+
+    A bool is no number and a whole number is a float. `where` names the place in errors.
+    """
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is types.UnionType:
+        return None if value is None else _structure(value, arguments[0], where)
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_structure(each, arguments[0], f"{where}[{index}]") for index, each in enumerate(value))
+    if attrs.has(expected) and isinstance(value, dict):
+        return _build(value, expected, where)
+    if type(value) is expected and value == value and value not in (math.inf, -math.inf):
+        return value
+    if expected is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
+    raise ProtocolError(f"{where}: {type(value).__name__} where {expected} belongs")
+
+
+def _build(value: dict[str, object], cls: Any, where: str) -> Any:
+    hints, fields = _hints(cls), attrs.fields_dict(cls)
+    missing = {name for name, field in fields.items() if field.default is attrs.NOTHING} - value.keys()
+    if missing or value.keys() - fields.keys():
+        raise ProtocolError(f"{where}: unknown {sorted(value.keys() - fields.keys())[:5]}, missing {sorted(missing)}")
+    try:
+        return cls(**{name: _structure(each, hints[name], f"{where}.{name}") for name, each in value.items()})
+    except ValueError as error:
+        raise ProtocolError(f"{where}: {error.args[0]}") from None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, vars(sys.modules[cls.__module__]))
