@@ -5,6 +5,7 @@
     ├── events     the journal's way to disk
     ├── spool      output and records of runs
     ├── nsinit     the one connection to the privileged process
+    ├── egress     the process that carries the connections of sessions
     ├── images     the image catalogue
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
@@ -38,7 +39,7 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import events, images, nsinit, store
+from sandkasten.actors.services import egress, events, images, nsinit, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
@@ -63,7 +64,9 @@ from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
+from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
+from sandkasten.links.egress import StartEgress, start_egress_as_child
 from sandkasten.links.nsinit import StartNsinit, start_as_child
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
@@ -77,7 +80,6 @@ from sandkasten.model import (
 )
 from sandkasten.model.errors import (
     Capacity,
-    EgressUnavailable,
     LauncherGone,
     SandkastenError,
     SessionExpired,
@@ -85,7 +87,7 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, Network, NetworkInfo
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
@@ -114,21 +116,24 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         pool_size: int,
         profiles: Sequence[SeccompProfile] = (),
         start_nsinit: StartNsinit = start_as_child,
+        start_egress: StartEgress | None = start_egress_as_child,
     ) -> None:
         self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
-        self._profiles, self._start_nsinit = profiles, start_nsinit
+        self._profiles, self._start_nsinit, self._start_egress = profiles, start_nsinit, start_egress
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
-        self._images, self._workspaces = Ref("images"), Ref("workspaces")
+        self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory, metrics = SessionDirectory(), Metrics()
         self._shared = Shared(
             store=self._store,
             nsinit=self._nsinit,
+            egress=self._egress,
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(on_event=metrics.note_event),
+            egress_logs=EgressLogs(),
             output=OutputStore.configured(spool_dir, config.runs),
             metrics=metrics,
             shares=KeyShares(KeyRing(), runs_of=directory.runs_of),
@@ -160,6 +165,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
+            ChildSpec("egress", self._start_egress_client),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
@@ -208,6 +214,18 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             await actor.run(task_status=task_status)
         except* LauncherGone as gone:  # without root no other launcher can be started
             raise GiveUp(str(unwrap(gone))) from None
+
+    async def _start_egress_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = egress.EgressClient(
+            self._egress,
+            nsinit=self._nsinit,
+            settings=self._config.egress,
+            directory=self._directory,
+            logs=self._shared.egress_logs,
+            journal=self._journal,
+            start=self._start_egress,
+        )
+        await actor.run(task_status=task_status)
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         await images.Images(self._images, self._catalog).run(task_status=task_status)
@@ -283,7 +301,6 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         began = trio.current_time()
         outcome, timings_ms = "bug", dict[str, float]()
         try:
-            _require_way_out(resolve_network(spec.network, self._config))
             session = await self._sessions.ask(sessions.Create(spec))
             outcome, timings_ms = "ok", dict(session.timings_ms)
         except SandkastenError as error:
@@ -310,7 +327,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
         if patch.network is not None:
-            _require_way_out(resolve_network(patch.network, self._config))
+            resolve_network(patch.network, self._config)
         return await entry.ref.ask(Update(patch))
 
     async def pause(self, session_id: str, spec: PauseSpec | None = None) -> Session:
@@ -347,8 +364,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def network(self, session_id: str) -> NetworkInfo:
         session = (await self._live(session_id)).session
-        _require_way_out(session.network)
-        return NetworkInfo(session.network, session.network_revision)
+        counters = await self._egress.ask_again(egress.CountWay(session_id))
+        return NetworkInfo(session.network, session.network_revision, counters)
 
     async def egress_log(
         self,
@@ -359,9 +376,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         host: str | None = None,
         limit: int = 1000,
     ) -> EgressPage:
-        session = (await self._live(session_id)).session
-        _require_way_out(session.network)
-        return EgressPage((), after or "0")
+        await self._live(session_id)
+        return self._shared.egress_logs.page(session_id, after, verdict, host, limit)
 
     # Files ------------------------------------------------------------------------------------------------------
 
@@ -492,12 +508,6 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def sweep(self) -> int:
         """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
-
-
-def _require_way_out(network: Network) -> None:
-    """Refuse a network that needs the egress process."""
-    if network.has_way_out:
-        raise EgressUnavailable("this version of the daemon starts no egress process: sessions have no way out")
 
 
 def _require_ended(session: Session) -> Session:

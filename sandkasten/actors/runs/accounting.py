@@ -28,6 +28,7 @@ from runner.wire.protocol import ExecReply
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, Shell
 from sandkasten.counters.cgroup import UNKNOWN, CgroupStats
+from sandkasten.journal.egress import SessionDenials
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, Stream, Usage
 from sandkasten.model.errors import ExecGone
 from sandkasten.output.log import OutputLog
@@ -142,6 +143,8 @@ class RunAccount:
     init_spent_usec: int = 0
     was_sent_kill: bool = False
     is_restored: bool = False
+    egress_mark: int = 0
+    """The newest entry of the session's egress log when the turn began; 0 is before all of them, for a restored run."""
 
     @classmethod
     def of_numbers(cls, numbers: tuple[int, ...]) -> RunAccount | None:
@@ -179,12 +182,14 @@ class Accounts(RunObserver):
         *,
         active: Collection[Run],
         count_shells: Callable[[], int],
+        denials: SessionDenials,
     ) -> None:
         """`active` are the runs that wait or run, as of whenever they are looked at."""
         self._stats = stats
         self._cgroups = cgroups
         self._active = active
         self._count_shells = count_shells
+        self._denials = denials
         self._accounts: dict[str, RunAccount] = {}
         self._left: WeakKeyDictionary[Shell, Reading] = WeakKeyDictionary()
         """The readings at the end of the last run of each shell in which the next run waited."""
@@ -269,7 +274,9 @@ class Accounts(RunObserver):
         is_quiet = 0 < processes <= idle
         is_alone = len(self._active) == 1 and is_quiet
         init_usec = UNKNOWN if is_alone else self._stats.read_init_cpu()
-        self._accounts[run.exec_id] = RunAccount(reading, is_alone, is_quiet or self._is_clean(run), init_usec)
+        is_clean = is_quiet or self._is_clean(run)
+        mark = self._denials.mark()
+        self._accounts[run.exec_id] = RunAccount(reading, is_alone, is_clean, init_usec, egress_mark=mark)
 
     def _is_clean(self, run: Run) -> bool:
         """Whether earlier commands left nothing in the run's shell. The default shell shares its cgroup with PID 1."""
@@ -328,6 +335,7 @@ class Accounts(RunObserver):
             usage=_own_usage(reply) if run.shell is None else self._shell_usage(run.shell, account, reply, cause),
             victim=await find_victim() if is_named else None,
             queued_ms=run.clock.queued_ms,
+            egress_denied=() if account is None else self._denials.since(account.egress_mark),
         )
 
     def _shell_usage(self, shell: Shell, account: RunAccount | None, reply: ExecReply, cause: Cause) -> Usage:

@@ -29,6 +29,7 @@ from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.runs.shells import Shells
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
+from sandkasten.journal.egress import SessionDenials
 from sandkasten.model import Cause, EventType, ExecEnd, ExecInfo, ExecKind, TerminalSize
 from sandkasten.model.errors import (
     Capacity,
@@ -78,6 +79,7 @@ class Runs(RunObserver):
         queue_length: int,
         metrics: Metrics,
         keep: Keep,
+        denials: SessionDenials,
     ) -> None:
         self._host = host
         self._output = output
@@ -100,6 +102,7 @@ class Runs(RunObserver):
             self.cgroups,
             active=self._active.values(),
             count_shells=lambda: self.shells.count,
+            denials=denials,
         )
         self._observers = (self.accounts, self.persistence, self)
         self._listeners = (self.persistence,)

@@ -18,6 +18,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
+from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import Session, SessionOptions, Status
@@ -145,9 +146,11 @@ class Shared:
 
     store: Ref
     nsinit: Ref
+    egress: Ref
     workspaces: Ref
     directory: SessionDirectory
     journal: Journal
+    egress_logs: EgressLogs
     output: OutputStore
     metrics: Metrics
     shares: KeyShares

@@ -53,6 +53,9 @@ _LAST_WORDS_S = 1.0
 _AFTER_ALL_IDS = "g"
 """Sorts behind every session id."""
 
+_SANDBOX_FDS = 2
+"""Descriptors of a sandbox that tells of kills for memory: PID 1's, and that of the event."""
+
 _UNSENT = 0
 """`seq` of a request until the client sends it."""
 
@@ -114,6 +117,19 @@ class RunCgroup:
         self.fd.close()
 
 
+@attrs.frozen
+class NetworkSockets:
+    """A listener, a socket for DNS and the link that steers to both, in a session's network namespace. The receiver
+    owns the descriptors."""
+
+    fds: Sequence[OwnedFd]
+
+    def close_unused(self) -> None:
+        """Close the descriptors, when nobody is left to receive them."""
+        for fd in self.fds:
+            fd.close()
+
+
 def call(kind: Callable[Concatenate[int, P], protocol.Request[R]], /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
     """Return the message that sends a request of class `kind`, with these fields after `seq`; answers nsinit's answer.
 
@@ -158,6 +174,17 @@ def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
     return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
 
+def open_network(session_id: str) -> Call[NetworkSockets]:
+    """Open a session's way out."""
+
+    def read(answer: NsinitAnswer) -> NetworkSockets:
+        if len(answer.fds) != protocol.MAX_FDS:
+            raise _wrong_descriptors(answer)
+        return NetworkSockets(answer.fds)
+
+    return Call(protocol.OpenNetwork(_UNSENT, session_id), read, is_retriable=True)
+
+
 def ping() -> Call[protocol.Scanned]:
     """Ask for something that costs nothing."""
     return call(protocol.Scan, _AFTER_ALL_IDS)
@@ -177,7 +204,7 @@ def _torn_down(answer: NsinitAnswer) -> protocol.TornDown:
 
 def _sandbox(answer: NsinitAnswer) -> Sandbox:
     found: protocol.Built | protocol.Adopted = answer.message
-    if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == protocol.MAX_FDS):
+    if not answer.fds or (found.oom_event != "none") is not (len(answer.fds) == _SANDBOX_FDS):
         raise _wrong_descriptors(answer)
     timings = found.timings_us if isinstance(found, protocol.Built) else {}
     oom_fd = answer.fds[1] if len(answer.fds) > 1 else None

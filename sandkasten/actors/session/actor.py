@@ -33,6 +33,7 @@ from sandkasten.actors.runs.run import Joined, RunClaim
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
+from sandkasten.actors.services.egress import OpenWay
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
 from sandkasten.actors.session.birth import (
     HELLO_S,
@@ -84,6 +85,7 @@ from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, end_error,
 from sandkasten.admission.plan import check_spans, plan_sandbox
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.crash import Point
+from sandkasten.journal.egress import SessionDenials
 from sandkasten.links.runner import RunnerLink
 from sandkasten.log import rfc3339_or_none
 from sandkasten.model import (
@@ -103,6 +105,7 @@ from sandkasten.model.errors import (
     BuildFailed,
     BuildInterrupted,
     Capacity,
+    EgressUnavailable,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
@@ -173,6 +176,7 @@ class SessionActor(Actor):
             queue_length=services.shell_queue_length,
             metrics=services.metrics,
             keep=keep,
+            denials=SessionDenials(services.egress_logs, record.session.id),
         )
         self._ports = Ports(self)
         self._terminals = Terminals(self, self._runs)
@@ -245,6 +249,7 @@ class SessionActor(Actor):
                 crash.passing(Point.CREATE_BUILT)
                 self._own.change(status=next_status(session.status, Trigger.BUILT))
                 meanwhile.start_soon(self._put_running)
+                meanwhile.start_soon(self._open_way)
                 self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
@@ -287,6 +292,7 @@ class SessionActor(Actor):
             if self._is_frozen:
                 await self._freeze(frozen=False)
             await hand_over(self.link, claim.env)
+            await self._open_way()
             crash.passing(Point.CLAIM_HANDED_OVER)
             if claim.env:
                 self._own.post(written)
@@ -317,6 +323,19 @@ class SessionActor(Actor):
         await ask_patiently(self._services.nsinit, call(SetFrozen, self.session_id, frozen))
         self._is_frozen = frozen
 
+    async def _open_way(self) -> None:
+        """Give a new session the way out that it was made with; without it there is no session."""
+        if self.session.network.has_way_out:
+            await self._services.egress.ask_again(OpenWay(self.session_id, self.session.network))
+
+    async def _open_way_again(self) -> None:
+        """Give an adopted session its way out. A session that can't have it any more goes on without one."""
+        try:
+            message = OpenWay(self.session_id, self.session.network)
+            await self._services.egress.ask_again(message, on=(EgressUnavailable, BuildFailed))
+        except SandkastenError as error:
+            log.error("way_out_not_restored", extra={"session_id": self.session_id, "error": str(error)})
+
     async def _put_running(self) -> None:
         await self._own.put()
         self._services.crash.passing(Point.CREATE_RUNNING)
@@ -338,6 +357,8 @@ class SessionActor(Actor):
         self._services.budget.hold(self.session.id, limits)
         if not is_member:
             self._own.restore_lease()
+        if self.session.network.has_way_out:
+            self.start_task(self._open_way_again)
         self._own.put_soon()
 
     def _hold(self, sandbox: Sandbox) -> None:

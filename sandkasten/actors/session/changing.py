@@ -14,6 +14,7 @@ from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.actors.services.egress import CloseWay, OpenWay
 from sandkasten.actors.services.nsinit import call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
@@ -29,6 +30,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
+from sandkasten.model.network import Network
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +128,42 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
 
     Raises:
         Conflict: the network is not at the revision that the patch is for.
+        EgressUnavailable, InvalidRule: the network can't be had now.
         SandkastenError: as `change_limits`, or the translated refusal of PID 1.
     """
-    before, revision = own.session.limits, own.session.network_revision
+    session, revision = own.session, own.session.network_revision
     if patch.if_revision not in (None, revision):
         raise Conflict("the network was changed meanwhile", revision=revision)
+    if patch.network is None:
+        await _change_rest(host, own, patch, services=services)
+        return
+    await put_network(services.egress, session.id, patch.network)
+    try:
+        await _change_rest(host, own, patch, services=services)
+    except SandkastenError:
+        await _restore_network(services.egress, session)
+        raise
+    own.change(network=patch.network, network_revision=revision + 1)
+    host.emit(EventType.NETWORK_CHANGED, mode=patch.network.mode.value, revision=revision + 1)
+
+
+async def put_network(egress: Ref, session_id: str, network: Network) -> None:
+    """Have a session reach what `network` says, and nothing else. Raises as `OpenWay`."""
+    await egress.ask_again(OpenWay(session_id, network) if network.has_way_out else CloseWay(session_id))
+
+
+async def _restore_network(egress: Ref, session: Session) -> None:
+    """Undo a change of the network; a way out that can't be what it was is closed."""
+    try:
+        await put_network(egress, session.id, session.network)
+    except SandkastenError as error:
+        log.error("network_not_restored", extra={"session_id": session.id, "error": str(error)})
+        await egress.ask_again(CloseWay(session.id))
+
+
+async def _change_rest(host: SessionServices, own: LiveRecord, patch: SessionPatch, *, services: Services) -> None:
+    """Change all but the network."""
+    before = own.session.limits
     if patch.limits is not None:
         own.change(limits=await change_limits(services, own.session, patch.limits))
     if patch.env is not None:
@@ -142,9 +175,6 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
     labels = None if patch.labels is None else dict(patch.labels)
     asked = {"labels": labels, "ttl_s": patch.ttl_s, "max_lifetime_s": patch.max_lifetime_s}
     own.change(**{name: value for name, value in asked.items() if value is not None})
-    if patch.network is not None:
-        own.change(network=patch.network, network_revision=revision + 1)
-        host.emit(EventType.NETWORK_CHANGED, mode=patch.network.mode.value, revision=revision + 1)
 
 
 async def _change_environment(host: SessionServices, env: Mapping[str, str | None]) -> SandkastenError | None:

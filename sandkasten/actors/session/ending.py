@@ -14,6 +14,7 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.actors.services.egress import CloseWay
 from sandkasten.actors.services.nsinit import ask_patiently, stop_processes, teardown
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
@@ -51,6 +52,14 @@ async def let_stop(nsinit: Ref, session: Session, event: Trigger) -> int:
         except SandkastenError as error:
             log.warning("processes_not_told", extra={"session_id": session.id, "error": str(error)})
     return grace_ms
+
+
+async def _close_way(egress: Ref, session_id: str) -> None:
+    """End the way out of a session; the sockets of one would keep its network namespace."""
+    try:
+        await egress.ask_again(CloseWay(session_id, forget=True))
+    except SandkastenError as error:
+        log.error("way_out_not_closed", extra={"session_id": session_id, "error": str(error)})
 
 
 async def end_member(
@@ -91,6 +100,8 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     has_waited = await let_stop(services.nsinit, own.session, event) > 0
+    if own.session.network.has_way_out:
+        await _close_way(services.egress, own.session.id)
     try:
         async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
             torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))

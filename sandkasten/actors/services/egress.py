@@ -1,0 +1,398 @@
+"""The egress client: owner of the egress process, and of the way out of every session that has one.
+
+A way out is three descriptors in the session's network namespace, made by nsinit. The egress process gets copies and
+serves them; the originals stay here, so that a process that follows another gets them too, while connects wait in the
+listener's backlog. The process starts with the first way out. Nothing is reached without it: closing every copy of the
+descriptors is how a way out ends.
+
+Each session has one wish, its policy or none, and one task brings the process from wish to wish in order. Askers wait
+until their wish is in force. What the process tells is kept in `journal/egress.py`, and told to clients as events.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from egress import protocol
+from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import ask_patiently, open_network
+from sandkasten.admission.network import rules_in_force
+from sandkasten.config import EgressSettings
+from sandkasten.journal.egress import EgressLogs
+from sandkasten.journal.ring import Journal
+from sandkasten.links.egress import EgressLink, EgressProcess, StartEgress
+from sandkasten.links.fds import OwnedFd, wait_ended
+from sandkasten.links.nsinit import forward_log
+from sandkasten.model import EventType
+from sandkasten.model.errors import EgressUnavailable, SandkastenError
+from sandkasten.model.network import Network, NetworkCounters
+
+log = logging.getLogger(__name__)
+
+_IN_FORCE_S = 10.0
+"""Deadline for a wish to be in force, a restart of the process included."""
+
+_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+"""Pauses before the process is started again, the last one again and again."""
+
+_STEADY_S = 30.0
+"""A process that ran so long is started again after the first pause."""
+
+_STOP_S = 2.0
+_LAST_WORDS_S = 1.0
+"""Time for reading the rest of the log after the end of the link."""
+
+_DENIALS_EVERY_S = 10.0
+"""Time between two events about refusals of one session."""
+
+
+@attrs.frozen
+class OpenWay(Ask[None]):
+    """Give a session a way out, or the one it has another policy. Answered when that is in force.
+
+    Raises:
+        EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
+            there before stays as it was, or closed.
+        BuildFailed: nsinit could not open the session's namespace.
+        InvalidRule: the configuration has no such group any more.
+    """
+
+    session_id: str
+    network: Network
+
+
+@attrs.frozen
+class CloseWay(Ask[None]):
+    """End a session's way out: connections are reset, and connects are refused from then on. Answered when no process
+    has the descriptors any more. `forget`: drop the session's log."""
+
+    session_id: str
+    forget: bool = False
+
+
+@attrs.frozen
+class CountWay(Ask[NetworkCounters]):
+    """Ask for the counters of a session; all are 0 without a way out. Raises `EgressUnavailable`."""
+
+    session_id: str
+
+
+Message = OpenWay | CloseWay | CountWay
+
+
+@attrs.define(eq=False)
+class _Way:
+    """A way out. `policy`: the wish. `is_attached`: the present process has the descriptors."""
+
+    session_id: str
+    policy: protocol.PolicyText
+    limits: protocol.WayOutLimits
+    fds: Sequence[OwnedFd] = ()
+    """Empty until nsinit has made them."""
+    is_attached: bool = False
+    settled: trio.Event = attrs.field(factory=trio.Event)
+    """Set when the wish is in force, or was refused."""
+    refusal: SandkastenError | None = None
+
+    def wish(self, policy: protocol.PolicyText, limits: protocol.WayOutLimits) -> None:
+        self.policy, self.limits = policy, limits
+        self.settled, self.refusal = trio.Event(), None
+
+    def close(self) -> None:
+        for fd in self.fds:
+            fd.close()
+
+
+class EgressClient(Actor):
+    """See the module's docstring. Without `start` the node has no way to an egress process."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        *,
+        nsinit: Ref,
+        settings: EgressSettings,
+        directory: SessionDirectory,
+        logs: EgressLogs,
+        journal: Journal,
+        start: StartEgress | None,
+    ) -> None:
+        super().__init__(ref)
+        self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
+        self._logs, self._journal = logs, journal
+        self._ways: dict[str, _Way] = {}
+        self._detached: dict[str, trio.Event] = {}
+        """Sessions that the process still has, and the events of their detachment."""
+        self._link: EgressLink | None = None
+        self._process: EgressProcess | None = None
+        self._work = trio.Event()
+        self._is_started = False
+        self._denials: dict[str, _Denials] = {}
+
+    async def on_start(self) -> None:
+        """After a fault of this actor, which closed every way out, open them again."""
+        for entry in self._directory:
+            if entry.session.network.has_way_out:
+                self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
+
+    async def _open_again(self, message: OpenWay) -> None:
+        try:
+            await self._open(message)
+        except SandkastenError as error:
+            log.error("way_out_not_restored", extra={"session_id": message.session_id, "error": str(error)})
+
+    async def handle(self, message: Message) -> Any:  # each message names its answer
+        match message:
+            case OpenWay():
+                return self.defer(self._open, message)
+            case CloseWay(session_id, forget):
+                return self.defer(self._close, session_id, forget)
+            case CountWay(session_id):
+                return self.defer(self._count, session_id)
+            case _:
+                assert_never(message)
+
+    async def on_stop(self) -> None:
+        for way in self._ways.values():
+            way.close()
+        if self._process is not None:
+            await _end(self._process)
+
+    # Wishes -----------------------------------------------------------------------------------------------------
+
+    async def _open(self, message: OpenWay) -> None:
+        if self._start is None:
+            raise EgressUnavailable("this daemon has no way to start an egress process: its nsinit is a service apart")
+        policy, limits = self._wish_of(message.network)
+        way = self._ways.get(message.session_id)
+        before = None if way is None else (way.policy, way.limits)
+        if way is None:
+            way = self._ways[message.session_id] = _Way(message.session_id, policy, limits)
+            await self._make(way)
+        else:
+            way.wish(policy, limits)
+        self._logs.open(message.session_id, message.network.log)
+        self._set_to_work()
+        with trio.move_on_after(_IN_FORCE_S) as patience:
+            await way.settled.wait()
+        refusal = way.refusal
+        if patience.cancelled_caught:
+            refusal = EgressUnavailable("the egress process does not answer, or can't be started")
+        if refusal is None:
+            return
+        if before is None:
+            await self._close(message.session_id, True)
+        else:
+            way.wish(*before)
+            self._set_to_work()
+        raise refusal
+
+    async def _make(self, way: _Way) -> None:
+        """Have nsinit make the descriptors of a way that may be closed meanwhile."""
+        try:
+            sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
+        except BaseException:
+            if self._ways.get(way.session_id) is way:
+                del self._ways[way.session_id]
+            raise
+        if self._ways.get(way.session_id) is not way:
+            sockets.close_unused()
+            raise EgressUnavailable("the way out was closed meanwhile")
+        way.fds = sockets.fds
+
+    def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
+        """Return policy and limits as the process takes them. Raises `InvalidRule`."""
+        rules = rules_in_force(network, self._settings)
+        asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
+        mode: Any = network.mode.value  # `allow` or `open`: the session has a way out
+        return protocol.PolicyText(mode, tuple(rules.allow), tuple(rules.deny)), protocol.WayOutLimits(**asked)
+
+    async def _close(self, session_id: str, forget: bool) -> None:
+        way = self._ways.pop(session_id, None)
+        if way is not None:
+            way.close()
+            way.refusal = EgressUnavailable("the way out was closed meanwhile")
+            way.settled.set()
+            if way.is_attached:
+                self._detached[session_id] = trio.Event()
+                self._set_to_work()
+        if (is_detached := self._detached.get(session_id)) is not None:
+            await is_detached.wait()
+        if forget:
+            self._logs.forget(session_id)
+            self._denials.pop(session_id, None)
+
+    async def _count(self, session_id: str) -> NetworkCounters:
+        way = self._ways.get(session_id)
+        if way is None:
+            return NetworkCounters()
+        if self._link is None or not way.is_attached:
+            raise EgressUnavailable("the egress process is being started")
+        with trio.move_on_after(_IN_FORCE_S):
+            answer = await self._link.request(protocol.DescribeSession(0, session_id), protocol.Described)
+            return NetworkCounters(**attrs.asdict(answer.counters))
+        raise EgressUnavailable("the egress process does not answer")
+
+    # The process ------------------------------------------------------------------------------------------------
+
+    def _set_to_work(self) -> None:
+        self._work.set()
+        if not self._is_started:
+            self._is_started = True
+            self._nursery.start_soon(self._keep_process)
+            self._nursery.start_soon(self._tell_denials)
+
+    async def _keep_process(self) -> None:
+        """Start a process, and another after its end, for as long as the actor runs."""
+        tries = 0
+        while True:
+            began = trio.current_time()
+            try:
+                await self._run_process()
+            except SandkastenError as error:
+                log.error("egress_not_started", extra={"error": str(error)})
+            tries = 0 if trio.current_time() - began > _STEADY_S else tries
+            await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries += 1
+
+    async def _run_process(self) -> None:
+        """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
+        not be started or configured."""
+        assert self._start is not None
+        process = self._process = await self._start()
+        try:
+            async with trio.open_nursery() as nursery:
+                link = EgressLink(process.sock, self._take)
+                nursery.start_soon(self._serve, link, process, nursery.cancel_scope)
+                settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
+                with trio.fail_after(_IN_FORCE_S):
+                    await link.request(settings, protocol.Configured)
+                self._link = link
+                self._logs.follow(link.catch_up)
+                log.info("egress_ready", extra={"sessions": len(self._ways)})
+                await self._settle(link)
+        except* trio.TooSlowError:
+            raise EgressUnavailable("the egress process does not answer") from None
+        except* EgressUnavailable as group:
+            raise EgressUnavailable(str(group.exceptions[0])) from None
+        finally:
+            self._link = self._process = None
+            with trio.CancelScope(shield=True):
+                await _end(process)
+            for way in self._ways.values():
+                way.is_attached = False
+            while self._detached:
+                self._detached.popitem()[1].set()
+        log.warning("egress_ended", extra={"sessions": len(self._ways)})
+
+    async def _serve(self, link: EgressLink, process: EgressProcess, running: trio.CancelScope) -> None:
+        """Serve the link to its end; the last lines of the log say why it ended."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(forward_log, process.log.fileno())
+            await link.serve()
+            nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
+        running.cancel()
+
+    async def _settle(self, link: EgressLink) -> None:
+        """Bring the process from wish to wish. Ends with a wish that is not answered in time."""
+        while True:
+            self._work = trio.Event()
+            for session_id, is_detached in list(self._detached.items()):
+                await self._request(link, protocol.DetachSession(0, session_id))
+                del self._detached[session_id]
+                is_detached.set()
+            for way in list(self._ways.values()):
+                is_in_force = way.is_attached and way.settled.is_set()
+                if way.fds and not is_in_force and self._ways.get(way.session_id) is way:
+                    await self._put_in_force(link, way)
+            await self._work.wait()
+
+    async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
+        settled = way.settled
+        try:
+            if way.is_attached:
+                await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
+            else:
+                order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
+                way.is_attached = True  # also when the answer does not come: then the session is detached later
+                with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
+                    fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]
+                    await self._request(link, order, fds)
+        except EgressUnavailable as error:
+            log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
+            if settled is way.settled:
+                way.refusal = error
+        settled.set()
+
+    async def _request(self, link: EgressLink, request: protocol.EgressRequest, fds: Sequence[int] = ()) -> None:
+        with trio.fail_after(_IN_FORCE_S):
+            await link.request(request, protocol.Accomplished, fds)
+
+    # What the process tells -------------------------------------------------------------------------------------
+
+    def _take(self, notice: protocol.Entries) -> None:
+        for entry in notice.entries:
+            if (kept := self._logs.get(entry.session_id)) is None:
+                continue  # the session has ended
+            kept.add(entry)
+            if entry.verdict == "denied":
+                self._note_denial(entry)
+        if notice.dropped:
+            log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
+
+    def _note_denial(self, entry: protocol.EgressEntry) -> None:
+        denials = self._denials.setdefault(entry.session_id, _Denials())
+        denials.count += 1
+        denials.last = entry
+        if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
+            self._tell(entry.session_id, denials)
+
+    def _tell(self, session_id: str, denials: _Denials) -> None:
+        assert denials.last is not None
+        self._journal.emit(
+            EventType.EGRESS_DENIED,
+            session_id,
+            host=denials.last.host,
+            port=denials.last.port or None,
+            reason=denials.last.reason,
+            count=denials.count,
+        )
+        denials.count, denials.told_at = 0, trio.current_time()
+
+    async def _tell_denials(self) -> None:
+        """Tell of refusals that came soon after others, some seconds later."""
+        while True:
+            await trio.sleep(_DENIALS_EVERY_S)
+            for session_id, denials in self._denials.items():
+                if denials.count:
+                    self._tell(session_id, denials)
+
+
+@attrs.define
+class _Denials:
+    """Refusals of one session that no event told of: their number and the last one."""
+
+    count: int = 0
+    told_at: float = float("-inf")
+    last: protocol.EgressEntry | None = None
+
+
+async def _end(process: EgressProcess) -> None:
+    """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
+    process.sock.close()
+    with trio.move_on_after(_STOP_S) as patience:
+        await wait_ended(process.pidfd)
+    if patience.cancelled_caught:
+        process.kill()
+        with trio.move_on_after(_STOP_S):
+            await wait_ended(process.pidfd)
+    process.reap()
+    process.close()

@@ -1,0 +1,150 @@
+"""The log of what sessions reached for: the newest entries of each, numbered in memory. Does no I/O.
+
+Numbers begin at the microsecond in which a session's log was opened, so a cursor of an earlier daemon is behind every
+entry of this one, and its reader misses none that is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import attrs
+
+from egress import protocol
+from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.network import (
+    MAX_DENIALS,
+    EgressDenial,
+    EgressEntry,
+    EgressKind,
+    EgressLogging,
+    EgressPage,
+    EgressVerdict,
+)
+
+KEPT = 1000
+"""Entries that are kept of each session."""
+
+
+class SessionEgressLog:
+    """The log of one session."""
+
+    def __init__(self, logging: EgressLogging) -> None:
+        self.logging = logging
+        self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
+        self._first = self._last = time.time_ns() // 1000
+        self._dropped = 0
+
+    @property
+    def last(self) -> int:
+        """The number of the newest entry."""
+        return self._last
+
+    def add(self, entry: protocol.EgressEntry) -> None:
+        """Keep an entry; one that is allowed is not kept where refusals alone are logged."""
+        if entry.verdict == "allowed" and self.logging is EgressLogging.DENIED:
+            return
+        self._last += 1
+        shown = {name: value for name, value in attrs.asdict(entry).items() if name != "session_id"}
+        shown |= {
+            "cursor": str(self._last),
+            "time": datetime.fromtimestamp(entry.time, UTC),
+            "kind": EgressKind(entry.kind),
+            "verdict": EgressVerdict(entry.verdict),
+            "port": entry.port or None,
+        }
+        self._entries.append((self._last, EgressEntry(**shown)))
+
+    def note_dropped(self, count: int) -> None:
+        """Count entries that were lost on their way."""
+        self._dropped += count
+
+    def page(self, after: str | None, verdict: EgressVerdict | None, host: str | None, limit: int) -> EgressPage:
+        """Return the entries behind a cursor. Raises `InvalidRequest` for a malformed one."""
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= 20):
+            raise InvalidRequest("malformed cursor", after="must be the cursor of an entry or of a page")
+        place = int(after or 0)
+        found: list[EgressEntry] = []
+        for number, entry in self._entries:
+            if number <= place:
+                continue
+            if len(found) == limit:
+                break
+            place = number
+            if verdict in (None, entry.verdict) and host in (None, entry.host):
+                found.append(entry)
+        return EgressPage(found, str(place), self._dropped)
+
+    def denied_since(self, number: int) -> Sequence[EgressDenial]:
+        """Return the refusals behind an entry's number, equal ones counted, at most `MAX_DENIALS`."""
+        counts: dict[tuple[str, int | None, str], int] = {}
+        for at, entry in reversed(self._entries):
+            if at <= number:
+                break
+            if entry.verdict is EgressVerdict.DENIED:
+                key = entry.host, entry.port, entry.reason or ""
+                counts[key] = counts.get(key, 0) + 1
+        newest_last = list(counts.items())[::-1]
+        return tuple(EgressDenial(*key, count) for key, count in newest_last[:MAX_DENIALS])
+
+
+class EgressLogs:
+    """The logs of all sessions that have a way out, or had one."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, SessionEgressLog] = {}
+        self._catch_up: Callable[[], None] | None = None
+
+    def follow(self, catch_up: Callable[[], None]) -> None:
+        """Call `catch_up` from now on, before a log is read for a run: it adds what has been told by then."""
+        self._catch_up = catch_up
+
+    def catch_up(self) -> None:
+        """Have what was told by now added to the logs."""
+        if self._catch_up is not None:
+            self._catch_up()
+
+    def open(self, session_id: str, logging: EgressLogging) -> None:
+        """Begin the log of a session, or go on with it."""
+        if (log := self._logs.get(session_id)) is not None:
+            log.logging = logging
+        else:
+            self._logs[session_id] = SessionEgressLog(logging)
+
+    def get(self, session_id: str) -> SessionEgressLog | None:
+        return self._logs.get(session_id)
+
+    def page(
+        self, session_id: str, after: str | None, verdict: EgressVerdict | None, host: str | None, limit: int
+    ) -> EgressPage:
+        """Return entries of a session's log; none of a session that never had a way out."""
+        self.catch_up()
+        log = self._logs.get(session_id)
+        return EgressPage((), after or "0") if log is None else log.page(after, verdict, host, limit)
+
+    def forget(self, session_id: str) -> None:
+        """Drop the log of a session that has ended."""
+        self._logs.pop(session_id, None)
+
+
+@attrs.frozen
+class SessionDenials:
+    """What one session is refused, as its runs see it."""
+
+    logs: EgressLogs
+    session_id: str
+
+    def mark(self) -> int:
+        """Return the number of the newest entry; 0 while the session has no log."""
+        log = self.logs.get(self.session_id)
+        return 0 if log is None else log.last
+
+    def since(self, mark: int) -> Sequence[EgressDenial]:
+        """Return what the session was refused since `mark`, up to now."""
+        if (log := self.logs.get(self.session_id)) is None:
+            return ()
+        self.logs.catch_up()
+        return log.denied_since(mark)

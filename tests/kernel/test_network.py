@@ -1,0 +1,193 @@
+"""A session's way out, from a program inside to a server outside: what is reached, what is refused, and who is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import StopOrder, open_tree
+from sandkasten.config import Config, EgressSettings
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host import examine
+from sandkasten.links.egress import start_egress_as_child
+from sandkasten.links.nsinit import start_as_child
+from sandkasten.model import EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
+from sandkasten.model.errors import Conflict
+from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkMode
+from tests.kernel.world import World, echo, http, world
+from tests.waiting import patience, until
+
+SITE, OTHER, PRIVATE = "93.184.215.14", "93.184.215.15", "10.9.8.7"
+"""Addresses of the world; the first two are the machine's own there, and permitted."""
+
+ALLOWED = Network(NetworkMode.ALLOW, allow=["site.example", "other.example:7"])
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path, f"{SITE}/32", f"{OTHER}/32", f"{PRIVATE}/32") as made:
+        made.name({"site.example": SITE, "other.example": OTHER, "private.example": PRIVATE, "secret.example": SITE})
+        for address in (SITE, PRIVATE):
+            made.serve(address, 80, http(b"hello"))
+        made.serve(OTHER, 7, echo)
+        yield made
+
+
+@asynccontextmanager
+async def served(config: Config, outside: World, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
+    """A tree whose egress process is in the world."""
+    config = attrs.evolve(config, egress=EgressSettings(permit=(f"{SITE}/32", f"{OTHER}/32")))
+    machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
+    profiles = load_filters(config.security)
+    order = StopOrder(ends_sessions=ends_sessions)
+    start = partial(start_egress_as_child, enter=outside.enter)
+    async with open_tree(config, machine, profiles, start_as_child, order, start_egress=start) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+async def supervisor(config: Config, outside: World) -> AsyncIterator[LocalSupervisor]:
+    async with served(config, outside) as opened:
+        yield opened
+
+
+async def python(supervisor: LocalSupervisor, session: Session, code: str) -> ExecResult:
+    """Run a program inside, its own modules imported."""
+    argv = ("python3", "-c", f"import socket, sys, urllib.request\n{code}")
+    with trio.fail_after(patience(60)):
+        return await supervisor.exec(session.id, ExecSpec(argv=argv))
+
+
+FETCH = "print(urllib.request.urlopen('http://{}/', timeout=20).read().decode())"
+CONNECT = """
+try:
+    s = socket.create_connection(({!r}, {}), timeout=20)
+    s.sendall(b'ping')
+    print(s.recv(10) or 'closed')
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+
+
+async def test_a_program_reaches_an_allowed_name(supervisor: LocalSupervisor, outside: World) -> None:
+    """Without proxy settings, by the libraries it has; what it reached is in the log, and counted."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    result = await python(supervisor, session, FETCH.format("site.example"))
+    assert (result.stdout, result.egress_denied) == (b"hello\n", ()), result.stderr
+    assert outside.heard == [(SITE, 80)]
+
+    async def is_logged() -> bool:
+        page = await supervisor.egress_log(session.id, host="site.example", verdict=EgressVerdict.ALLOWED)
+        return any(entry.address == SITE and entry.port == 80 and entry.bytes_down for entry in page.entries)
+
+    await until(is_logged)
+    counters = (await supervisor.network(session.id)).counters
+    assert (counters.connections, counters.denied) == (1, 0)
+    assert counters.dns_queries > 0
+
+
+async def test_a_name_that_is_not_allowed_is_not_resolved(supervisor: LocalSupervisor, outside: World) -> None:
+    """The program is told that there is no such name, and the caller what the session was refused."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    result = await python(supervisor, session, FETCH.format("secret.example"))
+    assert result.exit_code != 0
+    assert b"Name or service not known" in result.stderr, result.stderr
+    (denial,) = result.egress_denied
+    assert (denial.host, denial.port, denial.reason) == ("secret.example", None, "not_allowed")
+    assert outside.heard == []
+    after = await supervisor.exec(session.id, ExecSpec("true"))
+    assert after.egress_denied == ()
+    told = [each for each in await _events(supervisor, session) if each.type is EventType.EGRESS_DENIED]
+    assert told[0].data["host"] == "secret.example"
+
+
+async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:
+    """A rule with a port is for that port; the connection ends before the server hears of it."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    assert (await python(supervisor, session, CONNECT.format("other.example", 7))).stdout == b"b'ping'\n"
+    result = await python(supervisor, session, CONNECT.format("other.example", 80))
+    assert b"Connection" in result.stdout, result.stdout
+    assert EgressDenial("other.example", 80, "port") in result.egress_denied
+    assert outside.heard == [(OTHER, 7)]
+
+
+async def test_an_address_without_a_rule_is_refused(supervisor: LocalSupervisor, outside: World) -> None:
+    """The address of an allowed name, too: rules are for names."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    result = await python(supervisor, session, CONNECT.format(SITE, 80))
+    assert result.egress_denied[0].reason == "not_allowed"
+    assert outside.heard == []
+
+
+@pytest.mark.parametrize("target", [PRIVATE, "private.example", "169.254.169.254", "100.64.0.1", "192.168.1.1"])
+async def test_an_open_network_reaches_no_private_address(
+    supervisor: LocalSupervisor, outside: World, target: str
+) -> None:
+    """Neither by address nor by a name that has such an address."""
+    session = await supervisor.create(SessionSpec(network=Network(NetworkMode.OPEN)))
+    assert (await python(supervisor, session, FETCH.format("secret.example"))).stdout == b"hello\n"
+    result = await python(supervisor, session, FETCH.format(target))
+    assert result.exit_code != 0
+    assert result.egress_denied, result.stderr
+    assert (PRIVATE, 80) not in outside.heard
+
+
+async def test_a_session_without_a_way_out_is_as_it_was(supervisor: LocalSupervisor) -> None:
+    """Mode `none`: no route leads anywhere, and no resolver is named."""
+    session = await supervisor.create(SessionSpec())
+    assert session.network == Network()
+    assert b"OSError 101" in (await python(supervisor, session, CONNECT.format(SITE, 80))).stdout  # ENETUNREACH
+    assert b"nameserver" not in (await supervisor.exec(session.id, ExecSpec("cat /etc/resolv.conf"))).stdout
+
+
+async def test_a_live_session_is_given_a_way_out_and_loses_it(supervisor: LocalSupervisor, outside: World) -> None:
+    """A change is in force when it is answered: new connections and open ones."""
+    session = await supervisor.create(SessionSpec())
+    changed = await supervisor.update(session.id, SessionPatch(network=ALLOWED, if_revision=1))
+    assert (changed.network, changed.network_revision) == (ALLOWED, 2)
+    assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+    with pytest.raises(Conflict) as conflict:
+        await supervisor.update(session.id, SessionPatch(network=Network(), if_revision=1))
+    assert conflict.value.details["revision"] == 2
+    held = "s = socket.create_connection(('other.example', 7)); s.sendall(b'x'); s.recv(1); print('on', flush=True)\n"
+    held += "try: print(s.recv(1))\nexcept OSError as error: print(type(error).__name__)"
+    async with supervisor.open_exec(session.id, ExecSpec(argv=("python3", "-c", f"import socket\n{held}"))) as run:
+        with trio.fail_after(patience(60)):
+            seen = b""
+            async for chunk in run:
+                seen += chunk.data
+                if seen == b"on\n":
+                    await supervisor.update(session.id, SessionPatch(network=Network()))
+    assert seen == b"on\nConnectionResetError\n"
+    assert b"Connection" in (await python(supervisor, session, CONNECT.format(OTHER, 7))).stdout
+    assert outside.heard == [(SITE, 80), (OTHER, 7)]
+
+
+async def test_connects_wait_for_an_egress_process_that_was_killed(
+    supervisor: LocalSupervisor, outside: World, egress_pid: int
+) -> None:
+    """The next process gets the descriptors, and serves what came meanwhile."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    os.kill(_egress_pid(), signal.SIGKILL)
+    assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+
+async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: World) -> None:
+    """The next daemon opens it again with the policy of the record."""
+    async with served(config, outside, ends_sessions=False) as supervisor:
+        session = await supervisor.create(SessionSpec(network=ALLOWED))
+    async with served(config, outside) as supervisor:
+
+        async def is_reached() -> bool:
+            return (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+        await until(is_reached)
+        assert (await python(supervisor, session, FETCH.format("secret.example"))).egress_denied
