@@ -1,0 +1,301 @@
+"""One connection of a session: from its destination to a name, through the policy, to an address, and its bytes.
+
+The order of checks: the destination stands for a name or is an address; a rule allows it; the name's addresses, checked;
+the rule again with the address that is dialled; what the client sends first. An address is dialled that was checked,
+never a name. A refusal, and any fault of ours, is a reset; a refused request of HTTP gets an answer.
+
+What the client sends first is looked at before it is forwarded. On port 443 it is awaited, and has to be a TLS
+ClientHello that names the host. On other ports the server may speak first; there a ClientHello has to name the host, and
+so does each request of HTTP. Anything else goes through as it is: an explicit rule allowed the port. A destination that
+is an address has no name that could be compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from ipaddress import IPv4Address
+
+import trio
+
+from egress import relay
+from egress.hello import ClientHello, HelloReader, NotTls
+from egress.http import HttpGuard, Step, looks_like_http
+from egress.names import RANGE, SyntheticName
+from egress.policy import Address, Reason
+from egress.protocol import EgressEntry
+from egress.resolver import NoAnswer, NoSuchName
+from egress.state import Refusal, WayOutState
+
+TLS_PORT = 443
+FIRST_BYTES_S = 10.0
+"""The longest wait for the rest of a beginning that is not clear yet, and for a ClientHello on port 443."""
+
+_FAREWELL_S = 2.0
+"""Time to read a refusal of HTTP: closed at once, what the client still sends would turn it into a reset."""
+
+_HTTP_BYTES = 64 * 1024
+
+
+class CarriedConnection:
+    """A connection from its accept(2) to its end. `ended` is set when both sockets are closed and it is reported."""
+
+    def __init__(self, state: WayOutState, client: socket.socket, destination: IPv4Address, port: int) -> None:
+        self.ended = trio.Event()
+        self._state = state
+        self._client = client
+        self._server: socket.socket | None = None
+        self._destination = destination
+        self._port = port
+        self._entry: SyntheticName | None = None
+        self._address: Address | None = None
+        self._scope = trio.CancelScope()
+        self._guard: HttpGuard | None = None
+        self._is_http = False
+        self._rule: str | None = None
+        self._refusal: Refusal | None = None
+        self._reason: Reason | None = None
+        self._cause: str | None = None
+        self._is_orderly = False
+        self._up = self._down = 0
+        self._began, self._began_at = trio.current_time(), time.time()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection was told to end."""
+        return self._scope.cancel_called
+
+    def cut(self, cause: str) -> None:
+        """End the connection by a reset; the first cause given counts."""
+        self._cause = self._cause or cause
+        self._scope.cancel()
+
+    def judge_again(self) -> None:
+        """Cut the connection if the session's policy, which has changed, no longer allows it."""
+        try:
+            self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
+        except Refusal:
+            self.cut("policy")
+
+    async def run(self) -> None:
+        """Carry the connection to its end. Never raises."""
+        try:
+            with self._scope:
+                await self._carry()
+        except Refusal as refusal:
+            self._refuse(refusal)
+        except OSError as error:
+            self._cause = self._cause or _short(error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours refuses one connection, and no other
+            self._fault(error)
+        finally:
+            self._close()
+
+    # Before the relay
+
+    @property
+    def _name(self) -> str | None:
+        return self._entry.name if self._entry else None
+
+    @property
+    def _literal(self) -> Address | None:
+        return None if self._entry else self._destination
+
+    async def _carry(self) -> None:
+        if self._destination in RANGE:
+            self._entry = self._state.names.find(self._destination)
+            if self._entry is None:
+                raise Refusal(Reason.UNKNOWN_ADDRESS)
+            self._entry.uses += 1
+        self._rule = self._state.judge(self._name, self._literal, self._port)
+        first = b""
+        if self._entry and self._port == TLS_PORT:
+            first, kind = await self._first_bytes(b"")
+            if kind != "tls":
+                raise Refusal(Reason.NOT_TLS)
+        self._server = await self._dial()
+        await self._relay(first)
+
+    async def _dial(self) -> socket.socket:
+        """Return a socket that is connected to one of the addresses; each was checked and is judged right before."""
+        with trio.move_on_after(self._state.limits.dial_s) as scope:
+            addresses = await self._addresses()
+            last: OSError | Refusal = Refusal(Reason.NO_ADDRESS)
+            for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+                try:
+                    self._address = address
+                    self._rule = self._state.judge(self._name, address, self._port)
+                    with trio.move_on_after((scope.deadline - trio.current_time()) / left):
+                        return await relay.dial(address, self._port)
+                    last = OSError(errno.ETIMEDOUT, "no answer")
+                except (OSError, Refusal) as error:
+                    last = error
+            if isinstance(last, Refusal):
+                raise last
+            self._reason = Reason.DIAL
+            raise last
+        self._reason = Reason.DIAL
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    async def _addresses(self) -> list[Address]:
+        if self._entry is None:
+            if self._state.machine.check.refusal(self._destination) is not None:
+                raise Refusal(Reason.BAD_ADDRESS)
+            return [self._destination]
+        try:
+            return list(await self._state.pin(self._entry))
+        except NoSuchName:
+            raise Refusal(Reason.NO_ADDRESS) from None
+        except NoAnswer:
+            raise Refusal(Reason.RESOLVER) from None
+
+    async def _first_bytes(self, first: bytes) -> tuple[bytes, str]:
+        """Return what the client has sent first, and the kind of it: `tls`, `http`, `raw`, or `end` if that is all.
+
+        Raises:
+            Refusal: it is a ClientHello that does not name the host, or is not clear within `FIRST_BYTES_S`.
+        """
+        hello = HelloReader()
+        with trio.CancelScope() as scope:
+            if self._port == TLS_PORT:
+                scope.deadline = trio.current_time() + FIRST_BYTES_S
+            while data := await relay.receive(self._client, relay.CHUNK_BYTES):
+                scope.deadline = min(scope.deadline, trio.current_time() + FIRST_BYTES_S)
+                first += data
+                match hello.feed(data):
+                    case ClientHello(server_name=name):
+                        if name != self._name:
+                            raise Refusal(Reason.SNI)
+                        return first, "tls"
+                    case NotTls():
+                        is_http = looks_like_http(first)
+                        if is_http is not None:
+                            return first, "http" if is_http else "raw"
+            return first, "end"
+        raise Refusal(Reason.TIMEOUT)
+
+    # The relay
+
+    async def _relay(self, first: bytes) -> None:
+        self._touch()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._in_relay, self._to_server, first, nursery)
+            nursery.start_soon(self._in_relay, self._to_client)
+        if self._guard:
+            await self._farewell()
+        self._cause, self._is_orderly = self._cause or "end", True
+
+    async def _in_relay(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Run one direction; what ends it by force ends the other, too."""
+        try:
+            await work(*arguments)
+        except Refusal as refusal:
+            self._refuse(refusal)
+            self._scope.cancel()
+        except OSError as error:
+            self.cut(_short(error))
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            self._fault(error)
+            self._scope.cancel()
+
+    async def _to_server(self, first: bytes) -> None:
+        server = self._connected()
+        if self._entry and not first:
+            first, kind = await self._first_bytes(b"")
+            if kind == "http":
+                await self._guarded_to_server(first)
+                return
+        if first:
+            self._count_up(len(first))
+            await relay.send_all(server, first)
+        await relay.copy(self._client, server, self._count_up, lambda: False)
+
+    async def _to_client(self) -> None:
+        server = self._connected()
+        if not await relay.copy(server, self._client, self._count_down, lambda: self._guard is not None):
+            await self._guarded_to_client()
+
+    async def _guarded_to_server(self, first: bytes) -> None:
+        if self._down:
+            raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
+        assert self._entry is not None
+        guard = self._guard = HttpGuard(self._entry.name, self._port)
+        self._is_http = True
+        data = first
+        while not await self._pass_on(guard.from_client(data)):
+            data = await relay.receive(self._client, _HTTP_BYTES)
+
+    async def _guarded_to_client(self) -> None:
+        raise NotImplementedError
+
+    async def _pass_on(self, step: Step) -> bool:
+        raise NotImplementedError
+
+    def _connected(self) -> socket.socket:
+        assert self._server is not None
+        return self._server
+
+    def _touch(self) -> None:
+        """Put off the end of a connection that nothing goes through."""
+        self._scope.deadline = trio.current_time() + self._state.limits.idle_s
+
+    def _count_up(self, size: int) -> None:
+        self._count(size, 0)
+
+    def _count_down(self, size: int) -> None:
+        self._count(0, size)
+
+    def _count(self, up: int, down: int) -> None:
+        """Account for bytes that are about to be written; refuse them beyond the session's limits."""
+        if not self._state.has_bytes(up, down):
+            raise Refusal(Reason.LIMIT)
+        self._state.bytes_up += up
+        self._state.bytes_down += down
+        self._up += up
+        self._down += down
+        self._touch()
+
+    # The end
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._refusal = self._refusal or refusal
+
+    def _fault(self, error: Exception) -> None:
+        self._refuse(Refusal(Reason.ERROR))
+        self._state.machine.fault(self._state.session_id, error)
+
+    def _close(self) -> None:
+        with_reset = not self._is_orderly
+        for sock in (self._client, self._server):
+            if sock is not None:
+                relay.close(sock, with_reset=with_reset)
+        if self._entry:
+            self._entry.uses -= 1
+        if self._refusal:
+            self._state.denied += 1
+        self._state.machine.report(self._report())
+        self.ended.set()
+
+    def _report(self) -> EgressEntry:
+        refusal = self._refusal
+        return EgressEntry(
+            session_id=self._state.session_id,
+            time=self._began_at,
+            kind="http" if self._is_http else "tcp",
+            host=self._name or str(self._destination),
+            port=self._port,
+            verdict="denied" if refusal else "allowed",
+            address=None if self._address is None else str(self._address),
+            reason=(refusal.reason if refusal else self._reason),
+            rule=refusal.rule if refusal and refusal.rule else self._rule,
+            bytes_up=self._up,
+            bytes_down=self._down,
+            duration_ms=round((trio.current_time() - self._began) * 1000),
+            cause=None if refusal else self._cause or "idle",
+        )
+
+
+def _short(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)

@@ -1,0 +1,73 @@
+"""Synthetic addresses of one session: each stands for a name, so that a rule for a name holds on every port.
+
+Owns which address stands for which name, and the addresses outside that were found good for the name, for a time: a
+connection dials these, whatever the resolver says meanwhile. When all addresses are taken, the one that was used the
+longest time ago and carries no connection goes to the next name. No input, no output.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network
+
+import attrs
+
+from egress.policy import Address
+
+RANGE = IPv4Network("198.18.0.0/15")
+"""Addresses that stand for something of ours: RFC 2544 keeps them for tests of devices, so they are nobody's."""
+
+OWN_ADDRESS = IPv4Address("198.18.0.1")
+"""The session's own address, and that of its resolver."""
+
+_FIRST = int(IPv4Address("198.18.1.0"))
+CAPACITY = 4096
+
+
+@attrs.define(eq=False)
+class SyntheticName:
+    """A name with its address. `uses`: its open connections; `pinned`: addresses to dial, until `pinned_until`."""
+
+    name: str
+    address: IPv4Address
+    uses: int = 0
+    pinned: Sequence[Address] = ()
+    pinned_until: float = 0.0
+
+
+class SyntheticNames:
+    """The names of one session."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._by_name: OrderedDict[str, SyntheticName] = OrderedDict()  # the last used last
+        self._by_address: dict[IPv4Address, SyntheticName] = {}
+
+    def give(self, name: str) -> SyntheticName | None:
+        """Return the entry of a name, with an address that stands for it from now on; None when all are in use."""
+        found = self._by_name.get(name)
+        if found is None:
+            address = self._free_address()
+            if address is None:
+                return None
+            found = SyntheticName(name, address)
+            self._by_name[name] = self._by_address[address] = found
+        self._by_name.move_to_end(name)
+        return found
+
+    def find(self, address: IPv4Address) -> SyntheticName | None:
+        """Return the entry that an address stands for; None if it was never given, or was taken back."""
+        found = self._by_address.get(address)
+        if found is not None:
+            self._by_name.move_to_end(found.name)
+        return found
+
+    def _free_address(self) -> IPv4Address | None:
+        if len(self._by_address) < self._capacity:
+            return IPv4Address(_FIRST + len(self._by_address))
+        oldest = next((each for each in self._by_name.values() if not each.uses), None)
+        if oldest is None:
+            return None
+        del self._by_name[oldest.name], self._by_address[oldest.address]
+        return oldest.address

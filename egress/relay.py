@@ -1,0 +1,197 @@
+"""Bytes between two TCP sockets: reading, writing, dialling, and an end that is a half-close or a reset.
+
+Sockets are non-blocking. All copying goes through one buffer of the process, for between the read and the write nothing
+else runs; what a slow reader does not take is kept for its connection, in smaller portions when that is much in all. So
+an open connection that carries nothing has no buffer. No deadline is here: the caller's cancel scope is one.
+
+Sources: tcp(7), socket(7) (SO_LINGER), connect(2) (EINPROGRESS).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+from ipaddress import IPv6Address
+
+import trio
+
+from egress.policy import Address
+
+CHUNK_BYTES = 256 * 1024
+SMALL_CHUNK_BYTES = 16 * 1024
+_MUCH_KEPT_BYTES = 64 * 1024 * 1024
+_TURNS = 8
+"""Portions that a connection copies before others get their turn."""
+
+_RESET = struct.pack("=ii", 1, 0)  # struct linger: close(2) sends a reset and waits for nothing
+
+
+class _Buffer:
+    view = memoryview(bytearray(CHUNK_BYTES))
+    small = view[:SMALL_CHUNK_BYTES]
+    kept = 0
+    """Bytes that slow readers have not taken."""
+
+
+async def receive(sock: socket.socket, size: int) -> bytes:
+    """Return what there is, at most `size` bytes, as soon as there is something; nothing at the stream's end."""
+    await trio.lowlevel.checkpoint()
+    while True:
+        try:
+            return sock.recv(size)
+        except BlockingIOError:
+            await trio.lowlevel.wait_readable(sock)
+
+
+async def send_all(sock: socket.socket, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[sock.send(view) :]
+        except BlockingIOError:
+            await trio.lowlevel.wait_writable(sock)
+
+
+async def copy(
+    source: socket.socket, target: socket.socket, count: Callable[[int], None], is_taken: Callable[[], bool]
+) -> bool:
+    """Copy until the stream ends, and end the target's likewise; return True.
+
+    Before each read `is_taken` is asked, and False returned once the stream is somebody else's. `count` is told of each
+    portion before it is written, and may refuse it by an exception.
+    """
+    turns = 0
+    while not is_taken():
+        try:
+            size = source.recv_into(_Buffer.small if _Buffer.kept > _MUCH_KEPT_BYTES else _Buffer.view)
+        except BlockingIOError:
+            await trio.lowlevel.wait_readable(source)
+            continue
+        if not size:
+            shut(target)
+            return True
+        count(size)
+        try:
+            sent = target.send(_Buffer.view[:size])
+        except BlockingIOError:
+            sent = 0
+        if sent < size:
+            await _send_rest(target, bytes(_Buffer.view[sent:size]))
+        turns += 1
+        if turns % _TURNS == 0:
+            await trio.lowlevel.checkpoint()
+    return False
+
+
+async def _send_rest(target: socket.socket, rest: bytes) -> None:
+    _Buffer.kept += len(rest)
+    try:
+        await send_all(target, rest)
+    finally:
+        _Buffer.kept -= len(rest)
+
+
+class Writer:
+    """Bytes on their way to one socket, in the order of `put`, for which nobody waits but who wants to.
+
+    A socket that can't be written to any more swallows what comes: what its other side still has to say is read.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._waiting = bytearray()
+        self._is_ended = False
+        self._is_idle = True
+        self._scope = trio.CancelScope()
+        self._changed = trio.Event()
+
+    def put(self, data: bytes) -> None:
+        """Send these bytes after those before."""
+        if data:
+            self._waiting += data
+            self._tell()
+
+    def end(self) -> None:
+        """End the stream when all is sent."""
+        self._is_ended = True
+        self._tell()
+
+    def drop(self) -> None:
+        """Send nothing more."""
+        self._waiting.clear()
+        self._scope.cancel()
+
+    async def drained(self) -> None:
+        """Wait until all is sent, or nothing will be."""
+        await trio.lowlevel.checkpoint()
+        while not self._scope.cancel_called and (self._waiting or not self._is_idle):
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Send what comes, until `end` or `drop`."""
+        with self._scope:
+            try:
+                while self._waiting or not self._is_ended:
+                    if self._waiting:
+                        data, self._is_idle = bytes(self._waiting), False
+                        self._waiting.clear()
+                        await send_all(self._sock, data)
+                        self._is_idle = True
+                        self._tell()
+                    else:
+                        await self._changed.wait()
+                shut(self._sock)
+            except OSError:
+                self.drop()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+async def dial(address: Address, port: int) -> socket.socket:
+    """Return a connected socket.
+
+    Raises:
+        OSError: nothing answers there, or the kernel refuses.
+    """
+    family = socket.AF_INET6 if isinstance(address, IPv6Address) else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        code = sock.connect_ex((str(address), port))
+        if code == errno.EINPROGRESS:
+            await trio.lowlevel.wait_writable(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def shut(sock: socket.socket) -> None:
+    """End the stream to the other side, which may go on sending."""
+    try:
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # the other side has reset the connection: the next read says so
+
+
+def close(sock: socket.socket, *, with_reset: bool) -> None:
+    """Close a socket; with a reset, what is under way is thrown away, and the other side learns that it broke off."""
+    if sock.fileno() < 0:
+        return
+    if with_reset:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        except OSError:
+            pass  # a socket that was never connected, or is reset already
+    trio.lowlevel.notify_closing(sock)
+    sock.close()

@@ -1,0 +1,126 @@
+"""What the parts of one session's way out share: its policy, limits, names and counters, and how addresses are found.
+
+`way_out.py` owns it; connections and DNS answers read it at each decision, so that a new policy counts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import trio
+
+from egress.addresses import AddressCheck
+from egress.names import SyntheticName, SyntheticNames
+from egress.policy import Address, Policy, Reason
+from egress.protocol import EgressEntry, WayOutCounters, WayOutLimits
+from egress.resolver import LookupShare, NameResolver
+
+PINNED_S = 300.0
+"""The longest time that a name's addresses are dialled without asking again."""
+
+MAX_CONNECTIONS = 8192
+"""Open connections of all sessions."""
+
+
+class Refusal(Exception):
+    """A connection or a name is refused."""
+
+    def __init__(self, reason: Reason, rule: str | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+        self.rule = rule
+
+
+@attrs.define(eq=False)
+class RateBucket:
+    """A token bucket: `burst` at once, then `rate` in a second."""
+
+    rate: float
+    burst: float
+    _tokens: float = attrs.field(default=attrs.Factory(lambda self: self.burst, takes_self=True))
+    _filled_at: float = 0.0
+
+    def take(self, now: float) -> float:
+        """Take a token and return 0, or return the seconds until there is one."""
+        self._tokens = min(self.burst, self._tokens + (now - self._filled_at) * self.rate)
+        self._filled_at = now
+        if self._tokens < 1:
+            return (1 - self._tokens) / self.rate
+        self._tokens -= 1
+        return 0.0
+
+
+@attrs.define(eq=False)
+class Machine:
+    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own."""
+
+    resolver: NameResolver
+    check: AddressCheck
+    report: Callable[[EgressEntry], None]
+    fault: Callable[[str, BaseException], None]
+    connections: int = 0
+
+
+@attrs.define(eq=False)
+class WayOutState:
+    """State of one session's way out."""
+
+    session_id: str
+    policy: Policy
+    limits: WayOutLimits
+    machine: Machine
+    names: SyntheticNames = attrs.field(factory=SyntheticNames)
+    share: LookupShare = attrs.field(factory=LookupShare)
+    connections_open: int = 0
+    connections: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_queries: int = 0
+    dns_denied: int = 0
+
+    def counters(self) -> WayOutCounters:
+        """Return the counters of now."""
+        return WayOutCounters(*(getattr(self, field.name) for field in attrs.fields(WayOutCounters)))
+
+    def judge(self, name: str | None, address: Address | None, port: int) -> str | None:
+        """Return the text of the rule that allows a connection, None if the mode does; raise Refusal."""
+        decision = self.policy.judge(name, address, port)
+        if not decision.is_allowed:
+            raise Refusal(decision.reason or Reason.ERROR, decision.rule)
+        return decision.rule
+
+    async def pin(self, entry: SyntheticName) -> Sequence[Address]:
+        """Return the addresses of a name that may be dialled, looked up again if the last time is too long ago.
+
+        Raises:
+            NoSuchName, NoAnswer: as the resolver says.
+            Refusal: the name has addresses, and none may be dialled.
+        """
+        if entry.pinned_until <= trio.current_time():
+            self.keep(entry, await self.find(entry.name))
+        return entry.pinned
+
+    def keep(self, entry: SyntheticName, addresses: Sequence[Address]) -> None:
+        """Let connections to a name dial these addresses for a time."""
+        entry.pinned, entry.pinned_until = addresses, trio.current_time() + PINNED_S
+
+    async def find(self, name: str) -> Sequence[Address]:
+        """Return the addresses of a name that may be dialled; none if the name has no address at all."""
+        found = await self.machine.resolver.resolve(name, self.share)
+        good = tuple(address for address in found if self.machine.check.refusal(address) is None)
+        if found and not good:
+            raise Refusal(Reason.BAD_ADDRESS)
+        return good
+
+    def may_open(self) -> bool:
+        """Tell whether one more connection is within the limits of the session and of the process."""
+        return self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
+
+    def has_bytes(self, up: int, down: int) -> bool:
+        """Tell whether so many more bytes are within the session's limits."""
+        most_up, most_down = self.limits.bytes_up, self.limits.bytes_down
+        return (most_up is None or self.bytes_up + up <= most_up) and (
+            most_down is None or self.bytes_down + down <= most_down
+        )
