@@ -1,13 +1,13 @@
 """One connection of a session: from its destination to a name, through the policy, to an address, and its bytes.
 
-The order of checks: the destination stands for a name or is an address; a rule allows it; the name's addresses, checked;
-the rule again with the address that is dialled; what the client sends first. An address is dialled that was checked,
-never a name. A refusal, and any fault of ours, is a reset; a refused request of HTTP gets an answer.
+The order of checks: the destination stands for a name or is an address; a rule allows it; the addresses of the name,
+each checked and judged by the rules right before it is dialled; what the client sends first. A refusal, and any fault
+of ours, is a reset; a refused request of HTTP gets an answer.
 
-What the client sends first is looked at before it is forwarded. On port 443 it is awaited, and has to be a TLS
-ClientHello that names the host. On other ports the server may speak first; there a ClientHello has to name the host, and
-so does each request of HTTP. Anything else goes through as it is: an explicit rule allowed the port. A destination that
-is an address has no name that could be compared.
+What the client sends first is looked at before it is forwarded. On port 443 it is awaited, before anything is dialled,
+and has to be a TLS ClientHello that names the host. On other ports the server may speak first; there a ClientHello has
+to name the host, and so does each request of HTTP. Anything else goes through as it is: an explicit rule allowed the
+port. A destination that is an address has no name that could be compared.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import errno
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from ipaddress import IPv4Address
 
 import trio
 
 from egress import relay
+from egress.guarded import GuardedRelay
 from egress.hello import ClientHello, HelloReader, NotTls
-from egress.http import HttpGuard, Step, looks_like_http
+from egress.http import looks_like_http
 from egress.names import RANGE, SyntheticName
 from egress.policy import Address, Reason
 from egress.protocol import EgressEntry
@@ -34,9 +36,6 @@ FIRST_BYTES_S = 10.0
 """The longest wait for the rest of a beginning that is not clear yet, and for a ClientHello on port 443."""
 
 _FAREWELL_S = 2.0
-"""Time to read a refusal of HTTP: closed at once, what the client still sends would turn it into a reset."""
-
-_HTTP_BYTES = 64 * 1024
 
 
 class CarriedConnection:
@@ -52,8 +51,8 @@ class CarriedConnection:
         self._entry: SyntheticName | None = None
         self._address: Address | None = None
         self._scope = trio.CancelScope()
-        self._guard: HttpGuard | None = None
-        self._is_http = False
+        self._reading_server = trio.CancelScope()
+        self._guard: GuardedRelay | None = None
         self._rule: str | None = None
         self._refusal: Refusal | None = None
         self._reason: Reason | None = None
@@ -112,7 +111,7 @@ class CarriedConnection:
         self._rule = self._state.judge(self._name, self._literal, self._port)
         first = b""
         if self._entry and self._port == TLS_PORT:
-            first, kind = await self._first_bytes(b"")
+            first, kind = await self._first_bytes()
             if kind != "tls":
                 raise Refusal(Reason.NOT_TLS)
         self._server = await self._dial()
@@ -151,13 +150,13 @@ class CarriedConnection:
         except NoAnswer:
             raise Refusal(Reason.RESOLVER) from None
 
-    async def _first_bytes(self, first: bytes) -> tuple[bytes, str]:
+    async def _first_bytes(self) -> tuple[bytes, str]:
         """Return what the client has sent first, and the kind of it: `tls`, `http`, `raw`, or `end` if that is all.
 
         Raises:
             Refusal: it is a ClientHello that does not name the host, or is not clear within `FIRST_BYTES_S`.
         """
-        hello = HelloReader()
+        hello, first = HelloReader(), b""
         with trio.CancelScope() as scope:
             if self._port == TLS_PORT:
                 scope.deadline = trio.current_time() + FIRST_BYTES_S
@@ -179,13 +178,17 @@ class CarriedConnection:
     # The relay
 
     async def _relay(self, first: bytes) -> None:
+        server = self._server
+        assert server is not None
         self._touch()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._in_relay, self._to_server, first, nursery)
-            nursery.start_soon(self._in_relay, self._to_client)
+            nursery.start_soon(self._in_relay, self._to_server, server, first, nursery)
+            nursery.start_soon(self._in_relay, self._to_client, server)
         if self._guard:
+            if self._guard.refused:
+                self._refuse(Refusal(self._guard.refused))
             await self._farewell()
-        self._cause, self._is_orderly = self._cause or "end", True
+        self._cause, self._is_orderly = "end", True
 
     async def _in_relay(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Run one direction; what ends it by force ends the other, too."""
@@ -200,42 +203,39 @@ class CarriedConnection:
             self._fault(error)
             self._scope.cancel()
 
-    async def _to_server(self, first: bytes) -> None:
-        server = self._connected()
+    async def _to_server(self, server: socket.socket, first: bytes, nursery: trio.Nursery) -> None:
         if self._entry and not first:
-            first, kind = await self._first_bytes(b"")
+            first, kind = await self._first_bytes()
             if kind == "http":
-                await self._guarded_to_server(first)
+                await self._guard_requests(server, first, nursery)
                 return
         if first:
             self._count_up(len(first))
             await relay.send_all(server, first)
         await relay.copy(self._client, server, self._count_up, lambda: False)
 
-    async def _to_client(self) -> None:
-        server = self._connected()
-        if not await relay.copy(server, self._client, self._count_down, lambda: self._guard is not None):
-            await self._guarded_to_client()
+    async def _to_client(self, server: socket.socket) -> None:
+        with self._reading_server:
+            if not await relay.copy(server, self._client, self._count_down, lambda: self._guard is not None):
+                assert self._guard is not None
+                await self._guard.answers()
 
-    async def _guarded_to_server(self, first: bytes) -> None:
+    async def _guard_requests(self, server: socket.socket, first: bytes, nursery: trio.Nursery) -> None:
+        """Have every request checked from here on, and every answer read, which `_to_client` does from its next one."""
         if self._down:
             raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
-        assert self._entry is not None
-        guard = self._guard = HttpGuard(self._entry.name, self._port)
-        self._is_http = True
-        data = first
-        while not await self._pass_on(guard.from_client(data)):
-            data = await relay.receive(self._client, _HTTP_BYTES)
+        guard = self._guard = GuardedRelay(self._name or "", self._port, self._client, server, self._count)
+        for writer in guard.writers:
+            nursery.start_soon(self._in_relay, writer.run)
+        await guard.requests(first)
+        if guard.is_over:
+            self._reading_server.cancel()
 
-    async def _guarded_to_client(self) -> None:
-        raise NotImplementedError
-
-    async def _pass_on(self, step: Step) -> bool:
-        raise NotImplementedError
-
-    def _connected(self) -> socket.socket:
-        assert self._server is not None
-        return self._server
+    async def _farewell(self) -> None:
+        """Let the client read the last answer: closed at once, what it still sends would turn that into a reset."""
+        with trio.move_on_after(_FAREWELL_S), suppress(OSError):
+            while await relay.receive(self._client, relay.CHUNK_BYTES):
+                pass
 
     def _touch(self) -> None:
         """Put off the end of a connection that nothing goes through."""
@@ -267,10 +267,9 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
-        with_reset = not self._is_orderly
-        for sock in (self._client, self._server):
-            if sock is not None:
-                relay.close(sock, with_reset=with_reset)
+        relay.close(self._client, with_reset=not self._is_orderly)
+        if self._server is not None:
+            relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
         if self._entry:
             self._entry.uses -= 1
         if self._refusal:
@@ -283,7 +282,7 @@ class CarriedConnection:
         return EgressEntry(
             session_id=self._state.session_id,
             time=self._began_at,
-            kind="http" if self._is_http else "tcp",
+            kind="http" if self._guard else "tcp",
             host=self._name or str(self._destination),
             port=self._port,
             verdict="denied" if refusal else "allowed",

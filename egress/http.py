@@ -122,7 +122,11 @@ class HttpGuard:
         refused = None
         try:
             side.receive_data(data)
-            self._read_server() if side is self._server else self._read_client()
+            if side is self._client:
+                self._read_client()
+            else:
+                self._read_server()
+                self._is_over |= not data
         except _Refused as error:
             refused = error.reason
             self._refuse(error.status, error.message)

@@ -124,6 +124,7 @@ class Writer:
         """Send nothing more."""
         self._waiting.clear()
         self._scope.cancel()
+        self._tell()
 
     async def drained(self) -> None:
         """Wait until all is sent, or nothing will be."""
@@ -147,7 +148,6 @@ class Writer:
                 shut(self._sock)
             except OSError:
                 self.drop()
-        self._tell()
 
     def _tell(self) -> None:
         self._changed.set()

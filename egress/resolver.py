@@ -190,14 +190,22 @@ def _addresses(body: bytes) -> set[Address]:
     return set() if local is None else {local}
 
 
-async def watch_own_addresses(changed: Callable[[frozenset[Address]], None]) -> None:
-    """Call `changed` with the machine's own addresses: once at first, then after each change. Never returns."""
+async def watch_own_addresses(
+    changed: Callable[[frozenset[Address]], None],
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Call `changed` with the machine's own addresses: once, then the task has started; then after each change."""
     with socket.socket(
         socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE
     ) as sock:
         sock.bind((0, _GROUPS))  # before the dump: a change in between is told of
+        is_started = False
         while True:
             changed(own_addresses())
+            if not is_started:
+                task_status.started()
+                is_started = True
             await trio.lowlevel.wait_readable(sock)
             _empty(sock)
 

@@ -23,7 +23,7 @@ import trio
 
 from egress import dns, relay
 from egress.connection import CarriedConnection
-from egress.policy import Decision, Policy, Reason
+from egress.policy import Policy, Reason, Ruling
 from egress.protocol import EgressEntry, WayOutLimits
 from egress.resolver import NoAnswer, NoSuchName
 from egress.state import RateBucket, Refusal, WayOutState
@@ -45,15 +45,19 @@ _SOCKET_BYTES = 1024 * 1024
 _REPEATED_S = 1.0
 """A refused name is reported once in this time: the C library asks for A and for AAAA, and again."""
 
+_IP_PKTINFO = 8  # linux/in.h
 _PKTINFO = struct.Struct("=I4s4s")  # struct in_pktinfo: interface, the local address to send from, destination
 
 
 class WayOut:
-    """The way out of a session. Takes the descriptors over."""
+    """The way out of a session. Takes the descriptors over, unless an OSError says that they are not what is needed."""
 
     def __init__(
         self, state: WayOutState, listener: socket.socket, questions: socket.socket, link_fd: int | None
     ) -> None:
+        questions.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+        for sock in (listener, questions):
+            sock.setblocking(False)
         self.state = state
         self.ended = trio.Event()
         self._listener = listener
@@ -69,7 +73,6 @@ class WayOut:
     async def serve(self) -> None:
         """Serve until `detach`; then all is closed."""
         try:
-            self._questions.setsockopt(socket.IPPROTO_IP, socket.IP_PKTINFO, 1)
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._accept_all, nursery)
@@ -105,7 +108,7 @@ class WayOut:
 
     async def _accept_all(self, nursery: trio.Nursery) -> None:
         while True:
-            await self._wait_for_rate()
+            await trio.lowlevel.checkpoint()
             try:
                 client, _ = self._listener.accept()
             except BlockingIOError:
@@ -118,11 +121,9 @@ class WayOut:
                 await trio.sleep(_PAUSE_S)
                 continue
             self._start(client, nursery)
-
-    async def _wait_for_rate(self) -> None:
-        """Wait until one more connection is within the rate; the backlog holds what comes meanwhile."""
-        while wait_s := self._rate.take(trio.current_time()):
-            await trio.sleep(wait_s)
+            if wait_s := self._rate.take(trio.current_time()):  # the backlog holds what comes meanwhile
+                await trio.sleep(wait_s)
+                self._rate.take(trio.current_time())
 
     def _start(self, client: socket.socket, nursery: trio.Nursery) -> None:
         """Begin to serve an accepted connection, or reset it."""
@@ -198,7 +199,7 @@ class WayOut:
             if answer is not None:
                 pktinfo = _PKTINFO.pack(0, destination, bytes(4))
                 with suppress(OSError):  # no room, or nobody there any more: DNS over UDP may lose an answer
-                    self._questions.sendmsg([answer], [(socket.IPPROTO_IP, socket.IP_PKTINFO, pktinfo)], 0, sender)
+                    self._questions.sendmsg([answer], [(socket.IPPROTO_IP, _IP_PKTINFO, pktinfo)], 0, sender)
         finally:
             self._waiting_questions -= 1
 
@@ -241,7 +242,7 @@ class WayOut:
             return None
 
     async def _answer_question(self, question: dns.Question) -> bytes:
-        decision = self.state.policy.judge_name(question.name) if question.name else Decision(False, Reason.BAD_NAME)
+        decision = self.state.policy.judge_name(question.name) if question.name else Ruling(False, Reason.BAD_NAME)
         if not decision.is_allowed:
             return self._deny(question, decision.reason or Reason.ERROR, decision.rule, dns.Ede.FILTERED)
         try:

@@ -34,6 +34,7 @@ from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.links.nsinit import StartNsinit, start_as_child
+from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store
 from sandkasten.store.database import DatabaseTooNew, open_database
@@ -148,6 +149,7 @@ def _front_settings(config: Config) -> ApiSettings:
         listen=config.listen,
         api_key=config.api_key,
         default_limits=config.defaults.limits,
+        default_network=NetworkMode(config.defaults.network_mode),
         max_exec_timeout_ms=config.defaults.max_exec_timeout_ms,
         allow_unlimited_exec=config.runs.allow_unlimited,
         allowed_origins=config.allowed_origins,

@@ -1,4 +1,4 @@
-"""The network of a session: a request is checked against the configuration, and rules become those of the way out. Pure.
+"""The network of a session: a request is checked against the configuration, and rules become those in force. Pure.
 
 A session keeps its rules as they were written, groups among them, and the configuration in force says what a group is:
 after a restart with another one the same session has the new rules. Then a session may have rules that the node does
@@ -39,10 +39,9 @@ def resolve_network(asked: Network | None, config: Config) -> Network:
             "the network mode is above this server's maximum",
             **{"network.mode": f"must be at most {most.value!r} on this server (the operator's egress.max_mode)"},
         )
-    if network.allow and not network.has_way_out:
-        raise InvalidRequest("a rule needs a way out", **{"network.allow": "must be empty in the mode 'none'"})
-    if network.deny and not network.has_way_out:
-        raise InvalidRequest("a rule needs a way out", **{"network.deny": "must be empty in the mode 'none'"})
+    if not network.has_way_out and (given := [name for name in ("allow", "deny") if getattr(network, name)]):
+        problems = {f"network.{name}": "must be empty in the mode 'none'" for name in given}
+        raise InvalidRequest("a rule needs a way out", **problems)
     _check_limits(network.limits)
     rules_in_force(network, config.egress)
     return network

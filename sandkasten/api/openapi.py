@@ -26,12 +26,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
+from egress.policy import MAX_RULES
 from runner.wire.protocol import MAX_EDITS
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
 from sandkasten.api.http.routing import Messages, Route, RouteKind
-from sandkasten.api.resources import fields, file_contents, run_output, sessions
+from sandkasten.api.resources import fields, file_contents, network, run_output, sessions
 from sandkasten.api.resources.events import EventBody
 from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
@@ -344,7 +345,11 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Argv: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_ARGUMENTS},
     fields.OutputFields: {"type": "array", "items": {"enum": list(fields.OUTPUT_FIELDS)}, "uniqueItems": True},
     fields.Places: {**_STRINGS, "maxItems": fields.MAX_PLACES},
-    fields.NoHosts: {"type": "array", "maxItems": 0},
+    network.Rules: {
+        **_STRINGS,
+        "items": {"type": "string", "maxLength": network.MAX_RULE_CHARS},
+        "maxItems": MAX_RULES,
+    },
     fields.Fixed: {"not": {}},
     fields.NameCursor: _STRING,
     fields.Edits: {
@@ -394,7 +399,11 @@ class Components:
             return self._reference(f"{kind.value.title().replace('.', '')}Event", kind, lambda: self._event(kind))
         if isinstance(kind, type) and attrs.has(kind):
             cls = kind
-            return self._reference(_component(cls), cls, lambda: self._object(cls))
+            schema = self._reference(_component(cls), cls, lambda: self._object(cls))
+            short = getattr(cls, "short", None)
+            if short is None:
+                return schema
+            return {"anyOf": [schema, self.schema_of(_without_none(get_type_hints(cls)[short]))]}
         return (None if kind is int else _of_check(check_of(kind))) or self._plain(kind)
 
     def with_default(self, kind: object, field: attrs.Attribute[Any]) -> Schema:  # Any: of whatever type

@@ -27,7 +27,7 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.routing import Messages, Route, RouteKind, RouteTable
 from sandkasten.api.http.sse import ErrorEvent
 from sandkasten.api.openapi import document
-from sandkasten.api.resources import events, files, keys, mcp, node, runs, sessions, workspaces
+from sandkasten.api.resources import events, files, keys, mcp, network, node, runs, sessions, workspaces
 from sandkasten.api.resources import file_archives as archives
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
@@ -74,8 +74,9 @@ _PATH: _Errors = (
 )
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)
+_WAY_OUT: _Errors = (errors.InvalidRule, errors.EgressUnavailable, errors.NetworkNotSupported)
 """Errors of what needs a session's processes; begins a run, in a shell; names a path, that of one file; makes or takes
-up a workspace. `openapi.errors_of` adds those that follow from the needs."""
+up a workspace; asks for a network. `openapi.errors_of` adds those that follow from the needs."""
 
 _RUN_EVENTS = Messages(server=RUN_EVENTS)
 _EVENT_STREAM = Messages(server={**events.EVENTS, "error": ErrorEvent})
@@ -305,7 +306,7 @@ TABLE = RouteTable(
             answer=sessions.SessionBody,
             statuses=_CREATED,
             gives=("server-timing",),
-            errors=(errors.InvalidImage, errors.SessionExpired, errors.WorkspaceNotFound, *_MADE),
+            errors=(errors.InvalidImage, errors.SessionExpired, errors.WorkspaceNotFound, *_MADE, *_WAY_OUT),
         ),
         _json("GET", _SESSION, sessions.get, LOOK, answer=sessions.SessionBody),
         _raw("DELETE", _SESSION, sessions.destroy, ACT, answer=sessions.DoneBody),
@@ -317,7 +318,18 @@ TABLE = RouteTable(
                 *("PATCH", _SESSION, sessions.update, ACT),
                 body=sessions.PatchRequest,
                 answer=sessions.SessionBody,
-                errors=(errors.SessionPaused, errors.LimitInUse, errors.Conflict),
+                errors=(errors.SessionPaused, errors.LimitInUse, errors.Conflict, *_WAY_OUT),
+            ),
+            _json(
+                *("GET", f"{_SESSION}/network", network.read_network, LOOK),
+                answer=network.NetworkInfoBody,
+                errors=(errors.EgressUnavailable,),
+            ),
+            _json(
+                *("GET", f"{_SESSION}/egress", network.read_egress, LOOK),
+                query=network.EgressQuery,
+                answer=network.EgressBody,
+                errors=(errors.EgressUnavailable,),
             ),
             _json(
                 *("POST", f"{_SESSION}/pause", sessions.pause, ACT),

@@ -69,7 +69,9 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("-l", "--label", action="append", default=[], metavar="NAME=VALUE")
     made.add_argument("--cpus", type=float, metavar="CORES")
     made.add_argument("-m", "--memory", type=memory_mb, metavar="SIZE", help="512m, 2g")
-    made.add_argument("--network", metavar="MODE", help="none, unless the server offers more")
+    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), open; see docs/network.md")
+    made.add_argument("--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group")
+    made.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
     made.add_argument("--idle", type=_span, metavar="SPAN", help="end of a session that nobody uses: 90s, 30m, 12h, 7d")
     made.add_argument("--keep", action="store_true", help="leave the session when the command has ended")
     made.add_argument("--rm", action="store_true", help=argparse.SUPPRESS)  # docker's habit, and the default here
@@ -108,6 +110,13 @@ def labels_of(given: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in (each.partition("=") for each in given)}
 
 
+def network_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the network that the options of a new session ask for; empty for the server's default."""
+    mode = arguments.network or ("allow" if arguments.allow else None)
+    given = {"mode": mode, "allow": arguments.allow, "deny": arguments.deny}
+    return {name: value for name, value in given.items() if value}
+
+
 async def create(client: SandboxClient, arguments: argparse.Namespace) -> Session:
     """Make the session that the options of `add_create_options` describe."""
     limits = {"cpu": arguments.cpus, "memory_mb": arguments.memory}
@@ -117,7 +126,7 @@ async def create(client: SandboxClient, arguments: argparse.Namespace) -> Sessio
         "labels": labels_of(arguments.label),
         "limits": {name: value for name, value in limits.items() if value is not None},
         "idle_timeout_seconds": arguments.idle,
-        "network": arguments.network and {"mode": arguments.network},
+        "network": network_of(arguments),
     }
     return await client.create_session(image=arguments.image, **{name: each for name, each in given.items() if each})
 

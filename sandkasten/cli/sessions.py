@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sandkasten.cli.client import (
     BAD_ARGUMENTS,
@@ -122,6 +122,7 @@ async def show_info(arguments: argparse.Namespace, client: SandboxClient) -> int
             "user": info.user,
             "limits": f"{limits.get('cpu')} cpu, {limits.get('memory_mb')} MiB memory, "
             f"{limits.get('disk_mb')} MiB disk, {limits.get('pids')} processes",
+            "network": _network_text(info.network),
             "use": stats and _use_text(stats),
         }
     )
@@ -138,6 +139,12 @@ def _end_text(info: SessionInfo) -> str:
     if info.expires_at is None:
         return NEVER
     return f"in {since_text(info.expires_at)} unless it is used"
+
+
+def _network_text(network: Mapping[str, Any]) -> str:
+    """Return a session's mode and rules in one line."""
+    rules = (f"{name} {' '.join(network[name])}" for name in ("allow", "deny") if network.get(name))
+    return "; ".join((str(network.get("mode", "none")), *rules))
 
 
 def _use_text(stats: SessionStats) -> str:

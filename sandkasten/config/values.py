@@ -142,9 +142,7 @@ class Defaults:
     shm_limit_mb: int = attrs.field(default=64, validator=_between(*FIXED_BOUNDS["shm_mb"]), kw_only=True)
     shm_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["shm_inodes"][1]), kw_only=True)
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
-    network_mode: str = attrs.field(
-        default="none", validator=_one_of(*NetworkMode, later=("proxy", "bridge", "host"))
-    )
+    network_mode: str = attrs.field(default="none", validator=_one_of(*NetworkMode, later=("proxy", "bridge", "host")))
     readonly_rootfs: bool = False
     exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
     stop_grace_ms: int = attrs.field(default=0, validator=_between(*STOP_GRACE_BOUNDS_MS), kw_only=True)
@@ -371,9 +369,9 @@ def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[st
 
 @attrs.frozen
 class EgressSettings:
-    """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are networks that may be reached though
-    they are private, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are
-    rules by a name, which a session's rules call `@name`.
+    """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are private networks that may be
+    reached, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are rules by
+    a name, which a session's rules call `@name`.
     """
 
     max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))

@@ -22,7 +22,7 @@ class NetworkMode(enum.StrEnum):
     """The session's own loopback."""
 
     ALLOW = "allow"
-    """What `allow` names and `deny` does not."""
+    """Hosts that `allow` names and `deny` does not."""
 
     OPEN = "open"
     """Every public address by TCP that `deny` does not name; never private addresses, the host or metadata services."""

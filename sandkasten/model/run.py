@@ -234,8 +234,8 @@ class ExecEnd:
     """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
 
     `queued_ms` is the time before the command's turn in its shell, up to its end if it had none. `victim` is the name
-    of the process that the kernel killed for memory; the process chose the name. `egress_denied` is what the session was
-    refused to reach while the run went on, at most `MAX_DENIALS`.
+    of the process that the kernel killed for memory; the process chose the name. `egress_denied` is what the session
+    was refused to reach while the run went on, at most `MAX_DENIALS`.
     """
 
     exec_id: str

@@ -169,7 +169,7 @@ class SandboxClient:
         user: str | None = None,
         root_inside: bool | None = None,
         filesystem: Mapping[str, Sequence[str]] | None = None,
-        network: Mapping[str, Any] | None = None,
+        network: str | Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> Session:
         """Make a session. docs/api.md#sessions explains the fields.
@@ -201,7 +201,7 @@ class SandboxClient:
             user=user,
             root_inside=root_inside,
             filesystem=None if filesystem is None else {name: list(each) for name, each in filesystem.items()},
-            network=None if network is None else dict(network),
+            network=dict(network) if isinstance(network, Mapping) else network,
         )
         body |= set_values(idle_timeout_seconds=idle_timeout_seconds, max_lifetime_seconds=max_lifetime_seconds)
         headers = {"idempotency-key": idempotency_key or new_id()}

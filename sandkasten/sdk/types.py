@@ -60,6 +60,7 @@ class _Ended(Taken):
     queued_ms: int = 0
     shell_restarted: bool = False
     usage: dict[str, int] = field(default_factory=dict)
+    egress_denied: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -269,6 +270,7 @@ class SessionInfo(Taken):
     workspace_mode: str = "shared"
     stop_grace_ms: int = 0
     streams: str | None = None
+    network: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     key_id: str | None = None
     reason: str | None = None
@@ -316,6 +318,54 @@ class SessionStats(Taken):
         """Return the counters of an answer."""
         first = {name: data.get(name) or 0 for name in ("memory_bytes", "memory_limit", "cpu_usage_usec")}
         return super().take(data, **first, **others)
+
+
+@dataclass
+class NetworkInfo(Taken):
+    """Network of a session: its policy, the number of the policy's changes from 1, and counters of the way out."""
+
+    mode: str
+    allow: list[str]
+    deny: list[str]
+    limits: dict[str, int | None]
+    log: str
+    revision: int
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class EgressEntry(Taken):
+    """Connection of a session at its end, a refused one, or a question to the resolver. `kind` is `tcp`, `http` or
+    `dns`, `verdict` `allowed` or `denied`."""
+
+    cursor: str
+    time: str
+    kind: str
+    verdict: str
+    host: str
+    port: int | None = None
+    address: str | None = None
+    reason: str | None = None
+    rule: str | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    duration_ms: int = 0
+    cause: str | None = None
+
+
+@dataclass
+class EgressPage(Taken):
+    """Part of a session's log of its way out, oldest first. The next part is behind `cursor`; `dropped` entries were
+    lost."""
+
+    entries: list[EgressEntry]
+    cursor: str
+    dropped: int = 0
+
+    @classmethod
+    def take(cls, data: Mapping[str, Any], **others: Any) -> Self:
+        """Return the part that an answer describes."""
+        return super().take(data, entries=[EgressEntry.take(each) for each in data["entries"]], **others)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from sandkasten.host.checks import SYSCTLS, Host, find_mount, nearest, read, rea
 from sandkasten.host.data_dir import SHARED_MODE
 from sandkasten.host.remedies import runnable
 from sandkasten.images.catalog import Catalog
+from sandkasten.model.network import NetworkMode
 
 MIN_KEY_BITS = 96.0
 _MANY_PIDS = 4096
@@ -182,13 +183,11 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "what it holds back, nothing else may",
             f"isolation.allow_missing without {name}; `sandkasten doctor` says how to get it",
         )
-    mode = str(config.defaults.network_mode)
-    if mode in ("host", "bridge"):
-        report = high if mode == "host" else medium
-        yield report(
-            f"network.{mode}",
-            f"sessions get the network mode {mode!r}",
-            "a session can reach what this machine reaches: other services, private networks, the metadata service",
+    if config.defaults.network_mode == NetworkMode.OPEN:
+        yield medium(
+            "network.open",
+            "sessions that ask for nothing get the network mode 'open'",
+            "whatever a session holds, a program in it can send to any public address",
             "defaults.network_mode: none",
         )
     if config.server.log_level == "debug":

@@ -14,9 +14,11 @@ from typing import Any, BinaryIO, Literal, Self
 from sandkasten import errors
 from sandkasten.sdk.types import (
     UNSET,
+    EgressPage,
     ExecBytes,
     ExecChunk,
     ExecResult,
+    NetworkInfo,
     Port,
     ReadResult,
     RunInfo,
@@ -443,10 +445,16 @@ class Session:
         labels: Mapping[str, str] | Unset = UNSET,
         limits: Mapping[str, float] | Unset = UNSET,
         env: Mapping[str, str | None] | Unset = UNSET,
+        network: str | Mapping[str, Any] | Unset = UNSET,
+        if_revision: int | Unset = UNSET,
     ) -> SessionInfo:
         """Change the session: all that is given, or nothing and an error.
 
-        None means never for a time, and removes a variable.
+        None means never for a time, and removes a variable. `network` is whole, or a mode; `if_revision` refuses the
+        change unless the network is at that revision.
+
+        Raises:
+            Conflict: the network is at another revision, which `details` has.
         """
         body = set_values(
             idle_timeout_seconds=idle_timeout_seconds,
@@ -454,8 +462,26 @@ class Session:
             labels=labels if isinstance(labels, Unset) else dict(labels),
             limits=limits if isinstance(limits, Unset) else dict(limits),
             env=env if isinstance(env, Unset) else dict(env),
+            network=network if isinstance(network, Unset | str) else dict(network),
+            if_revision=if_revision,
         )
         return SessionInfo.take(self._endpoint.ask("PATCH", "", body))
+
+    def network(self) -> NetworkInfo:
+        """Return the session's network and the counters of its way out."""
+        return NetworkInfo.take(self._endpoint.ask("GET", "/network"))
+
+    def egress_log(
+        self,
+        *,
+        after: str | None = None,
+        verdict: Literal["allowed", "denied"] | None = None,
+        host: str | None = None,
+        limit: int | None = None,
+    ) -> EgressPage:
+        """Return what the session reached for behind the cursor `after`, or from the oldest entry that is kept."""
+        query = given(after=after, verdict=verdict, host=host, limit=limit)
+        return EgressPage.take(self._endpoint.ask("GET", "/egress", query=query))
 
     def pause(self, *, auto_resume: bool = True, stop_lease: bool = False) -> SessionInfo:
         """Freeze every process of the session.

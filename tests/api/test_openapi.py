@@ -244,7 +244,7 @@ async def test_answers_are_as_described() -> None:
                 for of in ("execs", "processes")
                 for action, json in (("signal", {"signal": 10}), ("stdin", {"text": "x"}), ("resize", SIZE))
             ),
-            *(("GET", f"{path}/{name}", None) for name in ("stats", "diagnostics", "ports")),
+            *(("GET", f"{path}/{name}", None) for name in ("stats", "diagnostics", "ports", "network", "egress")),
             *(("GET", f"{path}/{name}", None) for name in ("execs", "execs/e", "execs/e/output")),
             *(("GET", f"{path}/{name}", None) for name in ("shells", "processes", "processes/p", "processes/p/logs")),
             ("DELETE", f"{path}/shells/s", None),

@@ -28,6 +28,7 @@ from sandkasten.model import (
     TerminalSize,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
+from sandkasten.model.network import Network, NetworkLimits, NetworkMode
 
 T = TypeVar("T")
 
@@ -110,8 +111,20 @@ def test_a_full_create_reaches_the_spec() -> None:
         root_inside=True,
         filesystem=FileRules(readable=("/usr",), writable=()),
         streams="merged",
+        network=Network(),
         idempotency_key="k",
     )
+
+
+def test_a_network_is_an_object_or_a_mode() -> None:
+    """The mode as a string stands for an object with the mode alone; a create may leave the mode to the server."""
+    assert create({"network": "open"}).network == create({"network": {"mode": "open"}}).network == Network("open")
+    given = {"allow": ["@python", "Example.org:8443"], "deny": [], "limits": {"bytes_up": 5}, "log": "denied"}
+    network = Network("none", ["@python", "Example.org:8443"], [], NetworkLimits(bytes_up=5), "denied")
+    assert create({"network": given}).network == network
+    request = parse(json.dumps({"network": given}).encode(), CreateRequest)
+    spec = request.to_spec(default_limits=Limits(), default_network=NetworkMode.ALLOW, key_header=None)
+    assert spec.network == attrs.evolve(network, mode="allow")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +159,13 @@ def test_a_full_create_reaches_the_spec() -> None:
         ({"limits": {"pids": 7}}, "limits.pids"),
         ({"limits": {"pids": 2**22 + 1}}, "limits.pids"),
         ({"limits": {"disk_mb": 0}}, "limits.disk_mb"),
-        ({"network": {"mode": "none", "allow": ["example.org"]}}, "network.allow"),
         ({"network": {"allow": "example.org"}}, "network.allow"),
+        ({"network": {"allow": [5]}}, "network.allow"),
+        ({"network": {"deny": ["x" * 513]}}, "network.deny"),
+        ({"network": {"deny": ["a.example"] * 257}}, "network.deny"),
+        ({"network": {"limits": {"connections": 0}}}, "network.limits.connections"),
+        ({"network": {"limits": {"bytes_down": 0}}}, "network.limits.bytes_down"),
+        ({"network": {"log": "none"}}, "network.log"),
         ({"idle_timeout_seconds": 0}, "idle_timeout_seconds"),
         ({"idle_timeout_seconds": 366 * 86_400 + 1}, "idle_timeout_seconds"),
         ({"idle_timeout_seconds": False}, "idle_timeout_seconds"),

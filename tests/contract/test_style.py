@@ -32,12 +32,15 @@ TWIN = ROOT / "sandkasten/sync"
 
 CLIENT_NAMES = {
     *(
+        "EgressEntry",
+        "EgressPage",
         "Event",
         "Events",
         "ExecResult",
         "FileInfo",
         "FileStream",
         "Files",
+        "NetworkInfo",
         "NodeInfo",
         "Output",
         "Port",
@@ -55,6 +58,7 @@ SHARED_NAMES = {
     "CloseShell": "the actor's message, and the request to PID 1 that it becomes",
     "Crash": "a crash point; nsinit imports nothing of the daemon",
     "FileRules": "the paths of a session: the model's, and those sent to PID 1",
+    "InvalidRule": "a text that is no rule: what a reader of rules finds, and the error that the client gets",
     "Leftover": "a thing of no session: nsinit's finding, and the planner's reading of it",
     "Limits": "a session's limits: in a caller's units, and in the kernel's",
     "ListRuns": "the actor's message, and the request to PID 1 that it becomes",

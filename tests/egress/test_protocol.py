@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from egress import protocol as p
+from egress.policy import MAX_POLICY_CHARS, MAX_RULES
 
 MESSAGES = (
     p.Configure(1, permit=("10.0.0.0/8",), always_deny=("*.bad.example",)),
@@ -78,9 +79,9 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 
 
 def test_a_message_that_is_too_large_is_the_senders_error() -> None:
-    """256 rules of the longest names fit into a datagram; more bytes are refused before they are sent."""
-    longest = f"{'a' * 62}." * 4 + ":80,443"
-    policy = p.PolicyText("allow", (longest,) * 256)
-    assert p.decode_request(p.encode(p.SetPolicy(1, "s-1", policy)))
+    """The longest policy that is one fits into a datagram; more bytes are refused before they are sent."""
+    rule = "a" * (MAX_POLICY_CHARS // MAX_RULES)
+    policy = p.PolicyText("allow", (rule,) * MAX_RULES)
+    assert p.decode_request(p.encode(p.SetPolicy(1, "s" * 100, policy)))
     with pytest.raises(p.ProtocolError, match="datagram"):
-        p.encode(p.SetPolicy(1, "s-1", attrs.evolve(policy, deny=(longest,) * 256)))
+        p.encode(p.SetPolicy(1, "s-1", attrs.evolve(policy, deny=policy.allow)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from sandkasten.model import Limits
+from sandkasten.model.network import NetworkMode
 
 MIB = 1024 * 1024
 
@@ -17,13 +18,14 @@ class ApiSettings:
 
     `api_key` None: no key is asked for, and only loopback addresses and unix sockets are served.
     `allowed_origins`: web pages of other origins (`https://host[:port]`) that may open WebSockets, with the key.
-    `default_limits` fills what a partial `limits` object leaves open. `spool_dir` None: the
-    system's temporary directory.
+    `default_limits` fills what a partial `limits` object leaves open, `default_network` is the mode of a `network`
+    object that names none. `spool_dir` None: the system's temporary directory.
     """
 
     listen: tuple[str, ...] = ("127.0.0.1:8080",)
     api_key: str | None = attrs.field(default=None, repr=False)
     default_limits: Limits = attrs.field(factory=Limits)
+    default_network: NetworkMode = NetworkMode.NONE
     max_exec_timeout_ms: int = 120_000
     allow_unlimited_exec: bool = False
 

@@ -36,6 +36,9 @@ _BASE64_BYTES = _MAX_LITERAL // 4 * 3 - 3
 MAX_CWD_LITERAL = 2048
 """Room for a directory in the event of an end; the other fields of that event take less than 1500 bytes."""
 
+MAX_DENIED_LITERAL = 512
+"""Room for refusals of the way out in the event of an end."""
+
 PING = b": ping\n\n"
 
 
@@ -68,7 +71,11 @@ class ChunkEvent(Body):
 
 
 def short_end(end: dict[str, Any]) -> dict[str, Any]:  # JSON values
-    """Return the fields of a run's end with a directory cut to fit into an event; `cwd_truncated` says so."""
+    """Return the fields of a run's end as an event has them: the first refusals that fit, and a directory cut to fit;
+    `cwd_truncated` says so."""
+    if denied := end.get("egress_denied"):
+        sizes = itertools.accumulate(len(json.dumps(each)) + 2 for each in denied)
+        end = end | {"egress_denied": denied[: sum(size <= MAX_DENIED_LITERAL for size in sizes)]}
     cwd = str(end["cwd"])
     if len(json.dumps(cwd)) <= MAX_CWD_LITERAL:
         return end

@@ -113,14 +113,12 @@ SignalNumber = NewType("SignalNumber", int)
 PortNumber = NewType("PortNumber", int)
 Pattern = NewType("Pattern", str)
 EnvironmentPatch = NewType("EnvironmentPatch", dict[str, str | None])
-NetworkMode = NewType("NetworkMode", str)
 ExecMode = NewType("ExecMode", str)
 SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
 OutputFields = NewType("OutputFields", tuple[str, ...])
 OnTimeout = NewType("OnTimeout", str)
 WhenLeft = NewType("WhenLeft", str)
-NoHosts = NewType("NoHosts", list[str])
 Places = NewType("Places", tuple[str, ...])
 WaitTarget = NewType("WaitTarget", str)
 ListLimit = NewType("ListLimit", int)
@@ -181,10 +179,11 @@ def _text(value: object) -> str:
     """Check text that reaches the kernel as a C string."""
     if "\0" in _string(value):
         raise ValueError("must not contain NUL")
-    return _encodable(value)
+    return encodable(value)
 
 
-def _encodable(value: object) -> str:
+def encodable(value: object) -> str:
+    """Return a text that has a form in UTF-8."""
     text = _string(value)
     try:
         text.encode()
@@ -265,7 +264,8 @@ class CommaList:
             raise ValueError(f"must be a list, with commas, of {', '.join(self.members)}") from None
 
 
-def _member(cls: type[enum.StrEnum]) -> Callable[[object], object]:
+def member_of(cls: type[enum.StrEnum]) -> Callable[[object], object]:
+    """Return a check for one of the words of an enumeration."""
     check = Choice(tuple(member.value for member in cls))
     return lambda value: cls(check(value))
 
@@ -275,7 +275,7 @@ def _stdin(value: object) -> Stdin:
         return Stdin(is_open=True)
     if not isinstance(value, str):
         raise ValueError("must be a string, or true for input that is sent later")
-    return Stdin(text=_encodable(value))
+    return Stdin(text=encodable(value))
 
 
 def _argv(value: object) -> tuple[str, ...]:
@@ -311,14 +311,6 @@ def _pattern(value: object) -> str:
     if not 1 <= len(text) <= MAX_PATTERN_CHARS:
         raise ValueError(f"must have 1 to {MAX_PATTERN_CHARS} characters")
     return text
-
-
-def _no_hosts(value: object) -> list[str]:
-    if not isinstance(value, list):
-        raise ValueError("must be an array")
-    if value:
-        raise ValueError("no host can be reached on this server; only an empty array is accepted")
-    return []
 
 
 def _fixed(_value: object) -> object:
@@ -384,7 +376,7 @@ def some_text(value: object) -> str:
     """Return a text that is not empty."""
     if not value:
         raise ValueError("must not be empty")
-    return _encodable(value)
+    return encodable(value)
 
 
 def edit_count(value: object) -> object:
@@ -399,9 +391,9 @@ _one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or 
 
 _ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _one_etag}
 EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
-    "replace": {**_ANY_EDIT, "old": some_text, "new": _encodable, "count": edit_count},
-    "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": _encodable},
-    "create": {**_ANY_EDIT, "text": _encodable},
+    "replace": {**_ANY_EDIT, "old": some_text, "new": encodable, "count": edit_count},
+    "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": encodable},
+    "create": {**_ANY_EDIT, "text": encodable},
     "delete": _ANY_EDIT,
     "patch": {**_ANY_EDIT, "patch": some_text},
 }
@@ -550,14 +542,12 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Pattern: _pattern,
     EnvironmentPatch: _environment_patch,
     WaitTarget: Choice(("exit",)),
-    NetworkMode: Choice(("none",), not_offered=("proxy", "bridge", "host")),
     ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),
     Encoding: Choice(("utf-8", "base64")),
     OutputFields: _output_fields,
     OnTimeout: Choice(("error", "result")),
     WhenLeft: Choice(("cancel", "detach")),
-    NoHosts: _no_hosts,
     ListLimit: Between(1, MAX_LIST),
     FilesLimit: Between(1, MAX_FILES),
     Offset: Between(0, 2**53),
@@ -588,10 +578,10 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     LabelPair: Matching(re.compile("[^=]+="), "must be NAME=VALUE"),
     NameCursor: _name_cursor,
     OffsetText: Matching(re.compile(r"[0-9]{1,16}\Z"), "must be a number of bytes"),
-    Stream: _member(Stream),
-    StreamsMode: _member(StreamsMode),
-    ExecKind: _member(ExecKind),
-    ExecState: _member(ExecState),
+    Stream: member_of(Stream),
+    StreamsMode: member_of(StreamsMode),
+    ExecKind: member_of(ExecKind),
+    ExecState: member_of(ExecState),
 }
 
 
@@ -613,13 +603,17 @@ def _hook(check: Callable[[object], object]) -> Callable[[object, type], object]
 
 def _object_hook(cls: type) -> Callable[[object, type], object]:
     """Return what makes a `cls` of an object. The field `for_` is named `for` there, and `cls.aliases` has further
-    names of fields."""
+    names of fields. With `cls.short` a string stands for an object with that field alone."""
     names = {field.name: override(rename=field.name[:-1]) for field in attrs.fields(cls) if field.name.endswith("_")}
     fields: Callable[[Mapping[str, Any], type], object]  # Any: JSON
     fields = make_dict_structure_fn(cls, _converter, **names)  # type: ignore[arg-type]
     aliases = _aliases(cls)
+    short: str | None = getattr(cls, "short", None)
+    check = None if short is None else check_of(plain_kind(get_type_hints(cls)[short]))
 
     def structure(value: object, _type: type) -> object:
+        if short is not None and check is not None and isinstance(value, str):
+            return cls(**{short: check(value)})
         if not isinstance(value, dict):  # a string would pass: "mode" is in "mode", and no field would be found
             raise ValueError("must be an object")
         for alias in aliases.keys() & value.keys():

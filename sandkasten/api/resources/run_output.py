@@ -15,7 +15,7 @@ import codecs
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NewType, Self
 
@@ -48,6 +48,7 @@ from sandkasten.api.resources.fields import (
 )
 from sandkasten.model import Cause, ExecEnd, ExecResult, Output, OutputSlice, Stream, Usage
 from sandkasten.model.errors import CommandTimeout, SandkastenError
+from sandkasten.model.network import EgressDenial
 from sandkasten.sdk.text import OutputText
 from sandkasten.supervisor import ExecStream
 
@@ -81,7 +82,8 @@ class OutputFormat:
 
 @attrs.frozen(kw_only=True)
 class EndBody(Body):
-    """The end of a run. `victim` is the name of the process that the kernel killed for want of memory."""
+    """The end of a run. `victim` is the name of the process that the kernel killed for want of memory, `egress_denied`
+    what the session was refused to reach meanwhile, if anything."""
 
     exit_code: int
     cwd: str
@@ -95,13 +97,15 @@ class EndBody(Body):
     queued_ms: int
     signal: int | None = None
     victim: str | None = None
+    egress_denied: Sequence[EgressDenial] | None = None
 
     @classmethod
     def of(cls, end: ExecEnd, **others: Any) -> Self:  # others: fields of the subclass
         """Return an end as clients see it."""
         is_timed_out = end.cause is Cause.TIMED_OUT
         exit_code = TIMED_OUT_CODE if is_timed_out else end.exit_code
-        return cls.take(end, exit_code=exit_code, timed_out=is_timed_out, **others)
+        denied = tuple(end.egress_denied) or None
+        return cls.take(end, exit_code=exit_code, timed_out=is_timed_out, egress_denied=denied, **others)
 
 
 @attrs.frozen(kw_only=True)

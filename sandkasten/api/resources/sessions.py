@@ -28,8 +28,6 @@ from sandkasten.api.resources.fields import (
     ListLimit,
     MemoryInodes,
     MemoryMegabytes,
-    NetworkMode,
-    NoHosts,
     OpenFiles,
     Pids,
     Places,
@@ -50,6 +48,7 @@ from sandkasten.api.resources.fields import (
     read_query,
     read_request,
 )
+from sandkasten.api.resources.network import NetworkBody, NetworkChange, NetworkRequest, Revision
 from sandkasten.model import (
     FOREVER_S,
     IMAGE_NAME,
@@ -67,6 +66,7 @@ from sandkasten.model import (
 from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, parse_cursor
+from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import MissingPart, Part
 from sandkasten.model.session import EndReason
 
@@ -132,14 +132,6 @@ class LimitsChange(LimitsRequest):
 
 
 @attrs.frozen
-class NetworkRequest:
-    """The network of a session, of which only `none` can be had."""
-
-    mode: NetworkMode | None = None
-    allow: NoHosts | None = None
-
-
-@attrs.frozen
 class FilesystemRequest:
     """Absolute paths that commands may read, and write."""
 
@@ -177,7 +169,9 @@ class CreateRequest:
     stop_grace_ms: StopGrace | None = None
     streams: StreamsMode | None = None
 
-    def to_spec(self, *, default_limits: Limits, key_header: str | None) -> SessionSpec:
+    def to_spec(
+        self, *, default_limits: Limits, key_header: str | None, default_network: NetworkMode = NetworkMode.NONE
+    ) -> SessionSpec:
         """Return the model's spec.
 
         Raises:
@@ -204,6 +198,7 @@ class CreateRequest:
             seccomp=self.seccomp,
             stop_grace_ms=self.stop_grace_ms,
             streams=self.streams,
+            network=None if self.network is None else self.network.over(default_network),
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -223,6 +218,8 @@ class PatchRequest:
     labels: Labels | None = None
     limits: LimitsChange | None = None
     env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
+    network: NetworkChange | None = None
+    if_revision: Revision | None = None
     idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
     max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
 
@@ -235,6 +232,8 @@ class PatchRequest:
             labels=self.labels,
             limits=None if self.limits is None else self.limits.over(current),
             env=self.env,
+            network=None if self.network is None else self.network.over(NetworkMode.NONE),
+            if_revision=self.if_revision,
         )
 
 
@@ -323,6 +322,7 @@ class SessionBody(Body):
     workspace_mode: str
     stop_grace_ms: int
     streams: str | None
+    network: NetworkBody
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
@@ -340,6 +340,7 @@ class SessionBody(Body):
             ttl_seconds=_seconds(session.ttl_s),
             idle_timeout_seconds=_seconds(session.ttl_s),
             max_lifetime_seconds=_seconds(session.max_lifetime_s),
+            network=NetworkBody.take(session.network, revision=session.network_revision),
             **attrs.asdict(session.options, recurse=False),
         )
 
@@ -382,7 +383,10 @@ async def create(exchange: Exchange) -> Answer:
     """Create a session."""
     request = await read_request(exchange, CreateRequest)
     key_header = read_head(exchange, CreateHead).idempotency_key
-    spec = request.to_spec(default_limits=exchange.settings.default_limits, key_header=key_header)
+    settings = exchange.settings
+    spec = request.to_spec(
+        default_limits=settings.default_limits, default_network=settings.default_network, key_header=key_header
+    )
     session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
     headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
     return json_answer(SessionBody.of(session), status=201, headers=headers)
@@ -403,7 +407,7 @@ async def list_sessions(exchange: Exchange) -> Answer:
 
 
 async def update(exchange: Exchange) -> Answer:
-    """Change a session's times, labels, limits or environment."""
+    """Change a session's times, labels, limits, environment or network."""
     request = await read_request(exchange, PatchRequest)
     current = exchange.settings.default_limits
     if request.limits is not None:

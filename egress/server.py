@@ -1,0 +1,309 @@
+"""The egress process as its daemon sees it: requests on a socket, answers, log entries, and the sessions' ways out.
+
+Requests are served one after the other. When the socket ends, everything does; so it does, with an error, when bytes
+arrive that are no request. A daemon that does not read stops nothing that is carried: log entries are dropped, and
+counted. Entries of a session come before the answer to `SetPolicy` and `DetachSession` that they belong to.
+
+Sources: unix(7) (SOCK_SEQPACKET, SCM_RIGHTS), recvmsg(2).
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import select
+import socket
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from ipaddress import ip_network
+
+import attrs
+import trio
+
+from egress import protocol as p
+from egress.addresses import AddressCheck
+from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
+from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
+from egress.state import Machine, WayOutState
+from egress.way_out import WayOut
+
+_FD_BYTES = array.array("i").itemsize
+_ANSWER_S = 30.0
+"""The longest time that the daemon may take to read an answer it has asked for."""
+
+_ENTRIES_S = 5.0
+_BATCH_S = 0.1
+MAX_QUEUED_ENTRIES = 8192
+
+_MAX_LOG_TEXT = 300
+"""Characters of one field; JSON makes up to 12 bytes of each, and a pipe takes 4096 bytes in one piece (PIPE_BUF)."""
+
+
+def log(level: str, event: str, session_id: str | None = None, **fields: object) -> None:
+    """Write a log line, one JSON object on descriptor 2, as nsinit does; never wait: without room it is dropped.
+
+    `fields` must be JSON values, and hold nothing that a session or a server has sent.
+    """
+    record = {"level": level, "logger": "egress", "event": event, "session_id": session_id, **fields}
+    clipped = {key: each[:_MAX_LOG_TEXT] if isinstance(each, str) else each for key, each in record.items()}
+    line = json.dumps({key: each for key, each in clipped.items() if each is not None}).encode() + b"\n"
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
+    if any(events & select.POLLOUT for _, events in poller.poll(0)):
+        try:
+            os.write(2, line)
+        except OSError:
+            pass  # the reader is gone; there is nobody to tell
+
+
+def log_fault(session_id: str | None, error: BaseException) -> None:
+    """Log where an error of our own came from; its text may hold foreign bytes, so only an OSError's number is told."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    places = [f"{os.path.basename(each.filename)}:{each.lineno}" for each in frames]
+    number = error.errno if isinstance(error, OSError) else None
+    log("error", "egress.fault", session_id, kind=type(error).__name__, errno=number, places=places)
+
+
+class _Failure(Exception):
+    def __init__(self, code: p.FailureCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@attrs.define(eq=False)
+class _Configuration:
+    always_deny: tuple[EgressRule, ...]
+    machine: Machine
+
+    def policy(self, text: p.PolicyText) -> Policy:
+        """Return a session's policy; the operator's rules that deny come before the session's."""
+        try:
+            policy = parse_policy(text.mode, text.allow, text.deny)
+        except InvalidRule as error:
+            raise _Failure("INVALID", str(error)) from None
+        return attrs.evolve(policy, deny=(*self.always_deny, *policy.deny))
+
+
+class EgressServer:
+    """The server on one socket. `lookup` finds the addresses of names; tests bring their own."""
+
+    def __init__(self, channel: socket.socket, nursery: trio.Nursery, lookup: Lookup, kept_s: float) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._nursery = nursery
+        self._sending = trio.Lock()
+        self._resolver = NameResolver(nursery, lookup, kept_s)
+        self._own: set[Address] = set()
+        self._configuration: _Configuration | None = None
+        self._ways_out: dict[str, WayOut] = {}
+        self._entries: deque[p.EgressEntry] = deque()
+        self._dropped = 0
+        self._has_entries = trio.Event()
+        self._batching = trio.Lock()
+
+    def set_own_addresses(self, addresses: frozenset[Address]) -> None:
+        """Refuse these from now on; `AddressCheck` reads the set at each check."""
+        self._own.clear()
+        self._own.update(addresses)
+
+    # Requests
+
+    async def serve_requests(self) -> None:
+        """Serve until the daemon's end of the socket is closed.
+
+        Raises:
+            ProtocolError: what arrived is no request, or nobody reads the answers.
+        """
+        while True:
+            await trio.lowlevel.wait_readable(self._channel)
+            try:
+                data, fds = self._receive()
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                return  # closed with answers unread (unix(7))
+            if not data:
+                _close_all(fds)
+                return
+            try:
+                request = p.decode_request(data)
+            except p.ProtocolError:
+                _close_all(fds)
+                raise
+            answer = await self._answer(request, fds)
+            if not await self._send(p.encode(answer), _ANSWER_S):
+                raise p.ProtocolError("the daemon does not read its answers")
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        data, ancillary, flags, _ = self._channel.recvmsg(
+            p.MAX_DATAGRAM_BYTES, socket.CMSG_SPACE(p.MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
+        fds = array.array("i")
+        for _level, _kind, content in ancillary:
+            fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            _close_all(fds)
+            raise p.ProtocolError("a request is too long, or has too many descriptors")
+        return data, list(fds)
+
+    async def _answer(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
+        """Serve a request. Descriptors that were not taken over are closed."""
+        try:
+            return await self._serve(request, fds)
+        except _Failure as failure:
+            return p.EgressFailed(request.seq, failure.code, str(failure))
+        finally:
+            _close_all(fds)
+
+    async def _serve(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
+        if isinstance(request, p.Configure):
+            self._configure(request)
+            return p.Configured(request.seq, p.VERSION)
+        if self._configuration is None:
+            raise _Failure("NOT_CONFIGURED", "the first request is Configure")
+        if isinstance(request, p.AttachSession):
+            self._attach(request, self._configuration, fds)
+            return p.Accomplished(request.seq)
+        way_out = self._ways_out.get(request.session_id)
+        if way_out is None:
+            raise _Failure("SESSION_UNKNOWN", f"there is no session {request.session_id}")
+        match request:
+            case p.DescribeSession():
+                return p.Described(request.seq, way_out.state.counters())
+            case p.SetPolicy(policy=text, limits=limits):
+                await way_out.set_policy(self._configuration.policy(text), limits)
+            case p.DetachSession():
+                del self._ways_out[request.session_id]
+                await way_out.detach()
+        await self._send_entries()
+        return p.Accomplished(request.seq)
+
+    def _configure(self, request: p.Configure) -> None:
+        if self._configuration is not None:
+            raise _Failure("CONFIGURED", "Configure comes once")
+        try:
+            permit = [ip_network(text) for text in request.permit]
+            always_deny = tuple(parse_rule(text) for text in request.always_deny)
+        except ValueError as error:
+            raise _Failure("INVALID", str(error)) from None
+        machine = Machine(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
+        self._configuration = _Configuration(always_deny, machine)
+
+    def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
+        if request.session_id in self._ways_out:
+            raise _Failure("SESSION_EXISTS", f"session {request.session_id} is attached")
+        state = WayOutState(
+            request.session_id, configuration.policy(request.policy), request.limits, configuration.machine
+        )
+        way_out = self._ways_out[request.session_id] = _take_over(state, fds)
+        self._nursery.start_soon(way_out.serve)
+
+    # Log entries
+
+    def _report(self, entry: p.EgressEntry) -> None:
+        if len(self._entries) < MAX_QUEUED_ENTRIES:
+            self._entries.append(entry)
+            self._has_entries.set()
+        else:
+            self._dropped += 1
+
+    async def batch_entries(self) -> None:
+        """Send log entries, those of `_BATCH_S` together."""
+        while True:
+            await self._has_entries.wait()
+            if len(self._entries) < p.MAX_ENTRIES:
+                await trio.sleep(_BATCH_S)
+            await self._send_entries()
+
+    async def _send_entries(self) -> None:
+        """Send what there is now; what the daemon does not read in time is dropped."""
+        async with self._batching:
+            left = len(self._entries)
+            while left > 0 and self._entries:
+                batch, data = self._next_batch()
+                left -= len(batch)
+                if await self._send(data, _ENTRIES_S):
+                    continue
+                self._dropped += len(batch) + len(self._entries)
+                self._entries.clear()
+            if not self._entries:
+                self._has_entries = trio.Event()
+
+    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], bytes]:
+        """Take as many entries as fit into one datagram."""
+        size = min(len(self._entries), p.MAX_ENTRIES)
+        while True:
+            batch = tuple(self._entries[index] for index in range(size))
+            try:
+                data = p.encode(p.Entries(self._dropped, batch))
+            except p.ProtocolError:
+                size //= 2
+                continue
+            for _ in batch:
+                self._entries.popleft()
+            self._dropped = 0
+            return batch, data
+
+    async def _send(self, data: bytes, deadline_s: float) -> bool:
+        """Send a datagram; tell whether it is under way."""
+        with trio.move_on_after(deadline_s):
+            async with self._sending:
+                while True:
+                    try:
+                        self._channel.send(data)
+                    except BlockingIOError:
+                        await trio.lowlevel.wait_writable(self._channel)
+                    except (BrokenPipeError, ConnectionResetError):
+                        return True  # nobody is there: the next read says so
+                    else:
+                        return True
+        return False
+
+
+def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
+    """Return the way out over these descriptors, which are taken off the list then."""
+    sockets: list[socket.socket] = []
+    try:
+        if len(fds) not in (2, p.MAX_FDS):
+            raise OSError(errno.EINVAL, f"{len(fds)} descriptors")
+        sockets += (socket.socket(fileno=fd) for fd in fds[:2])
+        listener, questions = sockets
+        kinds = (listener.family, listener.type, questions.family, questions.type)
+        if kinds != (socket.AF_INET, socket.SOCK_STREAM, socket.AF_INET, socket.SOCK_DGRAM):
+            raise OSError(errno.EINVAL, "other kinds of sockets")
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise OSError(errno.EINVAL, "the first socket does not listen")
+        way_out = WayOut(state, listener, questions, fds[2] if len(fds) > 2 else None)
+    except OSError as error:
+        for sock in sockets:
+            sock.detach()
+        raise _Failure("DESCRIPTORS", f"expected a TCP listener, a UDP socket and a link: {error}") from None
+    fds.clear()
+    return way_out
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+async def serve(channel: socket.socket, lookup: Lookup = ask_machine, kept_s: float = KEPT_S) -> int:
+    """Serve a daemon on its socket; return the status to end with: 0 when the daemon has closed it."""
+    status = 0
+    async with trio.open_nursery() as nursery:
+        server = EgressServer(channel, nursery, lookup, kept_s)
+        await nursery.start(watch_own_addresses, server.set_own_addresses)
+        nursery.start_soon(server.batch_entries)
+        log("info", "egress.started")
+        try:
+            await server.serve_requests()
+        except p.ProtocolError as error:
+            log("error", "egress.protocol", reason=str(error))
+            status = 1
+        nursery.cancel_scope.cancel()
+    return status

@@ -1,0 +1,169 @@
+"""The network of a session in requests and answers, its counters, and the log of what the session reached for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NewType
+
+import attrs
+
+from egress.policy import MAX_RULES
+from sandkasten.api.http.errors import Answer, json_answer
+from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.json import Body
+from sandkasten.api.resources.fields import (
+    Between,
+    Choice,
+    ListLimit,
+    add_kinds,
+    encodable,
+    member_of,
+    read_query,
+)
+from sandkasten.model.network import (
+    NETWORK_LIMIT_BOUNDS,
+    EgressEntry,
+    EgressLogging,
+    EgressVerdict,
+    Network,
+    NetworkCounters,
+    NetworkLimits,
+    NetworkMode,
+)
+
+DEFAULT_ENTRIES = ListLimit(1000)
+MAX_RULE_CHARS = 512
+"""Longest rule: a name of 253 characters, and ports."""
+
+Rules = NewType("Rules", tuple[str, ...])
+Connections = NewType("Connections", int)
+ByteLimit = NewType("ByteLimit", int)
+Revision = NewType("Revision", int)
+
+_MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "bridge", "host"))
+
+
+def _rules(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_RULES:
+        raise ValueError(f"must be an array of at most {MAX_RULES} rules")
+    rules = tuple(encodable(rule) for rule in value)
+    if any(len(rule) > MAX_RULE_CHARS for rule in rules):
+        raise ValueError(f"must hold rules of at most {MAX_RULE_CHARS} characters")
+    return rules
+
+
+add_kinds(
+    {
+        NetworkMode: lambda value: NetworkMode(_MODE(value)),
+        EgressLogging: member_of(EgressLogging),
+        EgressVerdict: member_of(EgressVerdict),
+        Rules: _rules,
+        Connections: Between(*NETWORK_LIMIT_BOUNDS["connections"]),
+        ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
+        Revision: Between(1, 2**53),
+    }
+)
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class NetworkLimitsRequest:
+    """Limits of a way out; null or absent: the default."""
+
+    connections: Connections | None = None
+    bytes_up: ByteLimit | None = None
+    bytes_down: ByteLimit | None = None
+
+    @property
+    def limits(self) -> NetworkLimits:
+        """The model's limits."""
+        return NetworkLimits(self.connections, self.bytes_up, self.bytes_down)
+
+
+@attrs.frozen
+class NetworkRequest:
+    """The network of a session, or its mode alone as a string."""
+
+    short: ClassVar[str] = "mode"
+    mode: NetworkMode | None = None
+    allow: Rules | None = None
+    deny: Rules | None = None
+    limits: NetworkLimitsRequest | None = None
+    log: EgressLogging | None = None
+
+    def over(self, default: NetworkMode) -> Network:
+        """Return the model's network; `default` is the mode of a request that names none."""
+        return Network(
+            mode=self.mode or default,
+            allow=self.allow or (),
+            deny=self.deny or (),
+            limits=NetworkLimits() if self.limits is None else self.limits.limits,
+            log=self.log or EgressLogging.ALL,
+        )
+
+
+@attrs.frozen
+class NetworkChange(NetworkRequest):
+    """A network in place of the present one, whole: what is left out is the default again."""
+
+    mode: NetworkMode = attrs.field(kw_only=True)
+
+
+@attrs.frozen
+class EgressQuery:
+    """The query of a log: the cursor behind which it begins, and the entries that are wanted, by default all."""
+
+    after: str | None = None
+    verdict: EgressVerdict | None = None
+    host: str | None = None
+    limit: ListLimit = DEFAULT_ENTRIES
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class NetworkBody(Body):
+    """The network of a session. `revision` counts its changes, from 1."""
+
+    mode: NetworkMode
+    allow: Sequence[str]
+    deny: Sequence[str]
+    limits: NetworkLimits
+    log: EgressLogging
+    revision: int
+
+
+@attrs.frozen(kw_only=True)
+class NetworkInfoBody(NetworkBody):
+    """The network of a live session, with its counters."""
+
+    counters: NetworkCounters
+
+
+@attrs.frozen(kw_only=True)
+class EgressBody(Body):
+    """A page of a log, oldest first. `cursor` is `after` of the next page; `dropped` entries were lost."""
+
+    entries: Sequence[EgressEntry]
+    cursor: str
+    dropped: int
+
+
+# Handlers -------------------------------------------------------------------------------------------------------------
+
+
+async def read_network(exchange: Exchange) -> Answer:
+    """Read a session's network and its counters."""
+    found = await exchange.supervisor.network(exchange.session_id)
+    return json_answer(NetworkInfoBody.take(found.network, revision=found.revision, counters=found.counters))
+
+
+async def read_egress(exchange: Exchange) -> Answer:
+    """Read the log of what a session reached for."""
+    query = read_query(exchange, EgressQuery)
+    page = await exchange.supervisor.egress_log(
+        exchange.session_id, after=query.after, verdict=query.verdict, host=query.host, limit=query.limit
+    )
+    return json_answer(EgressBody.take(page))

@@ -1,0 +1,145 @@
+"""DNS of a session: what is answered, from where, and what the resolver outside gets to hear."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+import pytest
+import trio
+
+from egress import resolver, way_out
+from egress.names import RANGE
+from tests.egress.harness import PRIVATE, PUBLIC, Answer, Names, egress, is_refused, question
+from tests.waiting import patience
+
+pytestmark = pytest.mark.usefixtures("outside")
+
+A, AAAA, TXT, HTTPS = 1, 28, 16, 65
+
+
+def names() -> Names:
+    return Names(
+        **{"good.example": [PUBLIC], "empty.example": [], "hang.example": [PUBLIC], "private.example": [PRIVATE]}
+    )
+
+
+async def test_a_name_that_is_not_allowed_does_not_exist() -> None:
+    """NXDOMAIN with the extended error `filtered`, and nobody outside is asked; told of once for A and AAAA."""
+    outside = names()
+    async with egress(outside) as daemon:
+        inside = await daemon.attach("good.example")
+        for kind in (A, AAAA, TXT):
+            answer = await inside.ask("secret-in-a-name.example", kind)
+            assert (answer.code, answer.extended, answer.address) == (3, 17, None)
+        assert outside.asked == []
+        entry = await daemon.entry(kind="dns")
+        assert (entry.host, entry.verdict, entry.reason) == ("secret-in-a-name.example", "denied", "not_allowed")
+        counters = await daemon.counters()
+        assert (counters.dns_queries, counters.dns_denied, counters.denied) == (3, 3, 0)
+        assert len(daemon.entries) == 1
+
+
+async def test_an_allowed_name_has_one_synthetic_address_and_nothing_else() -> None:
+    """An A record with a short life; no AAAA, no HTTPS record; letters of the question come back as they were."""
+    outside = names()
+    async with egress(outside) as daemon:
+        inside = await daemon.attach("good.example", "empty.example")
+        answer = await inside.ask("GooD.example")
+        assert answer.address is not None
+        assert ip_address(answer.address) in RANGE
+        assert answer.ttl == way_out.ANSWER_TTL_S
+        assert b"\x04GooD\x07example" in answer.data
+        for name, kind in (("good.example", AAAA), ("good.example", HTTPS), ("empty.example", A)):
+            nothing = await inside.ask(name, kind)
+            assert (nothing.code, nothing.address) == (0, None)
+        assert outside.asked == ["good.example", "empty.example"]
+
+
+async def test_a_name_that_does_not_exist_outside_does_not_inside() -> None:
+    """The extended error says nothing of a policy then."""
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("*.example")
+        answer = await inside.ask("nobody.example")
+        assert (answer.code, answer.extended) == (3, None)
+        assert daemon.entries == []
+
+
+async def test_every_name_server_is_ours() -> None:
+    """A question to any address is answered from there, by UDP as by TCP."""
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        assert (await inside.ask("good.example", server="8.8.8.8")).address
+        stream = await inside.connect("9.9.9.9", 53)
+        async with stream:
+            ask = question("good.example")
+            framed = len(ask).to_bytes(2, "big") + ask
+            await stream.send_all(framed[:1])
+            await stream.send_all(framed[1:] + framed)
+            received = b""
+            with trio.fail_after(patience()):
+                while len(received) < 2 or len(received) < 2 * (2 + int.from_bytes(received[:2], "big")):
+                    received += await stream.receive_some(1000)
+        assert Answer(received[2:]).address == (await inside.ask("good.example")).address
+        counters = await daemon.counters()
+        assert (counters.connections, counters.dns_queries) == (0, 4)
+
+
+async def test_a_name_belongs_to_one_session() -> None:
+    """The address that stands for a name in one session stands for nothing in another."""
+    async with egress(names()) as daemon:
+        one = await daemon.attach("good.example:5000", name="s-1")
+        other = await daemon.attach("good.example:5000", name="s-2")
+        assert await is_refused(other, await one.address_of("good.example"), 5000)
+        assert (await daemon.entry(session_id="s-2")).reason == "unknown_address"
+
+
+async def test_garbage_is_survived() -> None:
+    """Whatever is sent to port 53, the next question is answered."""
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        with inside.socket(socket.SOCK_DGRAM) as sock:
+            await sock.connect(("198.18.0.1", 53))
+            whole = question("good.example")
+            for size in range(len(whole)):
+                await sock.send(whole[:size])
+            await sock.send(bytes(2000))
+        stream = await inside.connect("198.18.0.1", 53)
+        async with stream:
+            await stream.send_all(b"\0\5hello")
+            with trio.fail_after(patience()):
+                assert await stream.receive_some(100) == b""
+        assert (await inside.ask("good.example")).address
+
+
+async def test_a_look_up_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own question fails after a time, with a failure of the server; other names and sessions are answered."""
+    monkeypatch.setattr(resolver, "DEADLINE_S", 0.3)
+    outside = names()
+    hanging = [f"h{each}.example" for each in range(resolver.MAX_THREADS_OF_SESSION)]
+    outside.hanging.update(("hang.example", *hanging))
+    async with egress(outside) as daemon:
+        inside = await daemon.attach("*.example")
+        other = await daemon.attach("good.example", "private.example", name="s-2")
+        assert (await inside.ask("hang.example")).code == 2
+        assert (await inside.ask("good.example")).address
+        async with trio.open_nursery() as nursery:
+            for name in hanging:
+                nursery.start_soon(inside.ask, name)
+        assert (await inside.ask("empty.example")).code == 2  # all threads of this session hang
+        assert (await other.ask("private.example")).code == 3
+        outside.go_on.set()
+        with trio.fail_after(patience()):
+            while (await inside.ask("empty.example")).code != 0:
+                pass
+
+
+async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it they are refused, with the extended error `not ready`."""
+    monkeypatch.setattr(way_out, "DNS_RATE", 0.001)
+    monkeypatch.setattr(way_out, "DNS_BURST", 2.0)
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        codes = [(await inside.ask("good.example")).code for _ in range(3)]
+        answer = await inside.ask("good.example")
+        assert (codes, answer.code, answer.extended) == ([0, 0, 5], 5, 14)

@@ -1,0 +1,150 @@
+"""Bytes of carried connections: all of them, in order, in both directions, whatever either side does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+import trio
+
+from egress import relay
+from tests.egress.harness import PUBLIC, Names, egress, is_reset, read_all, server
+from tests.waiting import patience
+
+pytestmark = pytest.mark.usefixtures("outside")
+
+MUCH = 64 * 1024 * 1024
+_PIECE = 1024 * 1024
+
+
+def names() -> Names:
+    return Names(**{"good.example": [PUBLIC]})
+
+
+async def send_much(stream: trio.SocketStream) -> str:
+    """Send many bytes, end the stream, and return their digest."""
+    digest = hashlib.sha256()
+    for _ in range(MUCH // _PIECE):
+        piece = os.urandom(_PIECE)
+        digest.update(piece)
+        await stream.send_all(piece)
+    await stream.send_eof()
+    return digest.hexdigest()
+
+
+async def digest_of(stream: trio.SocketStream) -> tuple[str, int]:
+    """Return digest and length of what comes."""
+    digest, size = hashlib.sha256(), 0
+    async for piece in stream:
+        digest.update(piece)
+        size += len(piece)
+    return digest.hexdigest(), size
+
+
+async def both_ways(stream: trio.SocketStream, results: dict[str, object], side: str) -> None:
+    async def send() -> None:
+        results[f"{side} sent"] = await send_much(stream)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        results[f"{side} got"] = await digest_of(stream)
+
+
+async def test_64_mib_both_ways_at_once() -> None:
+    """Equal digests on both sides, and counted to the byte."""
+    results: dict[str, object] = {}
+    async with egress(names()) as daemon, server(PUBLIC, 5000, lambda stream: both_ways(stream, results, "server")):
+        inside = await daemon.attach("good.example:5000")
+        stream = await inside.connect_to("good.example", 5000)
+        async with stream:
+            with trio.fail_after(patience(30)):
+                await both_ways(stream, results, "client")
+        assert results["client got"] == (results["server sent"], MUCH)
+        assert results["server got"] == (results["client sent"], MUCH)
+        entry = await daemon.entry(kind="tcp")
+        assert (entry.bytes_up, entry.bytes_down, entry.cause) == (MUCH, MUCH, "end")
+    assert relay._Buffer.kept == 0
+
+
+async def test_the_client_ends_first() -> None:
+    """The server sees the end, and what it sends after that arrives."""
+
+    async def late(stream: trio.SocketStream) -> None:
+        everything = await read_all(stream)
+        await stream.send_all(everything[::-1])
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, late):
+        inside = await daemon.attach("good.example:5000")
+        stream = await inside.connect_to("good.example", 5000)
+        async with stream:
+            await stream.send_all(b"\x01\x02\x03")
+            await stream.send_eof()
+            assert await read_all(stream) == b"\x03\x02\x01"
+
+
+async def test_the_server_ends_first() -> None:
+    """The client sees the end, and what it sends after that arrives."""
+    got: list[bytes] = []
+    is_over = trio.Event()
+
+    async def early(stream: trio.SocketStream) -> None:
+        await stream.send_all(b"bye")
+        await stream.send_eof()
+        got.append(await read_all(stream))
+        is_over.set()
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, early):
+        inside = await daemon.attach("good.example:5000")
+        stream = await inside.connect_to("good.example", 5000)
+        async with stream:
+            assert await read_all(stream) == b"bye"
+            await stream.send_all(b"\x01 more")
+            await stream.send_eof()
+            with trio.fail_after(patience()):
+                await is_over.wait()
+        assert got == [b"\x01 more"]
+
+
+async def test_a_reset_is_passed_on() -> None:
+    """A server that breaks off looks so to the client, too."""
+
+    async def break_off(stream: trio.SocketStream) -> None:
+        await stream.receive_some(1)
+        relay.close(stream.socket._sock, with_reset=True)  # type: ignore[attr-defined]
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, break_off):
+        inside = await daemon.attach("good.example:5000")
+        stream = await inside.connect_to("good.example", 5000)
+        async with stream:
+            await stream.send_all(b"\x01")
+            assert await is_reset(stream)
+        assert (await daemon.entry(verdict="allowed")).cause == "ECONNRESET"
+
+
+async def test_a_slow_reader_holds_its_server_up_and_nobody_else() -> None:
+    """The bytes on their way are bounded; other connections go on; later all bytes arrive."""
+    sent: list[str] = []
+
+    async def much(stream: trio.SocketStream) -> None:
+        if await stream.receive_some(1) == b"\x01":
+            sent.append(await send_much(stream))
+        else:
+            await stream.send_all(b"quick")
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, much):
+        inside = await daemon.attach("good.example:5000")
+        slow = await inside.connect_to("good.example", 5000)
+        async with slow:
+            await slow.send_all(b"\x01")
+            with trio.fail_after(patience()):
+                while (await daemon.counters()).bytes_down < 1024:
+                    pass
+            quick = await inside.connect_to("good.example", 5000)
+            async with quick:
+                await quick.send_all(b"\x02")
+                assert await read_all(quick) == b"quick"
+            assert sent == []
+            with trio.fail_after(patience(30)):
+                digest, size = await digest_of(slow)
+        assert (sent, size) == ([digest], MUCH)
