@@ -2,7 +2,8 @@
 
 Requests are served one after the other. When the socket ends, everything does; so it does, with an error, when bytes
 arrive that are no request. A daemon that does not read stops nothing that is carried: log entries are dropped, and
-counted. Entries of a session come before the answer to `SetPolicy` and `DetachSession` that they belong to.
+counted. Entries of a session come before the answer to `SetPolicy` and `DetachSession` that they belong to, and a
+refusal before the session can know of it, unless refusals are many.
 
 Sources: unix(7) (SOCK_SEQPACKET, SCM_RIGHTS), recvmsg(2).
 """
@@ -27,7 +28,7 @@ from egress import protocol as p
 from egress.addresses import AddressCheck
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import Machine, WayOutState
+from egress.state import Machine, RateBucket, WayOutState
 from egress.way_out import WayOut
 
 _FD_BYTES = array.array("i").itemsize
@@ -36,6 +37,8 @@ _ANSWER_S = 30.0
 
 _ENTRIES_S = 5.0
 _BATCH_S = 0.1
+_PROMPT_RATE, _PROMPT_BURST = 100.0, 200.0
+"""Refusals of all sessions in a second that are told at once; the others are told with those of `_BATCH_S`."""
 MAX_QUEUED_ENTRIES = 8192
 
 _MAX_LOG_TEXT = 300
@@ -105,6 +108,7 @@ class EgressServer:
         self._dropped = 0
         self._has_entries = trio.Event()
         self._batching = trio.Lock()
+        self._prompt = RateBucket(_PROMPT_RATE, _PROMPT_BURST)
 
     def set_own_addresses(self, addresses: frozenset[Address]) -> None:
         """Refuse these from now on; `AddressCheck` reads the set at each check."""
@@ -211,6 +215,20 @@ class EgressServer:
             self._has_entries.set()
         else:
             self._dropped += 1
+        if entry.verdict == "denied" and not self._prompt.take(trio.current_time()):
+            self._send_now()
+
+    def _send_now(self) -> None:
+        """Send what there is without waiting; what finds no room stays for the next batch."""
+        while self._entries and not self._batching.locked() and not self._sending.locked():
+            dropped = self._dropped
+            batch, data = self._next_batch()
+            try:
+                self._channel.send(data)
+            except OSError:  # no room, or nobody is there: the next read says so
+                self._entries.extendleft(reversed(batch))
+                self._dropped = dropped
+                return
 
     async def batch_entries(self) -> None:
         """Send log entries, those of `_BATCH_S` together."""

@@ -42,7 +42,7 @@ _PAUSE_S = 0.1
 """Time without accepting when the process, or the machine, has no descriptor or memory for a connection."""
 
 _SOCKET_BYTES = 1024 * 1024
-_REPEATED_S = 1.0
+_REPEATED_S = 0.1
 """A refused name is reported once in this time: the C library asks for A and for AAAA, and again."""
 
 _IP_PKTINFO = 8  # linux/in.h

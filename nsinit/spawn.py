@@ -1,4 +1,5 @@
-"""Starts nsinit's programs: each with an empty environment and no descriptor but /dev/null, its log and its socket.
+"""Starts nsinit's programs and the egress process: each with an empty environment and no descriptor but /dev/null, its
+log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
 root away, the command line, to import an image; and by nsinit, to have the image unpacked. Owns the command line and
@@ -11,13 +12,18 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 CHANNEL_FD = 3
 """The descriptor of nsinit's socket."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC0"}
 FLAGS = ("-I", "-S", "-B")
+_FLAGS_WITH_PACKAGES = ("-I", "-B")
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_EGRESS = os.path.join(os.path.dirname(_HERE), os.path.basename(_HERE).replace("nsinit", "egress"))
+"""The neighbour, whose name a wheel changes as it does this package's."""
+
 _HIGH_FD = 64
 
 
@@ -31,19 +37,25 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
+def spawn_egress(channel_fd: int, log_fd: int) -> int:
+    """Start the egress process in the same way; return its pid. It imports packages of its interpreter, as root, before
+    it gives root away."""
+    return spawn_python(f"{_EGRESS}/__main__.py", channel_fd, log_fd, flags=_FLAGS_WITH_PACKAGES)
+
+
 def launcher_command(*arguments: str) -> list[str]:
     """Return the command to execute to become the launcher."""
     return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
 
 
-def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
-    """Start one of nsinit's programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
+def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str, flags: Sequence[str] = FLAGS) -> int:
+    """Start one of the programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
     # Above every number the child fills, so that no dup2 below overwrites a source.
     safe_channel, safe_log = _dup_high(channel_fd), _dup_high(log_fd)
     try:
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, *FLAGS, program, *arguments],
+            [sys.executable, *flags, program, *arguments],
             ENVIRONMENT,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -33,7 +33,7 @@ from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.links.nsinit import StartNsinit, start_as_child
+from sandkasten.links.nsinit import StartEgress, StartNsinit, start_as_child, start_egress_as_child
 from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store
@@ -101,6 +101,7 @@ async def serve(
     started: Callable[[Sequence[str]], None],
     told: Callable[[System], None] | None = None,
     start_nsinit: StartNsinit = start_as_child,
+    start_egress: StartEgress | None = start_egress_as_child,
     early: EarlySockets | None = None,
     notifier: Notifier | None = None,
 ) -> None:
@@ -138,7 +139,9 @@ async def serve(
             ChildSpec("api", start_api),
         )
 
-    async with open_tree(config, machine, profiles, start_nsinit, order, more=front, told=told) as supervisor:
+    async with open_tree(
+        config, machine, profiles, start_nsinit, order, start_egress=start_egress, more=front, told=told
+    ) as supervisor:
         await keep_beating(supervisor, notifier or Notifier())
 
 
@@ -175,6 +178,7 @@ async def open_tree(
     start_nsinit: StartNsinit,
     order: StopOrder,
     *,
+    start_egress: StartEgress | None = start_egress_as_child,
     more: Callable[[LocalSupervisor], Sequence[ChildSpec]] = lambda _supervisor: (),
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
@@ -191,6 +195,7 @@ async def open_tree(
         pool_size=config.server.pool_sandboxes,
         profiles=profiles,
         start_nsinit=start_nsinit,
+        start_egress=start_egress,
     )
     guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
     tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])

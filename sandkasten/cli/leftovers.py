@@ -286,7 +286,9 @@ def _sweep_as_daemon(config: Config, survey: Survey) -> None:
 async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> None:
     """Start, sweep, wait for the teardowns that were begun, and leave the live sessions alone."""
     order = app.StopOrder(ends_sessions=False)
-    async with app.open_tree(config, machine, profiles, at_hand.start_nsinit, order) as supervisor:
+    async with app.open_tree(
+        config, machine, profiles, at_hand.start_nsinit, order, start_egress=at_hand.start_egress
+    ) as supervisor:
         for _ in range(_SWEEPS):
             await supervisor.sweep()
         with trio.move_on_after(_ENDS_S):

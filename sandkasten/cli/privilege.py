@@ -29,7 +29,15 @@ from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, share_store
-from sandkasten.links.nsinit import Launcher, StartNsinit, connect_to, open_launcher, start_as_child
+from sandkasten.links.nsinit import (
+    Launcher,
+    StartEgress,
+    StartNsinit,
+    connect_to,
+    open_launcher,
+    start_as_child,
+    start_egress_as_child,
+)
 from sandkasten.model import SECCOMP_PROFILES
 
 
@@ -38,6 +46,8 @@ class Means:
     """The daemon's means in place of privilege."""
 
     start_nsinit: StartNsinit
+    start_egress: StartEgress | None = None
+    """None beside an nsinit that is a service apart."""
     early: EarlySockets | None = None
     launcher: Launcher | None = None
 
@@ -76,7 +86,7 @@ def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bo
     account = account_of(config)
     if account.is_root:
         set_up(config, account)
-        yield Means(_start_nsinit(config))
+        yield Means(_start_nsinit(config), start_egress_as_child)
     elif config.nsinit_socket is not None:
         hand_over(config, account)
         _drop(config, account)
@@ -129,7 +139,7 @@ def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequen
         try:
             _drop(config, account)
             _confine(config)
-            yield Means(launcher.start_nsinit, early, launcher)
+            yield Means(launcher.start_nsinit, launcher.start_egress, early, launcher)
         finally:
             early.close()
             launcher.close()

@@ -117,6 +117,7 @@ def _serve_until_signal(
         started=started,
         told=_tell,
         start_nsinit=at_hand.start_nsinit,
+        start_egress=at_hand.start_egress,
         early=at_hand.early,
         notifier=notifier,
     )

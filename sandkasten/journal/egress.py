@@ -54,7 +54,7 @@ class SessionEgressLog:
             "time": datetime.fromtimestamp(entry.time, UTC),
             "kind": EgressKind(entry.kind),
             "verdict": EgressVerdict(entry.verdict),
-            "port": entry.port or None,
+            "port": None if entry.kind == "dns" else entry.port,
         }
         self._entries.append((self._last, EgressEntry(**shown)))
 

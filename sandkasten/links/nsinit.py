@@ -1,7 +1,7 @@
 """The daemon's side of nsinit: how one is started, requests and answers on its socket, and its log lines.
 
 An nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
-apart. Each way is a `StartNsinit`, and returns an `NsinitProcess`: our end of the socket, and the means to watch, kill
+apart. Each way is a `StartNsinit`, and returns an `ChildProcess`: our end of the socket, and the means to watch, kill
 and reap the process. nsinit gets no secret in any of them: an empty environment, and no descriptor but /dev/null, its
 log and its socket. Restarts are `actors/services/nsinit.py`'s.
 
@@ -22,17 +22,27 @@ import select
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
-from nsinit.spawn import spawn_launcher, spawn_nsinit
-from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
+from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
+from nsinit.wire.launching import (
+    FAILED,
+    KILL,
+    KILL_EGRESS,
+    MAX_WORD_BYTES,
+    READY,
+    START,
+    START_EGRESS,
+    LaunchForParent,
+)
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, NETWORK_STAGE, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.model.errors import LauncherGone, NsinitLost
+from sandkasten.model.errors import EgressUnavailable, LauncherGone, NsinitLost
 
 log = logging.getLogger(__name__)
 _FD_SIZE = array.array("i").itemsize
@@ -52,10 +62,11 @@ def _nothing() -> None:
 
 
 @attrs.frozen
-class NsinitProcess:
-    """A started nsinit: our end of its socket; unless it is a service apart, also its pidfd and its log's read end.
+class ChildProcess:
+    """A started nsinit or egress process: our end of its socket; unless it is a service apart, also its pidfd and its
+    log's read end.
 
-    `kill` is for an nsinit that hangs: running sandboxes go on without it. `reap` is called when it has ended.
+    `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
     """
 
     sock: socket.socket
@@ -71,18 +82,26 @@ class NsinitProcess:
                 fd.close()
 
 
-StartNsinit = Callable[[], Awaitable[NsinitProcess]]
+StartNsinit = Callable[[], Awaitable[ChildProcess]]
+StartEgress = Callable[[], Awaitable[ChildProcess]]
 
 
-async def start_as_child() -> NsinitProcess:
+async def start_as_child() -> ChildProcess:
     """Start nsinit as a child of this process, with its privileges."""
     with _Ends() as ends:
         pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
         return ends.give(pid, os.pidfd_open(pid))
 
 
+async def start_egress_as_child() -> ChildProcess:
+    """Start the egress process as a child of this process, as the user that the process becomes."""
+    with _Ends() as ends:
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write)
+        return ends.give(pid, os.pidfd_open(pid))
+
+
 class _Ends:
-    """A socket pair and a log pipe for an nsinit about to start; ends that were not given away are closed."""
+    """A socket pair and a log pipe for a process about to start; ends that were not given away are closed."""
 
     def __init__(self) -> None:
         self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,12 +118,12 @@ class _Ends:
             self.our_socket.close()
             os.close(self._log_read)
 
-    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> NsinitProcess:
+    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> ChildProcess:
         """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap."""
         self._is_given = True
         owned = OwnedFd(pidfd)
         ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
-        return NsinitProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
+        return ChildProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
 
 
 def _kill(pidfd: OwnedFd) -> None:
@@ -119,33 +138,52 @@ class Launcher:
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._socket, self._pid = sock, pid
+        self._one_start = trio.Lock()
         self.pidfd = OwnedFd(os.pidfd_open(pid))
 
     @property
     def pid(self) -> int:
         return self._pid
 
-    async def start_nsinit(self) -> NsinitProcess:
+    async def start_nsinit(self) -> ChildProcess:
         """Have an nsinit started, after the end of the one before.
 
         Raises:
             LauncherGone: the launcher has ended, and no nsinit can be started any more.
             NsinitLost: the launcher failed to start an nsinit.
         """
-        with _Ends() as ends, trio.move_on_after(_START_S):
-            try:
-                self._drop_old_answers()
-                socket.send_fds(self._socket, [START], [ends.their_socket.fileno(), ends.log_write])
-                await trio.lowlevel.wait_readable(self._socket)
-                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            except OSError as error:
-                raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
-            if not word:
-                raise LauncherGone("the launcher of the fork server is gone")
-            if word == FAILED or len(fds) != 1:
-                raise NsinitLost("the fork server can't be started")
-            return ends.give(int(word), fds[0], kill=self._kill_nsinit)
-        raise NsinitLost("the launcher of the fork server does not answer")
+        return await self._start(START, KILL)
+
+    async def start_egress(self) -> ChildProcess:
+        """Have an egress process started, after the end of the one before.
+
+        Raises:
+            EgressUnavailable: the launcher failed to start one, or has ended.
+        """
+        try:
+            return await self._start(START_EGRESS, KILL_EGRESS)
+        except (LauncherGone, NsinitLost) as error:
+            raise EgressUnavailable(str(error)) from error
+
+    async def _start(self, word: bytes, kill_word: bytes) -> ChildProcess:
+        """Have a process started by `word`. An answer names no process, so one start follows the other."""
+        async with self._one_start:
+            with _Ends() as ends, trio.move_on_after(_START_S):
+                try:
+                    self._drop_old_answers()
+                    socket.send_fds(self._socket, [word], [ends.their_socket.fileno(), ends.log_write])
+                    await trio.lowlevel.wait_readable(self._socket)
+                    said, fds, _flags, _address = socket.recv_fds(
+                        self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                except OSError as error:
+                    raise LauncherGone(f"the launcher is gone: {error.strerror}") from error
+                if not said:
+                    raise LauncherGone("the launcher is gone")
+                if said == FAILED or len(fds) != 1:
+                    raise NsinitLost("the launcher can't start a process")
+                return ends.give(int(said), fds[0], kill=partial(self._say, kill_word))
+            raise NsinitLost("the launcher does not answer")
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
@@ -158,11 +196,11 @@ class Launcher:
             os.waitpid(self._pid, 0)
         self.pidfd.close()
 
-    def _kill_nsinit(self) -> None:
+    def _say(self, word: bytes) -> None:
         try:
-            self._socket.send(KILL)
+            self._socket.send(word)
         except OSError:
-            pass  # the launcher has ended, and its nsinit with it
+            pass  # the launcher has ended, and its children with it
 
     def _drop_old_answers(self) -> None:
         """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
@@ -201,7 +239,7 @@ def open_launcher(what: LaunchForParent) -> Launcher:
 def connect_to(path: Path) -> StartNsinit:
     """Return the way to an nsinit at the socket of a service apart."""
 
-    async def connect() -> NsinitProcess:
+    async def connect() -> ChildProcess:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         failure: OSError | None = None
         with trio.move_on_after(_START_S):
@@ -209,7 +247,7 @@ def connect_to(path: Path) -> StartNsinit:
                 try:
                     sock.setblocking(False)
                     sock.connect(os.fspath(path))
-                    return NsinitProcess(sock)
+                    return ChildProcess(sock)
                 except OSError as error:
                     failure = error
                     if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):

@@ -12,7 +12,7 @@ import trio
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import NsinitClient
-from sandkasten.links.nsinit import NsinitProcess
+from sandkasten.links.nsinit import ChildProcess
 from sandkasten.model.errors import BuildFailed
 from tests.waiting import patience
 
@@ -28,10 +28,10 @@ async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
         assert "no such disk" in error.message
 
 
-async def _refusing() -> NsinitProcess:
+async def _refusing() -> ChildProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     threading.Thread(target=_refuse, args=(theirs,)).start()
-    return NsinitProcess(ours)
+    return ChildProcess(ours)
 
 
 def _refuse(sock: socket.socket) -> None:

@@ -21,7 +21,7 @@ import trio
 from nsinit.wire import protocol
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import NsinitProcess
+from sandkasten.links.nsinit import ChildProcess
 from tests.fakes.files import ScriptedFiles
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
 
@@ -68,14 +68,14 @@ class FakeNsinit:
         """Of all sandboxes, in the order in which they were begun."""
         self.run_opened = trio.Event()
 
-    async def start(self) -> NsinitProcess:
+    async def start(self) -> ChildProcess:
         """A `StartNsinit`."""
         for directory in (self._workspaces, self._drafts):
             directory.mkdir(exist_ok=True)
         await self._serve_runners()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(theirs))
-        return NsinitProcess(ours)
+        return ChildProcess(ours)
 
     async def kill(self, session_id: str) -> None:
         """End a sandbox's PID 1 as if by itself."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
@@ -17,7 +18,6 @@ from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, EgressSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
-from sandkasten.links.egress import start_egress_as_child
 from sandkasten.links.nsinit import start_as_child
 from sandkasten.model import EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict
@@ -48,7 +48,7 @@ async def served(config: Config, outside: World, *, ends_sessions: bool = True) 
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
-    start = partial(start_egress_as_child, enter=outside.enter)
+    start = outside.start_egress
     async with open_tree(config, machine, profiles, start_as_child, order, start_egress=start) as supervisor:
         yield supervisor
 
@@ -70,7 +70,7 @@ FETCH = "print(urllib.request.urlopen('http://{}/', timeout=20).read().decode())
 CONNECT = """
 try:
     s = socket.create_connection(({!r}, {}), timeout=20)
-    s.sendall(b'ping')
+    s.sendall(b'ping\\n')
     print(s.recv(10) or 'closed')
 except OSError as error:
     print(type(error).__name__, error.errno)
@@ -81,7 +81,7 @@ async def test_a_program_reaches_an_allowed_name(supervisor: LocalSupervisor, ou
     """Without proxy settings, by the libraries it has; what it reached is in the log, and counted."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     result = await python(supervisor, session, FETCH.format("site.example"))
-    assert (result.stdout, result.egress_denied) == (b"hello\n", ()), result.stderr
+    assert (result.stdout, result.end.egress_denied) == (b"hello\n", ()), result.stderr
     assert outside.heard == [(SITE, 80)]
 
     async def is_logged() -> bool:
@@ -98,24 +98,28 @@ async def test_a_name_that_is_not_allowed_is_not_resolved(supervisor: LocalSuper
     """The program is told that there is no such name, and the caller what the session was refused."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     result = await python(supervisor, session, FETCH.format("secret.example"))
-    assert result.exit_code != 0
+    assert result.end.exit_code != 0
     assert b"Name or service not known" in result.stderr, result.stderr
-    (denial,) = result.egress_denied
+    (denial,) = result.end.egress_denied
     assert (denial.host, denial.port, denial.reason) == ("secret.example", None, "not_allowed")
     assert outside.heard == []
     after = await supervisor.exec(session.id, ExecSpec("true"))
-    assert after.egress_denied == ()
-    told = [each for each in await _events(supervisor, session) if each.type is EventType.EGRESS_DENIED]
-    assert told[0].data["host"] == "secret.example"
+    assert after.end.egress_denied == ()
+    async with supervisor.events(session_id=session.id, after="0") as events:
+        with trio.fail_after(patience()):
+            while (told := await anext(aiter(events))).type is not EventType.EGRESS_DENIED:
+                pass
+    assert told.data["host"] == "secret.example"
 
 
 async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:
     """A rule with a port is for that port; the connection ends before the server hears of it."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
-    assert (await python(supervisor, session, CONNECT.format("other.example", 7))).stdout == b"b'ping'\n"
+    first = await python(supervisor, session, CONNECT.format("other.example", 7))
+    assert first.stdout == b"b'ping\\n'\n", await supervisor.egress_log(session.id)
     result = await python(supervisor, session, CONNECT.format("other.example", 80))
     assert b"Connection" in result.stdout, result.stdout
-    assert EgressDenial("other.example", 80, "port") in result.egress_denied
+    assert EgressDenial("other.example", 80, "port") in result.end.egress_denied
     assert outside.heard == [(OTHER, 7)]
 
 
@@ -123,7 +127,7 @@ async def test_an_address_without_a_rule_is_refused(supervisor: LocalSupervisor,
     """The address of an allowed name, too: rules are for names."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     result = await python(supervisor, session, CONNECT.format(SITE, 80))
-    assert result.egress_denied[0].reason == "not_allowed"
+    assert result.end.egress_denied[0].reason == "not_allowed"
     assert outside.heard == []
 
 
@@ -135,8 +139,8 @@ async def test_an_open_network_reaches_no_private_address(
     session = await supervisor.create(SessionSpec(network=Network(NetworkMode.OPEN)))
     assert (await python(supervisor, session, FETCH.format("secret.example"))).stdout == b"hello\n"
     result = await python(supervisor, session, FETCH.format(target))
-    assert result.exit_code != 0
-    assert result.egress_denied, result.stderr
+    assert result.end.exit_code != 0
+    assert result.end.egress_denied, result.stderr
     assert (PRIVATE, 80) not in outside.heard
 
 
@@ -157,7 +161,9 @@ async def test_a_live_session_is_given_a_way_out_and_loses_it(supervisor: LocalS
     with pytest.raises(Conflict) as conflict:
         await supervisor.update(session.id, SessionPatch(network=Network(), if_revision=1))
     assert conflict.value.details["revision"] == 2
-    held = "s = socket.create_connection(('other.example', 7)); s.sendall(b'x'); s.recv(1); print('on', flush=True)\n"
+    held = (
+        "s = socket.create_connection(('other.example', 7)); s.sendall(b'x\\n'); s.recv(2); print('on', flush=True)\n"
+    )
     held += "try: print(s.recv(1))\nexcept OSError as error: print(type(error).__name__)"
     async with supervisor.open_exec(session.id, ExecSpec(argv=("python3", "-c", f"import socket\n{held}"))) as run:
         with trio.fail_after(patience(60)):
@@ -171,12 +177,10 @@ async def test_a_live_session_is_given_a_way_out_and_loses_it(supervisor: LocalS
     assert outside.heard == [(SITE, 80), (OTHER, 7)]
 
 
-async def test_connects_wait_for_an_egress_process_that_was_killed(
-    supervisor: LocalSupervisor, outside: World, egress_pid: int
-) -> None:
+async def test_connects_wait_for_an_egress_process_that_was_killed(supervisor: LocalSupervisor, outside: World) -> None:
     """The next process gets the descriptors, and serves what came meanwhile."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
-    os.kill(_egress_pid(), signal.SIGKILL)
+    os.kill(outside.egress_pid, signal.SIGKILL)
     assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
 
 
@@ -190,4 +194,4 @@ async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: Wor
             return (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
 
         await until(is_reached)
-        assert (await python(supervisor, session, FETCH.format("secret.example"))).egress_denied
+        assert (await python(supervisor, session, FETCH.format("secret.example"))).end.egress_denied

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import trio
-
+import egress
+from egress import protocol
 from nsinit.kernel import syscalls
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.nsinit import ChildProcess
 
 T = TypeVar("T")
 
@@ -32,6 +35,8 @@ class World:
 
     def __init__(self, net_fd: int, hosts: Path, undo: ExitStack) -> None:
         self._net_fd, self._hosts, self._undo = net_fd, hosts, undo
+        self.egress_pid = 0
+        """The egress process that was started last."""
         self.heard: list[tuple[str, int]] = []
         """The address and port of each connection that a server took."""
 
@@ -57,8 +62,26 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    def enter(self) -> None:
+    async def start_egress(self) -> ChildProcess:
+        """Start an egress process in the world; a `StartEgress`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        log_read, log_write = os.pipe2(os.O_CLOEXEC)
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
+                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py")],
+                stdin=subprocess.DEVNULL,
+                stderr=log_write,
+                pass_fds=(protocol.CHANNEL_FD,),
+                preexec_fn=lambda: self._enter(theirs.fileno()),
+            )
+        os.close(log_write)
+        self.egress_pid = process.pid
+        pidfd = OwnedFd(os.pidfd_open(process.pid))
+        return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=process.wait)
+
+    def _enter(self, channel_fd: int) -> None:
         """Enter the namespace and see its hosts file, in a child about to execute a program."""
+        os.dup2(channel_fd, protocol.CHANNEL_FD)
         syscalls.setns(self._net_fd, _CLONE_NEWNET)
         syscalls.unshare(_CLONE_NEWNS)
         syscalls.mount("none", "/", flags=_MS_REC | _MS_PRIVATE)

@@ -28,9 +28,9 @@ from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.egress import EgressLink, EgressProcess, StartEgress
+from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.links.nsinit import forward_log
+from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import EventType
 from sandkasten.model.errors import EgressUnavailable, SandkastenError
 from sandkasten.model.network import Network, NetworkCounters
@@ -132,7 +132,7 @@ class EgressClient(Actor):
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
         self._link: EgressLink | None = None
-        self._process: EgressProcess | None = None
+        self._process: ChildProcess | None = None
         self._work = trio.Event()
         self._is_started = False
         self._denials: dict[str, _Denials] = {}
@@ -293,9 +293,10 @@ class EgressClient(Actor):
                 self._detached.popitem()[1].set()
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
 
-    async def _serve(self, link: EgressLink, process: EgressProcess, running: trio.CancelScope) -> None:
+    async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
         async with trio.open_nursery() as nursery:
+            assert process.log is not None, "only nsinit may be a service apart"
             nursery.start_soon(forward_log, process.log.fileno())
             await link.serve()
             nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
@@ -361,7 +362,7 @@ class EgressClient(Actor):
             EventType.EGRESS_DENIED,
             session_id,
             host=denials.last.host,
-            port=denials.last.port or None,
+            port=None if denials.last.kind == "dns" else denials.last.port,
             reason=denials.last.reason,
             count=denials.count,
         )
@@ -385,8 +386,9 @@ class _Denials:
     last: protocol.EgressEntry | None = None
 
 
-async def _end(process: EgressProcess) -> None:
+async def _end(process: ChildProcess) -> None:
     """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
+    assert process.pidfd is not None, "only nsinit may be a service apart"
     process.sock.close()
     with trio.move_on_after(_STOP_S) as patience:
         await wait_ended(process.pidfd)

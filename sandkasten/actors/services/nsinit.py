@@ -25,9 +25,9 @@ from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import (
+    ChildProcess,
     NsinitAnswer,
     NsinitLink,
-    NsinitProcess,
     StartNsinit,
     failure_text,
     forward_log,
@@ -285,7 +285,7 @@ class NsinitClient(Actor):
         self._profiles, self._terminals, self._disk_floor_bytes = tuple(profiles), terminals, disk_floor_bytes
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
         self._merge_pages = merge_pages
-        self._process: NsinitProcess | None = None
+        self._process: ChildProcess | None = None
 
     async def on_start(self) -> None:
         self._process = await self._start_nsinit()

@@ -98,5 +98,3 @@ class EgressLink:
             self._stdlib.close()
         for done, _ in self._waiting.values():
             done.set()
-
-
