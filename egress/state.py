@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -13,7 +14,7 @@ import trio
 from egress.addresses import AddressCheck
 from egress.names import SyntheticName, SyntheticNames
 from egress.policy import Address, Policy, Reason
-from egress.protocol import EgressEntry, WayOutCounters, WayOutLimits
+from egress.protocol import MAX_FDS, EgressEntry, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
 
 PINNED_S = 300.0
@@ -21,6 +22,10 @@ PINNED_S = 300.0
 
 MAX_CONNECTIONS = 8192
 """Open connections of all sessions."""
+
+
+OWN_DESCRIPTORS = 32
+"""Room for those of the process itself, and of look-ups."""
 
 
 class Refusal(Exception):
@@ -53,13 +58,22 @@ class RateBucket:
 
 @attrs.define(eq=False)
 class Machine:
-    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own."""
+    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
+    `descriptors`: the most that the process may have.
+    """
 
     resolver: NameResolver
     check: AddressCheck
     report: Callable[[EgressEntry], None]
     fault: Callable[[str, BaseException], None]
+    descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    sessions: int = 0
     connections: int = 0
+
+    def has_descriptors(self) -> bool:
+        """Tell whether one more connection could be accepted and dialled."""
+        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * self.connections
+        return used + 2 <= self.descriptors
 
 
 @attrs.define(eq=False)

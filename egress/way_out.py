@@ -11,6 +11,7 @@ Sources: ip(7) (IP_PKTINFO), accept(2), udp(7); RFC 1035, 4.2.2; RFC 8914.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -72,6 +73,7 @@ class WayOut:
 
     async def serve(self) -> None:
         """Serve until `detach`; then all is closed."""
+        self.state.machine.sessions += 1
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -83,6 +85,7 @@ class WayOut:
                 sock.close()
             if self._link_fd is not None:
                 os.close(self._link_fd)
+            self.state.machine.sessions -= 1
             self.ended.set()
 
     async def detach(self) -> None:
@@ -109,6 +112,8 @@ class WayOut:
     async def _accept_all(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.lowlevel.checkpoint()
+            if not self.state.machine.has_descriptors():
+                await self._wait_for_descriptors()
             try:
                 client, _ = self._listener.accept()
             except BlockingIOError:
@@ -124,6 +129,12 @@ class WayOut:
             if wait_s := self._rate.take(trio.current_time()):  # the backlog holds what comes meanwhile
                 await trio.sleep(wait_s)
                 self._rate.take(trio.current_time())
+
+    async def _wait_for_descriptors(self) -> None:
+        """Wait until a connection more would find descriptors; the backlog holds what comes meanwhile."""
+        self.state.machine.fault(self.state.session_id, OSError(errno.EMFILE, "connections wait for descriptors"))
+        while not self.state.machine.has_descriptors():  # noqa: ASYNC110 - of all sessions; nobody tells of each end
+            await trio.sleep(_PAUSE_S)
 
     def _start(self, client: socket.socket, nursery: trio.Nursery) -> None:
         """Begin to serve an accepted connection, or reset it."""
