@@ -78,12 +78,15 @@ class Machine:
 
 @attrs.define(eq=False)
 class WayOutState:
-    """State of one session's way out."""
+    """State of one session's way out. `cut_all` ends all of its connections, with a cause."""
 
     session_id: str
     policy: Policy
     limits: WayOutLimits
     machine: Machine
+    cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
+    is_spent: bool = False
+    """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
     share: LookupShare = attrs.field(factory=LookupShare)
     connections_open: int = 0
@@ -130,11 +133,18 @@ class WayOutState:
 
     def may_open(self) -> bool:
         """Tell whether one more connection is within the limits of the session and of the process."""
-        return self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
+        has_room = self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
+        return has_room and not self.is_spent
 
-    def has_bytes(self, up: int, down: int) -> bool:
-        """Tell whether so many more bytes are within the session's limits."""
-        most_up, most_down = self.limits.bytes_up, self.limits.bytes_down
-        return (most_up is None or self.bytes_up + up <= most_up) and (
-            most_down is None or self.bytes_down + down <= most_down
-        )
+    def spend(self, up: int, down: int) -> None:
+        """Account for bytes that are about to be written; beyond the session's limits raise Refusal and cut all."""
+        for limit, bytes_then in (
+            (self.limits.bytes_up, self.bytes_up + up),
+            (self.limits.bytes_down, self.bytes_down + down),
+        ):
+            if limit is not None and bytes_then > limit:
+                self.is_spent = True
+                self.cut_all("limit")
+                raise Refusal(Reason.LIMIT)
+        self.bytes_up += up
+        self.bytes_down += down

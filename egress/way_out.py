@@ -69,6 +69,7 @@ class WayOut:
         self._rate = RateBucket(state.limits.rate, state.limits.burst)
         self._dns_rate = RateBucket(DNS_RATE, DNS_BURST)
         self._waiting_questions = 0
+        state.cut_all = self._cut_all
         self._reported: tuple[str, float] = ("", 0.0)
 
     async def serve(self) -> None:
@@ -90,15 +91,18 @@ class WayOut:
 
     async def detach(self) -> None:
         """Reset all connections and close all descriptors; return when that is done."""
-        for each in self._open:
-            each.cut("detached")
+        self._cut_all("detached")
         self._scope.cancel()
         await self.ended.wait()
+
+    def _cut_all(self, cause: str) -> None:
+        for each in self._open:
+            each.cut(cause)
 
     async def set_policy(self, policy: Policy, limits: WayOutLimits) -> None:
         """Replace policy and limits; return when the connections that are no longer allowed are reset."""
         self.state.policy = policy
-        self.state.limits = limits
+        self.state.limits, self.state.is_spent = limits, False
         self._rate = RateBucket(limits.rate, limits.burst)
         before = set(self._open)
         for each in before:

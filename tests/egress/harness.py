@@ -252,10 +252,10 @@ class Egress:
         await self.done(lambda seq: p.AttachSession(seq, name, policy, p.WayOutLimits(**limits)), inside.fds)  # type: ignore[arg-type]
         return inside
 
-    async def set_policy(self, *allow: str, name: str = "s-1", **limits: float) -> None:
-        """Replace a session's policy."""
+    async def set_policy(self, *allow: str, **limits: int) -> None:
+        """Replace the first session's policy."""
         policy = p.PolicyText("allow", allow)
-        await self.done(lambda seq: p.SetPolicy(seq, name, policy, p.WayOutLimits(**limits)))  # type: ignore[arg-type]
+        await self.done(lambda seq: p.SetPolicy(seq, "s-1", policy, p.WayOutLimits(**limits)))
 
     async def counters(self, name: str = "s-1") -> p.WayOutCounters:
         """Return a session's counters."""
