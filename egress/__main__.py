@@ -28,7 +28,11 @@ def main() -> int:
     from egress.server import log, log_fault, serve
 
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
-    user_id = int(sys.argv[1]) if len(sys.argv) > 1 else EGRESS_ID
+    given = sys.argv[1:] or [str(EGRESS_ID)]
+    if len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
+        log("error", "egress.usage", reason="the only argument is a user id other than root's")
+        return 2
+    user_id = int(given[0])
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
     # A name is looked up as it is: with search domains, an allowed one could become another (resolv.conf(5)).
     os.environ["LOCALDOMAIN"] = ""

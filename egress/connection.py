@@ -57,7 +57,7 @@ class CarriedConnection:
         self._refusal: Refusal | None = None
         self._reason: Reason | None = None
         self._cause: str | None = None
-        self._is_orderly = False
+        self._is_orderly = self._has_server_ended = False
         self._up = self._down = 0
         self._began, self._began_at = trio.current_time(), time.time()
 
@@ -216,14 +216,18 @@ class CarriedConnection:
 
     async def _to_client(self, server: socket.socket) -> None:
         with self._reading_server:
-            if not await relay.copy(server, self._client, self._count_down, lambda: self._guard is not None):
-                assert self._guard is not None
+            self._has_server_ended = await relay.copy(
+                server, self._client, self._count_down, lambda: self._guard is not None
+            )
+            if self._guard:
                 await self._guard.answers()
 
     async def _guard_requests(self, server: socket.socket, first: bytes, nursery: trio.Nursery) -> None:
         """Have every request checked from here on, and every answer read, which `_to_client` does from its next one."""
         if self._down:
             raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
+        if self._has_server_ended:
+            raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
         guard = self._guard = GuardedRelay(self._name or "", self._port, self._client, server, self._count)
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
@@ -248,11 +252,7 @@ class CarriedConnection:
         self._count(0, size)
 
     def _count(self, up: int, down: int) -> None:
-        """Account for bytes that are about to be written; refuse them beyond the session's limits."""
-        if not self._state.has_bytes(up, down):
-            raise Refusal(Reason.LIMIT)
-        self._state.bytes_up += up
-        self._state.bytes_down += down
+        self._state.spend(up, down)
         self._up += up
         self._down += down
         self._touch()

@@ -121,9 +121,10 @@ class NameResolver:
         asked.ended.set()
         while len(self._asked) > _MAX_KEPT:
             oldest = next(iter(self._asked))
-            if not self._asked[oldest].ended.is_set():
+            kept = self._asked.pop(oldest)
+            if not kept.ended.is_set():
+                self._asked[oldest] = kept  # hangs: among the newest now
                 break
-            del self._asked[oldest]
 
 
 # Own addresses ------------------------------------------------------------------------------------------------------

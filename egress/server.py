@@ -249,7 +249,7 @@ class EgressServer:
                     continue
                 self._dropped += len(batch) + len(self._entries)
                 self._entries.clear()
-            if not self._entries:
+            if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
                 self._has_entries = trio.Event()
 
     def _next_batch(self) -> tuple[Sequence[p.EgressEntry], bytes]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -13,7 +14,7 @@ import trio
 from egress.addresses import AddressCheck
 from egress.names import SyntheticName, SyntheticNames
 from egress.policy import Address, Policy, Reason
-from egress.protocol import EgressEntry, WayOutCounters, WayOutLimits
+from egress.protocol import MAX_FDS, EgressEntry, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
 
 PINNED_S = 300.0
@@ -21,6 +22,10 @@ PINNED_S = 300.0
 
 MAX_CONNECTIONS = 8192
 """Open connections of all sessions."""
+
+
+OWN_DESCRIPTORS = 32
+"""Room for those of the process itself, and of look-ups."""
 
 
 class Refusal(Exception):
@@ -53,23 +58,35 @@ class RateBucket:
 
 @attrs.define(eq=False)
 class Machine:
-    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own."""
+    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
+    `descriptors`: the most that the process may have.
+    """
 
     resolver: NameResolver
     check: AddressCheck
     report: Callable[[EgressEntry], None]
     fault: Callable[[str, BaseException], None]
+    descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    sessions: int = 0
     connections: int = 0
+
+    def has_descriptors(self) -> bool:
+        """Tell whether one more connection could be accepted and dialled."""
+        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * self.connections
+        return used + 2 <= self.descriptors
 
 
 @attrs.define(eq=False)
 class WayOutState:
-    """State of one session's way out."""
+    """State of one session's way out. `cut_all` ends all of its connections, with a cause."""
 
     session_id: str
     policy: Policy
     limits: WayOutLimits
     machine: Machine
+    cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
+    is_spent: bool = False
+    """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
     share: LookupShare = attrs.field(factory=LookupShare)
     connections_open: int = 0
@@ -116,11 +133,18 @@ class WayOutState:
 
     def may_open(self) -> bool:
         """Tell whether one more connection is within the limits of the session and of the process."""
-        return self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
+        has_room = self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
+        return has_room and not self.is_spent
 
-    def has_bytes(self, up: int, down: int) -> bool:
-        """Tell whether so many more bytes are within the session's limits."""
-        most_up, most_down = self.limits.bytes_up, self.limits.bytes_down
-        return (most_up is None or self.bytes_up + up <= most_up) and (
-            most_down is None or self.bytes_down + down <= most_down
-        )
+    def spend(self, up: int, down: int) -> None:
+        """Account for bytes that are about to be written; beyond the session's limits raise Refusal and cut all."""
+        for limit, bytes_then in (
+            (self.limits.bytes_up, self.bytes_up + up),
+            (self.limits.bytes_down, self.bytes_down + down),
+        ):
+            if limit is not None and bytes_then > limit:
+                self.is_spent = True
+                self.cut_all("limit")
+                raise Refusal(Reason.LIMIT)
+        self.bytes_up += up
+        self.bytes_down += down

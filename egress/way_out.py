@@ -11,6 +11,7 @@ Sources: ip(7) (IP_PKTINFO), accept(2), udp(7); RFC 1035, 4.2.2; RFC 8914.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -68,10 +69,12 @@ class WayOut:
         self._rate = RateBucket(state.limits.rate, state.limits.burst)
         self._dns_rate = RateBucket(DNS_RATE, DNS_BURST)
         self._waiting_questions = 0
+        state.cut_all = self._cut_all
         self._reported: tuple[str, float] = ("", 0.0)
 
     async def serve(self) -> None:
         """Serve until `detach`; then all is closed."""
+        self.state.machine.sessions += 1
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -83,19 +86,23 @@ class WayOut:
                 sock.close()
             if self._link_fd is not None:
                 os.close(self._link_fd)
+            self.state.machine.sessions -= 1
             self.ended.set()
 
     async def detach(self) -> None:
         """Reset all connections and close all descriptors; return when that is done."""
-        for each in self._open:
-            each.cut("detached")
+        self._cut_all("detached")
         self._scope.cancel()
         await self.ended.wait()
+
+    def _cut_all(self, cause: str) -> None:
+        for each in self._open:
+            each.cut(cause)
 
     async def set_policy(self, policy: Policy, limits: WayOutLimits) -> None:
         """Replace policy and limits; return when the connections that are no longer allowed are reset."""
         self.state.policy = policy
-        self.state.limits = limits
+        self.state.limits, self.state.is_spent = limits, False
         self._rate = RateBucket(limits.rate, limits.burst)
         before = set(self._open)
         for each in before:
@@ -109,6 +116,8 @@ class WayOut:
     async def _accept_all(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.lowlevel.checkpoint()
+            if not self.state.machine.has_descriptors():
+                await self._wait_for_descriptors()
             try:
                 client, _ = self._listener.accept()
             except BlockingIOError:
@@ -124,6 +133,12 @@ class WayOut:
             if wait_s := self._rate.take(trio.current_time()):  # the backlog holds what comes meanwhile
                 await trio.sleep(wait_s)
                 self._rate.take(trio.current_time())
+
+    async def _wait_for_descriptors(self) -> None:
+        """Wait until a connection more would find descriptors; the backlog holds what comes meanwhile."""
+        self.state.machine.fault(self.state.session_id, OSError(errno.EMFILE, "connections wait for descriptors"))
+        while not self.state.machine.has_descriptors():  # noqa: ASYNC110 - of all sessions; nobody tells of each end
+            await trio.sleep(_PAUSE_S)
 
     def _start(self, client: socket.socket, nursery: trio.Nursery) -> None:
         """Begin to serve an accepted connection, or reset it."""

@@ -11,7 +11,7 @@ import struct
 _DATA = struct.Struct("<iIQ6Q")
 _INSTRUCTION = struct.Struct("<HBBI")
 _LD_ABS, _AND, _JA, _RET = 0x20, 0x54, 0x05, 0x06
-_TESTS = {0x15: int.__eq__, 0x25: int.__gt__, 0x35: int.__ge__}
+_TESTS = {0x15: int.__eq__, 0x25: int.__gt__, 0x35: int.__ge__, 0x45: int.__and__}
 
 Program = list[tuple[int, int, int, int]]
 

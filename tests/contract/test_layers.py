@@ -88,7 +88,11 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "egress": (
         Layer("__main__"),
-        Layer("server", "confinement", "way_out", "relay", "resolver", "names", independent=False),
+        Layer("server", "confinement"),
+        Layer("way_out"),
+        Layer("connection"),
+        Layer("guarded", "state"),
+        Layer("relay", "resolver", "names"),
         Layer("protocol"),
         Layer("addresses", "dns", "hello", "http"),
         Layer("policy"),

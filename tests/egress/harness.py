@@ -8,17 +8,22 @@ makes real ones. `Egress` is the daemon's side of the process, which runs as tas
 from __future__ import annotations
 
 import array
+import fcntl
+import json
 import os
 import socket
 import ssl
 import struct
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from ipaddress import IPv4Address, ip_address
+from pathlib import Path
 
 import trio
 
+import egress as egress_package
 from egress import protocol as p
 from egress.policy import Address
 from egress.resolver import KEPT_S, NoSuchName
@@ -247,10 +252,10 @@ class Egress:
         await self.done(lambda seq: p.AttachSession(seq, name, policy, p.WayOutLimits(**limits)), inside.fds)  # type: ignore[arg-type]
         return inside
 
-    async def set_policy(self, *allow: str, name: str = "s-1", **limits: float) -> None:
-        """Replace a session's policy."""
+    async def set_policy(self, *allow: str, **limits: int) -> None:
+        """Replace the first session's policy."""
         policy = p.PolicyText("allow", allow)
-        await self.done(lambda seq: p.SetPolicy(seq, name, policy, p.WayOutLimits(**limits)))  # type: ignore[arg-type]
+        await self.done(lambda seq: p.SetPolicy(seq, "s-1", policy, p.WayOutLimits(**limits)))
 
     async def counters(self, name: str = "s-1") -> p.WayOutCounters:
         """Return a session's counters."""
@@ -298,6 +303,60 @@ async def egress(
                 names.go_on.set()
                 daemon.reading.cancel()
                 daemon.close()
+
+
+class Program:
+    """The egress process as it really is: a program of its own, confined."""
+
+    def __init__(self, descriptors: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.daemon = Egress(ours)
+        self._log_read, log_write = os.pipe()
+        os.set_blocking(self._log_read, False)
+        self._log = ""
+        self._status: tuple[int, int] | None = None
+        high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 64)  # dup2 onto itself would keep close-on-exec
+        program = str(Path(egress_package.__file__).parent / "__main__.py")
+        self.pid = os.posix_spawn(
+            "/bin/sh",
+            ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors), sys.executable, "-I", "-B", program],
+            {},
+            file_actions=[(os.POSIX_SPAWN_DUP2, log_write, 2), (os.POSIX_SPAWN_DUP2, high, p.CHANNEL_FD)],
+        )
+        os.close(high)
+        os.close(log_write)
+        theirs.close()
+
+    async def ended(self) -> tuple[int, list[dict[str, object]]]:
+        """Wait for the end of the process; return its status and its log."""
+        if self._status is None:
+            self._status = await trio.to_thread.run_sync(os.waitpid, self.pid, 0)
+            self.log_so_far()
+            os.close(self._log_read)
+        return os.waitstatus_to_exitcode(self._status[1]), [json.loads(line) for line in self._log.splitlines()]
+
+    def log_so_far(self) -> str:
+        """Return the lines of the log."""
+        with suppress(BlockingIOError):
+            while data := os.read(self._log_read, 65536):
+                self._log += data.decode()
+        return self._log
+
+
+@asynccontextmanager
+async def program(*permit: str, descriptors: int = 1024) -> AsyncIterator[Program]:
+    """Run the process itself, and have it end well if the test has not waited for its end."""
+    process = Program(descriptors)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.daemon.read)
+        await process.daemon.done(lambda seq: p.Configure(seq, permit))
+        try:
+            yield process
+        finally:
+            process.daemon.reading.cancel()
+            process.daemon.close()
+            with trio.CancelScope(shield=True):
+                await process.ended()
 
 
 Handler = Callable[[trio.SocketStream], Awaitable[None]]

@@ -323,6 +323,23 @@ async def test_requests_one_behind_the_other_are_all_answered() -> None:
         assert (entry.verdict, entry.cause, entry.bytes_down) == ("allowed", "end", len(answers))
 
 
+async def test_a_request_without_a_server_breaks_off() -> None:
+    """A server that has ended its stream before the request is not waited for."""
+
+    async def leave(stream: trio.SocketStream) -> None:
+        await stream.send_eof()
+        await stream.receive_some(1)
+
+    async with egress(names()) as daemon, server(PUBLIC, 80, leave):
+        inside = await daemon.attach("good.example")
+        stream = await inside.connect_to("good.example", 80)
+        async with stream:
+            assert await read_all(stream) == b""
+            await stream.send_all(get("good.example"))
+            assert await is_reset(stream)
+        assert (await daemon.entry(kind="tcp")).cause == "ECONNRESET"
+
+
 async def test_a_web_socket_becomes_plain_bytes() -> None:
     """After 101 both directions go through as they are, each with its own end."""
 
@@ -388,17 +405,23 @@ async def test_connections_beyond_the_rate_wait() -> None:
 
 @pytest.mark.parametrize("limit", ["bytes_up", "bytes_down"])
 async def test_no_byte_more_than_allowed(limit: str) -> None:
-    """A session's bytes are bounded in each direction, over all of its connections; the one that wants more is cut."""
+    """Over all connections of a session, in each direction: who wants more has all cut, and none opened any more."""
     async with egress(names()) as daemon, server(PUBLIC, 5000):
-        inside = await daemon.attach("good.example:5000", **{limit: 20})
+        inside = await daemon.attach("good.example:5000")
+        await daemon.set_policy("good.example:5000", **{limit: 20})
         synthetic = await inside.address_of("good.example")
         assert await echoes(inside, synthetic, 5000)
-        stream = await inside.connect(synthetic, 5000)
-        async with stream:
+        stream, silent = [await inside.connect(synthetic, 5000) for _ in range(2)]
+        async with stream, silent:
             await stream.send_all(b"\x01over and back")
             assert await is_reset(stream)
+            assert await is_reset(silent)
         assert (await daemon.entry(reason="limit")).verdict == "denied"
+        assert (await daemon.entry(cause="limit")).verdict == "allowed"
         assert getattr(await daemon.counters(), limit) == 14
+        assert await is_refused(inside, synthetic, 5000)
+        await daemon.set_policy("good.example:5000")
+        assert await echoes(inside, synthetic, 5000)
 
 
 async def test_a_silent_connection_is_cut() -> None:

@@ -54,12 +54,19 @@ async def both_ways(stream: trio.SocketStream, results: dict[str, object], side:
 async def test_64_mib_both_ways_at_once() -> None:
     """Equal digests on both sides, and counted to the byte."""
     results: dict[str, object] = {}
-    async with egress(names()) as daemon, server(PUBLIC, 5000, lambda stream: both_ways(stream, results, "server")):
+    is_over = trio.Event()
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await both_ways(stream, results, "server")
+        is_over.set()
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, serve):
         inside = await daemon.attach("good.example:5000")
         stream = await inside.connect_to("good.example", 5000)
         async with stream:
             with trio.fail_after(patience(30)):
                 await both_ways(stream, results, "client")
+                await is_over.wait()
         assert results["client got"] == (results["server sent"], MUCH)
         assert results["server got"] == (results["client sent"], MUCH)
         entry = await daemon.entry(kind="tcp")

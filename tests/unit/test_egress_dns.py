@@ -211,7 +211,7 @@ def test_an_answer_has_the_address(name: str, address: IPv4Address, with_edns: b
 
 @given(st.sampled_from([Ede.FILTERED, Ede.BLOCKED, Ede.NOT_READY]), st.text(max_size=300))
 def test_an_extended_error_is_for_those_with_edns(ede: Ede, text: str) -> None:
-    """Its text is cut between characters; without EDNS there is the plain error."""
+    """The text is cut between characters; without EDNS there is the plain error."""
     options = decode(answer_error(asked(edns()), Rcode.NXDOMAIN, ede=ede, text=text)).options
     shown = text.encode("utf-8", "replace").decode()
     assert int.from_bytes(options[15][:2], "big") == ede

@@ -173,7 +173,7 @@ def test_a_broken_hello_is_a_hello_without_a_name(data: bytes, fault: str) -> No
     ],
 )
 def test_other_protocols_are_told_as_early_as_possible(data: bytes, at: int) -> None:
-    """So that a client that waits for its server is not kept waiting; the result stays."""
+    """A client that waits for its server is not kept waiting; the result stays."""
     reader = HelloReader()
     assert [reader.feed(bytes([byte])) for byte in data] == [None] * (at - 1) + [NotTls()]
     assert reader.feed(HELLO) == NotTls()
@@ -183,7 +183,7 @@ def test_other_protocols_are_told_as_early_as_possible(data: bytes, at: int) -> 
     st.binary(max_size=300), st.lists(st.integers(1, 40), max_size=8), st.sampled_from([b"", HELLO[:9], HELLO[:120]])
 )
 def test_no_bytes_make_an_error_of_python(data: bytes, sizes: list[int], before: bytes) -> None:
-    """And cuts make no difference to the result."""
+    """Cuts make no difference to the result either."""
     whole, pieces, at = before + data, [], 0
     for size in sizes:
         pieces.append(whole[at : at + size])

@@ -269,7 +269,7 @@ def test_an_answer_may_come_before_the_end_of_the_body() -> None:
 
 
 def test_head_and_empty_answers_have_no_body() -> None:
-    """Whatever length they tell."""
+    """The length that they tell is that of another answer."""
     pair = guard()
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"
     pair.from_client(request(b"Host: example.org", line=b"HEAD / HTTP/1.1"))
@@ -307,7 +307,7 @@ def test_http_1_0_has_one_request_on_a_connection() -> None:
 
 
 def test_after_a_websockets_switch_bytes_are_plain() -> None:
-    """What either side sent early goes along, and nothing is looked at any more."""
+    """Early bytes of either side go along, and nothing is looked at any more."""
     pair = guard()
     step = pair.from_client(WEBSOCKET + b"early")
     assert (step.to_server, step.is_over, step.is_client_waiting) == (WEBSOCKET, False, True)
@@ -332,7 +332,7 @@ def test_a_websocket_that_is_refused_leaves_http() -> None:
     "offer", [b"h2c", b"websocket, h2c", b"tcp", b"TLS/1.0", b"websocket/13", b"", b"websocket\r\nUpgrade: h2c"]
 )
 def test_other_protocols_are_not_offered_to_the_server(offer: bytes) -> None:
-    """Their requests would be hidden; a server that switches all the same is cut off."""
+    """Requests in them would be hidden; a server that switches all the same is cut off."""
     pair = guard()
     headers = (b"Connection: keep-alive, Upgrade, HTTP2-Settings", b"Upgrade: " + offer, b"HTTP2-Settings: AAMAAABk")
     step = pair.from_client(request(b"Host: example.org", *headers))
@@ -473,7 +473,7 @@ def test_http_is_told_from_other_protocols(data: bytes, answer: bool | None) -> 
 
 @given(st.binary(max_size=60), st.binary(max_size=60))
 def test_more_bytes_change_no_answer(data: bytes, more: bytes) -> None:
-    """Whatever follows."""
+    """An answer stays, once given."""
     assert looks_like_http(data) in (None, looks_like_http(data + more))
 
 

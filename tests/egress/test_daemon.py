@@ -1,0 +1,189 @@
+"""The egress process and its daemon: requests, endings, descriptors, and a daemon that does not read."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from egress import protocol as p
+from egress import server as egress_server
+from egress.state import OWN_DESCRIPTORS
+from tests.egress.harness import PUBLIC, Egress, Names, egress, is_refused, is_reset, program, server
+from tests.waiting import patience, until
+
+pytestmark = pytest.mark.usefixtures("outside")
+
+
+def names() -> Names:
+    return Names(**{"good.example": [PUBLIC]})
+
+
+def descriptors(pid: int = os.getpid()) -> list[str]:
+    """Return what the descriptors of a process are."""
+    found = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(each))
+        except FileNotFoundError:
+            pass  # the one that lists
+    return sorted(found)
+
+
+async def failure(daemon: Egress, request: p.EgressRequest, *fds: int) -> str:
+    answer = await daemon.ask(lambda seq: attrs.evolve(request, seq=seq), fds)
+    assert isinstance(answer, p.EgressFailed), answer
+    return answer.code
+
+
+async def test_requests_that_fail_change_nothing() -> None:
+    """Each with its code; descriptors that came along are closed, and the next request is served."""
+    policy = p.PolicyText("allow", ("good.example",))
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        before = descriptors()
+        assert await failure(daemon, p.Configure(0)) == "CONFIGURED"
+        assert await failure(daemon, p.AttachSession(0, "s-1", policy), *inside.fds) == "SESSION_EXISTS"
+        assert await failure(daemon, p.AttachSession(0, "s-2", policy)) == "DESCRIPTORS"
+        assert await failure(daemon, p.AttachSession(0, "s-2", policy), *reversed(inside.fds)) == "DESCRIPTORS"
+        assert await failure(daemon, p.AttachSession(0, "s-2", policy), *inside.fds[1::-1]) == "DESCRIPTORS"
+        bad = p.PolicyText("allow", ("*",))
+        assert await failure(daemon, p.AttachSession(0, "s-2", bad), *inside.fds) == "INVALID"
+        assert await failure(daemon, p.SetPolicy(0, "s-1", bad)) == "INVALID"
+        for request in (p.SetPolicy(0, "s-2", policy), p.DetachSession(0, "s-2"), p.DescribeSession(0, "s-2")):
+            assert await failure(daemon, request) == "SESSION_UNKNOWN"
+        assert descriptors() == before
+        assert (await inside.ask("good.example")).address
+
+
+async def test_nothing_is_served_before_the_configuration() -> None:
+    """A configuration with a network or a rule that is none is refused, and may be sent again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon = Egress(ours)
+    with theirs:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(egress_server.serve, theirs, names())
+            nursery.start_soon(daemon.read)
+            assert await failure(daemon, p.DescribeSession(0, "s-1")) == "NOT_CONFIGURED"
+            assert await failure(daemon, p.Configure(0, permit=("10.0.0.1/8",))) == "INVALID"
+            assert await failure(daemon, p.Configure(0, always_deny=("*",))) == "INVALID"
+            assert await daemon.ask(lambda seq: p.Configure(seq)) == p.Configured(4, p.VERSION)
+            daemon.reading.cancel()
+            daemon.close()
+
+
+async def test_a_detached_session_leaves_nothing() -> None:
+    """Its connections are reset and logged before the answer; the descriptors are closed, so nothing is steered."""
+    async with egress(names()) as daemon, server(PUBLIC, 5000):
+        before = descriptors()
+        inside = await daemon.attach("good.example:5000")
+        synthetic = await inside.address_of("good.example")
+        stream = await inside.connect(synthetic, 5000)
+        async with stream:
+            await stream.send_all(b"\x01")
+            assert await stream.receive_some(1) == b"\x01"
+            await daemon.done(lambda seq: p.DetachSession(seq, "s-1"))
+            assert [each.cause for each in daemon.entries] == ["detached"]
+            inside.close_copies()
+            assert await is_reset(stream)
+        with pytest.raises(ConnectionRefusedError):
+            await inside.connect(synthetic, 5000)
+
+        async def closed() -> bool:
+            return len(descriptors()) == len(before) + 1  # the test's own, of the namespace
+
+        await until(closed)
+
+
+async def test_a_daemon_that_does_not_read_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections go on; entries for which there is no room are counted, and the count arrives later."""
+    monkeypatch.setattr(egress_server, "MAX_QUEUED_ENTRIES", 20)
+    monkeypatch.setattr(egress_server, "_ENTRIES_S", 0.2)
+    async with egress(names()) as daemon, server(PUBLIC, 5000):
+        inside = await daemon.attach("good.example:5000")
+        synthetic = await inside.address_of("good.example")
+        daemon.reading.cancel()
+        total = 700
+        for _ in range(total):
+            assert await is_refused(inside, synthetic, 5001)
+        stream = await inside.connect(synthetic, 5000)
+        async with stream:
+            await stream.send_all(b"\x01")
+            assert await stream.receive_some(1) == b"\x01"
+            daemon.reading = trio.CancelScope()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(daemon.read)
+                assert (await daemon.counters()).denied == total
+                await stream.send_eof()
+                await daemon.entry(verdict="allowed")
+                daemon.reading.cancel()
+        assert daemon.dropped > 0
+        assert daemon.dropped + len(daemon.entries) == total + 1
+
+
+# The program
+
+
+async def test_the_process_ends_with_its_daemon() -> None:
+    """The socket's end is the end, without an error, and connections break."""
+    async with program("127.0.0.0/8") as process, server("127.0.0.1", 5000):
+        inside = await process.daemon.attach("localhost:5000")
+        stream = await inside.connect_to("localhost", 5000)
+        async with stream:
+            await stream.send_all(b"\x01")
+            assert await stream.receive_some(1) == b"\x01"
+            process.daemon.reading.cancel()
+            process.daemon.channel.close()
+            with trio.fail_after(patience()):
+                status, log = await process.ended()
+            assert (status, [each["event"] for each in log]) == (0, ["egress.started"])
+            assert await is_reset(stream)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"garbage", b'{"type":"Configured","seq":1,"version":1}', bytes(p.MAX_DATAGRAM_BYTES + 1)]
+)
+async def test_garbage_is_the_end(garbage: bytes) -> None:
+    """Bytes that are no request end the process with a line in the log and a status, descriptors with them or not."""
+    async with program() as process:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 5))]
+        await process.daemon.channel.sendmsg([garbage], rights)
+        with trio.fail_after(patience()):
+            status, log = await process.ended()
+        assert status == 1
+        assert [each["event"] for each in log] == ["egress.started", "egress.protocol"]
+
+
+async def test_connections_wait_while_there_are_no_descriptors() -> None:
+    """Those that no descriptor is left for wait in the backlog, and are served when others have ended."""
+    room = 5
+    limit = OWN_DESCRIPTORS + p.MAX_FDS + 2 * room + 1
+    async with program("127.0.0.0/8", descriptors=limit) as process, server("127.0.0.1", 5000):
+        inside = await process.daemon.attach("localhost:5000")
+        synthetic = await inside.address_of("localhost")
+        streams = [await inside.connect(synthetic, 5000) for _ in range(2 * room)]
+        for stream in streams[:room]:
+            assert await answers(stream)
+
+        async def is_paused() -> bool:
+            return "egress.fault" in process.log_so_far()
+
+        await until(is_paused)
+        assert (await process.daemon.counters()).connections == room
+        for stream in streams[:room]:
+            await stream.aclose()
+        for stream in streams[room:]:
+            assert await answers(stream)
+            await stream.aclose()
+
+
+async def answers(stream: trio.SocketStream) -> bool:
+    """Tell whether a byte comes back."""
+    await stream.send_all(b"\x01")
+    with trio.fail_after(patience()):
+        return await stream.receive_some(1) == b"\x01"
