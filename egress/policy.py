@@ -212,7 +212,7 @@ class Ruling:
 
 @attrs.frozen
 class Policy:
-    """Bounds of what a session reaches: in the mode `allow` what a rule allows, in the mode `open` all that no rule denies."""
+    """Bounds of a session: what a rule allows in the mode `allow`, and all that no rule denies in the mode `open`."""
 
     mode: Literal["allow", "open"]
     allow: tuple[EgressRule, ...] = ()

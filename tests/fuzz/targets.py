@@ -11,6 +11,10 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from egress.dns import Ede, Question, Rcode, answer_error, parse_question
+from egress.hello import ClientHello, HelloReader, NotTls
+from egress.http import MAX_WAITING_BYTES, HttpGuard, looks_like_http
+from egress.policy import canonical_name
 from nsinit.wire import protocol as nsinit_protocol
 from nsinit.wire import validate
 from runner.wire import protocol as runner_protocol
@@ -337,6 +341,62 @@ def websocket_messages(data: bytes) -> None:
             _check_refusal(refused.error)
 
 
+# The way out, a hostile session and a hostile server ------------------------------------------------------------------
+
+_QUERY = bytes.fromhex("beef01000001000000000001076578616d706c65036f726700000100010000291000000000000000")
+_HELLO = bytes.fromhex(
+    f"16030100430100003f0303{'00' * 33}00021301010000140000001000"  # one cipher suite, then extensions
+    "0e00000b6578616d706c652e6f7267"
+)
+_HTTP_PIECES = (
+    *(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", b"POST / HTTP/1.1\r\nHost: example.org\r\n", b"\r\n", b"\n"),
+    *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"hello", b" x"),
+    *(b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 x\r\n", b"Host: a\r\n"),
+    *(b"HTTP/1.0 204 x\r\n\r\n", b""),
+)
+
+
+def egress_dns(data: bytes) -> None:
+    """Questions that a session sends, spoiled; the answer to each is small and has its id."""
+    choices = Choices(data)
+    message = grammar.damage(choices, _QUERY) if choices.number(4) else choices.blob(600)
+    result = parse_question(message)
+    if isinstance(result, Question):
+        assert result.name == (result.name and canonical_name(result.name))
+        result = answer_error(result, Rcode.NXDOMAIN, ede=Ede.FILTERED, text=result.name * 9)
+    assert result is None or (result[:2] == message[:2] and result[2] & 0x80 and len(result) <= 512)
+
+
+def egress_hello(data: bytes) -> None:
+    """First bytes of a connection, in pieces: the result is that of all bytes at once, and stays."""
+    choices = Choices(data)
+    hello = grammar.damage(choices, _HELLO) if choices.number(4) else choices.blob(600)
+    reader, whole = HelloReader(), HelloReader().feed(hello)
+    results = [reader.feed(piece) for piece in grammar.cut(choices, hello)] or [None]
+    assert results[-1] == whole
+    found = [each for each in results if each is not None]
+    assert found == [whole] * len(found)
+    if isinstance(whole, ClientHello):
+        assert (whole.server_name is None) is (whole.fault is not None)
+        assert whole.server_name is None or whole.server_name == canonical_name(whole.server_name)
+    assert whole is None or isinstance(whole, ClientHello | NotTls)
+
+
+def egress_http(data: bytes) -> None:
+    """Bytes of a client and of a server in turn: nothing follows an end, and what is held is bounded."""
+    choices = Choices(data)
+    guard, is_over = HttpGuard("example.org", 80), False
+    while not choices.is_over:
+        piece = choices.pick(_HTTP_PIECES) if choices.number(4) else choices.blob(40)
+        piece = grammar.damage(choices, piece) if choices.one_in(6) else piece
+        looks_like_http(piece)
+        step = guard.from_server(piece) if choices.one_in(3) else guard.from_client(piece)
+        assert not is_over or not (step.to_server or step.to_client)
+        assert step.refused is None or (step.is_over and not step.wants_raw)
+        is_over = step.is_over
+        assert len(guard._client.trailing_data[0]) <= MAX_WAITING_BYTES or is_over or step.wants_raw
+
+
 def _must_raise(expected: type[Exception], action: Callable[[], object]) -> None:
     try:
         action()
@@ -350,5 +410,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
+        *(egress_dns, egress_hello, egress_http),
     )
 }

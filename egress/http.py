@@ -1,0 +1,286 @@
+"""HTTP/1 between a client inside and one server, with Host checked on every request. On h11, no input, no output.
+
+Both sides are parsed, and what goes on is written anew: so both readers see one request where this module saw one, with
+lengths, folded lines and ends of lines in one form. Refused are requests for another host, CONNECT, absolute targets,
+HTTP/2, and lengths that two readers may read in two ways. After a WebSocket's 101 the connection is plain bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+import attrs
+import h11
+
+from egress.policy import InvalidRule, Reason, canonical_name
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Bytes of a request's or an answer's head, or of one chunk's."""
+MAX_FEED_BYTES = 16 * 1024
+"""Bytes to give at a time. A body in chunks of one byte takes 23 ms for as much."""
+MAX_WAITING_BYTES = 256 * 1024
+"""Bytes of further requests that may wait for the answer to one."""
+
+_MAX_FIRST_LINE_BYTES = 16 * 1024
+_BLANK = rb"[ \t\r\n\v\f]*"
+_FIRST_LINE = re.compile(
+    _BLANK + rb"[!#$%&'*+.^_`|~0-9a-z-]+[ \t\r\v\f]"
+    rb"(?:[^\n\0-\10\16-\37]*[ \t\r\v\f]HTTP/|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*[ \t\r\v\f]*\n)",
+    re.IGNORECASE,
+)
+"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included."""
+_SO_FAR = re.compile(_BLANK + rb"(?:[!#$%&'*+.^_`|~0-9a-z-]+(?:[ \t\r\v\f][^\n\0-\10\16-\37]*)?)?\Z", re.IGNORECASE)
+"""The beginning of such a line."""
+_AUTHORITY = re.compile(rb"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\[\]:]+)(?::([1-9][0-9]{0,4}))?", re.IGNORECASE)
+_FRAMING = {b"content-length", b"transfer-encoding", b"host", b"connection", b"upgrade"}
+"""Fields that no trailer may have: some servers merge trailers with the head (RFC 9110, 6.5.1)."""
+_REASON_PHRASES = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def looks_like_http(data: bytes) -> bool | None:
+    """Tell whether bytes begin an HTTP request; None if more are needed. A first line without an end counts as one."""
+    if _FIRST_LINE.match(data):
+        return True
+    if not _SO_FAR.match(data):
+        return False
+    return True if len(data) >= _MAX_FIRST_LINE_BYTES else None
+
+
+def refusal(status: int, message: str, *, has_body: bool = True) -> bytes:
+    """Return an answer that says why a request is refused, and that the connection ends."""
+    body = json.dumps({"error_code": "EGRESS_DENIED", "message": message}).encode()
+    head = (
+        f"HTTP/1.1 {status} {_REASON_PHRASES[status]}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (body if has_body else b"")
+
+
+@attrs.frozen
+class Step:
+    """Bytes to send, and how the connection goes on after them."""
+
+    to_server: bytes = b""
+    to_client: bytes = b""
+    is_over: bool = False
+    """Both connections end once the bytes are sent."""
+    refused: Reason | None = None
+    """Cause of the end, if a check refused. Nothing of that request went to the server, or its body broke off."""
+    wants_raw: bool = False
+    """Plain bytes from here, in both directions."""
+    is_client_waiting: bool = False
+    """Nothing more is to be read from the client until the server has answered."""
+
+
+class _Refused(Exception):
+    def __init__(self, reason: Reason, status: int, message: str) -> None:
+        self.reason, self.status, self.message = reason, status, message
+
+
+class HttpGuard:
+    """One client's connection to one server. After a step that is over, further bytes are ignored.
+
+    `name` is the canonical name, or the text of a literal address; `port` is the server's.
+    """
+
+    def __init__(self, name: str, port: int) -> None:
+        self._name, self._port = name, port
+        self._client = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        """The connection that the client opened: we are its server."""
+        self._server = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._request: h11.Request | None = None
+        """The request that is not answered whole."""
+        self._is_answered = False
+        self._is_over = self._is_raw = self._has_client_ended = False
+        self._to_server: list[bytes] = []
+        self._to_client: list[bytes] = []
+
+    def from_client(self, data: bytes) -> Step:
+        """Take bytes of the client; none are the end of its stream."""
+        if self._is_raw or self._is_over:
+            return Step(to_server=b"" if self._is_over else data, is_over=self._is_over, wants_raw=self._is_raw)
+        if self._has_client_ended:
+            return Step()
+        self._has_client_ended = not data
+        return self._step(self._client, data)
+
+    def from_server(self, data: bytes) -> Step:
+        """Take bytes of the server; none are the end of its stream."""
+        if self._is_raw or self._is_over:
+            return Step(to_client=b"" if self._is_over else data, is_over=self._is_over, wants_raw=self._is_raw)
+        if self._request is None:  # bytes that answer nothing, or the end of a connection that was kept open
+            self._is_over = True
+            return Step(is_over=True)
+        return self._step(self._server, data)
+
+    def _step(self, side: h11.Connection, data: bytes) -> Step:
+        refused = None
+        try:
+            side.receive_data(data)
+            if side is self._client:
+                self._read_client()
+            else:
+                self._read_server()
+                self._is_over |= not data
+        except _Refused as error:
+            refused = error.reason
+            self._refuse(error.status, error.message)
+        except h11.RemoteProtocolError as error:
+            if data:
+                refused = Reason.BAD_HTTP
+                self._refuse(
+                    400 if self._client.their_state is h11.ERROR else 502, f"not HTTP/1 as it must be: {error}"
+                )
+            self._is_over = True  # without data: a message that broke off
+        except h11.LocalProtocolError:  # the other side has ended, or cannot be told this
+            self._is_over = True
+        is_paused = self._request is not None and not self._is_raw and self._client.their_state is not h11.SEND_BODY
+        waiting = len(self._client.trailing_data[0]) if is_paused else 0
+        if waiting > MAX_WAITING_BYTES:
+            refused, self._is_over = Reason.LIMIT, True
+        if self._is_answered and self._request is not None and self._server.trailing_data[0]:
+            self._is_over = True  # bytes behind an answer whose request is not at its end
+        step = Step(
+            b"".join(self._to_server), b"".join(self._to_client), self._is_over, refused, self._is_raw, waiting > 0
+        )
+        self._to_server.clear()
+        self._to_client.clear()
+        return step
+
+    def _refuse(self, status: int, message: str) -> None:
+        """End the connection; the client is told unless an answer is on its way to it."""
+        self._is_over = True
+        if self._client.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            is_head = self._request is not None and self._request.method == b"HEAD"
+            self._to_client.append(refusal(status, message, has_body=not is_head))
+
+    def _read_client(self) -> None:
+        while not self._is_over:
+            event = self._client.next_event()
+            match event:
+                case h11.Request():
+                    self._request, self._is_answered = event, False
+                    self._to_server.append(self._sent(self._server, self._checked(event)))
+                case h11.Data():
+                    self._to_server.append(self._sent(self._server, event))
+                case h11.EndOfMessage():
+                    if _FRAMING.intersection(name for name, _ in event.headers):
+                        raise _Refused(Reason.BAD_HTTP, 400, "a trailer has a field that belongs into the head")
+                    self._to_server.append(self._sent(self._server, event))
+                    self._finish()
+                case h11.ConnectionClosed():
+                    self._is_over = self._request is None
+                    return
+                case _:  # more is needed, or an answer must come first
+                    return
+
+    def _read_server(self) -> None:
+        while not self._is_over and self._request is not None:
+            event = self._server.next_event()
+            match event:
+                case h11.InformationalResponse(status_code=101):
+                    self._to_client.append(self._sent(self._client, _as_http11(event)))
+                    self._to_client.append(self._server.trailing_data[0])
+                    self._to_server.append(self._client.trailing_data[0])
+                    self._is_raw = True
+                    return
+                case h11.InformationalResponse():
+                    if self._client.their_http_version == b"1.1":  # RFC 9110, 15.2: not for clients of 1.0
+                        self._to_client.append(self._sent(self._client, _as_http11(event)))
+                case h11.Response():
+                    self._to_client.append(self._sent(self._client, _as_http11(event)))
+                case h11.Data():
+                    self._to_client.append(self._sent(self._client, event))
+                case h11.EndOfMessage():
+                    self._to_client.append(self._sent(self._client, event))
+                    self._is_answered = True
+                    self._finish()
+                case h11.ConnectionClosed():
+                    self._is_over = True
+                case _:
+                    return
+
+    def _sent(self, side: h11.Connection, event: h11.Event) -> bytes:
+        return side.send(event) or b""
+
+    def _finish(self) -> None:
+        """Go on to the next request, once the present one and its answer are whole."""
+        if not self._is_answered or self._server.our_state is h11.SEND_BODY:
+            return
+        sides = (self._client, self._server)
+        self._request = None
+        if self._server.trailing_data[0] or any(
+            state is not h11.DONE for side in sides for state in (side.our_state, side.their_state)
+        ):
+            self._is_over = True
+            return
+        for side in sides:
+            side.start_next_cycle()
+        self._read_client()
+
+    def _checked(self, request: h11.Request) -> h11.Request:
+        """Return the request as it goes to the server, or raise `_Refused`."""
+        headers = list(request.headers.raw_items())
+        names = [name for name, _ in request.headers]
+        if request.http_version not in (b"1.0", b"1.1"):
+            raise _Refused(Reason.BAD_HTTP, 400, "neither HTTP/1.0 nor HTTP/1.1")
+        if names.count(b"host") != 1:
+            raise _Refused(Reason.HOST, 400 if b"host" in names else 403, "a request names its Host once")
+        self._check_host(dict(request.headers)[b"host"])
+        is_star = request.method == b"OPTIONS" and request.target == b"*"
+        if request.method == b"CONNECT" or not (request.target.startswith(b"/") or is_star):
+            raise _Refused(Reason.BAD_HTTP, 403, "CONNECT and absolute targets are for proxies")
+        if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
+            raise _Refused(Reason.BAD_HTTP, 400, "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
+        upgrade = [value.strip().lower() for name, value in request.headers if name == b"upgrade"]
+        if upgrade and (upgrade != [b"websocket"] or request.method != b"GET" or request.http_version == b"1.0"):
+            headers = _without_upgrade(headers)  # as a server may ignore it (RFC 9110, 7.8): h2c would hide requests
+        return h11.Request(method=request.method, target=request.target, headers=headers, http_version=b"1.1")
+
+    def _check_host(self, value: bytes) -> None:
+        match = _AUTHORITY.fullmatch(value)
+        name = None if match is None else _host_name(match[1])
+        if match is None or name is None or name != self._name:
+            raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to {self._name}")
+        if match[2] is not None and int(match[2]) != self._port:
+            raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to port {self._port}")
+
+
+def _host_name(text: bytes) -> str | None:
+    """Return the canonical name, or the address, of a Host without its port."""
+    try:
+        host = text.decode("ascii")
+        try:
+            return str(ip_address(host.strip("[]")))
+        except ValueError:
+            return canonical_name(host)
+    except (InvalidRule, UnicodeDecodeError):
+        return None
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:100].decode("ascii", "replace"))
+
+
+def _as_http11(event: h11.InformationalResponse | h11.Response) -> h11.InformationalResponse | h11.Response:
+    """Return an answer as h11 sends it: in HTTP/1.1, whatever the server's version."""
+    if event.http_version == b"1.1":
+        return event
+    return type(event)(status_code=event.status_code, headers=list(event.headers.raw_items()), reason=event.reason)
+
+
+def _without_upgrade(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return headers without an offer of another protocol."""
+    dropped, kept = (b"upgrade", b"http2-settings"), []
+    for name, value in headers:
+        if name.lower() == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(token for token in tokens if token.lower() not in dropped)
+        if name.lower() not in dropped and not (name.lower() == b"connection" and not value):
+            kept.append((name, value))
+    return kept
