@@ -18,6 +18,7 @@ from sandkasten.host.paths import read_boot_id
 from sandkasten.model import FOREVER_S, EndReason, Limits, Pause, SessionOptions, Status
 from sandkasten.model.lifecycle import Trigger
 from sandkasten.model.listing import LabelSelector, SessionQuery
+from sandkasten.model.network import Network, NetworkLimits
 from sandkasten.store.database import open_database
 from sandkasten.store.events import append_events, open_journal, read_events
 from sandkasten.store.rows import KEPT_ROWS
@@ -75,6 +76,11 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "labels of a string": ("labels", '"a"'),
     "a negative epoch": ("epoch", -1),
     "a negative incarnation": ("incarnation", -(2**63)),
+    "a network of no mode": ("network", '{"mode": "wide"}'),
+    "a network of numbers": ("network", '{"mode": "allow", "allow": [1]}'),
+    "a network of a string": ("network", '"open"'),
+    "a bound below zero": ("network", '{"mode": "allow", "limits": {"bytes_up": -1}}'),
+    "a negative revision": ("network_revision", -1),
     "an end for no reason": ("end_reason", "boredom"),
     "a busyness of two": ("is_busy", 2),
     "a clock without an age": ("clock_s", 1.0),
@@ -123,6 +129,7 @@ def _with(**fields: Any) -> SessionRecord:
         _with(pause=Pause(FULL.session.created_at, auto_resume=False, stop_lease=True)),
         _with(ttl_s=FOREVER_S, max_lifetime_s=FOREVER_S, expires_at=None),
         *(_with(end_reason=each) for each in EndReason),
+        _with(network=Network("allow", ["@a", "b:1"], ["c"], NetworkLimits(1, 2, 3), "denied"), network_revision=9),
         _with(labels={"a": "é"}, reason="r" * 1000, workspace_id="w-1", cwd="/\udcff\n", epoch=7),
         _with(status=Status.PAUSED, options=SessionOptions(exec_mode="stateless", user="root", seccomp="debug")),
     ],

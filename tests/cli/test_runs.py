@@ -32,6 +32,8 @@ pytestmark = pytest.mark.e2e
         (("-m", "0"), ("true",), 2, None),
         (("--network", "none"), ("cat", "/sys/class/net/eth0/mtu"), 1, None),
         (("--network", "host"), ("true",), 125, None),
+        (("--network", "none", "--deny", "a.example"), ("true",), 125, None),
+        (("--allow", "@nobody"), ("true",), 125, None),
         (("-l", "x"), ("true",), 2, "sandkasten: a label is NAME=VALUE, not 'x'\n"),
         (("-d", "-w", "/nowhere"), ("true",), 125, None),
     ],

@@ -77,6 +77,7 @@ def test_what_is_shown_of_a_session(command: Command, session: str) -> None:
     shown = command.out("info", session)
     assert re.search(r"^status +running$", shown, re.MULTILINE)
     assert re.search(r"^limits +\S+ cpu, \d+ MiB memory", shown, re.MULTILINE)
+    assert re.search(r"^network +none$", shown, re.MULTILINE)
     assert re.search(rf"^{run} +process +running +\w+ +exec sleep 60$", shown, re.MULTILINE)
     info = command.json("info", session)
     assert (info["id"], info["runs"][0]["exec_id"]) == (session, run)

@@ -172,3 +172,4 @@ def test_a_daemon_serves_what_the_first_version_stored(data_dir: Path) -> None:
         assert daemon.stop() == 0
     assert {key: each["status"] for key, each in found.items()} == {ended: "destroyed", running: "lost"}
     assert all(each["labels"] == {"by": "old"} for each in found.values())
+    assert {(each["network"]["mode"], each["network"]["revision"]) for each in found.values()} == {("none", 1)}

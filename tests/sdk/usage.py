@@ -267,6 +267,12 @@ async def the_rest(client: SandboxClient) -> None:
         assert (await anext(events)).type == "session.paused"
         assert (await box.resume()).status == "running"
         assert (await box.stats()).memory_bytes > 0
+        changed = await box.update(network={"mode": "none", "log": "denied"}, if_revision=1)
+        with pytest.raises(errors.Conflict):
+            await box.update(network="none", if_revision=1)
+        network = await box.network()
+        assert (network.mode, network.log, network.revision) == ("none", "denied", changed.network["revision"])
+        assert (await box.egress_log(verdict="denied", limit=5)).entries == []
     async with box.watch_events(cursor="0") as events:
         assert (await anext(events)).type == "session.created"
         assert events.cursor

@@ -59,6 +59,7 @@ def test_beyond_loopback_is_a_finding(address: str, found: bool) -> None:
         (Config(allowed_origins=("http://localhost:3000", "https://example.org")), []),
         (Config(security=SecuritySettings(seccomp="off")), ["seccomp.off"]),
         (Config(security=SecuritySettings(seccomp="mvp")), ["seccomp.weak"]),
+        (Config(defaults=Defaults(network_mode="open")), ["network.open"]),
         (Config(isolation=IsolationSettings(allow_missing=("seccomp",))), ["isolation.allow-missing"]),
         (Config(disk=DiskSettings(mode="none")), ["disk.none"]),
         (Config(disk=DiskSettings(mode="tmpfs")), []),

@@ -1,0 +1,112 @@
+"""The network of a session over HTTP: what is shown, changed and refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sandkasten.api.http.sse import MAX_EVENT_BYTES, event, short_end
+from sandkasten.api.resources.run_output import EndBody
+from sandkasten.config import Defaults, EgressSettings
+from sandkasten.model import Cause, EventType, ExecEnd, SessionSpec, Usage
+from sandkasten.model.network import MAX_DENIALS, EgressDenial
+from tests.api.harness import running_front
+
+NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
+NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all"}
+NO_COUNTS = dict.fromkeys(
+    ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
+)
+
+
+@pytest.mark.parametrize("network", [{}, {"network": "none"}, {"network": {"mode": "none", "allow": []}}])
+async def test_a_session_shows_its_network(network: dict[str, Any]) -> None:
+    """The published request is one of those for none. Its counters are 0 and its log is empty."""
+    async with running_front() as running, running.client() as client:
+        made = await client.post("/v1/sessions", json=network)
+        assert (made.status_code, made.json()["network"]) == (201, {**NONE, "revision": 1})
+        url = f"/v1/sessions/{made.json()['id']}"
+        assert (await client.get(f"{url}/network")).json() == {**NONE, "revision": 1, "counters": NO_COUNTS}
+        log = (await client.get(f"{url}/egress?verdict=denied&host=a.example&limit=5")).json()
+        assert (log["entries"], log["dropped"]) == ([], 0)
+        assert (await client.get(f"{url}/egress", params={"after": log["cursor"]})).json() == log
+
+
+async def test_a_change_replaces_the_network_whole() -> None:
+    """The revision counts, an event tells, and a change of an older revision changes nothing at all."""
+    async with running_front() as running, running.client() as client:
+        session_id = (await running.supervisor.create(SessionSpec())).id
+        url = f"/v1/sessions/{session_id}"
+        wanted = {"mode": "none", "log": "denied", "limits": {"bytes_up": 7}}
+        changed = (await client.patch(url, json={"network": wanted, "if_revision": 1})).json()["network"]
+        assert changed == NONE | {"log": "denied", "limits": NO_LIMITS | {"bytes_up": 7}, "revision": 2}
+        stale = await client.patch(url, json={"network": "none", "if_revision": 1, "labels": {"a": "b"}})
+        assert (stale.status_code, stale.json()["error_code"]) == (409, "CONFLICT")
+        assert stale.json()["details"] == {"revision": 2}
+        found = (await client.get(url)).json()
+        assert (found["network"], found["labels"]) == (changed, {})
+        assert (await client.patch(url, json={"network": "none"})).json()["network"] == NONE | {"revision": 3}
+        for body in ({"network": {"log": "all"}}, {"network": {"mode": "none", "allow": ["a.example"]}}):
+            assert (await client.patch(url, json=body)).status_code == 400
+        recent = running.supervisor._journal.recent(session_id, limit=9)[::-1]
+        events = [each for each in recent if each.type is EventType.NETWORK_CHANGED]
+        told = [{name: each.data[name] for name in ("mode", "revision")} for each in events]
+        assert told == [{"mode": "none", "revision": 2}, {"mode": "none", "revision": 3}]
+
+
+@pytest.mark.parametrize(
+    ("network", "code", "details"),
+    [
+        ({"mode": "none", "allow": ["a.example"]}, "INVALID_REQUEST", {"network.allow"}),
+        ({"allow": ["a.example"]}, "INVALID_REQUEST", {"network.allow"}),
+        ({"mode": "allow", "allow": ["*"]}, "INVALID_RULE", {"rule"}),
+        ({"mode": "allow", "allow": ["@python", "@nobody"]}, "INVALID_RULE", {"rule"}),
+        ("open", "INVALID_REQUEST", {"network.mode"}),
+        ("bridge", "INVALID_REQUEST", {"network"}),
+        ({"mode": "proxy"}, "INVALID_REQUEST", {"network.mode"}),
+    ],
+)
+async def test_a_network_that_can_t_be_is_400(network: object, code: str, details: set[str]) -> None:
+    """In a create as in a change; nothing is made and nothing changes."""
+    async with running_front(egress=EgressSettings(max_mode="allow")) as running, running.client() as client:
+        session_id = (await running.supervisor.create(SessionSpec())).id
+        for answer in (
+            await client.post("/v1/sessions", json={"network": network}),
+            await client.patch(f"/v1/sessions/{session_id}", json={"network": network, "labels": {"a": "b"}}),
+        ):
+            if network == {"allow": ["a.example"]} and answer.request.method == "PATCH":
+                details = {"network.mode"}  # a change names the mode
+            assert (answer.status_code, answer.json()["error_code"]) == (400, code)
+            assert answer.json()["details"].keys() == details
+        assert [(each.id, each.labels) for each in await running.supervisor.list()] == [(session_id, {})]
+
+
+async def test_a_way_out_is_refused_where_no_process_carries_it() -> None:
+    """A create and a change are 503 with advice when to try again; the mode that a request leaves out is the
+    configured one."""
+    settings: dict[str, Any] = {"defaults": Defaults(network_mode="allow"), "default_network": "allow"}
+    async with running_front(**settings) as running, running.client() as client:
+        url = f"/v1/sessions/{(await client.post('/v1/sessions', json={'network': 'none'})).json()['id']}"
+        for answer in (
+            await client.post("/v1/sessions"),
+            await client.post("/v1/sessions", json={"network": {"allow": ["@python"]}}),
+            await client.patch(url, json={"network": {"mode": "open"}}),
+        ):
+            assert (answer.status_code, answer.json()["error_code"]) == (503, "EGRESS_UNAVAILABLE")
+            assert answer.json()["retryable"]
+            assert int(answer.headers["retry-after"]) > 0
+        assert (await client.get(url)).json()["network"] == NONE | {"revision": 1}
+
+
+def test_the_end_of_a_run_has_what_was_refused() -> None:
+    """Nothing is said where nothing was refused; an event has those that fit."""
+    end = ExecEnd("e", 0, None, Cause.EXITED, "/" + "\x01" * 4000, 5, None, False, Usage())
+    assert EndBody.of(end).egress_denied is None
+    denials = [EgressDenial(f"{number}.{'x' * 250}", 443, "unknown_address", 2**40) for number in range(MAX_DENIALS)]
+    plain = [{"host": each.host, "port": 443, "reason": each.reason, "count": each.count} for each in denials]
+    shown = short_end({"cwd": end.cwd, "exec_id": '"' * 128, "egress_denied": plain})
+    assert shown["egress_denied"] == plain[:1]
+    assert len(event("done", shown)) < MAX_EVENT_BYTES - 1000
+    few = [*plain[:1], {"host": "a.example", "port": None, "reason": "not_allowed", "count": 1}]
+    assert short_end({"cwd": "/", "egress_denied": few})["egress_denied"] == few
