@@ -83,6 +83,7 @@ class Program(Run):
         )
         try:
             self._room.look(context)
+            streams.resume()  # before there is a writer: the stream that is written to first is read first
             self.pid = self._spawn(plan, streams)
         except BaseException:
             streams.close(None)  # nobody writes to them: they would push a background job's pipe out of the leftovers
@@ -154,7 +155,6 @@ class Program(Run):
         self._context.registry.add(self._id, self)
         self._announce(self.pid)
         self._limit_time()
-        self._streams.resume()
 
     def _climb(self) -> None:
         """Begin to end the program and all it has started."""

@@ -23,14 +23,14 @@ from runner.loop.identity import UserIdentity
 from runner.loop.loop import EventLoop, OnError
 from runner.shell.files import PrivateDirectory
 from runner.streams import pty
-from runner.streams.flow import AbandonedPipes, FlowOwner, Inflow, Outflow
+from runner.streams.flow import AbandonedPipes, Arrivals, FlowOwner, Inflow, Outflow
 from runner.streams.streams import Streams
 from runner.wire.protocol import Kind, TerminalSize
 
 
 class CommandPipes(Streams):
     """FIFOs `out` and `err`, and for `in` a FIFO or /dev/null. With `merged`, `err` is a link to `out`: what comes by
-    either is in the order in which it was written.
+    either is in the order in which it was written. Otherwise the FIFO that was written to first is read first.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class CommandPipes(Streams):
         self._is_merged = merged
         self._names: list[str] = []
         self._keeper_fd = self._input_fd = -1
+        self._writer_fds: list[int] = []
+        self._arrivals: Arrivals | None = None
         if stdin:
             self._inflow = Inflow(loop, owner)
 
@@ -61,16 +63,31 @@ class CommandPipes(Streams):
             self._names.append(f"{order}.err")
             return
         self._open_output(f"{order}.err", Kind.STDERR)
+        # The open(2) of a FIFO's first writer wakes its readers as bytes do (fs/pipe.c), and shells open `out` first.
+        # While PID 1 has both open for writing, nothing but bytes does.
+        for name in ("out", "err"):
+            self._writer_fds.append(files.open(f"{order}.{name}", os.O_WRONLY | os.O_NONBLOCK))
+        self._arrivals = Arrivals(self._outflows)
 
     def _open_output(self, name: str, kind: Kind) -> None:
         fd = self._files.open_fifo(self._make_fifo(name, 0o622), os.O_RDONLY)
         self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
 
     def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
-        if self._inflow is not None:
-            return False  # its reader is told by the shell (`on_reader`)
+        if self._inflow is not None or self._writer_fds:
+            return False  # the shell tells when it holds its input (`on_reader`); PID 1's own writers stay
         self._outflows[0].await_writers(on_end, on_error)
         return True
+
+    def resume(self) -> None:
+        self._sort_outflows()
+        super().resume()
+
+    def _sort_outflows(self) -> None:
+        """Put the outflows into the order of their first bytes. Later ones are read as they come."""
+        if self._arrivals is not None:
+            arrivals, self._arrivals = self._arrivals, None
+            self._outflows.sort(key=arrivals.take().index)
 
     def _make_fifo(self, name: str, mode: int) -> str:
         self._files.make_fifo(name, mode)
@@ -94,10 +111,12 @@ class CommandPipes(Streams):
         super().close(leftovers)
 
     def _remove_files(self) -> None:
-        for fd in (self._keeper_fd, self._input_fd):
+        self._sort_outflows()
+        for fd in (self._keeper_fd, self._input_fd, *self._writer_fds):
             if fd >= 0:
                 os.close(fd)
         self._keeper_fd = self._input_fd = -1
+        self._writer_fds.clear()
         for name in self._names:
             self._files.unlink(name)
         self._names.clear()

@@ -4,7 +4,7 @@ The descriptor is a pipe, a FIFO of the private directory, or the master side of
 its run ends; its owner says so (`finish`). Output that nobody takes is not read, so that the run waits. Input that the
 run does not take is buffered; the owner bounds it by `buffered_bytes`.
 
-Sources: pipe(7), fifo(7), FIONREAD in ioctl_tty(2); pts(4) (EIO: nobody has the terminal side open);
+Sources: pipe(7), fifo(7), epoll(7); FIONREAD in ioctl_tty(2); pts(4) (EIO: nobody has the terminal side open);
 drivers/tty/n_tty.c (a non-blocking read of a terminal looks for bytes on their way before it returns EAGAIN).
 """
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
 import struct
 import termios
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from runner.loop.config import MAX_LEFTOVER_PIPES
@@ -60,6 +61,9 @@ class Outflow:
         """Whether the pipe was made larger, or can't be."""
         self.is_done = False
         """Whether the last output was read, or is not wanted."""
+
+    def fileno(self) -> int:
+        return self._fd
 
     def resume(self) -> None:
         """Read output as it comes, until `pause`."""
@@ -166,6 +170,24 @@ class Outflow:
         self._is_at_end = True
         if self._remaining is not None:
             self._done()
+
+
+class Arrivals:
+    """Order in which outflows that were empty got their first bytes. Owns an epoll instance that nobody waits for: the
+    kernel puts a descriptor at the end of the list of ready ones when it is written to (`ep_poll_callback`)."""
+
+    def __init__(self, outflows: Sequence[Outflow]) -> None:
+        """Look at the outflows from now on. Raises: OSError."""
+        self._outflows = {outflow.fileno(): outflow for outflow in outflows}
+        self._epoll = select.epoll()
+        for fd in self._outflows:
+            self._epoll.register(fd, READ)
+
+    def take(self) -> list[Outflow]:
+        """Return all outflows, those that got bytes first, and close the instance."""
+        with self._epoll:
+            ready = [self._outflows.pop(fd) for fd, _events in self._epoll.poll(0)]
+        return [*ready, *self._outflows.values()]
 
 
 class Inflow:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.loop.config import MAX_CONNECTIONS, MAX_LEFTOVER_PIPES
-from runner.wire.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind, RunProgram
+from runner.wire.protocol import MAX_REQUEST_BYTES, Exec, Hello, HelloReply, Kind, OpenShell, RunProgram, ShellInfo
 from tests.kernel.runner_harness import Client, Sandbox, needs_namespaces, wait_until
 
 pytestmark = needs_namespaces
@@ -84,6 +84,46 @@ def test_merged_streams_are_in_exact_order(sandbox: Sandbox, shell: str) -> None
     assert client.run("cat >&2", stdin=b"x" * 200_000, merged=True).stdout == b"x" * 200_000
     separate = client.run("echo e >&2; echo o")
     assert (separate.stdout, separate.stderr) == (b"o\n", b"e\n")
+
+
+ONE_EACH = [("echo e >&2; echo o", b"eo"), ("echo o; echo e >&2", b"oe")]
+
+
+def _order_of_frames(client: Client) -> bytes:
+    """Return the first byte of each frame of output, up to the answer."""
+    order = b""
+    while True:
+        kind, body = client.next_frame()
+        if kind in (Kind.STDOUT, Kind.STDERR):
+            order += body[:1]
+        elif kind is not Kind.STARTED:
+            return order
+
+
+@pytest.mark.parametrize(("command", "order"), ONE_EACH, ids=["error-first", "output-first"])
+@pytest.mark.parametrize("shell", ["bash", "sh", "busybox"])
+def test_the_stream_that_is_written_first_comes_first(sandbox: Sandbox, shell: str, command: str, order: bytes) -> None:
+    """Two streams of a short command: in the session's shell and in a named one, plain, with a variable, and of one
+    that goes on for longer than PID 1 looks away."""
+    client = sandbox.shell(shell)
+    assert isinstance(client.ask(OpenShell("other", shell=shell)), ShellInfo)
+    for _ in range(20):
+        for request in (
+            Exec("x", command),
+            Exec("x", command, shell="other"),
+            Exec("x", command, env={"A": "1"}),
+            Exec("x", f"{command}; sleep 0.003"),
+        ):
+            client.request(request)
+            assert _order_of_frames(client) == order
+
+
+@pytest.mark.parametrize(("command", "order"), ONE_EACH, ids=["error-first", "output-first"])
+def test_the_stream_that_a_program_writes_first_comes_first(client: Client, command: str, order: bytes) -> None:
+    """PID 1 looks at both pipes before there is a process."""
+    for _ in range(200):
+        client.request(RunProgram("p", ("/bin/sh", "-c", command)))
+        assert _order_of_frames(client) == order
 
 
 def test_merged_streams_of_a_program_are_in_exact_order(client: Client) -> None:

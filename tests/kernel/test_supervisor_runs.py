@@ -476,7 +476,7 @@ async def test_fifty_streams_at_once_are_bounded_and_none_starves(supervisor: Lo
 
 async def test_a_session_says_how_many_pipes_its_runs_have(supervisor: LocalSupervisor) -> None:
     """Runs that say nothing have the session's streams, in a shell, beside it and in the background; a run that says
-    `separate` has two.
+    `separate` has two, and its `output` begins with the one that was written to first.
     """
     session_id = (await supervisor.create(SessionSpec(streams="merged"))).id
     both = "for i in 1 2 3; do echo e$i >&2; echo o$i; done"
@@ -489,3 +489,5 @@ async def test_a_session_says_how_many_pipes_its_runs_have(supervisor: LocalSupe
     assert (waited.run.stdout_bytes, waited.run.stderr_bytes) == (len(written), 0)
     result = await supervisor.exec(session_id, ExecSpec(both, streams=StreamsMode.SEPARATE))
     assert (result.stdout, result.stderr) == (b"o1\no2\no3\n", b"e1\ne2\ne3\n")
+    result = await supervisor.exec(session_id, ExecSpec("echo e >&2; echo o", streams=StreamsMode.SEPARATE))
+    assert result.output == b"e\no\n"
