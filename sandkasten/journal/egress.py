@@ -132,7 +132,7 @@ class EgressLogs:
 
 @attrs.frozen
 class SessionDenials:
-    """What one session is refused, as its runs see it."""
+    """Refusals of one session, as its runs see them."""
 
     logs: EgressLogs
     session_id: str

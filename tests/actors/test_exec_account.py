@@ -16,6 +16,7 @@ from sandkasten.actors.runs.accounting import Accounts, RunAccount
 from sandkasten.actors.runs.cgroups import RunCgroups
 from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
+from sandkasten.journal.egress import EgressLogs, SessionDenials
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
 from sandkasten.output.blocks import Ledger, OutputAccount
 from sandkasten.output.log import OutputLog
@@ -38,6 +39,7 @@ class Session(RunObserver):
             *(self.stats, self.cgroups),
             active=self.runs,
             count_shells=lambda: 1,
+            denials=SessionDenials(EgressLogs(), SESSION),
         )
         self.set(cpu_usec=1000, kills=0, refused=0, processes=2)
 

@@ -21,6 +21,7 @@ from sandkasten.actors.runs.run import Run, RunRequest
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.counters.metrics import Metrics
+from sandkasten.journal.egress import EgressLogs, SessionDenials
 from sandkasten.model import Cause, ExecSpec, Stream
 from sandkasten.model.errors import RunnerLost, RunnerProtocolError, SandkastenError, ShuttingDown
 from sandkasten.model.run import make_exec_id
@@ -100,6 +101,7 @@ class Daemon:
             queue_length=1,
             metrics=Metrics(),
             keep=keep,
+            denials=SessionDenials(EgressLogs(), SESSION),
         )
         self.runs.persistence.note_version(gives_tickets=True)
         self.adoption = RunAdoption(self, self.runs, keep, output, on_terminal=self._no_terminal)  # type: ignore[arg-type]

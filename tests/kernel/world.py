@@ -88,7 +88,11 @@ class World:
         syscalls.mount(str(self._hosts), "/etc/hosts", flags=_MS_BIND)
 
     def _inside(self, work: Callable[[], T]) -> T:
-        return _in_thread(lambda: (syscalls.setns(self._net_fd, _CLONE_NEWNET), work())[1])
+        def enter_and_work() -> T:
+            syscalls.setns(self._net_fd, _CLONE_NEWNET)
+            return work()
+
+        return _in_thread(enter_and_work)
 
 
 @contextmanager
