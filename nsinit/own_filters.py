@@ -15,7 +15,9 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
+from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
+from nsinit.kernel.netlink import NETLINK_ROUTE
 from nsinit.kernel.seccomp.bpf import encode
 from nsinit.kernel.seccomp.compile import TRAP, compile_list, compile_refusals
 from nsinit.kernel.seccomp.filters import ARCH
@@ -62,6 +64,7 @@ _NAMES: Final = {number: name for name, number in NUMBERS[ARCH].items()}
 
 _THREAD = 0x10000
 _AF_UNIX, _AF_INET, _AF_NETLINK, _AF_INET6 = 1, 2, 16, 10
+_STEERING = (k.BPF_MAP_CREATE, k.BPF_MAP_UPDATE_ELEM, k.BPF_PROG_LOAD, k.BPF_LINK_CREATE)
 _NO_TYPING = tuple(Rule(("ioctl",), "trap", args=(ArgTest(1, "eq", each),)) for each in (TIOCSTI, TIOCLINUX, TIOCSETD))
 """A terminal that a part was started from is often root's: nobody types there in the person's place."""
 
@@ -121,7 +124,20 @@ CGROUP_MAKER: Final = Part(
 )
 """Files of cgroups, and the socket to nsinit: no process, no mount, no socket of its own."""
 
-PARTS: Final = (DAEMON, NSINIT, BUILDER, CGROUP_MAKER)
+NETWORK_MAKER: Final = Part(
+    "network maker",
+    _names(_LIFE, _TALKING, "read write close close_range fstat lseek fcntl setns bind listen"),
+    (
+        *_NO_TYPING,
+        *_families(_AF_INET),
+        Rule(("socket",), "allow", args=(ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", NETLINK_ROUTE))),
+        *(Rule(("bpf",), "allow", args=(ArgTest(0, "eq", each),)) for each in _STEERING),
+    ),
+)
+"""Sockets, address and route of a session's network, and the program that steers there: no process, no file. The one
+part that calls bpf(2), for four of its commands."""
+
+PARTS: Final = (DAEMON, NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER)
 
 MACHINE: Final = _names(
     "init_module finit_module delete_module create_module get_kernel_syms query_module kexec_load kexec_file_load",

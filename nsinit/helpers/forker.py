@@ -6,7 +6,8 @@ and nsinit writes many. In the forker runs one short loop and nothing else. PID 
 
 `Forker` is nsinit's side, `_live` and below the process. nsinit starts another forker when one died; then only the
 clone under way fails. A filter of system calls is inherited, and what runs in sandboxes must not be under nsinit's: so
-forkers are forks of a seed, which nsinit forks before it goes under its filter, and which does nothing else.
+forkers, and network makers, are forks of a seed, which nsinit forks before it goes under its filter, and which does
+nothing but fork.
 Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
 """
 
@@ -20,6 +21,7 @@ import socket
 import struct
 from typing import NoReturn
 
+from nsinit.helpers import network_maker
 from nsinit.kernel import constants as k
 from nsinit.kernel import stage, syscalls
 from nsinit.log import log
@@ -39,6 +41,7 @@ _MAX_BYTES, _MAX_FDS = 32768, 4
 _HEAD = struct.Struct("=I")
 _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
+_FORK_FORKER, _FORK_NETWORK_MAKER = b"forker", b"network"
 _REHEARSALS = 16
 """The interpreter rewrites the code of a function at its 8th call, each instruction with the next calls, and keeps the
 method names that it has looked up. Such writes are made once in the seed, and not in a page of each PID 1."""
@@ -65,15 +68,31 @@ class Forker:
     def start(self) -> None:
         """Have the seed start a forker. Raises `SeedGone`."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                socket.send_fds(self._seed, [b"fork"], [theirs.fileno()])
-            (self._pid,) = _ANSWER.unpack(self._seed.recv(_ANSWER.size))
-        except (OSError, struct.error) as error:
-            raise SeedGone("no forker can be started any more") from error
+        with theirs:
+            self._pid = self._ask_seed(_FORK_FORKER, theirs)
         if self._pid < 0:
             raise SeedGone(f"no forker can be started: {os.strerror(-self._pid)}")
         self._channel.settimeout(_DEADLINE_S)
+
+    def fork_network_maker(self, theirs: socket.socket) -> int:
+        """Have the seed fork a network maker, a child of this process with that end of a socket; return its pid.
+
+        Raises:
+            OSError: there is no room for a process.
+            SeedGone: the seed has ended.
+        """
+        if (pid := self._ask_seed(_FORK_NETWORK_MAKER, theirs)) < 0:
+            raise OSError(-pid, f"clone3: {os.strerror(-pid)}")
+        return pid
+
+    def _ask_seed(self, word: bytes, theirs: socket.socket) -> int:
+        """Return the pid of a fork of the seed, or a negative errno."""
+        try:
+            socket.send_fds(self._seed, [word], [theirs.fileno()])
+            (pid,) = _ANSWER.unpack(self._seed.recv(_ANSWER.size))
+        except (OSError, struct.error) as error:
+            raise SeedGone("the process that nsinit has others forked from is gone") from error
+        return int(pid)
 
     def stop(self) -> None:
         """End the forker and the seed, and wait until they are gone."""
@@ -121,8 +140,8 @@ class Forker:
 
 
 def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Runner, parent_pid: int) -> NoReturn:
-    """Run the seed until nsinit hangs up: fork a forker, a child of nsinit, for each socket that comes. Ends the
-    process, always."""
+    """Run the seed until nsinit hangs up: fork a forker or a network maker, a child of nsinit, for each socket that
+    comes. Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
         os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
@@ -142,6 +161,8 @@ def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Run
             except OSError as error:
                 pid = -(error.errno or errno.EIO)
             with socket.socket(fileno=fds[0]) as theirs:
+                if pid == 0 and word == _FORK_NETWORK_MAKER:
+                    network_maker.live(theirs, machine, parent_pid)
                 if pid == 0:
                     _live(theirs, machine, runner, parent_pid)
             quiet.send(_ANSWER.pack(pid))

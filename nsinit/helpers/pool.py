@@ -36,13 +36,15 @@ _MAX_DOUBLINGS = 5
 class HelperKind:
     """One kind of helper. `name`: in errors and logs; `count`: processes in a pool; `orders`: the messages that a
     helper takes; `live`: the life of a helper, called with its end of a socket and nsinit's pid. A helper first sends
-    `control.READY`, or the failure that keeps it from working.
+    `control.READY`, or the failure that keeps it from working. `fork`: has another process forked that lives so, with
+    that end, and returns its pid; raises `OSError`. Helpers are forks of nsinit without.
     """
 
     name: str
     count: int
     orders: Vocabulary
     live: Callable[[socket.socket, int], NoReturn]
+    fork: Callable[[socket.socket], int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +85,7 @@ class HelperPool:
         self._idle: deque[Helper] = deque()
         self._waiting: deque[JobEvent] = deque()
         self._failures = 0
+        self._is_started = False
 
     def start(self) -> None:
         """Start all helpers and wait until they are ready. Raises `StepFailed`: one can't do its work here."""
@@ -94,6 +97,13 @@ class HelperPool:
                 raise StepFailed(self._kind.name, f"not ready after {ORDER_DEADLINE_S} s") from None
             helper.channel.settimeout(None)
             self._give_back(helper)
+
+    def start_once(self) -> None:
+        """Start the helpers unless that was done, and wait for none: orders do. Raises `OSError`."""
+        if not self._is_started:
+            for helper in [self._fork() for _ in range(self._kind.count)]:
+                self._scheduler.spawn(self._admit(helper))
+            self._is_started = True
 
     def stop(self) -> None:
         """Kill all helpers, busy or not, and reap them."""
@@ -177,7 +187,7 @@ class HelperPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                pid = os.fork()
+                pid = os.fork() if self._kind.fork is None else self._kind.fork(theirs)
             except OSError:
                 ours.close()
                 raise

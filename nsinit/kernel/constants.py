@@ -11,10 +11,10 @@ import platform
 # asm/unistd.h, asm-generic/unistd.h (aarch64)
 _X86_64 = {"rt_sigaction": 13, "capset": 126, "pivot_root": 155, "keyctl": 250, "setfsuid": 122, "setfsgid": 123}
 _X86_64 |= {"syncfs": 306, "renameat2": 316, "capget": 125, "madvise": 28}
-_X86_64 |= {"inotify_init1": 294, "inotify_add_watch": 254, "inotify_rm_watch": 255}
+_X86_64 |= {"inotify_init1": 294, "inotify_add_watch": 254, "inotify_rm_watch": 255, "bpf": 321}
 _AARCH64 = {"rt_sigaction": 134, "capset": 91, "pivot_root": 41, "keyctl": 219, "setfsuid": 151, "setfsgid": 152}
 _AARCH64 |= {"syncfs": 267, "renameat2": 276, "capget": 90, "madvise": 233}
-_AARCH64 |= {"inotify_init1": 26, "inotify_add_watch": 27, "inotify_rm_watch": 28}
+_AARCH64 |= {"inotify_init1": 26, "inotify_add_watch": 27, "inotify_rm_watch": 28, "bpf": 280}
 _NUMBERS = {"x86_64": _X86_64 | {"seccomp": 317}, "aarch64": _AARCH64 | {"seccomp": 277}}[platform.machine()]
 SYS_rt_sigaction = _NUMBERS["rt_sigaction"]
 SYS_capget = _NUMBERS["capget"]
@@ -24,6 +24,7 @@ SYS_keyctl = _NUMBERS["keyctl"]
 SYS_setfsuid = _NUMBERS["setfsuid"]
 SYS_setfsgid = _NUMBERS["setfsgid"]
 SYS_seccomp = _NUMBERS["seccomp"]
+SYS_bpf = _NUMBERS["bpf"]
 SYS_syncfs = _NUMBERS["syncfs"]
 SYS_inotify_init1 = _NUMBERS["inotify_init1"]
 SYS_inotify_add_watch = _NUMBERS["inotify_add_watch"]
@@ -52,6 +53,18 @@ RENAME_EXCHANGE = 0x2
 # linux/seccomp.h
 SECCOMP_SET_MODE_FILTER = 1
 SECCOMP_FILTER_FLAG_NEW_LISTENER = 0x8
+
+# linux/in.h
+IP_PKTINFO = 8
+
+# linux/bpf.h
+BPF_MAP_CREATE = 0
+BPF_MAP_UPDATE_ELEM = 2
+BPF_PROG_LOAD = 5
+BPF_LINK_CREATE = 28
+BPF_MAP_TYPE_SOCKMAP = 15
+BPF_PROG_TYPE_SK_LOOKUP = 30
+BPF_SK_LOOKUP = 36
 
 # linux/sched.h
 CLONE_VM = 0x00000100

@@ -238,6 +238,11 @@ def setns(fd: int, nstype: int) -> None:
     _check(_setns(fd, nstype), "setns")
 
 
+def bpf(command: int, attributes: bytes) -> int:
+    """bpf(2). `attributes` is the beginning of `union bpf_attr`; the addresses in it must outlive the call."""
+    return _call(f"bpf({command})", k.SYS_bpf, command, attributes, len(attributes))
+
+
 def pidfd_send_signal(pidfd: int, signum: int) -> None:
     """pidfd_send_signal(2)."""
     _call("pidfd_send_signal", k.SYS_pidfd_send_signal, pidfd, signum)

@@ -253,8 +253,13 @@ def mount_sys(build: SandboxBuild, plan: SandboxPlan) -> None:
 def mount_views(build: SandboxBuild, plan: SandboxPlan) -> None:
     """Mount the files that tell of the session's memory and processors."""
     os.close(open_directory(build.root_fd, views.DIRECTORY, owner=0))
-    views.write(build.root_fd, build.machine.size.views(plan.limits.memory_bytes, build.processors))
-    for name, place in views.PLACES.items():
+    contents = {**build.machine.size.views(plan.limits.memory_bytes, build.processors)}
+    places = {**views.PLACES}
+    if plan.readonly_rootfs:
+        places |= views.RESOLVER
+        contents |= dict.fromkeys(views.RESOLVER, rootfs.NO_RESOLVER.encode())
+    views.write(build.root_fd, contents)
+    for name, place in places.items():
         source_fd = open_in_root(build.root_fd, f"{views.DIRECTORY}/{name}")
         mount_fd = mounts.clone(source_fd, "", k.MOUNT_ATTR_RDONLY)
         os.close(source_fd)

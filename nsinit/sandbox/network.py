@@ -1,17 +1,32 @@
-"""The session's network namespace: loopback and the settings that only the initial user namespace may change.
+"""The session's network namespace: loopback, the settings that only the initial user namespace may change, a way out.
 
-The builder runs it, inside the namespace. `sys/net` of any `proc` shows the caller's network.
-Sources: netdevice(7); Documentation/networking/ip-sysctl.rst.
+The builder runs the first two, inside the namespace. `sys/net` of any `proc` shows the caller's network.
+
+A way out adds no device and no route that leads anywhere: every address becomes one of the loopback's, and a program
+steers what is sent there to two sockets, which are answered from outside by whoever is handed them (`network_maker`
+runs this part). The link of the program comes last, so nothing is steered before all is there, and it goes with the
+last copy of its descriptor. Without it a connection is refused. A step that fails takes back those before it.
+
+Nobody inside can change address, route or program: that takes capabilities in the initial user namespace. The kernel
+itself would answer a ping to any address, but nobody has a socket to ping with (`_SETTINGS`).
+Sources: netdevice(7), rtnetlink(7), ip(7); Documentation/networking/ip-sysctl.rst;
+Documentation/bpf/prog_sk_lookup.rst.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import socket
 import struct
+from contextlib import ExitStack
 
 from nsinit.kernel import constants as k
+from nsinit.kernel import netlink, steering
 from nsinit.kernel.files import write_file
+from nsinit.steps import Steps
+from nsinit.wire.protocol import NETWORK_STAGE
 
 _SETTINGS = (
     ("ipv4/ip_unprivileged_port_start", "0"),
@@ -27,6 +42,21 @@ _SETTINGS = (
 _NEWER = ("ipv6/conf/all/disable_ipv6", "core/tstamp_allow_data", "core/optmem_max")
 """Settings that some kernels lack: those without IPv6, and those in which a setting is the whole machine's."""
 _IFREQ = struct.Struct("16sh22x")
+
+ADDRESS = "198.18.0.1"
+"""The session's own address beside those of its loopback, and that of its name server. Of a range for tests of devices
+(RFC 2544), which is nobody's in the internet."""
+TCP_PORT = 61080
+"""The port that the listener is bound to, outside of the ephemeral range (ip_local_port_range). Connections come to any
+port."""
+_BACKLOG = 512
+_OWN = socket.inet_aton(ADDRESS)
+_LO = 1
+"""The loopback's index in every network namespace (LOOPBACK_IFINDEX in the kernel)."""
+_IFA_ADDRESS, _IFA_LOCAL, _RTA_OIF, _RTA_PREFSRC = 1, 2, 4, 7
+_RT_SCOPE_UNIVERSE, _RT_SCOPE_HOST, _RT_TABLE_LOCAL, _RTPROT_STATIC, _RTN_LOCAL = 0, 254, 255, 4, 2
+_IFADDRMSG = struct.Struct("=BBBBI")
+_RTMSG = struct.Struct("=BBBBBBBBI")
 
 
 def write_settings(proc: str) -> None:
@@ -50,3 +80,64 @@ def loopback_up() -> None:
         request = fcntl.ioctl(probe, k.SIOCGIFFLAGS, _IFREQ.pack(b"lo", 0))
         flags = _IFREQ.unpack(request)[1] | k.IFF_UP
         fcntl.ioctl(probe, k.SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags))
+
+
+def open_way_out(netns_fd: int) -> list[int]:
+    """Make a way out of the network namespace that this process is in, and return three descriptors: the listener of
+    TCP, the socket of DNS, and the link that steers to both.
+
+    Address and route may be there already. Raises `StepFailed`, and then nothing is left that was not there before.
+    `EADDRINUSE`: another process has the ports, maybe with an earlier way out.
+    """
+    steps = Steps()
+    with ExitStack() as undo, ExitStack() as passing:
+        with steps.step(f"{NETWORK_STAGE}address and route"):
+            _add_address_and_route(undo)
+        with steps.step(f"{NETWORK_STAGE}sockets"):
+            listener = undo.enter_context(_socket(socket.SOCK_STREAM))
+            # Connections inherit it, so that one to a foreign port keeps no server inside from that port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((ADDRESS, TCP_PORT))
+            listener.listen(_BACKLOG)
+            resolver = undo.enter_context(_socket(socket.SOCK_DGRAM))
+            resolver.setsockopt(socket.IPPROTO_IP, k.IP_PKTINFO, 1)  # tells which name server was asked (ip(7))
+            resolver.bind((ADDRESS, steering.DNS_PORT))
+        with steps.step(f"{NETWORK_STAGE}map"):
+            map_fd = steering.make_socket_map(listener, resolver)
+            passing.callback(os.close, map_fd)
+        with steps.step(f"{NETWORK_STAGE}program"):
+            program_fd = steering.load_steering(map_fd, _OWN)
+            passing.callback(os.close, program_fd)
+        with steps.step(f"{NETWORK_STAGE}link"):
+            link_fd = steering.link_to_network(program_fd, netns_fd)
+        undo.pop_all()
+        return [listener.detach(), resolver.detach(), link_fd]
+
+
+def _socket(kind: socket.SocketKind) -> socket.socket:
+    return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+
+def _add_address_and_route(undo: ExitStack) -> None:
+    """Give the loopback the own address, and make every address one of the loopback's."""
+    address = _IFADDRMSG.pack(socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, _LO)
+    address += netlink.attribute(_IFA_LOCAL, _OWN) + netlink.attribute(_IFA_ADDRESS, _OWN)
+    kind = 0, 0, 0, _RT_TABLE_LOCAL, _RTPROT_STATIC, _RT_SCOPE_HOST, _RTN_LOCAL, 0
+    route = _RTMSG.pack(socket.AF_INET, *kind)
+    route += netlink.attribute(_RTA_OIF, struct.pack("=I", _LO)) + netlink.attribute(_RTA_PREFSRC, _OWN)
+    added = (netlink.RTM_NEWADDR, netlink.RTM_DELADDR, address), (netlink.RTM_NEWROUTE, netlink.RTM_DELROUTE, route)
+    flags = netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
+    requests = b"".join(netlink.message(add, body, flags) for add, _, body in added)
+    statuses = netlink.ask(netlink.NETLINK_ROUTE, requests, len(added))
+    for status, (_, remove, body) in zip(statuses, added, strict=True):
+        if status == 0:
+            undo.callback(_remove, remove, body)
+    for status in statuses:
+        if status not in (0, errno.EEXIST):
+            raise OSError(status, os.strerror(status))
+
+
+def _remove(kind: int, body: bytes) -> None:
+    (status,) = netlink.ask(netlink.NETLINK_ROUTE, netlink.message(kind, body))
+    if status:
+        raise OSError(status, os.strerror(status))

@@ -10,13 +10,14 @@ import os
 import stat
 
 from nsinit.kernel.slots import SANDBOX_ID
-from nsinit.storage.paths import open_directory
+from nsinit.sandbox import views
+from nsinit.storage.paths import open_directory, open_in_root
 
 HOME = "home/sandbox"
 WORKSPACE = "workspace"
 _MAX_ACCOUNT_FILE_BYTES = 1 << 20
 _ROOT_LINES = {"passwd": "root:x:0:0:root:/root:/bin/sh", "group": "root:x:0:"}
-_RESOLVER = "# This sandbox has no network but a loopback interface of its own: no name can be resolved.\n"
+NO_RESOLVER = "# This sandbox has no network but a loopback interface of its own: no name can be resolved.\n"
 _SANDBOX_LINES = {
     "passwd": f"sandbox:x:{SANDBOX_ID}:{SANDBOX_ID}::/{HOME}:/bin/sh",
     "group": f"sandbox:x:{SANDBOX_ID}:",
@@ -52,9 +53,25 @@ def write_etc(root_fd: int, base: int, hostname: str) -> None:
     try:
         replace_file(etc_fd, "hostname", f"{hostname}\n", base)
         replace_file(etc_fd, "hosts", f"127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n", base)
-        replace_file(etc_fd, "resolv.conf", _RESOLVER, base)
+        replace_file(etc_fd, "resolv.conf", NO_RESOLVER, base)
         for name in ("passwd", "group"):
             _add_account(etc_fd, name, base)
+    finally:
+        os.close(etc_fd)
+
+
+def name_server(root_fd: int, base: int, address: str) -> None:
+    """Name the name server of a running session. Its `/etc` may be anything by now: nothing is made there but the file
+    itself, and no link is followed. Raises `OSError`."""
+    text = f"nameserver {address}\noptions edns0\n"
+    try:
+        views.rewrite(root_fd, dict.fromkeys(views.RESOLVER, text.encode()))
+        return
+    except FileNotFoundError:
+        pass  # the root is not read-only
+    etc_fd = open_in_root(root_fd, "etc", os.O_PATH | os.O_DIRECTORY)
+    try:
+        replace_file(etc_fd, "resolv.conf", text, base)
     finally:
         os.close(etc_fd)
 

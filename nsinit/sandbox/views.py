@@ -25,6 +25,8 @@ PLACES = {
     "online": "sys/devices/system/cpu/online",
 }
 """The files of a session, and where programs look for them."""
+RESOLVER = {"resolv.conf": "etc/resolv.conf"}
+"""One more, of a session whose root is read-only: its name server may change all the same."""
 
 _OF_LIMIT = frozenset({b"MemTotal", b"MemFree", b"MemAvailable"})
 _OF_MACHINE = frozenset({b"Hugepagesize", b"VmallocTotal"})

@@ -165,6 +165,11 @@ def remove_run_cgroup(node: StartedNsinit, request: p.RemoveRunCgroup) -> Work:
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
 
 
+def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
+    fds = yield from node.sessions.open_network(request.session_id)
+    return p.NetworkOpened(request.seq, request.session_id), fds
+
+
 def find_oom_kills(node: StartedNsinit, request: p.FindOomKills) -> Work:
     kills = yield from node.sessions.find_oom_kills(request.session_id)
     if not kills.last:
@@ -297,6 +302,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
+    Row(p.OpenNetwork, _SESSION, _of_session, open_network),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -18,16 +19,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from nsinit.cgroup import freezer, limits, run_cgroups
-from nsinit.cgroup.identity import find_identity, open_root, open_verified, require_identity
+from nsinit.cgroup.identity import find_identity, open_network, open_root, open_verified, require_identity
 from nsinit.cgroup.session import Counters, SessionCgroup
 from nsinit.cgroup.stopping import stop_processes
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
 from nsinit.helpers.cgroup_maker import AddRunCgroup, EmptyMemory, RaiseLimits
+from nsinit.helpers.network_maker import FDS_OF_WAY_OUT, OpenWayOut
 from nsinit.helpers.pool import HelperPool, OrderOutcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
-from nsinit.sandbox import views
+from nsinit.sandbox import network, rootfs, views
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.disk_watch import DiskWatch
@@ -39,7 +41,18 @@ from nsinit.storage import trash
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
-from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, Adopted, Build, Built, DiskLimits, Found, Limits, SandboxPlan
+from nsinit.wire.protocol import (
+    MAX_DATAGRAM_BYTES,
+    NETWORK_STAGE,
+    Adopted,
+    Build,
+    Built,
+    DiskLimits,
+    Found,
+    Identity,
+    Limits,
+    SandboxPlan,
+)
 from nsinit.wire.validate import is_session_id
 
 BUILD_DEADLINE_S = 5.0
@@ -53,6 +66,8 @@ _EMPTY_AGAIN_S = (0.0, 0.5, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.
 30 seconds old, and looks for such pages each 5 seconds (proc_sys_vm(5): dirty_expire_centisecs)."""
 _EMPTIED_S = 10.0
 """Seconds that a new session waits for that, if the ended one had its id."""
+_PORTS_PATIENCE_S, _PORTS_PAUSE_S = 2.0, 0.05
+"""Seconds that a way out waits for the ports of an earlier one, and between two attempts."""
 _DELETION_DELAY_S = 0.3
 _AFTER_ERROR_S = 1.0
 """Seconds that the watch over memory and disk rests after an error of its own."""
@@ -86,6 +101,7 @@ class Sessions:
     births: Births
     builders: HelperPool
     cgroup_emptiers: HelperPool
+    network_makers: HelperPool
     scheduler: Scheduler
     kernel_log: KernelLog
     locks: LockWatch
@@ -299,6 +315,45 @@ class Sessions:
         is_gone = yield from run_cgroups.remove(self._cgroup(session_id), name, kill=kill)
         passing(self.births.machine.crash, "nsinit.exec.group_removed")
         return is_gone
+
+    def open_network(self, session_id: str) -> Generator[Wait, bool, list[int]]:
+        """Open a way out of a running session's network; return its three descriptors. Raises `StepFailed`."""
+        if session_id in self.pool:
+            raise StepFailed(f"{NETWORK_STAGE}session", "the sandbox is not built yet", errno=errno.ENOENT)
+        identity = require_identity(self._cgroup(session_id), f"{NETWORK_STAGE}session")
+        deadline_s = time.monotonic() + _PORTS_PATIENCE_S
+        while True:
+            try:
+                fds = yield from self._open_network(identity)
+                break
+            except (OSError, StepFailed) as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                    raise _of_network(error) from error
+            yield Wait(timeout_s=_PORTS_PAUSE_S)
+        try:
+            root_fd = open_root(identity)
+            try:
+                rootfs.name_server(root_fd, identity.base_uid, network.ADDRESS)
+            finally:
+                os.close(root_fd)
+        except OSError as error:  # /etc is the session's own: what it made of that is no reason to have no way out
+            log("warning", "name server not written", session_id, reason=str(error))
+        return fds
+
+    def _open_network(self, identity: Identity) -> Generator[Wait, bool, list[int]]:
+        self.network_makers.start_once()
+        netns_fd = open_network(identity)
+        # Descriptors that nobody takes are closed with this pair.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            try:
+                outcome = yield from self.network_makers.hand_over(OpenWayOut(), [netns_fd, theirs.fileno()])
+            finally:
+                os.close(netns_fd)
+            yield Wait(event=outcome.done)
+            outcome.result()
+            _, fds, _, _ = socket.recv_fds(ours, 1, FDS_OF_WAY_OUT, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        return list(fds)
 
     def stop_processes(self, session_id: str, grace_s: float) -> Generator[Wait, bool, int]:
         """Tell the processes of a session to end and wait for that, unless nsinit ends; return how many are left."""
@@ -595,6 +650,13 @@ class Sessions:
 
     def _cgroup(self, session_id: str) -> SessionCgroup:
         return SessionCgroup(self.births.tree, session_id)
+
+
+def _of_network(error: OSError | StepFailed) -> StepFailed:
+    """Return the failure of a way out, with a stage that says so."""
+    failed = error if isinstance(error, StepFailed) else failure_of("session", error)
+    stage = failed.stage if failed.stage.startswith(NETWORK_STAGE) else NETWORK_STAGE + failed.stage
+    return StepFailed(stage, str(failed), path=failed.path, errno=failed.errno)
 
 
 def _stopping() -> StepFailed:

@@ -19,7 +19,7 @@ from functools import partial
 from nsinit.cgroup import disk_io
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.tree import owner_of, read_owner, set_owner
-from nsinit.helpers import builder, cgroup_maker
+from nsinit.helpers import builder, cgroup_maker, network_maker
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import HelperPool
 from nsinit.kernel import landlock, mounts, slots, stage
@@ -27,7 +27,7 @@ from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last
 from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
 from nsinit.log import log
-from nsinit.own_filters import BUILDER, CGROUP_MAKER, NSINIT, PartFilters
+from nsinit.own_filters import BUILDER, CGROUP_MAKER, NETWORK_MAKER, NSINIT, PartFilters
 from nsinit.sandbox import builder_steps, child, views
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
@@ -81,6 +81,7 @@ class StartedNsinit:
         self.sessions.builders.stop()
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
+        self.sessions.network_makers.stop()
         births.forker.stop()
         cgroup_tree.release(births.tree, self.leftovers.located)
         births.slots.close()
@@ -167,7 +168,7 @@ def _start(
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = last_capability, landlock.probe_abi(), filters
         has_own_filters = request.own_filters if grant is None else grant.own_filters
-        parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER) if has_own_filters else None
+        parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER) if has_own_filters else None
         asked = crash, parts, merges
         machine = builder_steps.BuildFacts(
             layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, size, tree, *asked
@@ -181,6 +182,7 @@ def _start(
         cgroup_emptiers = HelperPool(cgroup_maker.emptier_kind_of(machine, tree, located), scheduler)
         cgroup_emptiers.start()
         forker = Forker(machine, runner)
+        network_makers = HelperPool(network_maker.kind_of(machine, forker.fork_network_maker), scheduler)
     if parts is not None:
         with steps.step("own filter"):  # after the seed of the forkers, which what runs in sandboxes descends from
             parts.enter(NSINIT)
@@ -189,7 +191,7 @@ def _start(
     births = Births(machine, tree, table, forker, cgroup_makers)
     watches = locks, victims, disk_watch
     find_mounts = partial(host.find_mounts, layout)
-    sessions = Sessions(births, builders, cgroup_emptiers, scheduler, kernel_log, *watches, find_mounts)
+    sessions = Sessions(births, builders, cgroup_emptiers, network_makers, scheduler, kernel_log, *watches, find_mounts)
     sessions.watch()  # those that an earlier nsinit built
     ready = Ready(
         seq=request.seq,

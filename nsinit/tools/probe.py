@@ -32,6 +32,7 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
         "record_locks": processes.record_locks,
         "loopback": network.loopback,
         "socket_diag": network.socket_diag,
+        "sk_lookup": network.sk_lookup,
     },
     {
         "mounts": mounting.mount_calls,

@@ -6,7 +6,7 @@ every path from `data_dir` and a validated name (`validate.py`). No message carr
 the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
-`RunCgroupMade` carries one, for the sandbox's PID 1; `UnpackImage` one, an archive.
+`RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `UnpackImage` one, an archive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ __all__ = [
 """Names of other modules that are part of the contract."""
 
 MAX_DATAGRAM_BYTES = 64 * 1024
-MAX_FDS = 2
+MAX_FDS = 3
+NETWORK_STAGE = "network: "
+"""How `Failed.stage` begins where a session got no way out."""
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 
@@ -327,6 +329,19 @@ class RemoveRunCgroup(Request["Ok"]):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenNetwork(Request["NetworkOpened"]):
+    """Open a way out of a running session's network: whatever is sent to an address that is not the session's own comes
+    to two sockets. They exist as long as a copy of their descriptors; a connection is refused without.
+
+    `Failed`, with a stage that begins with `NETWORK_STAGE`: the session has no way out, or the one that it had. With
+    `EADDRINUSE` somebody still has the sockets of an earlier one, or a program of the session has their ports.
+    """
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class FindOomKills(Request["OomKills"]):
     """Ask which processes of a session the kernel's out-of-memory killer ended."""
 
@@ -557,6 +572,16 @@ class RunCgroupMade:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkOpened:
+    """The way out is open. Descriptors: a TCP listener, a UDP socket for DNS, and the link of the program that steers
+    to them; none of them blocks. The name of an accepted connection's own end is the address that was asked for; of a
+    datagram, IP_PKTINFO tells it."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class OomKills:
     """Processes of a session that the kernel killed for memory. `name`: of the newest, as the kernel logged it (chosen
     by the sandbox: at most 15 bytes of anything printable), empty when unknown; `age_s`: seconds since.
@@ -614,7 +639,17 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeRunCgroup, RemoveRunCgroup, FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover, UnpackImage),
+    *(
+        MakeRunCgroup,
+        RemoveRunCgroup,
+        OpenNetwork,
+        FindOomKills,
+        AskDisk,
+        SetDisk,
+        FindLeftovers,
+        RemoveLeftover,
+        UnpackImage,
+    ),
 )
 
 ANSWERS = Vocabulary(
@@ -625,6 +660,7 @@ ANSWERS = Vocabulary(
         Scanned,
         TornDown,
         RunCgroupMade,
+        NetworkOpened,
         OomKills,
         DiskUse,
         LeftoversFound,

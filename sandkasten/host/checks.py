@@ -477,6 +477,12 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "as much while processes live in the background",
             "`modprobe -a inet_diag tcp_diag` (CONFIG_INET_DIAG, CONFIG_INET_TCP_DIAG)",
         ),
+        "sk_lookup": CheckRow(
+            "way out",
+            "",
+            "no session can have a network: creates that ask for one are refused",
+            _since("5.9", "CONFIG_BPF_SYSCALL=y, CONFIG_INET"),
+        ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
         "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
         # disks

@@ -30,7 +30,7 @@ import trio
 
 from nsinit.spawn import spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
-from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, REQUESTS, Failed, ProtocolError
+from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, NETWORK_STAGE, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.model.errors import LauncherGone, NsinitLost
 
@@ -223,7 +223,9 @@ def connect_to(path: Path) -> StartNsinit:
 
 # Requests and answers
 
-_PASSING_STAGES = frozenset({"builder", "cgroup maker", "child", "clone", "deadline", "identity", "stop"})
+_PASSING_STAGES = frozenset(
+    {"builder", "cgroup maker", "network maker", "child", "clone", "deadline", "identity", "stop"}
+)
 """Values of `nsinit.steps.StepFailed.stage` that name a process that died, or a time that ran out."""
 
 _TAKEN_ID = "session", errno.EEXIST
@@ -348,7 +350,7 @@ def failure_text(failed: Failed) -> str:
 
 def is_passing(stage: str, number: int) -> bool:
     """Whether a build that failed at `stage`, with that errno, may succeed at the next attempt."""
-    return stage in _PASSING_STAGES or (stage, number) == _TAKEN_ID
+    return stage.removeprefix(NETWORK_STAGE) in _PASSING_STAGES or (stage, number) == _TAKEN_ID
 
 
 # Its log

@@ -13,26 +13,21 @@ import struct
 from collections.abc import Iterator
 
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
+from nsinit.kernel import netlink, syscalls
 from nsinit.sandbox import network
+from nsinit.steps import StepFailed
 from nsinit.tools.trials.attempt import FallsBack, Room
 
-_NETLINK_ROUTE, _NETLINK_SOCK_DIAG, _NETLINK_NETFILTER = 0, 4, 12
-_NLMSG_ERROR = 2
-_NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
-_NLA_F_NESTED = 0x8000
-_RTM_NEWLINK = 16
 _IFLA_LINKINFO, _IFLA_INFO_KIND = 18, 1
 _NFNL_MSG_BATCH_BEGIN, _NFNL_MSG_BATCH_END, _NFNL_SUBSYS_NFTABLES = 16, 17, 10
 _NFT_MSG_NEWTABLE, _NFTA_TABLE_NAME, _NFPROTO_INET = 0, 1, 1
-_NLM_F_DUMP = 0x300
 _TCPDIAG_GETSOCK, _TCP_LISTEN = 18, 10
 _LISTENERS = struct.Struct("=Bxxx48xI4x")
 """Of inet_diag_req: family, states."""
 _LISTENER = struct.Struct("=BBxx2s")
 _OTHER_WAY = "/proc/net/tcp is read instead"
-_HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE = struct.Struct("=HH")
+_FOREIGN = ("192.0.2.1", 443)
+"""An address for documentation (RFC 5737)."""
 
 
 def loopback(_room: Room) -> str:
@@ -51,12 +46,16 @@ def loopback(_room: Room) -> str:
 
 def socket_diag(_room: Room) -> str:
     """Ask for listening sockets as PID 1 of a sandbox does, and find one of the trial's own among them."""
-    message = _HEADER.pack(_HEADER.size + _LISTENERS.size, _TCPDIAG_GETSOCK, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0)
+    message = netlink.HEADER.pack(
+        netlink.HEADER.size + _LISTENERS.size, _TCPDIAG_GETSOCK, netlink.NLM_F_REQUEST | netlink.NLM_F_DUMP, 1, 0
+    )
     message += _LISTENERS.pack(socket.AF_INET, 1 << _TCP_LISTEN)
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
-            socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as channel,
+            socket.socket(
+                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, netlink.NETLINK_SOCK_DIAG
+            ) as channel,
         ):
             channel.settimeout(2)
             channel.send(message)
@@ -64,7 +63,7 @@ def socket_diag(_room: Room) -> str:
     except OSError as error:
         raise FallsBack(f"sock_diag: {error}; {_OTHER_WAY}") from error
     # inet_diag_msg begins with the family, the state, two counters and the source port.
-    found = (_LISTENER.unpack_from(answer, start + _HEADER.size) for start in _starts(answer))
+    found = (_LISTENER.unpack_from(answer, start + netlink.HEADER.size) for start in _starts(answer))
     if (socket.AF_INET, _TCP_LISTEN, port.to_bytes(2, "big")) not in found:
         raise FallsBack(f"sock_diag: does not tell of a listening socket; {_OTHER_WAY}")
     return "asked the kernel for the sockets that listen"
@@ -73,49 +72,62 @@ def socket_diag(_room: Room) -> str:
 def _starts(answer: bytes) -> Iterator[int]:
     """Yield the offset of each answer of sock_diag in a datagram of netlink."""
     start = 0
-    while start + _HEADER.size + _LISTENER.size <= len(answer):
-        if _HEADER.unpack_from(answer, start)[1] == _TCPDIAG_GETSOCK:
+    while start + netlink.HEADER.size + _LISTENER.size <= len(answer):
+        if netlink.HEADER.unpack_from(answer, start)[1] == _TCPDIAG_GETSOCK:
             yield start
-        start += max(_HEADER.unpack_from(answer, start)[0] + 3 & ~3, _HEADER.size)
+        start += max(netlink.HEADER.unpack_from(answer, start)[0] + 3 & ~3, netlink.HEADER.size)
+
+
+def sk_lookup(_room: Room) -> str:
+    """Open a way out of a network as for a session, and have a connection to a foreign address arrive there."""
+    syscalls.unshare(k.CLONE_NEWNET)
+    network.loopback_up()
+    netns_fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        tcp_fd, udp_fd, link_fd = network.open_way_out(netns_fd)
+    except StepFailed as error:
+        raise FallsBack(f"{error.stage}: {error}") from error
+    finally:
+        os.close(netns_fd)
+    os.close(udp_fd)
+    with socket.socket(fileno=tcp_fd) as listener, socket.create_connection(_FOREIGN, timeout=2):
+        listener.settimeout(2)
+        connection, _ = listener.accept()
+        with connection:
+            asked_for = connection.getsockname()
+    os.close(link_fd)
+    if asked_for != _FOREIGN:
+        raise FallsBack(f"a connection to {_FOREIGN[0]} arrived as one to {asked_for[0]}")
+    return "a connection to a foreign address arrived at a listener of ours"
 
 
 def veth(_room: Room) -> str:
     syscalls.unshare(k.CLONE_NEWNET)
-    kind = _attribute(_IFLA_LINKINFO | _NLA_F_NESTED, _attribute(_IFLA_INFO_KIND, b"veth"))
-    message = _message(_RTM_NEWLINK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + kind, _NLM_F_CREATE | _NLM_F_EXCL)
-    _ask(_NETLINK_ROUTE, message, "veth")
+    kind = netlink.attribute(_IFLA_LINKINFO | netlink.NLA_F_NESTED, netlink.attribute(_IFLA_INFO_KIND, b"veth"))
+    message = netlink.message(
+        netlink.RTM_NEWLINK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + kind, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
+    )
+    _ask(netlink.NETLINK_ROUTE, message, "veth")
     return "made a pair of devices"
 
 
 def nftables(_room: Room) -> str:
     syscalls.unshare(k.CLONE_NEWNET)
     family = struct.pack("=BBH", 0, 0, socket.htons(_NFNL_SUBSYS_NFTABLES))
-    table = struct.pack("=BBH", _NFPROTO_INET, 0, 0) + _attribute(_NFTA_TABLE_NAME, b"sandkasten\0")
+    table = struct.pack("=BBH", _NFPROTO_INET, 0, 0) + netlink.attribute(_NFTA_TABLE_NAME, b"sandkasten\0")
     kind = _NFNL_SUBSYS_NFTABLES << 8 | _NFT_MSG_NEWTABLE
-    batch = _message(_NFNL_MSG_BATCH_BEGIN, family, 0, asks=False) + _message(kind, table, _NLM_F_CREATE)
-    _ask(_NETLINK_NETFILTER, batch + _message(_NFNL_MSG_BATCH_END, family, 0, asks=False), "nftables")
+    batch = netlink.message(_NFNL_MSG_BATCH_BEGIN, family, 0, asks=False) + netlink.message(
+        kind, table, netlink.NLM_F_CREATE
+    )
+    _ask(netlink.NETLINK_NETFILTER, batch + netlink.message(_NFNL_MSG_BATCH_END, family, 0, asks=False), "nftables")
     return "made a table of rules"
 
 
 def _ask(family: int, data: bytes, what: str) -> None:
     """Send a request and read its acknowledgement."""
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, family) as channel:
-            channel.settimeout(2)
-            channel.send(data)
-            answer = channel.recv(65536)
+        (status,) = netlink.ask(family, data)
     except OSError as error:
         raise FallsBack(f"{what}: {error}") from error
-    kind = _HEADER.unpack_from(answer)[1]
-    (status,) = struct.unpack_from("=i", answer, _HEADER.size)
-    if kind != _NLMSG_ERROR or status:
-        raise FallsBack(f"{what}: {os.strerror(-status)}")
-
-
-def _message(kind: int, body: bytes, flags: int, *, asks: bool = True) -> bytes:
-    flags |= _NLM_F_REQUEST | (_NLM_F_ACK if asks else 0)
-    return _HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body + bytes(-len(body) % 4)
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+    if status:
+        raise FallsBack(f"{what}: {os.strerror(status)}")

@@ -1,0 +1,50 @@
+"""Requests over netlink: messages, attributes, and the acknowledgement of each.
+
+Owns the wire format, no policy. Sources: netlink(7), rtnetlink(7); linux/netlink.h, linux/rtnetlink.h.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+NETLINK_ROUTE, NETLINK_SOCK_DIAG, NETLINK_NETFILTER = 0, 4, 12
+NLM_F_REQUEST, NLM_F_ACK, NLM_F_EXCL, NLM_F_CREATE, NLM_F_DUMP = 0x1, 0x4, 0x200, 0x400, 0x300
+NLA_F_NESTED = 0x8000
+RTM_NEWLINK, RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE, RTM_DELROUTE = 16, 20, 21, 24, 25
+HEADER = struct.Struct("=IHHII")
+
+_NLMSG_ERROR = 2
+_ATTRIBUTE = struct.Struct("=HH")
+_STATUS = struct.Struct("=i")
+_TIMEOUT = struct.pack("=qq", 2, 0)
+"""Two seconds, as `struct timeval`."""
+_MAX_BYTES = 64 * 1024
+
+
+def message(kind: int, body: bytes, flags: int = 0, *, asks: bool = True) -> bytes:
+    """Return a request, one that asks for an acknowledgement unless told otherwise."""
+    flags |= NLM_F_REQUEST | (NLM_F_ACK if asks else 0)
+    return HEADER.pack(HEADER.size + len(body), kind, flags, 1, 0) + body + bytes(-len(body) % 4)
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """Return an attribute of a message."""
+    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def ask(family: int, requests: bytes, count: int = 1) -> list[int]:
+    """Send requests in one datagram; return the errno of each of the `count` that asked for an acknowledgement, 0 where
+    it was done. A request is carried out whatever became of the one before. Raises `OSError`."""
+    statuses: list[int] = []
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, family) as channel:
+        # By the kernel's own time limit: with one of Python's the socket would not block, and be polled.
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEOUT)
+        channel.send(requests)
+        while len(statuses) < count:
+            answer = channel.recv(_MAX_BYTES)
+            _size, kind, *_ = HEADER.unpack_from(answer)
+            if kind != _NLMSG_ERROR:
+                raise OSError(0, f"netlink answered with a message of kind {kind}")
+            statuses.append(-_STATUS.unpack_from(answer, HEADER.size)[0])
+    return statuses
