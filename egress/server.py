@@ -27,7 +27,7 @@ from egress import protocol as p
 from egress.addresses import AddressCheck
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import Machine, WayOutState
+from egress.state import SharedState, WayOutState
 from egress.way_out import WayOut
 
 _FD_BYTES = array.array("i").itemsize
@@ -78,7 +78,7 @@ class _Failure(Exception):
 @attrs.define(eq=False)
 class _Configuration:
     always_deny: tuple[EgressRule, ...]
-    machine: Machine
+    machine: SharedState
 
     def policy(self, text: p.PolicyText) -> Policy:
         """Return a session's policy; the operator's rules that deny come before the session's."""
@@ -191,7 +191,7 @@ class EgressServer:
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
         except ValueError as error:
             raise _Failure("INVALID", str(error)) from None
-        machine = Machine(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
+        machine = SharedState(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
         self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
