@@ -112,7 +112,7 @@ class WayOutState:
         """Return the addresses of a name that may be dialled, looked up again if the last time is too long ago.
 
         Raises:
-            NoSuchName, NoAnswer: as the resolver says.
+            NoSuchName, LookupFailed: as the resolver says.
             Refusal: the name has addresses, and none may be dialled.
         """
         if entry.pinned_until <= trio.current_time():
