@@ -28,7 +28,7 @@ from egress.http import looks_like_http
 from egress.names import RANGE, SyntheticName
 from egress.policy import Address, Reason
 from egress.protocol import EgressEntry
-from egress.resolver import NoAnswer, NoSuchName
+from egress.resolver import LookupFailed, NoSuchName
 from egress.state import Refusal, WayOutState
 
 TLS_PORT = 443
@@ -147,7 +147,7 @@ class CarriedConnection:
             return list(await self._state.pin(self._entry))
         except NoSuchName:
             raise Refusal(Reason.NO_ADDRESS) from None
-        except NoAnswer:
+        except LookupFailed:
             raise Refusal(Reason.RESOLVER) from None
 
     async def _first_bytes(self) -> tuple[bytes, str]:
@@ -188,7 +188,8 @@ class CarriedConnection:
             if self._guard.refused:
                 self._refuse(Refusal(self._guard.refused))
             await self._farewell()
-        self._cause, self._is_orderly = "end", True
+        if not self.is_cut:
+            self._cause, self._is_orderly = "end", True
 
     async def _in_relay(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Run one direction; what ends it by force ends the other, too."""
