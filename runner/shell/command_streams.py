@@ -64,7 +64,8 @@ class CommandPipes(Streams):
             return
         self._open_output(f"{order}.err", Kind.STDERR)
         # The open(2) of a FIFO's first writer wakes its readers as bytes do (fs/pipe.c), and shells open `out` first.
-        # While PID 1 has both open for writing, nothing but bytes does.
+        # While PID 1 has both open for writing, nothing but bytes does: `out` until the shell has it open, and so tells
+        # the end by a hang-up, `err` until the end.
         for name in ("out", "err"):
             self._writer_fds.append(files.open(f"{order}.{name}", os.O_WRONLY | os.O_NONBLOCK))
         self._arrivals = Arrivals(self._outflows)
@@ -74,8 +75,8 @@ class CommandPipes(Streams):
         self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
 
     def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
-        if self._inflow is not None or self._writer_fds:
-            return False  # the shell tells when it holds its input (`on_reader`); PID 1's own writers stay
+        if self._inflow is not None:
+            return False  # its reader is told by the shell (`on_reader`)
         self._outflows[0].await_writers(on_end, on_error)
         return True
 
@@ -100,6 +101,12 @@ class CommandPipes(Streams):
             os.close(self._keeper_fd)
             fd, self._keeper_fd, self._input_fd = self._input_fd, -1, -1
             self._inflow.connect(fd)
+        if self._writer_fds:
+            os.close(self._writer_fds.pop(0))
+
+    @property
+    def must_hear_begin(self) -> bool:
+        return bool(self._writer_fds)
 
     def finish(self, *, may_read: bool) -> None:
         self._remove_files()
