@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.loop.loop import EventLoop, OnError
+from runner.loop.loop import READ, EventLoop, OnError
 from runner.shell.files import PrivateDirectory
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, Arrivals, FlowOwner, Inflow, Outflow
@@ -45,6 +45,8 @@ class CommandPipes(Streams):
         self._keeper_fd = self._input_fd = -1
         self._writer_fds: list[int] = []
         self._arrivals: Arrivals | None = None
+        self._awaits_bytes = False
+        """Whether the loop watches the arrivals."""
         if stdin:
             self._inflow = Inflow(loop, owner)
 
@@ -81,6 +83,21 @@ class CommandPipes(Streams):
         return True
 
     def resume(self) -> None:
+        if self._arrivals is None:
+            super().resume()
+        elif not self._awaits_bytes:
+            self._awaits_bytes = True
+            self._loop.watch(
+                self._arrivals.fileno(), READ, lambda _events: self._on_first_bytes(), lambda _error: self.resume()
+            )
+
+    def pause(self) -> None:
+        if self._arrivals is not None and self._awaits_bytes:
+            self._awaits_bytes = False
+            self._loop.unwatch(self._arrivals.fileno())
+        super().pause()
+
+    def _on_first_bytes(self) -> None:
         self._sort_outflows()
         super().resume()
 
@@ -88,6 +105,9 @@ class CommandPipes(Streams):
         """Put the outflows into the order of their first bytes. Later ones are read as they come."""
         if self._arrivals is not None:
             arrivals, self._arrivals = self._arrivals, None
+            if self._awaits_bytes:
+                self._awaits_bytes = False
+                self._loop.unwatch(arrivals.fileno())
             self._outflows.sort(key=arrivals.take().index)
 
     def _make_fifo(self, name: str, mode: int) -> str:
