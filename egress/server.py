@@ -221,14 +221,13 @@ class EgressServer:
     def _send_now(self) -> None:
         """Send what there is without waiting; what finds no room stays for the next batch."""
         while self._entries and not self._batching.locked() and not self._sending.locked():
-            dropped = self._dropped
-            batch, data = self._next_batch()
+            batch, told, data = self._next_batch()
             try:
                 self._channel.send(data)
             except OSError:  # no room, or nobody is there: the next read says so
                 self._entries.extendleft(reversed(batch))
-                self._dropped = dropped
                 return
+            self._dropped -= told
 
     async def batch_entries(self) -> None:
         """Send log entries, those of `_BATCH_S` together."""
@@ -243,17 +242,18 @@ class EgressServer:
         async with self._batching:
             left = len(self._entries)
             while left > 0 and self._entries:
-                batch, data = self._next_batch()
+                batch, told, data = self._next_batch()
                 left -= len(batch)
                 if await self._send(data, _ENTRIES_S):
+                    self._dropped -= told
                     continue
                 self._dropped += len(batch) + len(self._entries)
                 self._entries.clear()
             if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
                 self._has_entries = trio.Event()
 
-    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], bytes]:
-        """Take as many entries as fit into one datagram."""
+    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
+        """Take as many entries as fit into one datagram, and return the number of dropped ones that it tells of."""
         size = min(len(self._entries), p.MAX_ENTRIES)
         while True:
             batch = tuple(self._entries[index] for index in range(size))
@@ -264,8 +264,7 @@ class EgressServer:
                 continue
             for _ in batch:
                 self._entries.popleft()
-            self._dropped = 0
-            return batch, data
+            return batch, self._dropped, data
 
     async def _send(self, data: bytes, deadline_s: float) -> bool:
         """Send a datagram; tell whether it is under way."""

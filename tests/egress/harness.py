@@ -168,7 +168,7 @@ class Egress:
     async def read(self) -> None:
         """Read answers and entries until the other end closes."""
         with self.reading:
-            while data := await self.channel.recv(p.MAX_DATAGRAM_BYTES):
+            while data := await self._receive():
                 answer = p.decode_answer(data)
                 if isinstance(answer, p.Entries):
                     self.entries += answer.entries
@@ -177,6 +177,14 @@ class Egress:
                     self._answers[answer.seq] = answer
                 self._changed.set()
                 self._changed = trio.Event()
+
+    async def _receive(self) -> bytes:
+        try:
+            return await self.channel.recv(p.MAX_DATAGRAM_BYTES)
+        except OSError:
+            if self.reading.cancel_called:  # closed while something arrived
+                return b""
+            raise
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until `condition` holds after some answer or notice."""
