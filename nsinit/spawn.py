@@ -1,4 +1,5 @@
-"""Starts nsinit's programs: each with an empty environment and no descriptor but /dev/null, its log and its socket.
+"""Starts nsinit's programs, and the egress process beside it: each with an empty environment and no descriptor but
+/dev/null, its log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
 root away, the command line, to import an image; and by nsinit, to have the image unpacked. Owns the command line and
@@ -17,7 +18,10 @@ CHANNEL_FD = 3
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC0"}
 FLAGS = ("-I", "-S", "-B")
+_WITH_LIBRARIES = ("-I", "-B")
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_EGRESS = f"{_HERE.removesuffix('nsinit')}egress"
+"""Beside nsinit, under the same prefix (docs/adr/0016-names-in-the-wheel.md)."""
 _HIGH_FD = 64
 
 
@@ -31,6 +35,12 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
+def spawn_egress(channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start the egress process in the same way, with the libraries of this interpreter; return its pid. It gives its
+    privileges away itself, once it has imported them."""
+    return _spawn(_WITH_LIBRARIES, _EGRESS, channel_fd, log_fd, *arguments)
+
+
 def launcher_command(*arguments: str) -> list[str]:
     """Return the command to execute to become the launcher."""
     return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
@@ -38,12 +48,16 @@ def launcher_command(*arguments: str) -> list[str]:
 
 def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
     """Start one of nsinit's programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
+    return _spawn(FLAGS, program, channel_fd, log_fd, *arguments)
+
+
+def _spawn(flags: tuple[str, ...], program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
     # Above every number the child fills, so that no dup2 below overwrites a source.
     safe_channel, safe_log = _dup_high(channel_fd), _dup_high(log_fd)
     try:
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, *FLAGS, program, *arguments],
+            [sys.executable, *flags, program, *arguments],
             ENVIRONMENT,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

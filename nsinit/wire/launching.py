@@ -17,14 +17,16 @@ from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, SandboxPlan, 
 from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir
 
 START, KILL = b"start", b"kill"
-"""The daemon's words to the launcher. The answer to `START` is nsinit's pid in decimal, with its pidfd, or `FAILED`."""
+START_EGRESS, KILL_EGRESS = b"start egress", b"kill egress"
+"""The daemon's words to the launcher, about nsinit and about the egress process. The answer to a start is the pid in
+decimal, with the pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
-"""The launcher's words: its first one, and that no nsinit could be started."""
+"""The launcher's words: its first one, and that a process could not be started."""
 
 MAX_WORD_BYTES = 16
 FDS_OF_START = 2
-"""nsinit's socket and the write end of its log."""
+"""The socket of the process and the write end of its log."""
 
 NOTIFY_FD = 4
 """The descriptor of the socket to the service manager, in a launcher that is a service."""

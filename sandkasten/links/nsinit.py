@@ -29,7 +29,16 @@ import attrs
 import trio
 
 from nsinit.spawn import spawn_launcher, spawn_nsinit
-from nsinit.wire.launching import FAILED, KILL, MAX_WORD_BYTES, READY, START, LaunchForParent
+from nsinit.wire.launching import (
+    FAILED,
+    KILL,
+    KILL_EGRESS,
+    MAX_WORD_BYTES,
+    READY,
+    START,
+    START_EGRESS,
+    LaunchForParent,
+)
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, NETWORK_STAGE, REQUESTS, Failed, ProtocolError
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.model.errors import LauncherGone, NsinitLost
@@ -76,20 +85,20 @@ StartNsinit = Callable[[], Awaitable[NsinitProcess]]
 
 async def start_as_child() -> NsinitProcess:
     """Start nsinit as a child of this process, with its privileges."""
-    with _Ends() as ends:
+    with Ends() as ends:
         pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
         return ends.give(pid, os.pidfd_open(pid))
 
 
-class _Ends:
-    """A socket pair and a log pipe for an nsinit about to start; ends that were not given away are closed."""
+class Ends:
+    """A socket pair and a log pipe for a process about to start; ends that were not given away are closed."""
 
     def __init__(self) -> None:
         self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log_read, self.log_write = os.pipe2(os.O_CLOEXEC)
         self._is_given = False
 
-    def __enter__(self) -> _Ends:
+    def __enter__(self) -> Ends:
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -119,6 +128,7 @@ class Launcher:
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._socket, self._pid = sock, pid
+        self._starts = trio.Lock()
         self.pidfd = OwnedFd(os.pidfd_open(pid))
 
     @property
@@ -132,10 +142,21 @@ class Launcher:
             LauncherGone: the launcher has ended, and no nsinit can be started any more.
             NsinitLost: the launcher failed to start an nsinit.
         """
-        with _Ends() as ends, trio.move_on_after(_START_S):
+        return await self._start(START, KILL)
+
+    async def start_egress(self) -> NsinitProcess:
+        """Have an egress process started, after the end of the one before. Raises like `start_nsinit`."""
+        return await self._start(START_EGRESS, KILL_EGRESS)
+
+    async def _start(self, start: bytes, kill: bytes) -> NsinitProcess:
+        async with self._starts:  # an answer names no word
+            return await self._start_alone(start, kill)
+
+    async def _start_alone(self, start: bytes, kill: bytes) -> NsinitProcess:
+        with Ends() as ends, trio.move_on_after(_START_S):
             try:
                 self._drop_old_answers()
-                socket.send_fds(self._socket, [START], [ends.their_socket.fileno(), ends.log_write])
+                socket.send_fds(self._socket, [start], [ends.their_socket.fileno(), ends.log_write])
                 await trio.lowlevel.wait_readable(self._socket)
                 word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
@@ -143,8 +164,8 @@ class Launcher:
             if not word:
                 raise LauncherGone("the launcher of the fork server is gone")
             if word == FAILED or len(fds) != 1:
-                raise NsinitLost("the fork server can't be started")
-            return ends.give(int(word), fds[0], kill=self._kill_nsinit)
+                raise NsinitLost("the launcher can't start it")
+            return ends.give(int(word), fds[0], kill=lambda: self._say(kill))
         raise NsinitLost("the launcher of the fork server does not answer")
 
     async def wait_ended(self) -> None:
@@ -158,14 +179,14 @@ class Launcher:
             os.waitpid(self._pid, 0)
         self.pidfd.close()
 
-    def _kill_nsinit(self) -> None:
+    def _say(self, word: bytes) -> None:
         try:
-            self._socket.send(KILL)
+            self._socket.send(word)
         except OSError:
-            pass  # the launcher has ended, and its nsinit with it
+            pass  # the launcher has ended, and its processes with it
 
     def _drop_old_answers(self) -> None:
-        """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
+        """Drop answers to cancelled starts, whose process has ended since its socket was closed."""
         try:
             while True:
                 word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1)
@@ -361,11 +382,11 @@ _LINE_BYTES = 16 * 1024
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-async def forward_log(fd: int) -> None:
-    """Log each line of a pipe until its other end is closed.
+async def forward_log(fd: int, program: str = "nsinit") -> None:
+    """Log each line of a pipe until its other end is closed, events and fields under the name of the program.
 
-    nsinit holds no secret and sees no command, so nothing is hidden. A line that is not of `nsinit/log.py`, such as a
-    traceback or a tool's message, is logged as it is.
+    Neither program holds a secret or sees a command, so nothing is hidden. A line that is not of `nsinit/log.py`, such
+    as a traceback or a tool's message, is logged as it is.
     """
     buffer = b""
     while True:
@@ -375,19 +396,19 @@ async def forward_log(fd: int) -> None:
             return
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
-            _log_line(line)
+            _log_line(line, program)
         if len(buffer) > _LINE_BYTES:
-            _log_line(buffer)
+            _log_line(buffer, program)
             buffer = b""
 
 
-def _log_line(line: bytes) -> None:
+def _log_line(line: bytes, program: str) -> None:
     try:
         entry = json.loads(line)
         level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
         event = str(entry.pop("event", "message")).replace(" ", "_")
-        facts = {key if key == "session_id" else f"nsinit_{key}": value for key, value in entry.items()}
-        log.log(level, "nsinit_%s", event, extra=facts)
+        facts = {key if key == "session_id" else f"{program}_{key}": value for key, value in entry.items()}
+        log.log(level, "%s_%s", program, event, extra=facts)
     except (ValueError, AttributeError):
         if line.strip():
-            log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
+            log.warning("%s_output", program, extra={"line": line.decode("utf-8", "replace")})

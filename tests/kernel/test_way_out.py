@@ -8,7 +8,6 @@ import errno
 import os
 import resource
 import select
-import signal
 import socket
 import struct
 import threading
@@ -26,7 +25,17 @@ from nsinit.sandbox import network
 from nsinit.steps import StepFailed
 from nsinit.wire.protocol import Adopt, Failed, NetworkOpened, OpenNetwork, Prepare
 from runner.wire.protocol import ExecReply, RunProgram
-from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_id, running, wait_until
+from tests.kernel.harness import (
+    ROOMY,
+    Nsinit,
+    Sandbox,
+    data_directory,
+    host_plan,
+    new_id,
+    new_node_id,
+    running,
+    wait_until,
+)
 from tests.waiting import patience
 
 PATIENCE_S = 20.0
@@ -119,6 +128,21 @@ def meanwhile(work: Callable[[], object]) -> Iterator[list[Any]]:
         yield results
     finally:
         thread.join()
+
+
+@contextlib.contextmanager
+def in_network(netns_fd: int = -1) -> Iterator[None]:
+    """Be in a network namespace, a new one unless given, with this thread."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    if netns_fd < 0:
+        syscalls.unshare(k.CLONE_NEWNET)
+    else:
+        syscalls.setns(netns_fd, k.CLONE_NEWNET)
+    try:
+        yield
+    finally:
+        syscalls.setns(home, k.CLONE_NEWNET)
+        os.close(home)
 
 
 @pytest.fixture(scope="module")
@@ -332,28 +356,26 @@ def test_ports_that_a_program_took_before_are_a_failure_that_leaves_nothing(serv
 def test_a_step_that_fails_takes_back_those_before(server: Nsinit, box: Sandbox) -> None:
     """The network maker may have one descriptor more each time, up to the last: the named step fails, the session has
     no route and no address, and the network maker holds nothing and serves the next."""
-    open_network(server, box).close()
     (maker,) = server.helpers(NETWORK_MAKER)
     held = set(os.listdir(f"/proc/{maker}/fd"))
-    other = server.build(host_plan())
-    usual = resource.prlimit(maker, resource.RLIMIT_NOFILE)
-    seen = []
-    # An order brings two descriptors; numbers begin at 0, and none below the highest is free.
-    first = len(held) + 2
-    assert held == {str(fd) for fd in range(len(held))}
-    for more in range(6):
-        resource.prlimit(maker, resource.RLIMIT_NOFILE, (first + more, usual[1]))
-        failed = refused(server, other.session_id)
-        assert failed.errno == errno.EMFILE
-        seen.append(failed.stage.removeprefix("network: "))
-        assert told(other, f"print('tcp', attempt(lambda: dialled(*{FOREIGN})))") == {"tcp": "ENETUNREACH"}
-        assert told(
-            other, f"with socket.socket() as s: print('own', attempt(lambda: s.bind(({network.ADDRESS!r}, 9))))"
-        ) == {"own": "EADDRNOTAVAIL"}
-        assert set(os.listdir(f"/proc/{maker}/fd")) == held
-    resource.prlimit(maker, resource.RLIMIT_NOFILE, usual)
-    assert seen == ["address and route", "sockets", "sockets", "map", "program", "link"]
-    open_network(server, other).close()
+    free = [fd for fd in range(64) if str(fd) not in held]
+    usual, seen = resource.prlimit(maker, resource.RLIMIT_NOFILE), []
+    script = f"""
+print("tcp", attempt(lambda: dialled(*{FOREIGN})))
+with socket.socket() as s: print("own", attempt(lambda: s.bind(({network.ADDRESS!r}, 9))))
+"""
+    try:
+        for number in range(2, 7):  # an order brings two
+            resource.prlimit(maker, resource.RLIMIT_NOFILE, (free[number], usual[1]))
+            failed = refused(server, box.session_id)
+            assert failed.errno == errno.EMFILE
+            seen.append(failed.stage)
+            assert told(box, script) == {"tcp": "ENETUNREACH", "own": "EADDRNOTAVAIL"}
+            assert set(os.listdir(f"/proc/{maker}/fd")) == held
+    finally:
+        resource.prlimit(maker, resource.RLIMIT_NOFILE, usual)
+    assert seen == [f"network: {step}" for step in ("address and route", "sockets", "map", "program", "link")]
+    open_network(server, box).close()
     assert server.helpers(NETWORK_MAKER) == {maker}
 
 
@@ -390,18 +412,17 @@ def test_a_kernel_without_such_programs_is_named_and_nothing_is_left(monkeypatch
 
 
 def test_a_network_maker_that_dies_fails_its_order_alone() -> None:
-    """There is none before the first way out. Killed over an order it is replaced, under its own filter alone, and the
-    next order is carried out."""
+    """There is none before the first way out. One that dies over an order is replaced, under its own filter alone, and
+    the next order is carried out."""
     with data_directory() as data_dir, running(data_dir) as server:
         box = server.build(host_plan())
         assert server.helpers(NETWORK_MAKER) == set()
         open_network(server, box).close()
         (maker,) = server.helpers(NETWORK_MAKER)
-        os.kill(maker, signal.SIGSTOP)
-        server.send(OpenNetwork, session_id=box.session_id)
-        os.kill(maker, signal.SIGKILL)
-        failed, _ = server.receive()
-        assert isinstance(failed, Failed), failed
+        held = set(os.listdir(f"/proc/{maker}/fd"))
+        free = [fd for fd in range(64) if str(fd) not in held]
+        resource.prlimit(maker, resource.RLIMIT_NOFILE, (free[1], free[1]))  # an order brings two
+        failed = refused(server, box.session_id)
         assert failed.stage == "network: network maker"
         open_network(server, box).close()
         (next_one,) = server.helpers(NETWORK_MAKER)
@@ -429,21 +450,23 @@ def test_the_next_nsinit_opens_a_way_out_of_a_session_that_it_did_not_build() ->
     """After the end of the first nsinit the way out goes on while its descriptors are open, and the next one makes
     another when they are closed."""
     with data_directory() as data_dir:
-        with running(data_dir, "adopting") as first:
+        node_id = new_node_id()
+        with running(data_dir, node_id) as first:
             box = first.build(host_plan())
             opened = open_network(first, box)
             first.kill()
             assert told(box, f"print('tcp', dialled(*{FOREIGN}))") == {"tcp": "done"}
             opened.close()
-        with running(data_dir, "adopting") as second:
-            _, fds = second.ask(Adopt, session_id=box.session_id)
-            for fd in fds:
-                os.close(fd)
-            opened = open_network(second, box)
-            assert told(box, f"print('tcp', dialled(*{FOREIGN}))") == {"tcp": "done"}
-            assert opened.take() == FOREIGN
-            opened.close()
             box.release()
+        with running(data_dir, node_id) as second:
+            _, fds = second.ask(Adopt, session_id=box.session_id)
+            opened = open_network(second, box)
+            netns_fd = os.open(f"/proc/{box.pid}/ns/net", os.O_RDONLY)
+            with in_network(netns_fd), socket.create_connection(FOREIGN, timeout=patience(PATIENCE_S)):
+                assert opened.take() == FOREIGN
+            opened.close()
+            for fd in (*fds, netns_fd):
+                os.close(fd)
 
 
 # The name server's address ------------------------------------------------------------------------------------------
@@ -508,24 +531,12 @@ _NETNSA_NSID, _NETNSA_FD = 1, 3
 _BPF_PROG_GET_FD_BY_ID, _BPF_LINK_GET_FD_BY_ID = 13, 30
 
 
-@contextlib.contextmanager
-def in_own_network() -> Iterator[None]:
-    """Be in a new network namespace, with this thread."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    syscalls.unshare(k.CLONE_NEWNET)
-    try:
-        yield
-    finally:
-        syscalls.setns(home, k.CLONE_NEWNET)
-        os.close(home)
-
-
 class Obituaries:
     """Tells when network namespaces end: the kernel removes the numbers that they have in another namespace, and says
     so (rtnetlink's group NSID)."""
 
     def __init__(self) -> None:
-        with in_own_network():
+        with in_network():
             self._news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, netlink.NETLINK_ROUTE)
             self._requests = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, netlink.NETLINK_ROUTE)
         self._news.bind((0, 1 << _RTNLGRP_NSID - 1))
