@@ -16,7 +16,7 @@ from nsinit.spawn import spawn_egress
 from sandkasten.links.nsinit import Ends, NsinitProcess
 
 EgressProcess: TypeAlias = NsinitProcess
-"""It is watched, killed and reaped as nsinit is."""
+"""The process is watched, killed and reaped as nsinit is."""
 
 StartEgress = Callable[[], Awaitable[EgressProcess]]
 
