@@ -61,7 +61,7 @@ _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Program:
+class Charge:
     """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid."""
 
     def __init__(self, name: str, spawn: Callable[[int, int], int]) -> None:
@@ -98,9 +98,9 @@ class Program:
         self.pidfd = -1
 
 
-def _nsinit(grant: Grant) -> Program:
+def _nsinit(grant: Grant) -> Charge:
     argument = grant.encode()
-    return Program("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
+    return Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
 
 
 class ServiceManager:
@@ -171,7 +171,7 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    egress = Program("egress process", spawn_egress)
+    egress = Charge("egress process", spawn_egress)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
@@ -193,7 +193,7 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
 
-def _wait_word(channel: socket.socket, *programs: Program) -> bool:
+def _wait_word(channel: socket.socket, *programs: Charge) -> bool:
     """Wait until the daemon says something or ends; reap programs meanwhile."""
     while True:
         running = {each.pidfd: each for each in programs if each.pidfd >= 0}
@@ -204,7 +204,7 @@ def _wait_word(channel: socket.socket, *programs: Program) -> bool:
             running[pidfd].reap()
 
 
-def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Program, egress: Program) -> None:
+def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Charge, egress: Charge) -> None:
     starts, kills = {START: nsinit, START_EGRESS: egress}, {KILL: nsinit, KILL_EGRESS: egress}
     if word in starts and len(fds) == FDS_OF_START:
         program = starts[word]
@@ -246,7 +246,7 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     listener.close()
 
 
-def _serve_connection(connection: socket.socket, nsinit: Program, stop_fd: int, manager: ServiceManager) -> None:
+def _serve_connection(connection: socket.socket, nsinit: Charge, stop_fd: int, manager: ServiceManager) -> None:
     """Start nsinit at this end of the connection, and wait until it has ended, which follows the end of the
     other side."""
     nsinit.start(connection.fileno(), _STANDARD_ERROR)

@@ -105,7 +105,9 @@ def test_one_part_alone_calls_bpf_and_for_four_commands() -> None:
         return [number for number in range(64) if call("bpf", number) != errno.ENOSYS], sockets
 
     for part in PARTS:
-        (allowed, sockets), _ = under(part, commands)  # type: ignore[misc]
+        found, _ = under(part, commands)
+        assert isinstance(found, list)
+        allowed, sockets = found
         steering = [k.BPF_MAP_CREATE, k.BPF_MAP_UPDATE_ELEM, k.BPF_PROG_LOAD, k.BPF_LINK_CREATE]
         assert allowed == (steering if part is NETWORK_MAKER_PART else [])
         if part is NETWORK_MAKER_PART:

@@ -583,7 +583,7 @@ def exists(command: int, number: int) -> bool:
 
 
 def test_nothing_stays_of_fifty_sessions(server: Nsinit) -> None:
-    """Their namespaces, sockets, links and programs are gone when sessions and descriptors are, in either order; the
+    """Namespaces, sockets, links and programs are gone when sessions and descriptors are, in either order; the
     network maker holds what it held before."""
     obituaries, numbers, held = Obituaries(), [], set[str]()
     for turn in range(50):
