@@ -345,9 +345,7 @@ class EgressClient(Actor):
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
             else:
                 order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
-                way.note_attached(
-                    attached=True
-                )  # also when the answer does not come: then the session is detached later
+                way.note_attached(attached=True)  # also without an answer: it is detached later then
                 with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
                     fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]
                     await self._request(link, order, fds)
@@ -405,7 +403,12 @@ class _Denials:
         """Return the fields of an event about them, and begin to count anew."""
         assert self.last is not None, "an event tells of a refusal"
         port = None if self.last.kind == "dns" else self.last.port
-        fields = {"host": self.last.host, "port": port, "reason": self.last.reason, "count": self.count}
+        fields: dict[str, object] = {
+            "host": self.last.host,
+            "port": port,
+            "reason": self.last.reason,
+            "count": self.count,
+        }
         self.count, self.told_at = 0, trio.current_time()
         return fields
 
