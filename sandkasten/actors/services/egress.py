@@ -11,6 +11,7 @@ until their wish is in force. What the process tells is kept in `journal/egress.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import attrs
 import trio
 
 from egress import protocol
+from nsinit.wire.protocol import NETWORK_STAGE
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
@@ -32,10 +34,14 @@ from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import EventType
-from sandkasten.model.errors import EgressUnavailable, SandkastenError
+from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkCounters
 
 log = logging.getLogger(__name__)
+
+_STEERING = frozenset(f"{NETWORK_STAGE}{stage}" for stage in ("map", "program", "link"))
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP})
+"""Errors of the steps in `_STEERING` on a kernel that has no such programs, or lets nobody load them (bpf(2))."""
 
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
@@ -61,6 +67,7 @@ class OpenWay(Ask[None]):
     Raises:
         EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
             there before stays as it was, or closed.
+        NetworkNotSupported: the kernel can't steer connections.
         BuildFailed: nsinit could not open the session's namespace.
         InvalidRule: the configuration has no such group any more.
     """
@@ -217,9 +224,11 @@ class EgressClient(Actor):
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
             sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-        except BaseException:
+        except BaseException as error:
             if self._ways.get(way.session_id) is way:
                 del self._ways[way.session_id]
+            if isinstance(error, BuildFailed) and error.stage in _STEERING and error.errno in _NOT_HERE:
+                raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
