@@ -23,6 +23,7 @@ import trio
 
 from egress import protocol
 from nsinit.wire.protocol import NETWORK_STAGE
+from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
@@ -159,11 +160,13 @@ class EgressClient(Actor):
         self._link: EgressLink | None = None
         self._process: ChildProcess | None = None
         self._work = trio.Event()
-        self._is_started = False
         self._denials: dict[str, _Denials] = {}
 
     async def on_start(self) -> None:
-        """After a fault of this actor, which closed every way out, open them again."""
+        """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
+        self._nursery.start_soon(self._keep_process)
+        self._nursery.start_soon(self._tell_denials)
         for entry in self._directory:
             if entry.session.network.has_way_out:
                 self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
@@ -205,7 +208,7 @@ class EgressClient(Actor):
         else:
             way.wish(policy, limits)
         self._logs.open(message.session_id, message.network.log)
-        self._set_to_work()
+        self._work.set()
         with trio.move_on_after(_IN_FORCE_S) as patience:
             await way.settled.wait()
         refusal = way.refusal
@@ -217,7 +220,7 @@ class EgressClient(Actor):
             await self._close(message.session_id, True)
         else:
             way.wish(*before)
-            self._set_to_work()
+            self._work.set()
         raise refusal
 
     async def _make(self, way: _Way) -> None:
@@ -249,7 +252,7 @@ class EgressClient(Actor):
             way.settle(EgressUnavailable("the way out was closed meanwhile"))
             if way.is_attached:
                 self._detached[session_id] = trio.Event()
-                self._set_to_work()
+                self._work.set()
         if (is_detached := self._detached.get(session_id)) is not None:
             await is_detached.wait()
         if forget:
@@ -269,15 +272,9 @@ class EgressClient(Actor):
 
     # The process ------------------------------------------------------------------------------------------------
 
-    def _set_to_work(self) -> None:
-        self._work.set()
-        if not self._is_started:
-            self._is_started = True
-            self._nursery.start_soon(self._keep_process)
-            self._nursery.start_soon(self._tell_denials)
-
     async def _keep_process(self) -> None:
-        """Start a process, and another after its end, for as long as the actor runs."""
+        """Start a process with the first way out, and another after its end, for as long as the actor runs."""
+        await self._work.wait()
         tries = 0
         while True:
             began = trio.current_time()
