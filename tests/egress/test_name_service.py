@@ -134,6 +134,28 @@ async def test_a_look_up_that_hangs_holds_up_no_other(monkeypatch: pytest.Monkey
                 pass
 
 
+async def test_no_session_waits_for_the_threads_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a session whose threads all hang has asked for the same name before."""
+    monkeypatch.setattr(resolver, "DEADLINE_S", 1.0)
+    outside = names()
+    hanging = [f"h{each}.example" for each in range(resolver.MAX_THREADS_OF_SESSION)]
+    outside.hanging.update(hanging)
+    async with egress(outside) as daemon:
+        hostile, other = [await daemon.attach("*.example", name=name) for name in ("s-1", "s-2")]
+        async with trio.open_nursery() as nursery:
+            for name in hanging:
+                nursery.start_soon(hostile.ask, name)
+            with trio.fail_after(patience()):
+                while len(outside.asked) < len(hanging):
+                    await trio.sleep(0.01)
+            nursery.start_soon(hostile.ask, "good.example")
+            with trio.fail_after(patience()):
+                while (await daemon.counters()).dns_queries <= len(hanging):
+                    await trio.sleep(0.01)
+            assert (await other.ask("good.example")).address
+        outside.go_on.set()
+
+
 async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions beyond it are refused, with the extended error `not ready`."""
     monkeypatch.setattr(way_out, "DNS_RATE", 0.001)
