@@ -274,6 +274,7 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
+        self._state.machine.report(self._report())  # before the client can know of it
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
@@ -281,7 +282,6 @@ class CarriedConnection:
             self._entry.uses -= 1
         if self._refusal:
             self._state.denied += 1
-        self._state.machine.report(self._report())
         self.ended.set()
 
     def _report(self) -> EgressEntry:

@@ -142,6 +142,7 @@ class EgressServer:
             answer = await self._answer(request, fds)
             if not await self._send(p.encode(answer), _ANSWER_S):
                 raise p.ProtocolError("the daemon does not read its answers")
+            self._send_now()
 
     def _receive(self) -> tuple[bytes, list[int]]:
         data, ancillary, flags, _ = self._channel.recvmsg(
@@ -219,7 +220,8 @@ class EgressServer:
             self._send_now()
 
     def _send_now(self) -> None:
-        """Send what there is without waiting; what finds no room stays for the next batch."""
+        """Send what there is without waiting; what finds no room stays for the next batch. Who sends anything else
+        calls this afterwards, for it does nothing meanwhile."""
         while self._entries and not self._batching.locked() and not self._sending.locked():
             batch, told, data = self._next_batch()
             try:
@@ -251,6 +253,7 @@ class EgressServer:
                 self._entries.clear()
             if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
                 self._has_entries = trio.Event()
+        self._send_now()
 
     def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
         """Take as many entries as fit into one datagram, and return the number of dropped ones that it tells of."""
