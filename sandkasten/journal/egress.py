@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import attrs
@@ -113,6 +113,10 @@ class EgressLogs:
             log.logging = logging
         else:
             self._logs[session_id] = SessionEgressLog(logging)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the ids of the sessions that have a log."""
+        return iter(list(self._logs))
 
     def get(self, session_id: str) -> SessionEgressLog | None:
         return self._logs.get(session_id)

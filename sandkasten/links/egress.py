@@ -32,6 +32,11 @@ class EgressLink:
         self._send_lock = trio.Lock()
         self._lost: str | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether every request fails from now on."""
+        return self._lost is not None
+
     async def request(self, request: protocol.EgressRequest, answer: type[A], fds: Sequence[int] = ()) -> A:
         """Send a request, whose `seq` is set here, and return its answer of the class `answer`.
 

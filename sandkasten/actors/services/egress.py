@@ -62,7 +62,7 @@ class OpenWay(Ask[None]):
         EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
             there before stays as it was, or closed.
         BuildFailed: nsinit could not open the session's namespace.
-        InvalidRule: the configuration has no such group any more.
+        InvalidRequest, InvalidRule: the configuration has no such group any more, or a lower maximum.
     """
 
     session_id: str
@@ -209,7 +209,7 @@ class EgressClient(Actor):
         way.fds = sockets.fds
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
-        """Return policy and limits as the process takes them. Raises `InvalidRule`."""
+        """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
         rules = rules_in_force(network, self._settings)
         asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
         mode: Any = network.mode.value  # `allow` or `open`: the session has a way out
@@ -248,7 +248,7 @@ class EgressClient(Actor):
         if not self._is_started:
             self._is_started = True
             self._nursery.start_soon(self._keep_process)
-            self._nursery.start_soon(self._tell_denials)
+            self._nursery.start_soon(self._tidy)
 
     async def _keep_process(self) -> None:
         """Start a process, and another after its end, for as long as the actor runs."""
@@ -257,7 +257,7 @@ class EgressClient(Actor):
             began = trio.current_time()
             try:
                 await self._run_process()
-            except SandkastenError as error:
+            except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
                 log.error("egress_not_started", extra={"error": str(error)})
             tries = 0 if trio.current_time() - began > _STEADY_S else tries
             await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
@@ -281,7 +281,7 @@ class EgressClient(Actor):
                 await self._settle(link)
         except* trio.TooSlowError:
             raise EgressUnavailable("the egress process does not answer") from None
-        except* EgressUnavailable as group:
+        except* (EgressUnavailable, OSError) as group:
             raise EgressUnavailable(str(group.exceptions[0])) from None
         finally:
             self._link = self._process = None
@@ -307,7 +307,11 @@ class EgressClient(Actor):
         while True:
             self._work = trio.Event()
             for session_id, is_detached in list(self._detached.items()):
-                await self._request(link, protocol.DetachSession(0, session_id))
+                try:
+                    await self._request(link, protocol.DetachSession(0, session_id))
+                except EgressUnavailable:
+                    if link.is_lost:  # else the process does not have the session: it refused to attach it
+                        raise
                 del self._detached[session_id]
                 is_detached.set()
             for way in list(self._ways.values()):
@@ -317,7 +321,7 @@ class EgressClient(Actor):
             await self._work.wait()
 
     async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
-        settled = way.settled
+        settled, was_attached = way.settled, way.is_attached
         try:
             if way.is_attached:
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
@@ -329,6 +333,7 @@ class EgressClient(Actor):
                     await self._request(link, order, fds)
         except EgressUnavailable as error:
             log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
+            way.is_attached = was_attached  # a request that fails changes nothing
             if settled is way.settled:
                 way.refusal = error
         settled.set()
@@ -368,10 +373,15 @@ class EgressClient(Actor):
         )
         denials.count, denials.told_at = 0, trio.current_time()
 
-    async def _tell_denials(self) -> None:
-        """Tell of refusals that came soon after others, some seconds later."""
+    async def _tidy(self) -> None:
+        """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
+        a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
             await trio.sleep(_DENIALS_EVERY_S)
+            for session_id in (*self._ways, *self._logs):
+                if not self._directory.owns(session_id):
+                    log.warning("way_out_left", extra={"session_id": session_id})
+                    self._nursery.start_soon(self._close, session_id, True)
             for session_id, denials in self._denials.items():
                 if denials.count:
                     self._tell(session_id, denials)
