@@ -11,7 +11,7 @@ import trio
 from egress import resolver, way_out
 from egress.names import RANGE
 from tests.egress.harness import PRIVATE, PUBLIC, Answer, Names, egress, is_refused, question
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -145,13 +145,16 @@ async def test_no_session_waits_for_the_threads_of_another(monkeypatch: pytest.M
         async with trio.open_nursery() as nursery:
             for name in hanging:
                 nursery.start_soon(hostile.ask, name)
-            with trio.fail_after(patience()):
-                while len(outside.asked) < len(hanging):
-                    await trio.sleep(0.01)
+
+            async def all_hang() -> bool:
+                return len(outside.asked) == len(hanging)
+
+            async def has_asked_more() -> bool:
+                return (await daemon.counters()).dns_queries > len(hanging)
+
+            await until(all_hang)
             nursery.start_soon(hostile.ask, "good.example")
-            with trio.fail_after(patience()):
-                while (await daemon.counters()).dns_queries <= len(hanging):
-                    await trio.sleep(0.01)
+            await until(has_asked_more)
             assert (await other.ask("good.example")).address
         outside.go_on.set()
 
