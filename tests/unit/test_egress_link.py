@@ -10,8 +10,10 @@ import trio
 import trio.testing
 
 from egress import protocol
+from sandkasten.journal.egress import EgressLogs
 from sandkasten.links.egress import EgressLink
 from sandkasten.model.errors import EgressUnavailable
+from sandkasten.model.network import EgressLogging
 from tests.waiting import patience
 
 
@@ -45,3 +47,36 @@ async def test_an_end_that_a_reader_of_the_log_sees_is_seen_by_all(ends: tuple[s
     assert len(failures) == 1000
     with pytest.raises(EgressUnavailable):
         await link.request(protocol.DescribeSession(0, "s-1"), protocol.Described)
+
+
+@pytest.mark.parametrize("time", [-1.0, 1e300])
+async def test_an_entry_of_no_time_is_the_end(ends: tuple[socket.socket, socket.socket], time: float) -> None:
+    """A process that was taken over raises nothing in a task that looks at the log."""
+    ours, theirs = ends
+    logs = EgressLogs()
+    logs.open("s-1", EgressLogging.ALL)
+
+    def take(notice: protocol.Entries) -> None:
+        for entry in notice.entries:
+            log = logs.get(entry.session_id)
+            assert log is not None
+            log.add(entry)
+
+    link = EgressLink(ours, take)
+    good = protocol.encode(protocol.Entries(0, (protocol.EgressEntry("s-1", 1.5, "tcp", "a.example", 1, "denied"),)))
+    theirs.send(good)
+    link.catch_up()
+    assert not link.is_lost
+    theirs.send(good.replace(b"1.5", repr(time).encode()))
+    link.catch_up()
+    assert link.is_lost
+    assert len(logs.page("s-1", None, None, None, 10).entries) == 1
+
+
+def test_lost_entries_are_in_every_log() -> None:
+    """Nobody knows whose they were."""
+    logs = EgressLogs()
+    for session_id in ("s-1", "s-2"):
+        logs.open(session_id, EgressLogging.ALL)
+    logs.note_dropped(3)
+    assert [logs.page(each, None, None, None, 10).dropped for each in logs] == [3, 3]

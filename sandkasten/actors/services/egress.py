@@ -352,6 +352,7 @@ class EgressClient(Actor):
             if entry.verdict == "denied":
                 self._note_denial(entry)
         if notice.dropped:
+            self._logs.note_dropped(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
 
     def _note_denial(self, entry: protocol.EgressEntry) -> None:
