@@ -235,7 +235,9 @@ class CarriedConnection:
             raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
         if self._has_server_ended:
             raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
-        guard = self._guard = GuardedRelay(self._name or "", self._port, self._client, server, self._count)
+        guard = self._guard = GuardedRelay(
+            self._name or "", self._port, self._client, server, self._count, self._state.turn
+        )
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
         await guard.requests(first)

@@ -94,6 +94,8 @@ class WayOutState:
     share: LookupShare = attrs.field(factory=LookupShare)
     prompt: RateBucket = attrs.field(factory=lambda: RateBucket(PROMPT_RATE, PROMPT_BURST))
     """Refusals that are told at once; the others are told with all that come within a moment."""
+    turn: trio.Lock = attrs.field(factory=trio.Lock)
+    """Held while bytes of HTTP are read, which takes the processor for milliseconds."""
     connections_open: int = 0
     connections: int = 0
     denied: int = 0
