@@ -235,7 +235,9 @@ class CarriedConnection:
             raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
         if self._has_server_ended:
             raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
-        guard = self._guard = GuardedRelay(self._name or "", self._port, self._client, server, self._count)
+        guard = self._guard = GuardedRelay(
+            self._name or "", self._port, self._client, server, self._count, self._state.turn
+        )
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
         await guard.requests(first)
@@ -274,6 +276,7 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
+        self._state.machine.report(self._report())  # before the client can know of it
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
@@ -281,7 +284,6 @@ class CarriedConnection:
             self._entry.uses -= 1
         if self._refusal:
             self._state.denied += 1
-        self._state.machine.report(self._report())
         self.ended.set()
 
     def _report(self) -> EgressEntry:
