@@ -222,6 +222,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._directory,
             logs=self._shared.egress_logs,
             journal=self._journal,
+            metrics=self._metrics,
             start=self._start_egress,
         )
         await actor.run(task_status=task_status)
@@ -496,7 +497,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._shared.directory,
             journal=self._shared.journal,
             spool=self._shared.output,
-            parts=(self._store, self._writer, self._nsinit, self._images, self._sessions, self._reaper),
+            parts=(
+                *(self._store, self._writer, self._nsinit, self._egress),
+                *(self._images, self._sessions, self._reaper),
+            ),
             nsinit=self._nsinit,
             data_dir=self._config.data_dir,
             cgroup_dirs=self._cgroup_dirs,

@@ -21,11 +21,13 @@ import attrs
 import trio
 
 from egress import protocol
+from egress.policy import Reason
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import ask_patiently, open_network
 from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
+from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
@@ -50,8 +52,8 @@ _STOP_S = 2.0
 _LAST_WORDS_S = 1.0
 """Time for reading the rest of the log after the end of the link."""
 
-_DENIALS_EVERY_S = 10.0
-"""Time between two events about refusals of one session."""
+_REFUSALS_EVERY_S = 10.0
+"""Time between two events of one type about refusals of one session."""
 
 
 @attrs.frozen
@@ -123,11 +125,12 @@ class EgressClient(Actor):
         directory: SessionDirectory,
         logs: EgressLogs,
         journal: Journal,
+        metrics: Metrics,
         start: StartEgress | None,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
-        self._logs, self._journal = logs, journal
+        self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
@@ -135,7 +138,11 @@ class EgressClient(Actor):
         self._process: ChildProcess | None = None
         self._work = trio.Event()
         self._is_started = False
-        self._denials: dict[str, _Denials] = {}
+        self._refusals: dict[tuple[EventType, str], _Refusals] = {}
+        self._totals = protocol.EgressTotals()
+        """Those that the present process told of last."""
+        self._processes = 0
+        """The number of processes that came to serve."""
 
     async def on_start(self) -> None:
         """After a fault of this actor, which closed every way out, open them again."""
@@ -228,7 +235,8 @@ class EgressClient(Actor):
             await is_detached.wait()
         if forget:
             self._logs.forget(session_id)
-            self._denials.pop(session_id, None)
+            for type in (EventType.EGRESS_DENIED, EventType.EGRESS_LIMITED):
+                self._refusals.pop((type, session_id), None)
 
     async def _count(self, session_id: str) -> NetworkCounters:
         way = self._ways.get(session_id)
@@ -248,7 +256,7 @@ class EgressClient(Actor):
         if not self._is_started:
             self._is_started = True
             self._nursery.start_soon(self._keep_process)
-            self._nursery.start_soon(self._tell_denials)
+            self._nursery.start_soon(self._tell_refusals)
 
     async def _keep_process(self) -> None:
         """Start a process, and another after its end, for as long as the actor runs."""
@@ -278,6 +286,7 @@ class EgressClient(Actor):
                 self._link = link
                 self._logs.follow(link.catch_up)
                 log.info("egress_ready", extra={"sessions": len(self._ways)})
+                self._note_start()
                 await self._settle(link)
         except* trio.TooSlowError:
             raise EgressUnavailable("the egress process does not answer") from None
@@ -285,6 +294,7 @@ class EgressClient(Actor):
             raise EgressUnavailable(str(group.exceptions[0])) from None
         finally:
             self._link = self._process = None
+            self._note_totals(protocol.EgressTotals())
             with trio.CancelScope(shield=True):
                 await _end(process)
             for way in self._ways.values():
@@ -339,46 +349,63 @@ class EgressClient(Actor):
 
     # What the process tells -------------------------------------------------------------------------------------
 
+    def _note_start(self) -> None:
+        self._processes += 1
+        if self._processes > 1:
+            self._metrics.egress_restarts.inc()
+            self._journal.emit(EventType.EGRESS_RESTARTED, "", count=len(self._ways))
+
     def _take(self, notice: protocol.Entries) -> None:
         for entry in notice.entries:
+            if entry.dial_ms is not None:
+                self._metrics.egress_dials.observe(entry.dial_ms / 1000)
             if (kept := self._logs.get(entry.session_id)) is None:
                 continue  # the session has ended
             kept.add(entry)
             if entry.verdict == "denied":
-                self._note_denial(entry)
+                is_limit = entry.reason == Reason.LIMIT
+                self._note_refusal(EventType.EGRESS_LIMITED if is_limit else EventType.EGRESS_DENIED, entry)
         if notice.dropped:
+            self._metrics.egress_dropped.inc(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
+        if notice.totals.pauses > self._totals.pauses:
+            self._journal.emit(EventType.EGRESS_LIMITED, "", reason="descriptors", count=notice.totals.pauses)
+        self._note_totals(notice.totals)
 
-    def _note_denial(self, entry: protocol.EgressEntry) -> None:
-        denials = self._denials.setdefault(entry.session_id, _Denials())
-        denials.count += 1
-        denials.last = entry
-        if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
-            self._tell(entry.session_id, denials)
+    def _note_totals(self, totals: protocol.EgressTotals) -> None:
+        self._metrics.note_egress(self._totals, totals)
+        self._totals = totals
 
-    def _tell(self, session_id: str, denials: _Denials) -> None:
-        assert denials.last is not None
+    def _note_refusal(self, type: EventType, entry: protocol.EgressEntry) -> None:
+        refusals = self._refusals.setdefault((type, entry.session_id), _Refusals())
+        refusals.count += 1
+        refusals.last = entry
+        if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
+            self._tell(type, entry.session_id, refusals)
+
+    def _tell(self, type: EventType, session_id: str, refusals: _Refusals) -> None:
+        assert refusals.last is not None
         self._journal.emit(
-            EventType.EGRESS_DENIED,
+            type,
             session_id,
-            host=denials.last.host,
-            port=None if denials.last.kind == "dns" else denials.last.port,
-            reason=denials.last.reason,
-            count=denials.count,
+            host=refusals.last.host,
+            port=None if refusals.last.kind == "dns" else refusals.last.port,
+            reason=refusals.last.reason,
+            count=refusals.count,
         )
-        denials.count, denials.told_at = 0, trio.current_time()
+        refusals.count, refusals.told_at = 0, trio.current_time()
 
-    async def _tell_denials(self) -> None:
+    async def _tell_refusals(self) -> None:
         """Tell of refusals that came soon after others, some seconds later."""
         while True:
-            await trio.sleep(_DENIALS_EVERY_S)
-            for session_id, denials in self._denials.items():
-                if denials.count:
-                    self._tell(session_id, denials)
+            await trio.sleep(_REFUSALS_EVERY_S)
+            for (type, session_id), refusals in self._refusals.items():
+                if refusals.count:
+                    self._tell(type, session_id, refusals)
 
 
 @attrs.define
-class _Denials:
+class _Refusals:
     """Refusals of one session that no event told of: their number and the last one."""
 
     count: int = 0

@@ -45,7 +45,7 @@ from sandkasten.actors.session.birth import (
     greet,
     hand_over,
 )
-from sandkasten.actors.session.changing import change_session, read_disk
+from sandkasten.actors.session.changing import change_session, count_network, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
@@ -531,7 +531,8 @@ class SessionActor(Actor):
 
     async def _read_stats(self) -> SessionStats:
         disk: dict[str, Any] = {**await read_disk(self._services.nsinit, self.session.id)}  # fields of SessionStats
-        return attrs.evolve(self._stats.read_all(), spool_bytes=self._output.bytes_used, **disk)
+        counters = await count_network(self._services.egress, self.session)
+        return attrs.evolve(self._stats.read_all(), spool_bytes=self._output.bytes_used, network=counters, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
