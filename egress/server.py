@@ -28,7 +28,7 @@ from egress import protocol as p
 from egress.addresses import AddressCheck
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import Machine, RateBucket, WayOutState
+from egress.state import RateBucket, SharedState, WayOutState
 from egress.way_out import WayOut
 
 _FD_BYTES = array.array("i").itemsize
@@ -72,7 +72,7 @@ def log_fault(session_id: str | None, error: BaseException) -> None:
     log("error", "egress.fault", session_id, kind=type(error).__name__, errno=number, places=places)
 
 
-class _Failure(Exception):
+class _RequestFailed(Exception):
     def __init__(self, code: p.FailureCode, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -81,14 +81,14 @@ class _Failure(Exception):
 @attrs.define(eq=False)
 class _Configuration:
     always_deny: tuple[EgressRule, ...]
-    machine: Machine
+    machine: SharedState
 
     def policy(self, text: p.PolicyText) -> Policy:
         """Return a session's policy; the operator's rules that deny come before the session's."""
         try:
             policy = parse_policy(text.mode, text.allow, text.deny)
         except InvalidRule as error:
-            raise _Failure("INVALID", str(error)) from None
+            raise _RequestFailed("INVALID", str(error)) from None
         return attrs.evolve(policy, deny=(*self.always_deny, *policy.deny))
 
 
@@ -106,8 +106,7 @@ class EgressServer:
         self._ways_out: dict[str, WayOut] = {}
         self._entries: deque[p.EgressEntry] = deque()
         self._dropped = 0
-        self._has_news = trio.Event()
-        self._are_totals_news = False
+        self._has_entries = trio.Event()
         self._batching = trio.Lock()
         self._prompt = RateBucket(_PROMPT_RATE, _PROMPT_BURST)
 
@@ -160,7 +159,7 @@ class EgressServer:
         """Serve a request. Descriptors that were not taken over are closed."""
         try:
             return await self._serve(request, fds)
-        except _Failure as failure:
+        except _RequestFailed as failure:
             return p.EgressFailed(request.seq, failure.code, str(failure))
         finally:
             _close_all(fds)
@@ -170,13 +169,13 @@ class EgressServer:
             self._configure(request)
             return p.Configured(request.seq, p.VERSION)
         if self._configuration is None:
-            raise _Failure("NOT_CONFIGURED", "the first request is Configure")
+            raise _RequestFailed("NOT_CONFIGURED", "the first request is Configure")
         if isinstance(request, p.AttachSession):
             self._attach(request, self._configuration, fds)
             return p.Accomplished(request.seq)
         way_out = self._ways_out.get(request.session_id)
         if way_out is None:
-            raise _Failure("SESSION_UNKNOWN", f"there is no session {request.session_id}")
+            raise _RequestFailed("SESSION_UNKNOWN", f"there is no session {request.session_id}")
         match request:
             case p.DescribeSession():
                 return p.Described(request.seq, way_out.state.counters())
@@ -190,20 +189,18 @@ class EgressServer:
 
     def _configure(self, request: p.Configure) -> None:
         if self._configuration is not None:
-            raise _Failure("CONFIGURED", "Configure comes once")
+            raise _RequestFailed("CONFIGURED", "Configure comes once")
         try:
             permit = [ip_network(text) for text in request.permit]
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
         except ValueError as error:
-            raise _Failure("INVALID", str(error)) from None
-        machine = Machine(
-            self._resolver, AddressCheck(permit, self._own), self._report, log_fault, self._note_change
-        )
+            raise _RequestFailed("INVALID", str(error)) from None
+        machine = SharedState(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
         self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
         if request.session_id in self._ways_out:
-            raise _Failure("SESSION_EXISTS", f"session {request.session_id} is attached")
+            raise _RequestFailed("SESSION_EXISTS", f"session {request.session_id} is attached")
         state = WayOutState(
             request.session_id, configuration.policy(request.policy), request.limits, configuration.machine
         )
@@ -212,24 +209,10 @@ class EgressServer:
 
     # Log entries
 
-    def _note_change(self) -> None:
-        self._are_totals_news = True
-        self._has_news.set()
-
-    def _totals(self) -> p.EgressTotals:
-        if self._configuration is None:
-            return p.EgressTotals()
-        machine = self._configuration.machine
-        return p.EgressTotals(machine.connections, **attrs.asdict(machine.tally))
-
     def _report(self, entry: p.EgressEntry) -> None:
-        if self._configuration is not None and entry.kind != "dns":
-            tally = self._configuration.machine.tally
-            tally.allowed += entry.verdict == "allowed"
-            tally.denied += entry.verdict == "denied"
         if len(self._entries) < MAX_QUEUED_ENTRIES:
             self._entries.append(entry)
-            self._has_news.set()
+            self._has_entries.set()
         else:
             self._dropped += 1
         if entry.verdict == "denied" and not self._prompt.take(trio.current_time()):
@@ -238,19 +221,18 @@ class EgressServer:
     def _send_now(self) -> None:
         """Send what there is without waiting; what finds no room stays for the next batch."""
         while self._entries and not self._batching.locked() and not self._sending.locked():
-            dropped = self._dropped
-            batch, data = self._next_batch()
+            batch, told, data = self._next_batch()
             try:
                 self._channel.send(data)
             except OSError:  # no room, or nobody is there: the next read says so
                 self._entries.extendleft(reversed(batch))
-                self._dropped, self._are_totals_news = dropped, True
                 return
+            self._dropped -= told
 
     async def batch_entries(self) -> None:
-        """Send log entries and totals, those of `_BATCH_S` together."""
+        """Send log entries, those of `_BATCH_S` together."""
         while True:
-            await self._has_news.wait()
+            await self._has_entries.wait()
             if len(self._entries) < p.MAX_ENTRIES:
                 await trio.sleep(_BATCH_S)
             await self._send_entries()
@@ -258,33 +240,31 @@ class EgressServer:
     async def _send_entries(self) -> None:
         """Send what there is now; what the daemon does not read in time is dropped."""
         async with self._batching:
-            left, are_totals_due = len(self._entries), self._are_totals_news
-            while are_totals_due or (left > 0 and self._entries):
-                are_totals_due = False
-                dropped = self._dropped
-                batch, data = self._next_batch()
+            left = len(self._entries)
+            while left > 0 and self._entries:
+                batch, told, data = self._next_batch()
                 left -= len(batch)
                 if await self._send(data, _ENTRIES_S):
+                    self._dropped -= told
                     continue
-                self._dropped += dropped + len(batch) + len(self._entries)
+                self._dropped += len(batch) + len(self._entries)
                 self._entries.clear()
-            if not self._entries and not self._are_totals_news and self._has_news.is_set():  # else one is waited for
-                self._has_news = trio.Event()
+            if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
+                self._has_entries = trio.Event()
 
-    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], bytes]:
-        """Take as many entries as fit into one datagram."""
+    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
+        """Take as many entries as fit into one datagram, and return the number of dropped ones that it tells of."""
         size = min(len(self._entries), p.MAX_ENTRIES)
         while True:
             batch = tuple(self._entries[index] for index in range(size))
             try:
-                data = p.encode(p.Entries(self._dropped, batch, self._totals()))
+                data = p.encode(p.Entries(self._dropped, batch))
             except p.ProtocolError:
                 size //= 2
                 continue
             for _ in batch:
                 self._entries.popleft()
-            self._dropped, self._are_totals_news = 0, False
-            return batch, data
+            return batch, self._dropped, data
 
     async def _send(self, data: bytes, deadline_s: float) -> bool:
         """Send a datagram; tell whether it is under way."""
@@ -319,7 +299,7 @@ def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
     except OSError as error:
         for sock in sockets:
             sock.detach()
-        raise _Failure("DESCRIPTORS", f"expected a TCP listener, a UDP socket and a link: {error}") from None
+        raise _RequestFailed("DESCRIPTORS", f"expected a TCP listener, a UDP socket and a link: {error}") from None
     fds.clear()
     return way_out
 
