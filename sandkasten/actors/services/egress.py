@@ -140,7 +140,7 @@ class EgressClient(Actor):
         self._is_started = False
         self._refusals: dict[tuple[EventType, str], _Refusals] = {}
         self._totals = protocol.EgressTotals()
-        """Those that the present process told of last."""
+        """Counts that the present process told of last."""
         self._processes = 0
         """The number of processes that came to serve."""
 
