@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, assert_never
 
 import attrs
@@ -33,8 +33,8 @@ from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
-from sandkasten.model import EventType
-from sandkasten.model.errors import EgressUnavailable, SandkastenError
+from sandkasten.model import EventType, Session
+from sandkasten.model.errors import EgressUnavailable, SandkastenError, Unavailable
 from sandkasten.model.network import Network, NetworkCounters
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ _STEADY_S = 30.0
 _STOP_S = 2.0
 _LAST_WORDS_S = 1.0
 """Time for reading the rest of the log after the end of the link."""
+
+_COUNT_S = 2.0
+"""The longest wait for the counters of a way out; statistics are wanted without them, too."""
 
 _REFUSALS_EVERY_S = 10.0
 """Time between two events of one type about refusals of one session."""
@@ -411,6 +414,14 @@ class _Refusals:
     count: int = 0
     told_at: float = float("-inf")
     last: protocol.EgressEntry | None = None
+
+
+async def count_network(egress: Ref, session: Session) -> NetworkCounters | None:
+    """Return the counters of a session's way out; None without one, or while the egress process can't be asked."""
+    if session.network.has_way_out:
+        with trio.move_on_after(_COUNT_S), suppress(EgressUnavailable, Unavailable):
+            return await egress.ask(CountWay(session.id))
+    return None
 
 
 async def _end(process: ChildProcess) -> None:

@@ -33,7 +33,7 @@ from sandkasten.actors.runs.run import Joined, RunClaim
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.egress import OpenWay
+from sandkasten.actors.services.egress import OpenWay, count_network
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
 from sandkasten.actors.session.birth import (
     HELLO_S,
@@ -45,7 +45,7 @@ from sandkasten.actors.session.birth import (
     greet,
     hand_over,
 )
-from sandkasten.actors.session.changing import change_session, count_network, read_disk
+from sandkasten.actors.session.changing import change_session, read_disk
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (

@@ -9,15 +9,12 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
-
-import trio
 
 from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services.egress import CloseWay, CountWay, OpenWay
+from sandkasten.actors.services.egress import CloseWay, OpenWay
 from sandkasten.actors.services.nsinit import call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
@@ -28,18 +25,14 @@ from sandkasten.model.errors import (
     BuildFailed,
     BuildInterrupted,
     Conflict,
-    EgressUnavailable,
     InvalidRequest,
     LimitInUse,
     SandkastenError,
     Unavailable,
 )
-from sandkasten.model.network import Network, NetworkCounters
+from sandkasten.model.network import Network
 
 log = logging.getLogger(__name__)
-
-_COUNT_S = 2.0
-"""The longest wait for the counters of a way out; statistics are wanted without them, too."""
 
 
 async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: DiskSettings) -> None:
@@ -74,14 +67,6 @@ async def read_disk(ref: Ref, session_id: str) -> dict[str, int]:
         "disk_inodes_limit": use.limit_inodes,
     }
     return {name: number for name, number in numbers.items() if number >= 0}
-
-
-async def count_network(egress: Ref, session: Session) -> NetworkCounters | None:
-    """Return the counters of a session's way out; None without one, or while the egress process can't be asked."""
-    if session.network.has_way_out:
-        with trio.move_on_after(_COUNT_S), suppress(EgressUnavailable, Unavailable):
-            return await egress.ask(CountWay(session.id))
-    return None
 
 
 async def change_limits(services: Services, session: Session, wanted: Limits, *, is_undo: bool = False) -> Limits:

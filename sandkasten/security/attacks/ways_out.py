@@ -307,7 +307,7 @@ async def undo(field: Field) -> Answers:
 
 @attempt("egress.hold", "keep connections of the way out beyond the session's end", "denial of service", ("0 open",))
 async def hold(field: Field) -> Answers:
-    program = "import socket\nheld = [socket.create_connection(('9.9.9.9', 53), timeout=4) for _ in range(%d)]" % _HELD
+    program = f"import socket\nheld = [socket.create_connection(('9.9.9.9', 53), timeout=4) for _ in range({_HELD})]"
     async with field.session(network=_allow_none()) as session_id, trio.open_nursery() as nursery:
         nursery.start_soon(field.python, session_id, f"{program}\nimport time; time.sleep(60)")
         await _until_open(field, _HELD, sys.maxsize)
