@@ -442,7 +442,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def system(self) -> System:
         ready = await self._nsinit.ask_again(Describe())
-        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
+        describe = partial(describe_system, has_egress=self._start_egress is not None)
+        return await trio.to_thread.run_sync(describe, self._config, self._machine, ready)
 
     async def capacity(self) -> NodeCapacity:
         is_up = all(ref.is_alive for ref in (self._store, self._nsinit, self._sessions))

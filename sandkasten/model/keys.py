@@ -97,8 +97,8 @@ def _not_admin(instance: ApiKey, _field: object, value: Label | None) -> None:
 
 @attrs.frozen
 class ApiKey:
-    """A key without its secret. `label` None: no confinement; times are aware UTC datetimes. `max_network` is the widest
-    mode of a network that the key may ask for; None: as the server allows.
+    """A key without its secret. `label` None: no confinement; times are aware UTC datetimes. `max_network` is the
+    widest mode of a network that the key may ask for; None: as the server allows.
 
     An administrator manages the whole node, so its key has no label.
     """

@@ -138,6 +138,11 @@ async def test_a_name_that_is_not_allowed_is_not_resolved(supervisor: LocalSuper
     assert (await told(supervisor, EventType.EGRESS_DENIED, session.id)).data["host"] == "secret.example"
 
 
+async def test_the_installation_says_that_it_has_ways_out(supervisor: LocalSupervisor) -> None:
+    """On a machine whose kernel steers, with a process to carry."""
+    assert (await supervisor.system()).features["way_out"] is True
+
+
 async def test_what_a_limit_stops_is_told_as_that(supervisor: LocalSupervisor) -> None:
     """Not as a refusal by the rules."""
     limited = attrs.evolve(ALLOWED, limits=NetworkLimits(bytes_up=1))
