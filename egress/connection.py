@@ -62,6 +62,7 @@ class CarriedConnection:
         self._cause: str | None = None
         self._is_orderly = self._has_server_ended = False
         self._up = self._down = 0
+        self._dial_ms: float | None = None
         self._began, self._began_at = trio.current_time(), time.time()
 
     @property
@@ -117,7 +118,9 @@ class CarriedConnection:
             first, kind = await self._first_bytes()
             if kind != "tls":
                 raise Refusal(Reason.NOT_TLS)
+        began = trio.current_time()
         self._server = await self._dial()
+        self._dial_ms = round((trio.current_time() - began) * 1000, 3)
         await self._relay(first)
 
     async def _dial(self) -> socket.socket:
@@ -302,6 +305,7 @@ class CarriedConnection:
             bytes_down=self._down,
             duration_ms=round((trio.current_time() - self._began) * 1000),
             cause=None if refusal else self._cause or "idle",
+            dial_ms=self._dial_ms,
         )
 
 
