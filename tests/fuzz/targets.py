@@ -15,6 +15,7 @@ from egress.dns import Ede, Question, Rcode, answer_error, parse_question
 from egress.hello import ClientHello, HelloReader, NotTls
 from egress.http import MAX_WAITING_BYTES, HttpGuard, looks_like_http
 from egress.policy import canonical_name
+from egress.proxy import BadProxyRequest, ProxyReader, refusal
 from nsinit.wire import protocol as nsinit_protocol
 from nsinit.wire import validate
 from runner.wire import protocol as runner_protocol
@@ -399,6 +400,36 @@ def egress_http(data: bytes) -> None:
         assert len(guard._client.trailing_data[0]) <= MAX_WAITING_BYTES or is_over or step.wants_raw
 
 
+def egress_proxy(data: bytes) -> None:
+    """First bytes to the proxy, in pieces: a request that names its host, or a refusal of one line."""
+    choices = Choices(data)
+    stream = b"".join(grammar.damage(choices, each) if choices.one_in(4) else each for each in _proxy_pieces(choices))
+    reader, request = ProxyReader(), None
+    try:
+        for piece in grammar.cut(choices, stream):
+            if request := reader.feed(piece):
+                break
+    except BadProxyRequest as bad:
+        head = refusal(bad.reason, str(bad)).partition(b"\r\n\r\n")[0]
+        assert len(head.split(b"\r\n")) == len(head.splitlines()) == 4
+        return
+    if request:
+        assert 0 < request.port < 65536
+        assert not isinstance(request.host, str) or request.host == canonical_name(request.host)
+        assert stream.startswith(request.rest) or request.is_tunnel
+        if not request.is_tunnel:
+            step = HttpGuard(str(request.host), request.port, is_proxy=True).from_client(request.rest)
+            assert not step.to_server or b"://" not in step.to_server.split(b" ")[1]
+
+
+def _proxy_pieces(choices: Choices) -> list[bytes]:
+    host = choices.pick((b"example.org", b"[2001:db8::1]", b"[::ffff:127.0.0.1]", b"0x7f.1", b"a@b", b"", b"10.0.0.1"))
+    port = choices.pick((b":443", b":80", b"", b":0", b":99999"))
+    line = choices.pick((b"CONNECT %s%s HTTP/1.%d\r\n", b"GET http://%s%s/a?b HTTP/1.%d\r\n"))
+    line %= (host, port, choices.number(2))
+    return [line, b"Host: %s%s\r\n" % (host, port), *(choices.pick(_HTTP_PIECES[1:]) for _ in range(choices.number(4)))]
+
+
 def _must_raise(expected: type[Exception], action: Callable[[], object]) -> None:
     try:
         action()
@@ -412,6 +443,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
-        *(egress_dns, egress_hello, egress_http),
+        *(egress_dns, egress_hello, egress_http, egress_proxy),
     )
 }
