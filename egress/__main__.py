@@ -2,7 +2,8 @@
 
 Owns the state of the process before its first foreign byte: every module imported, for the interpreter may lie where
 the user that the process becomes can't read; no inherited descriptor; confined. A step that fails is a log line and
-status 1. It ends when the daemon's socket does, with status 0. `USER_ID` is the user and the group to become.
+status 1. It ends when the daemon's socket does, with status 0. `USER_ID` is the user and the group to become, without
+it `protocol.EGRESS_ID`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for one egress process. Two ways
-of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process, which
+starts with these privileges and gives them away itself. Two ways of life, by the argument:
 
-- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`, with
-  nsinit's socket and log, and `KILL`, the same about the egress process, and nothing else. The launcher ends soon after
-  the daemon.
+- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START` and
+  `START_EGRESS`, with the socket and the log of the process, `KILL` and `KILL_EGRESS`, nothing else. The launcher ends
+  soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
   launcher.
@@ -24,12 +24,12 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_capability
-from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER
+from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_KILL
 from nsinit.kernel.syscalls import capget, capset
 from nsinit.log import log
 from nsinit.own_filters import refuse_machine
@@ -53,18 +53,19 @@ from nsinit.wire.launching import (
 STOP_S = 15.0
 """Longer than nsinit takes to end by itself."""
 
-OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER
-"""Capabilities to unlink a socket in a directory of the daemon's."""
+OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_KILL
+"""Capabilities to unlink a socket in a directory of the daemon's, and to kill an egress process, which has a user of
+its own."""
 
 _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Child:
-    """The one process of its kind, if one runs. `spawn` starts one with a socket and a log, and returns its pid."""
+class Charge:
+    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid."""
 
     def __init__(self, name: str, spawn: Callable[[int, int], int]) -> None:
-        self._name, self._spawn = name, spawn
+        self.name, self._spawn = name, spawn
         self._pid = 0
         self.pidfd = -1
 
@@ -76,7 +77,6 @@ class Child:
         return self._pid
 
     def kill(self) -> None:
-        """Kill the process, if it runs."""
         if self.pidfd >= 0:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # not reaped yet, so it exists
 
@@ -85,7 +85,7 @@ class Child:
         if self.pidfd < 0:
             return
         if not select.select([self.pidfd], [], [], patience_s)[0]:
-            log("error", f"killed the {self._name}", pid=self._pid, waited_s=patience_s)
+            log("error", f"killed the {self.name}", pid=self._pid, waited_s=patience_s)
             self.kill()
         self.reap()
 
@@ -93,9 +93,14 @@ class Child:
         """Reap the process; waits if it still runs."""
         _, status = os.waitpid(self._pid, 0)
         if status:
-            log("warning", f"{self._name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
+            log("warning", f"{self.name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
         os.close(self.pidfd)
         self.pidfd = -1
+
+
+def _nsinit(grant: Grant) -> Charge:
+    argument = grant.encode()
+    return Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
 
 
 class ServiceManager:
@@ -153,7 +158,7 @@ def main() -> None:
 
 
 def become_small() -> None:
-    """Keep the capabilities that an nsinit starts with, and use only those that the removal of a socket takes.
+    """Keep the capabilities that an nsinit starts with, and use only `OWN_CAPABILITIES`.
 
     With no_new_privs nsinit gets no capability that this process does not have (capabilities(7), "Capabilities and
     execution of programs by root").
@@ -166,12 +171,12 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    egress = Child("egress process", spawn_egress)
+    egress = Charge("egress process", spawn_egress)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
     try:
-        while _wait_word(channel, (nsinit, egress)):
+        while _wait_word(channel, nsinit, egress):
             data, fds, _flags, _address = socket.recv_fds(channel, MAX_WORD_BYTES, FDS_OF_START)
             try:
                 if not data:
@@ -182,43 +187,37 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    egress.end(patience_s=STOP_S)
     nsinit.end(patience_s=STOP_S)
+    egress.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
 
-def _nsinit(grant: Grant) -> Child:
-    return Child("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, grant.encode()))
-
-
-def _wait_word(channel: socket.socket, children: Sequence[Child]) -> bool:
-    """Wait until the daemon says something or ends; reap the children meanwhile."""
+def _wait_word(channel: socket.socket, *programs: Charge) -> bool:
+    """Wait until the daemon says something or ends; reap programs meanwhile."""
     while True:
-        running = [each for each in children if each.pidfd >= 0]
-        readable = select.select([channel.fileno(), *(each.pidfd for each in running)], [], [])[0]
+        running = {each.pidfd: each for each in programs if each.pidfd >= 0}
+        readable = select.select([channel.fileno(), *running], [], [])[0]
         if channel.fileno() in readable:
             return True
-        for each in running:
-            if each.pidfd in readable:
-                each.reap()
+        for pidfd in readable:
+            running[pidfd].reap()
 
 
-def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Child, egress: Child) -> None:
-    child = {START: nsinit, START_EGRESS: egress}.get(word)
-    if child is not None and len(fds) == FDS_OF_START:
+def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Charge, egress: Charge) -> None:
+    starts, kills = {START: nsinit, START_EGRESS: egress}, {KILL: nsinit, KILL_EGRESS: egress}
+    if word in starts and len(fds) == FDS_OF_START:
+        program = starts[word]
         try:
-            pid = child.start(*fds)
+            pid = program.start(*fds)
         except OSError as error:
-            log("error", "a process can't be started", word=word.decode(), reason=str(error))
+            log("error", f"the {program.name} can't be started", reason=str(error))
             channel.send(FAILED)
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [child.pidfd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [program.pidfd]))]
         channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
-    elif word == KILL:
-        nsinit.kill()
-    elif word == KILL_EGRESS:
-        egress.kill()
+    elif word in kills:
+        kills[word].kill()
     else:
         log("error", "the daemon said something unknown")
         raise ConnectionError("unknown word")
@@ -247,7 +246,7 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     listener.close()
 
 
-def _serve_connection(connection: socket.socket, nsinit: Child, stop_fd: int, manager: ServiceManager) -> None:
+def _serve_connection(connection: socket.socket, nsinit: Charge, stop_fd: int, manager: ServiceManager) -> None:
     """Start nsinit at this end of the connection, and wait until it has ended, which follows the end of the
     other side."""
     nsinit.start(connection.fileno(), _STANDARD_ERROR)

@@ -30,7 +30,7 @@ __all__ = [
 MAX_DATAGRAM_BYTES = 64 * 1024
 MAX_FDS = 3
 NETWORK_STAGE = "network: "
-"""How `Failed.stage` begins where a session got no way out."""
+"""The beginning of `Failed.stage` where a session got no way out."""
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 

@@ -64,6 +64,7 @@ SHARED_NAMES = {
     "ListRuns": "the actor's message, and the request to PID 1 that it becomes",
     "OpenShell": "the actor's message, and the request to PID 1 that it becomes",
     "Ports": "the open ports of a session: read by PID 1, told of by the daemon",
+    "ProtocolError": "bytes that are no message of a contract; the way out imports no codec of the others",
     "Resize": "a terminal's new size: from a client, and to PID 1",
     "Run": "a run: the daemon's part, and PID 1's",
     "Sessions": "all sessions: the daemon's part, and nsinit's",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 
+from tests.egress.conftest import OWN
 from tests.egress.harness import (
     METADATA,
     OTHER_PUBLIC,
-    OWN,
     PRIVATE,
     PUBLIC,
     PUBLIC_V6,

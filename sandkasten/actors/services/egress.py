@@ -297,7 +297,7 @@ class EgressClient(Actor):
         """Serve the link to its end; the last lines of the log say why it ended."""
         async with trio.open_nursery() as nursery:
             assert process.log is not None, "only nsinit may be a service apart"
-            nursery.start_soon(forward_log, process.log.fileno())
+            nursery.start_soon(forward_log, process.log.fileno(), "egress")
             await link.serve()
             nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
         running.cancel()
