@@ -57,6 +57,7 @@ SIGNPOSTS = {f"sandkasten/{name}.py" for name in ("client", "session", "types", 
 SHARED_NAMES = {
     "CloseShell": "the actor's message, and the request to PID 1 that it becomes",
     "Crash": "a crash point; nsinit imports nothing of the daemon",
+    "EgressEntry": "a line of the log: as the process that carries tells it, and as a client reads it",
     "FileRules": "the paths of a session: the model's, and those sent to PID 1",
     "InvalidRule": "a text that is no rule: what a reader of rules finds, and the error that the client gets",
     "Leftover": "a thing of no session: nsinit's finding, and the planner's reading of it",

@@ -77,8 +77,8 @@ def check_rights(status: dict[str, str]) -> None:
 
 
 async def test_a_child_gives_root_away_and_ends_with_its_socket() -> None:
-    """It answers with the libraries of this interpreter, as a user of its own without any power, and ends when the
-    socket does, and so does its log."""
+    """The process answers with the libraries of this interpreter, as a user of its own without any power; it ends when
+    its socket does, and so does its log."""
     process, status = await served(start_egress_as_child)
     check_rights(status)
     process.sock.close()
