@@ -231,7 +231,11 @@ def git_over_http(root: Path) -> Handler:
 
 def program(*command: str) -> Handler:
     """Return a server that is a program of its own for each connection, which is its standard input and output."""
-    return lambda connection: subprocess.run(command, stdin=connection, stdout=connection, check=False)
+
+    def handle(connection: socket.socket) -> None:
+        subprocess.run(command, stdin=connection.fileno(), stdout=connection.fileno(), check=False)
+
+    return handle
 
 
 def git_daemon(root: Path) -> Handler:
