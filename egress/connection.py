@@ -56,7 +56,7 @@ class CarriedConnection:
         self._destination: Address = destination
         self._port = port
         self._request: ProxyRequest | None = None
-        """What the proxy was asked for, if the connection is to it."""
+        """Request to the proxy, if the connection is to it."""
         self._is_answer_due = False
         self._fault_text: str | None = None
         self._entry: SyntheticName | None = None

@@ -1,4 +1,4 @@
-"""What a client asks of the session's proxy, port 3128 of its own address. No input, no output.
+"""Requests to the session's proxy, port 3128 of its own address. No input, no output.
 
 For programs that follow proxy variables, and for kernels that cannot steer connections. A request is CONNECT, with a
 port, or has an absolute target of plain HTTP (RFC 9110, 9.3.6; RFC 9112, 3.2). What is asked for goes through the

@@ -217,7 +217,7 @@ async def test_a_second_request_is_not_carried() -> None:
 
 
 async def test_a_client_that_asks_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time runs out, or its stream ends within a head."""
+    """When its time runs out, or its stream ends within a head."""
     monkeypatch.setattr("egress.connection.FIRST_BYTES_S", 0.05)
     async with egress(Names(**NAMES)) as daemon:
         inside = await daemon.attach("good.example")

@@ -45,7 +45,7 @@ class Authority:
         if shutil.which("openssl") is None:
             pytest.skip("needs openssl")
         ca, ca_key, leaf, key = (str(directory / name) for name in ("ca.pem", "ca.key", "leaf.pem", "leaf.key"))
-        new = ("openssl", "req", "-x509", "-days", "2", "-nodes", "-newkey", "ec", "-pkeyopt")
+        new: tuple[str, ...] = ("openssl", "req", "-x509", "-days", "2", "-nodes", "-newkey", "ec", "-pkeyopt")
         new += ("ec_paramgen_curve:prime256v1", "-subj", "/CN=a test", "-addext")
         _run(*new, "keyUsage=critical,keyCertSign", "-keyout", ca_key, "-out", ca)
         alternatives = "subjectAltName=" + ",".join(f"DNS:{name}" for name in names)
