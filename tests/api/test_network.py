@@ -14,7 +14,7 @@ from sandkasten.model.network import MAX_DENIALS, EgressDenial
 from tests.api.harness import running_front
 
 NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
-NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all"}
+NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
 NO_COUNTS = dict.fromkeys(
     ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import trio
 
-from tests.egress.conftest import OWN
+from tests.egress.conftest import OWN, add_own_address
 from tests.egress.harness import (
     METADATA,
     OTHER_PUBLIC,
@@ -255,3 +257,29 @@ async def test_only_the_own_address_is_a_proxy() -> None:
         inside = await daemon.attach("good.example")
         assert await is_refused(inside, PUBLIC, 3128)
         assert (await daemon.entry(host=PUBLIC)).reason == "not_allowed"
+
+
+def sockets_alone(_network_fd: int) -> list[int]:
+    """Return the sockets of a way out where no connection is steered: the listener is on the proxy's port."""
+    add_own_address(PROXY[0])
+    listener = socket.create_server(PROXY)
+    questions = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    questions.bind((PROXY[0], 53))
+    return [listener.detach(), questions.detach()]
+
+
+async def test_the_proxy_needs_no_steering() -> None:
+    """Names are resolved and tunnels carried with two sockets alone; without the proxy there is no route."""
+    async with egress(Names(**NAMES)) as daemon, server(PUBLIC, 5000):
+        inside = await daemon.attach("good.example:5000", inside=Inside(sockets_alone))
+        synthetic = await inside.address_of("good.example")
+        with pytest.raises(OSError, match="unreachable"):
+            await inside.connect(synthetic, 5000)
+        for target in ("good.example", synthetic):
+            stream = await inside.connect(*PROXY)
+            async with stream:
+                await stream.send_all(tunnel(f"{target}:5000") + b"\x01x")
+                await answer_head(stream)
+                await stream.send_eof()
+                assert await read_all(stream) == b"\x01x"
+        assert (await asked(inside, tunnel("secret.example:443"))).startswith(b"HTTP/1.1 403 not_allowed: ")
