@@ -355,7 +355,7 @@ _HTTP_PIECES = (
     *(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", b"POST / HTTP/1.1\r\nHost: example.org\r\n", b"\r\n", b"\n"),
     *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"hello", b" x"),
     *(b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 x\r\n", b"Host: a\r\n"),
-    *(b"HTTP/1.0 204 x\r\n\r\n", b""),
+    *(b"HTTP/1.0 204 x\r\n\r\n", b"", b"GET http://example.org/ HTTP/1.1\r\nHost: example.org\r\n\r\n"),
 )
 
 
@@ -388,7 +388,7 @@ def egress_hello(data: bytes) -> None:
 def egress_http(data: bytes) -> None:
     """Bytes of a client and of a server in turn: nothing follows an end, and what is held is bounded."""
     choices = Choices(data)
-    guard, is_over = HttpGuard("example.org", 80), False
+    guard, is_over = HttpGuard("example.org", 80, is_proxy=choices.one_in(3)), False
     while not choices.is_over:
         piece = choices.pick(_HTTP_PIECES) if choices.number(4) else choices.blob(40)
         piece = grammar.damage(choices, piece) if choices.one_in(6) else piece
