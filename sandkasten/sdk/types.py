@@ -331,6 +331,7 @@ class NetworkInfo(Taken):
     limits: dict[str, int | None]
     log: str
     revision: int
+    proxy_env: bool = False
     counters: dict[str, int] = field(default_factory=dict)
 
 
