@@ -1,4 +1,4 @@
-"""Starts nsinit's programs and the egress process: each with an empty environment and no descriptor but /dev/null, its
+"""Starts nsinit's programs, the egress process and the preview gateway: each with an empty environment and no descriptor but /dev/null, its
 log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
@@ -37,10 +37,10 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
-def spawn_egress(channel_fd: int, log_fd: int) -> int:
-    """Start the egress process in the same way; return its pid. It imports packages of its interpreter, as root, before
-    it gives root away."""
-    return spawn_python(f"{_EGRESS}/__main__.py", channel_fd, log_fd, flags=_FLAGS_WITH_PACKAGES)
+def spawn_egress(channel_fd: int, log_fd: int, role: str = "egress") -> int:
+    """Start the egress process, or with the role `gateway` the preview gateway, in the same way; return its pid. It
+    imports packages of its interpreter, as root, before it gives root away."""
+    return spawn_python(f"{_EGRESS}/__main__.py", channel_fd, log_fd, role, flags=_FLAGS_WITH_PACKAGES)
 
 
 def launcher_command(*arguments: str) -> list[str]:

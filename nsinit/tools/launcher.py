@@ -1,11 +1,11 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for one egress process. Two ways
-of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for one egress process and
+one preview gateway. Two ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`, with
-  nsinit's socket and log, and `KILL`, the same about the egress process, and nothing else. The launcher ends soon after
+  nsinit's socket and log, and `KILL`, the same about the other two, and nothing else. The launcher ends soon after
   the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
@@ -24,7 +24,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -39,11 +40,13 @@ from nsinit.wire.launching import (
     FDS_OF_START,
     KILL,
     KILL_EGRESS,
+    KILL_GATEWAY,
     MAX_WORD_BYTES,
     NOTIFY_FD,
     READY,
     START,
     START_EGRESS,
+    START_GATEWAY,
     Allowance,
     Grant,
     LaunchForParent,
@@ -55,6 +58,9 @@ STOP_S = 15.0
 
 OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER
 """Capabilities to unlink a socket in a directory of the daemon's."""
+
+_KILLS = {KILL: START, KILL_EGRESS: START_EGRESS, KILL_GATEWAY: START_GATEWAY}
+"""Each word that kills, and the one that starts the same process."""
 
 _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
@@ -166,24 +172,25 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    egress = Child("egress process", spawn_egress)
+    gateway = Child("preview gateway", partial(spawn_egress, role="gateway"))
+    children = {START: nsinit, START_EGRESS: Child("egress process", spawn_egress), START_GATEWAY: gateway}
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
     try:
-        while _wait_word(channel, (nsinit, egress)):
+        while _wait_word(channel, children):
             data, fds, _flags, _address = socket.recv_fds(channel, MAX_WORD_BYTES, FDS_OF_START)
             try:
                 if not data:
                     break
-                _obey(data, fds, channel, nsinit, egress)
+                _obey(data, fds, channel, children)
             finally:
                 for fd in fds:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    egress.end(patience_s=STOP_S)
-    nsinit.end(patience_s=STOP_S)
+    for child in reversed(children.values()):
+        child.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
@@ -192,10 +199,10 @@ def _nsinit(grant: Grant) -> Child:
     return Child("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, grant.encode()))
 
 
-def _wait_word(channel: socket.socket, children: Sequence[Child]) -> bool:
+def _wait_word(channel: socket.socket, children: Mapping[bytes, Child]) -> bool:
     """Wait until the daemon says something or ends; reap the children meanwhile."""
     while True:
-        running = [each for each in children if each.pidfd >= 0]
+        running = [each for each in children.values() if each.pidfd >= 0]
         readable = select.select([channel.fileno(), *(each.pidfd for each in running)], [], [])[0]
         if channel.fileno() in readable:
             return True
@@ -204,8 +211,8 @@ def _wait_word(channel: socket.socket, children: Sequence[Child]) -> bool:
                 each.reap()
 
 
-def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Child, egress: Child) -> None:
-    child = {START: nsinit, START_EGRESS: egress}.get(word)
+def _obey(word: bytes, fds: list[int], channel: socket.socket, children: Mapping[bytes, Child]) -> None:
+    child = children.get(word)
     if child is not None and len(fds) == FDS_OF_START:
         try:
             pid = child.start(*fds)
@@ -215,10 +222,8 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Child, eg
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [child.pidfd]))]
         channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
-    elif word == KILL:
-        nsinit.kill()
-    elif word == KILL_EGRESS:
-        egress.kill()
+    elif word in _KILLS:
+        children[_KILLS[word]].kill()
     else:
         log("error", "the daemon said something unknown")
         raise ConnectionError("unknown word")

@@ -14,6 +14,7 @@ from sandkasten.config.values import DashboardSettings as DashboardSettings
 from sandkasten.config.values import Defaults as Defaults
 from sandkasten.config.values import DiskSettings as DiskSettings
 from sandkasten.config.values import EgressSettings as EgressSettings
+from sandkasten.config.values import PreviewSettings as PreviewSettings
 from sandkasten.config.values import EventsSettings as EventsSettings
 from sandkasten.config.values import FaultSettings as FaultSettings
 from sandkasten.config.values import IsolationSettings as IsolationSettings

@@ -17,6 +17,7 @@ import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
 from sandkasten.model.network import Network
+from sandkasten.model.preview import Preview
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
@@ -342,3 +343,5 @@ class Session:
     """Public id of the API key that made the session."""
     network: Network = attrs.field(factory=Network)
     network_revision: int = 1
+    previews: Mapping[int, Preview] = attrs.field(factory=dict)
+    """Open previews by port."""

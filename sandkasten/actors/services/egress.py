@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
 
-_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before the process is started again, the last one again and again."""
 
-_STEADY_S = 30.0
+STEADY_S = 30.0
 """A process that ran so long is started again after the first pause."""
 
 _STOP_S = 2.0
@@ -164,7 +164,7 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await _end(self._process)
+            await end_process(self._process)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
@@ -259,8 +259,8 @@ class EgressClient(Actor):
                 await self._run_process()
             except SandkastenError as error:
                 log.error("egress_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > _STEADY_S else tries
-            await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries = 0 if trio.current_time() - began > STEADY_S else tries
+            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
 
     async def _run_process(self) -> None:
@@ -286,7 +286,7 @@ class EgressClient(Actor):
         finally:
             self._link = self._process = None
             with trio.CancelScope(shield=True):
-                await _end(process)
+                await end_process(process)
             for way in self._ways.values():
                 way.is_attached = False
             while self._detached:
@@ -386,7 +386,7 @@ class _Denials:
     last: protocol.EgressEntry | None = None
 
 
-async def _end(process: ChildProcess) -> None:
+async def end_process(process: ChildProcess) -> None:
     """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
     assert process.pidfd is not None, "only nsinit may be a service apart"
     process.sock.close()
