@@ -28,12 +28,15 @@ from egress.http import looks_like_http
 from egress.names import RANGE, SyntheticName
 from egress.policy import Address, Reason
 from egress.protocol import EgressEntry
-from egress.resolver import NoAnswer, NoSuchName
+from egress.resolver import LookupFailed, NoSuchName
 from egress.state import Refusal, WayOutState
 
 TLS_PORT = 443
 FIRST_BYTES_S = 10.0
 """The longest wait for the rest of a beginning that is not clear yet, and for a ClientHello on port 443."""
+
+_MANY_PIECES, _PIECES_PAUSE_S = 32, 0.05
+"""A beginning that comes in more pieces is looked at less often."""
 
 _FAREWELL_S = 2.0
 
@@ -124,6 +127,8 @@ class CarriedConnection:
             last: OSError | Refusal = Refusal(Reason.NO_ADDRESS)
             for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
                 try:
+                    if self._state.machine.check.refusal(address) is not None:  # may be the host's own since
+                        raise Refusal(Reason.BAD_ADDRESS)
                     self._address = address
                     self._rule = self._state.judge(self._name, address, self._port)
                     with trio.move_on_after((scope.deadline - trio.current_time()) / left):
@@ -140,14 +145,12 @@ class CarriedConnection:
 
     async def _addresses(self) -> list[Address]:
         if self._entry is None:
-            if self._state.machine.check.refusal(self._destination) is not None:
-                raise Refusal(Reason.BAD_ADDRESS)
             return [self._destination]
         try:
             return list(await self._state.pin(self._entry))
         except NoSuchName:
             raise Refusal(Reason.NO_ADDRESS) from None
-        except NoAnswer:
+        except LookupFailed:
             raise Refusal(Reason.RESOLVER) from None
 
     async def _first_bytes(self) -> tuple[bytes, str]:
@@ -156,7 +159,7 @@ class CarriedConnection:
         Raises:
             Refusal: it is a ClientHello that does not name the host, or is not clear within `FIRST_BYTES_S`.
         """
-        hello, first = HelloReader(), b""
+        hello, first, turns = HelloReader(), b"", 0
         with trio.CancelScope() as scope:
             if self._port == TLS_PORT:
                 scope.deadline = trio.current_time() + FIRST_BYTES_S
@@ -172,7 +175,10 @@ class CarriedConnection:
                         is_http = looks_like_http(first)
                         if is_http is not None:
                             return first, "http" if is_http else "raw"
-            return first, "end"
+                turns += 1
+                if turns > _MANY_PIECES:  # each look is at all bytes so far
+                    await trio.sleep(_PIECES_PAUSE_S)
+            return first, "end"  # no request and no ClientHello ends before its first line, or record, does
         raise Refusal(Reason.TIMEOUT)
 
     # The relay
@@ -188,7 +194,8 @@ class CarriedConnection:
             if self._guard.refused:
                 self._refuse(Refusal(self._guard.refused))
             await self._farewell()
-        self._cause, self._is_orderly = "end", True
+        if not self.is_cut:
+            self._cause, self._is_orderly = "end", True
 
     async def _in_relay(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Run one direction; what ends it by force ends the other, too."""

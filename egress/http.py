@@ -229,8 +229,8 @@ class HttpGuard:
         names = [name for name, _ in request.headers]
         if request.http_version not in (b"1.0", b"1.1"):
             raise _Refused(Reason.BAD_HTTP, 400, "neither HTTP/1.0 nor HTTP/1.1")
-        if names.count(b"host") != 1:
-            raise _Refused(Reason.HOST, 400 if b"host" in names else 403, "a request names its Host once")
+        if names.count(b"host") != 1:  # h11 refuses two, and none in HTTP/1.1, as no HTTP
+            raise _Refused(Reason.HOST, 403, "a request names its Host once")
         self._check_host(dict(request.headers)[b"host"])
         is_star = request.method == b"OPTIONS" and request.target == b"*"
         if request.method == b"CONNECT" or not (request.target.startswith(b"/") or is_star):

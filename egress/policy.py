@@ -90,10 +90,11 @@ def canonical_name(text: str) -> str:
 
 
 def _idna(name: str, text: str) -> str:
+    lowered = name.lower()
     try:
-        encoded = name.lower().encode("idna")
-        if encoded.decode("idna") == name.lower():
-            return encoded.decode("ascii")
+        encoded = lowered.encode("idna")
+        if encoded.decode("idna") == lowered and [*map(str.isascii, lowered)] == [*map(str.isascii, name)]:
+            return encoded.decode("ascii")  # the Kelvin sign would become a k
     except UnicodeError:
         pass
     raise InvalidRule(f"name {_short(text)}: has no one form in ASCII; write its labels as xn--…")

@@ -33,14 +33,14 @@ MAX_WAITING_OF_SESSION = 128
 _MAX_KEPT = 10_000
 
 Lookup = Callable[[str], Sequence[Address]]
-"""Return the addresses of a canonical name, or raise NoSuchName or NoAnswer. Called in a thread; may block."""
+"""Return the addresses of a canonical name, or raise NoSuchName or LookupFailed. Called in a thread; may block."""
 
 
 class NoSuchName(Exception):
     """The name does not exist."""
 
 
-class NoAnswer(Exception):
+class LookupFailed(Exception):
     """The resolver outside failed, or did not answer in time."""
 
 
@@ -52,7 +52,7 @@ def ask_machine(name: str) -> Sequence[Address]:
     except socket.gaierror as error:
         if error.errno == socket.EAI_NODATA:
             return ()
-        raise (NoSuchName if error.errno == socket.EAI_NONAME else NoAnswer)(name) from None
+        raise (NoSuchName if error.errno == socket.EAI_NONAME else LookupFailed)(name) from None
     texts = dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)
     return [ip_address(text) for text in texts]
 
@@ -69,7 +69,7 @@ class LookupShare:
 class _Asked:
     ended: trio.Event = attrs.field(factory=trio.Event)
     addresses: Sequence[Address] = ()
-    error: type[NoSuchName | NoAnswer] | None = None
+    error: type[NoSuchName | LookupFailed] | None = None
     until: float = 0.0
 
 
@@ -88,19 +88,19 @@ class NameResolver:
 
         Raises:
             NoSuchName: there is no such name.
-            NoAnswer: nobody could say within `DEADLINE_S`, or too many look-ups of the session have not ended.
+            LookupFailed: nobody could say within `DEADLINE_S`, or too many look-ups of the session have not ended.
         """
         asked = self._asked.get(name)
         if asked is None or (asked.ended.is_set() and asked.until <= trio.current_time()):
             if share.waiting >= MAX_WAITING_OF_SESSION:
-                raise NoAnswer("too many look-ups at once")
+                raise LookupFailed("too many look-ups at once")
             asked = self._asked[name] = _Asked()
             share.waiting += 1
             self._nursery.start_soon(self._ask, name, asked, share)
         with trio.move_on_after(DEADLINE_S):
             await asked.ended.wait()
         if not asked.ended.is_set():
-            raise NoAnswer("no answer in time")
+            raise LookupFailed("no answer in time")
         if asked.error is not None:
             raise asked.error(name)
         return asked.addresses
@@ -111,10 +111,10 @@ class NameResolver:
                 asked.addresses = await trio.to_thread.run_sync(
                     self._lookup, name, limiter=self._threads, abandon_on_cancel=True
                 )
-        except (NoSuchName, NoAnswer) as error:
+        except (NoSuchName, LookupFailed) as error:
             asked.error = type(error)
         except Exception:  # noqa: BLE001 - whatever a name makes the C library's binding raise: no answer, no address
-            asked.error = NoAnswer
+            asked.error = LookupFailed
         finally:
             share.waiting -= 1
         asked.until = trio.current_time() + (self._kept_s if asked.addresses else min(self._kept_s, KEPT_NOTHING_S))

@@ -28,7 +28,7 @@ from egress import protocol as p
 from egress.addresses import AddressCheck
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import Machine, RateBucket, WayOutState
+from egress.state import RateBucket, SharedState, WayOutState
 from egress.way_out import WayOut
 
 _FD_BYTES = array.array("i").itemsize
@@ -72,7 +72,7 @@ def log_fault(session_id: str | None, error: BaseException) -> None:
     log("error", "egress.fault", session_id, kind=type(error).__name__, errno=number, places=places)
 
 
-class _Failure(Exception):
+class _RequestFailed(Exception):
     def __init__(self, code: p.FailureCode, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -81,14 +81,14 @@ class _Failure(Exception):
 @attrs.define(eq=False)
 class _Configuration:
     always_deny: tuple[EgressRule, ...]
-    machine: Machine
+    machine: SharedState
 
     def policy(self, text: p.PolicyText) -> Policy:
         """Return a session's policy; the operator's rules that deny come before the session's."""
         try:
             policy = parse_policy(text.mode, text.allow, text.deny)
         except InvalidRule as error:
-            raise _Failure("INVALID", str(error)) from None
+            raise _RequestFailed("INVALID", str(error)) from None
         return attrs.evolve(policy, deny=(*self.always_deny, *policy.deny))
 
 
@@ -159,7 +159,7 @@ class EgressServer:
         """Serve a request. Descriptors that were not taken over are closed."""
         try:
             return await self._serve(request, fds)
-        except _Failure as failure:
+        except _RequestFailed as failure:
             return p.EgressFailed(request.seq, failure.code, str(failure))
         finally:
             _close_all(fds)
@@ -169,13 +169,13 @@ class EgressServer:
             self._configure(request)
             return p.Configured(request.seq, p.VERSION)
         if self._configuration is None:
-            raise _Failure("NOT_CONFIGURED", "the first request is Configure")
+            raise _RequestFailed("NOT_CONFIGURED", "the first request is Configure")
         if isinstance(request, p.AttachSession):
             self._attach(request, self._configuration, fds)
             return p.Accomplished(request.seq)
         way_out = self._ways_out.get(request.session_id)
         if way_out is None:
-            raise _Failure("SESSION_UNKNOWN", f"there is no session {request.session_id}")
+            raise _RequestFailed("SESSION_UNKNOWN", f"there is no session {request.session_id}")
         match request:
             case p.DescribeSession():
                 return p.Described(request.seq, way_out.state.counters())
@@ -189,18 +189,18 @@ class EgressServer:
 
     def _configure(self, request: p.Configure) -> None:
         if self._configuration is not None:
-            raise _Failure("CONFIGURED", "Configure comes once")
+            raise _RequestFailed("CONFIGURED", "Configure comes once")
         try:
             permit = [ip_network(text) for text in request.permit]
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
         except ValueError as error:
-            raise _Failure("INVALID", str(error)) from None
-        machine = Machine(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
+            raise _RequestFailed("INVALID", str(error)) from None
+        machine = SharedState(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
         self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
         if request.session_id in self._ways_out:
-            raise _Failure("SESSION_EXISTS", f"session {request.session_id} is attached")
+            raise _RequestFailed("SESSION_EXISTS", f"session {request.session_id} is attached")
         state = WayOutState(
             request.session_id, configuration.policy(request.policy), request.limits, configuration.machine
         )
@@ -221,14 +221,13 @@ class EgressServer:
     def _send_now(self) -> None:
         """Send what there is without waiting; what finds no room stays for the next batch."""
         while self._entries and not self._batching.locked() and not self._sending.locked():
-            dropped = self._dropped
-            batch, data = self._next_batch()
+            batch, told, data = self._next_batch()
             try:
                 self._channel.send(data)
             except OSError:  # no room, or nobody is there: the next read says so
                 self._entries.extendleft(reversed(batch))
-                self._dropped = dropped
                 return
+            self._dropped -= told
 
     async def batch_entries(self) -> None:
         """Send log entries, those of `_BATCH_S` together."""
@@ -243,17 +242,18 @@ class EgressServer:
         async with self._batching:
             left = len(self._entries)
             while left > 0 and self._entries:
-                batch, data = self._next_batch()
+                batch, told, data = self._next_batch()
                 left -= len(batch)
                 if await self._send(data, _ENTRIES_S):
+                    self._dropped -= told
                     continue
                 self._dropped += len(batch) + len(self._entries)
                 self._entries.clear()
             if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
                 self._has_entries = trio.Event()
 
-    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], bytes]:
-        """Take as many entries as fit into one datagram."""
+    def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
+        """Take as many entries as fit into one datagram, and return the number of dropped ones that it tells of."""
         size = min(len(self._entries), p.MAX_ENTRIES)
         while True:
             batch = tuple(self._entries[index] for index in range(size))
@@ -264,8 +264,7 @@ class EgressServer:
                 continue
             for _ in batch:
                 self._entries.popleft()
-            self._dropped = 0
-            return batch, data
+            return batch, self._dropped, data
 
     async def _send(self, data: bytes, deadline_s: float) -> bool:
         """Send a datagram; tell whether it is under way."""
@@ -300,7 +299,7 @@ def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
     except OSError as error:
         for sock in sockets:
             sock.detach()
-        raise _Failure("DESCRIPTORS", f"expected a TCP listener, a UDP socket and a link: {error}") from None
+        raise _RequestFailed("DESCRIPTORS", f"expected a TCP listener, a UDP socket and a link: {error}") from None
     fds.clear()
     return way_out
 

@@ -1,4 +1,4 @@
-"""What the parts of one session's way out share: its policy, limits, names and counters, and how addresses are found.
+"""State of one session's way out, shared by its parts: policy, limits, names, counters; and how addresses are found.
 
 `way_out.py` owns it; connections and DNS answers read it at each decision, so that a new policy counts at once.
 """
@@ -57,8 +57,8 @@ class RateBucket:
 
 
 @attrs.define(eq=False)
-class Machine:
-    """What all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
+class SharedState:
+    """State that all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
     `descriptors`: the most that the process may have.
     """
 
@@ -83,7 +83,7 @@ class WayOutState:
     session_id: str
     policy: Policy
     limits: WayOutLimits
-    machine: Machine
+    machine: SharedState
     cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
     is_spent: bool = False
     """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
@@ -112,7 +112,7 @@ class WayOutState:
         """Return the addresses of a name that may be dialled, looked up again if the last time is too long ago.
 
         Raises:
-            NoSuchName, NoAnswer: as the resolver says.
+            NoSuchName, LookupFailed: as the resolver says.
             Refusal: the name has addresses, and none may be dialled.
         """
         if entry.pinned_until <= trio.current_time():

@@ -26,7 +26,7 @@ from egress import dns, relay
 from egress.connection import CarriedConnection
 from egress.policy import Policy, Reason, Ruling
 from egress.protocol import EgressEntry, WayOutLimits
-from egress.resolver import NoAnswer, NoSuchName
+from egress.resolver import LookupFailed, NoSuchName
 from egress.state import RateBucket, Refusal, WayOutState
 
 DNS_PORT = 53
@@ -264,7 +264,7 @@ class WayOut:
             addresses = await self.state.find(question.name)
         except NoSuchName:
             return dns.answer_error(question, dns.Rcode.NXDOMAIN)
-        except NoAnswer as error:
+        except LookupFailed as error:
             return dns.answer_error(question, dns.Rcode.SERVFAIL, ede=dns.Ede.NOT_READY, text=str(error))
         except Refusal as refusal:
             return self._deny(question, refusal.reason, None, dns.Ede.BLOCKED)

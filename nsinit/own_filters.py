@@ -126,7 +126,7 @@ CGROUP_MAKER: Final = Part(
 
 NETWORK_MAKER: Final = Part(
     "network maker",
-    _names(_LIFE, _TALKING, "read write close close_range fstat lseek fcntl setns bind listen"),
+    _names(_LIFE, _TALKING, "read write close close_range fstat lseek fcntl poll ppoll setns bind listen"),
     (
         *_NO_TYPING,
         *_families(_AF_INET),

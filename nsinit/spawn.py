@@ -1,5 +1,5 @@
-"""Starts nsinit's programs, the egress process and the preview gateway: each with an empty environment and no descriptor but /dev/null, its
-log and its socket.
+"""Starts nsinit's programs, and both roles of `egress` beside it: each with an empty environment and no descriptor but
+/dev/null, its log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
 root away, the command line, to import an image; and by nsinit, to have the image unpacked. Owns the command line and
@@ -12,18 +12,16 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
 CHANNEL_FD = 3
 """The descriptor of nsinit's socket."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC0"}
 FLAGS = ("-I", "-S", "-B")
-_FLAGS_WITH_PACKAGES = ("-I", "-B")
+_WITH_LIBRARIES = ("-I", "-B")
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_EGRESS = os.path.join(os.path.dirname(_HERE), os.path.basename(_HERE).replace("nsinit", "egress"))
-"""The neighbour, whose name a wheel changes as it does this package's."""
-
+_EGRESS = f"{_HERE.removesuffix('nsinit')}egress"
+"""Beside nsinit, under the same prefix (docs/adr/0016-names-in-the-wheel.md)."""
 _HIGH_FD = 64
 
 
@@ -37,10 +35,10 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
-def spawn_egress(channel_fd: int, log_fd: int, role: str = "egress") -> int:
-    """Start the egress process, or with the role `gateway` the preview gateway, in the same way; return its pid. It
-    imports packages of its interpreter, as root, before it gives root away."""
-    return spawn_python(f"{_EGRESS}/__main__.py", channel_fd, log_fd, role, flags=_FLAGS_WITH_PACKAGES)
+def spawn_egress(channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start the egress process, or the role in the arguments, in the same way, with the libraries of this interpreter;
+    return its pid. It gives its privileges away itself, once it has imported them."""
+    return _spawn(_WITH_LIBRARIES, _EGRESS, channel_fd, log_fd, *arguments)
 
 
 def launcher_command(*arguments: str) -> list[str]:
@@ -48,8 +46,12 @@ def launcher_command(*arguments: str) -> list[str]:
     return [sys.executable, *FLAGS, f"{_HERE}/tools/launcher.py", *arguments]
 
 
-def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str, flags: Sequence[str] = FLAGS) -> int:
-    """Start one of the programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
+def spawn_python(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
+    """Start one of nsinit's programs with `channel_fd` as descriptor 3 and `log_fd` as its standard error."""
+    return _spawn(FLAGS, program, channel_fd, log_fd, *arguments)
+
+
+def _spawn(flags: tuple[str, ...], program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
     # Above every number the child fills, so that no dup2 below overwrites a source.
     safe_channel, safe_log = _dup_high(channel_fd), _dup_high(log_fd)
     try:

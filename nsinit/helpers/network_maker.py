@@ -83,8 +83,9 @@ def live(channel: socket.socket, machine: BuildFacts, parent_pid: int) -> NoRetu
                 break
             order = ORDERS.decode(data)
             netns_fd, answer_fd = fds
-            channel.sendall(_serve(order, netns_fd, answer_fd, home_fd))
-            keep_only(kept)
+            answer = _serve(order, netns_fd, answer_fd, home_fd)
+            keep_only(kept)  # before the answer: nothing of this way out is held here when its holder has it
+            channel.sendall(answer)
     finally:
         os._exit(1)
 

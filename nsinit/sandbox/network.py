@@ -130,24 +130,24 @@ def _socket(kind: socket.SocketKind) -> socket.socket:
 
 def _add_address_and_route(undo: ExitStack) -> None:
     """Give the loopback the own address, and make every address one of the loopback's."""
-    flags = netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
-    lo, own = struct.pack("=I", _LO), netlink.attribute(_RTA_PREFSRC, _OWN)
+    address = _IFADDRMSG.pack(socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, _LO)
+    address += netlink.attribute(_IFA_LOCAL, _OWN) + netlink.attribute(_IFA_ADDRESS, _OWN)
     kind = 0, 0, 0, _RT_TABLE_LOCAL, _RTPROT_STATIC, _RT_SCOPE_HOST, _RTN_LOCAL, 0
-    route = _RTMSG.pack(socket.AF_INET, *kind) + netlink.attribute(_RTA_OIF, lo) + own
-    address = netlink.message(netlink.RTM_NEWADDR, _address(), flags)
-    statuses = netlink.ask(netlink.NETLINK_ROUTE, address + netlink.message(netlink.RTM_NEWROUTE, route, flags), 2)
-    if statuses[0] == 0:
-        undo.callback(_remove_address)
-    for what, status in zip(("address", "route"), statuses, strict=True):
+    route = _RTMSG.pack(socket.AF_INET, *kind)
+    route += netlink.attribute(_RTA_OIF, struct.pack("=I", _LO)) + netlink.attribute(_RTA_PREFSRC, _OWN)
+    added = (netlink.RTM_NEWADDR, netlink.RTM_DELADDR, address), (netlink.RTM_NEWROUTE, netlink.RTM_DELROUTE, route)
+    flags = netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
+    requests = b"".join(netlink.message(add, body, flags) for add, _, body in added)
+    statuses = netlink.ask(netlink.NETLINK_ROUTE, requests, len(added))
+    for status, (_, remove, body) in zip(statuses, added, strict=True):
+        if status == 0:
+            undo.callback(_remove, remove, body)
+    for status in statuses:
         if status not in (0, errno.EEXIST):
-            raise OSError(status, f"{what}: {os.strerror(status)}")
+            raise OSError(status, os.strerror(status))
 
 
-def _remove_address() -> None:
-    """Remove the own address; the kernel removes the route along, whose source it is (`fib_sync_down_addr`)."""
-    netlink.ask(netlink.NETLINK_ROUTE, netlink.message(netlink.RTM_DELADDR, _address()))
-
-
-def _address() -> bytes:
-    head = _IFADDRMSG.pack(socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, _LO)
-    return head + netlink.attribute(_IFA_LOCAL, _OWN) + netlink.attribute(_IFA_ADDRESS, _OWN)
+def _remove(kind: int, body: bytes) -> None:
+    (status,) = netlink.ask(netlink.NETLINK_ROUTE, netlink.message(kind, body))
+    if status:
+        raise OSError(status, os.strerror(status))

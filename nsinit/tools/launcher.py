@@ -1,12 +1,12 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for one egress process and
-one preview gateway. Two ways of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
+the preview gateway, which start with these privileges and give them away themselves. Two ways of life, by the argument:
 
-- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`, with
-  nsinit's socket and log, and `KILL`, the same about the other two, and nothing else. The launcher ends soon after
-  the daemon.
+- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
+  `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
+  launcher ends soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
   launcher.
@@ -25,12 +25,11 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_capability
-from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER
+from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_KILL
 from nsinit.kernel.syscalls import capget, capset
 from nsinit.log import log
 from nsinit.own_filters import refuse_machine
@@ -56,21 +55,22 @@ from nsinit.wire.launching import (
 STOP_S = 15.0
 """Longer than nsinit takes to end by itself."""
 
-OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER
-"""Capabilities to unlink a socket in a directory of the daemon's."""
+OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_KILL
+"""Capabilities to unlink a socket in a directory of the daemon's, and to kill an egress process, which has a user of
+its own."""
 
 _KILLS = {KILL: START, KILL_EGRESS: START_EGRESS, KILL_GATEWAY: START_GATEWAY}
-"""Each word that kills, and the one that starts the same process."""
+"""Each word that kills, and the one that starts the same program."""
 
 _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Child:
-    """The one process of its kind, if one runs. `spawn` starts one with a socket and a log, and returns its pid."""
+class Charge:
+    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid."""
 
     def __init__(self, name: str, spawn: Callable[[int, int], int]) -> None:
-        self._name, self._spawn = name, spawn
+        self.name, self._spawn = name, spawn
         self._pid = 0
         self.pidfd = -1
 
@@ -82,7 +82,6 @@ class Child:
         return self._pid
 
     def kill(self) -> None:
-        """Kill the process, if it runs."""
         if self.pidfd >= 0:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # not reaped yet, so it exists
 
@@ -91,7 +90,7 @@ class Child:
         if self.pidfd < 0:
             return
         if not select.select([self.pidfd], [], [], patience_s)[0]:
-            log("error", f"killed the {self._name}", pid=self._pid, waited_s=patience_s)
+            log("error", f"killed the {self.name}", pid=self._pid, waited_s=patience_s)
             self.kill()
         self.reap()
 
@@ -99,9 +98,14 @@ class Child:
         """Reap the process; waits if it still runs."""
         _, status = os.waitpid(self._pid, 0)
         if status:
-            log("warning", f"{self._name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
+            log("warning", f"{self.name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
         os.close(self.pidfd)
         self.pidfd = -1
+
+
+def _nsinit(grant: Grant) -> Charge:
+    argument = grant.encode()
+    return Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
 
 
 class ServiceManager:
@@ -159,7 +163,7 @@ def main() -> None:
 
 
 def become_small() -> None:
-    """Keep the capabilities that an nsinit starts with, and use only those that the removal of a socket takes.
+    """Keep the capabilities that an nsinit starts with, and use only `OWN_CAPABILITIES`.
 
     With no_new_privs nsinit gets no capability that this process does not have (capabilities(7), "Capabilities and
     execution of programs by root").
@@ -172,58 +176,53 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    gateway = Child("preview gateway", partial(spawn_egress, role="gateway"))
-    children = {START: nsinit, START_EGRESS: Child("egress process", spawn_egress), START_GATEWAY: gateway}
+    gateway = Charge("preview gateway", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, "gateway"))
+    programs = {START: nsinit, START_EGRESS: Charge("egress process", spawn_egress), START_GATEWAY: gateway}
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
     try:
-        while _wait_word(channel, children):
+        while _wait_word(channel, *programs.values()):
             data, fds, _flags, _address = socket.recv_fds(channel, MAX_WORD_BYTES, FDS_OF_START)
             try:
                 if not data:
                     break
-                _obey(data, fds, channel, children)
+                _obey(data, fds, channel, programs)
             finally:
                 for fd in fds:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    for child in reversed(children.values()):
-        child.end(patience_s=STOP_S)
+    for program in programs.values():
+        program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
 
-def _nsinit(grant: Grant) -> Child:
-    return Child("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, grant.encode()))
-
-
-def _wait_word(channel: socket.socket, children: Mapping[bytes, Child]) -> bool:
-    """Wait until the daemon says something or ends; reap the children meanwhile."""
+def _wait_word(channel: socket.socket, *programs: Charge) -> bool:
+    """Wait until the daemon says something or ends; reap programs meanwhile."""
     while True:
-        running = [each for each in children.values() if each.pidfd >= 0]
-        readable = select.select([channel.fileno(), *(each.pidfd for each in running)], [], [])[0]
+        running = {each.pidfd: each for each in programs if each.pidfd >= 0}
+        readable = select.select([channel.fileno(), *running], [], [])[0]
         if channel.fileno() in readable:
             return True
-        for each in running:
-            if each.pidfd in readable:
-                each.reap()
+        for pidfd in readable:
+            running[pidfd].reap()
 
 
-def _obey(word: bytes, fds: list[int], channel: socket.socket, children: Mapping[bytes, Child]) -> None:
-    child = children.get(word)
-    if child is not None and len(fds) == FDS_OF_START:
+def _obey(word: bytes, fds: list[int], channel: socket.socket, programs: Mapping[bytes, Charge]) -> None:
+    if word in programs and len(fds) == FDS_OF_START:
+        program = programs[word]
         try:
-            pid = child.start(*fds)
+            pid = program.start(*fds)
         except OSError as error:
-            log("error", "a process can't be started", word=word.decode(), reason=str(error))
+            log("error", f"the {program.name} can't be started", reason=str(error))
             channel.send(FAILED)
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [child.pidfd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [program.pidfd]))]
         channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
     elif word in _KILLS:
-        children[_KILLS[word]].kill()
+        programs[_KILLS[word]].kill()
     else:
         log("error", "the daemon said something unknown")
         raise ConnectionError("unknown word")
@@ -252,7 +251,7 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     listener.close()
 
 
-def _serve_connection(connection: socket.socket, nsinit: Child, stop_fd: int, manager: ServiceManager) -> None:
+def _serve_connection(connection: socket.socket, nsinit: Charge, stop_fd: int, manager: ServiceManager) -> None:
     """Start nsinit at this end of the connection, and wait until it has ended, which follows the end of the
     other side."""
     nsinit.start(connection.fileno(), _STANDARD_ERROR)

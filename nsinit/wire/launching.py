@@ -27,7 +27,7 @@ READY, FAILED = b"ready", b"-"
 
 MAX_WORD_BYTES = 16
 FDS_OF_START = 2
-"""The process's socket and the write end of its log."""
+"""The socket of the process and the write end of its log."""
 
 NOTIFY_FD = 4
 """The descriptor of the socket to the service manager, in a launcher that is a service."""

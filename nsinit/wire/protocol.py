@@ -35,7 +35,7 @@ MAX_SOCKETS = MAX_FDS
 """The most sockets that one request opens in a session's network."""
 
 NETWORK_STAGE = "network: "
-"""How `Failed.stage` begins where a session got no way out."""
+"""The beginning of `Failed.stage` where a session got no way out."""
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from runner.loop.context import Context
 from runner.loop.identity import UserIdentity
-from runner.loop.loop import EventLoop, OnError
+from runner.loop.loop import READ, EventLoop, OnError
 from runner.shell.files import PrivateDirectory
 from runner.streams import pty
 from runner.streams.flow import AbandonedPipes, Arrivals, FlowOwner, Inflow, Outflow
@@ -45,6 +45,8 @@ class CommandPipes(Streams):
         self._keeper_fd = self._input_fd = -1
         self._writer_fds: list[int] = []
         self._arrivals: Arrivals | None = None
+        self._awaits_bytes = False
+        """Whether the loop watches the arrivals."""
         if stdin:
             self._inflow = Inflow(loop, owner)
 
@@ -64,7 +66,8 @@ class CommandPipes(Streams):
             return
         self._open_output(f"{order}.err", Kind.STDERR)
         # The open(2) of a FIFO's first writer wakes its readers as bytes do (fs/pipe.c), and shells open `out` first.
-        # While PID 1 has both open for writing, nothing but bytes does.
+        # While PID 1 has both open for writing, nothing but bytes does: `out` until the shell has it open, and so tells
+        # the end by a hang-up, `err` until the end.
         for name in ("out", "err"):
             self._writer_fds.append(files.open(f"{order}.{name}", os.O_WRONLY | os.O_NONBLOCK))
         self._arrivals = Arrivals(self._outflows)
@@ -74,12 +77,27 @@ class CommandPipes(Streams):
         self._outflows.append(Outflow(self._loop, fd, kind, self._owner))
 
     def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
-        if self._inflow is not None or self._writer_fds:
-            return False  # the shell tells when it holds its input (`on_reader`); PID 1's own writers stay
+        if self._inflow is not None:
+            return False  # its reader is told by the shell (`on_reader`)
         self._outflows[0].await_writers(on_end, on_error)
         return True
 
     def resume(self) -> None:
+        if self._arrivals is None:
+            super().resume()
+        elif not self._awaits_bytes:
+            self._awaits_bytes = True
+            self._loop.watch(
+                self._arrivals.fileno(), READ, lambda _events: self._on_first_bytes(), lambda _error: self.resume()
+            )
+
+    def pause(self) -> None:
+        if self._arrivals is not None and self._awaits_bytes:
+            self._awaits_bytes = False
+            self._loop.unwatch(self._arrivals.fileno())
+        super().pause()
+
+    def _on_first_bytes(self) -> None:
         self._sort_outflows()
         super().resume()
 
@@ -87,6 +105,9 @@ class CommandPipes(Streams):
         """Put the outflows into the order of their first bytes. Later ones are read as they come."""
         if self._arrivals is not None:
             arrivals, self._arrivals = self._arrivals, None
+            if self._awaits_bytes:
+                self._awaits_bytes = False
+                self._loop.unwatch(arrivals.fileno())
             self._outflows.sort(key=arrivals.take().index)
 
     def _make_fifo(self, name: str, mode: int) -> str:
@@ -100,6 +121,12 @@ class CommandPipes(Streams):
             os.close(self._keeper_fd)
             fd, self._keeper_fd, self._input_fd = self._input_fd, -1, -1
             self._inflow.connect(fd)
+        if self._writer_fds:
+            os.close(self._writer_fds.pop(0))
+
+    @property
+    def must_hear_begin(self) -> bool:
+        return bool(self._writer_fds)
 
     def finish(self, *, may_read: bool) -> None:
         self._remove_files()

@@ -31,8 +31,8 @@ _EXIT_ABANDONED = 130
 _LAST_SIGNAL = 64
 _CTRL_C = b"\x03"
 _SETTLE_S = 0.001
-"""A command that ends sooner is not watched: its output and the reports on it are collected at its end, all of stdout
-first."""
+"""A command that ends sooner is not watched: its output and the reports on it are collected at its end, all of one
+stream first."""
 
 
 class Execution(Run):
@@ -61,7 +61,7 @@ class Execution(Run):
         self._name = ""
         self.is_begun = False
         """Whether the shell has begun the command."""
-        self._is_settled = False
+        self._is_settled = self._tells_end = False
         self._began = process_set.Moment(0, 0)
         self._settled: Timer | None = None
         self._wait_limit: Timer | None = None
@@ -137,6 +137,8 @@ class Execution(Run):
         self._streams.on_reader()
         if self._is_settled:
             self._look_on()
+        elif self._tells_end:
+            self._shell.look_away()
 
     def on_status(self, status: int) -> None:
         """Take the status of the command, `$?` of the shell: the command has ended."""
@@ -203,9 +205,11 @@ class Execution(Run):
         self._write_files()
         self._streams.open(self._name, needs_input_file=not self._is_plain)
         self._began = self._shell.clock.now()
-        # A short command ends before PID 1 listens, and wakes it once: the shell reports, then lets go of the output.
-        can_wait = self._streams.await_end(self._shell.listen, self._on_error)
-        self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None, is_heard=not can_wait)
+        # A short command ends before PID 1 listens, and wakes it once (twice, if PID 1 must hear its begin): the shell
+        # reports, then lets go of the output.
+        self._tells_end = self._streams.await_end(self._shell.listen, self._on_error)
+        is_heard = not self._tells_end or self._streams.must_hear_begin
+        self._shell.hand_over(self._name, on_terminal=self.request.terminal is not None, is_heard=is_heard)
         self._settled = self._context.loop.call_later(_SETTLE_S, self._on_settled, self._on_error)
 
     def _on_settled(self) -> None:

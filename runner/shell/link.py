@@ -116,6 +116,10 @@ class Link:
                 break
         self._watch(not self._has_ended)
 
+    def look_away(self) -> None:
+        """Take no reports until `listen`, which does not end a `listen` that is under way."""
+        self._watch(False)
+
     def _watch(self, is_watched: bool) -> None:
         if is_watched is not self._is_watched and not self._is_over:
             self._is_watched = is_watched

@@ -248,6 +248,11 @@ class Shell:
             if not self.is_ready and self._timer is None:
                 self._wait_for_pick_up()
 
+    def look_away(self) -> None:
+        """Take no reports until `listen`."""
+        if self._link is not None:
+            self._link.look_away()
+
     def signal(self, number: int) -> None:
         if self.pid is not None:
             process_set.send_signal(self.pid, number)

@@ -173,8 +173,8 @@ class Outflow:
 
 
 class Arrivals:
-    """Order in which outflows that were empty got their first bytes. Owns an epoll instance that nobody waits for: the
-    kernel puts a descriptor at the end of the list of ready ones when it is written to (`ep_poll_callback`)."""
+    """Order in which outflows that were empty got their first bytes. Owns an epoll instance: the kernel puts a
+    descriptor at the end of the list of ready ones when it is written to (`ep_poll_callback` in fs/eventpoll.c)."""
 
     def __init__(self, outflows: Sequence[Outflow]) -> None:
         """Look at the outflows from now on. Raises: OSError."""
@@ -182,6 +182,10 @@ class Arrivals:
         self._epoll = select.epoll()
         for fd in self._outflows:
             self._epoll.register(fd, READ)
+
+    def fileno(self) -> int:
+        """Return the instance's descriptor: readable once an outflow is."""
+        return self._epoll.fileno()
 
     def take(self) -> list[Outflow]:
         """Return all outflows, those that got bytes first, and close the instance."""

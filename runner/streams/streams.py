@@ -45,7 +45,12 @@ class Streams:
         """
 
     def on_reader(self) -> None:
-        """Let the input flow. To be called once the command holds its standard input."""
+        """Let the input flow. To be called once, when the command holds its standard input and output."""
+
+    @property
+    def must_hear_begin(self) -> bool:
+        """Whether `on_reader` has to come before the streams can tell the end."""
+        return False
 
     def await_end(self, on_end: Callable[[], None], on_error: OnError) -> bool:
         """Call `on_end` once, when nobody has the output open any more, unless it is read before; return whether the

@@ -193,9 +193,9 @@ class Launcher:
                         self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
                     )
                 except OSError as error:
-                    raise LauncherGone(f"the launcher is gone: {error.strerror}") from error
+                    raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
                 if not said:
-                    raise LauncherGone("the launcher is gone")
+                    raise LauncherGone("the launcher of the fork server is gone")
                 if said == FAILED or len(fds) != 1:
                     raise NsinitLost("the launcher can't start a process")
                 return ends.give(int(said), fds[0], kill=partial(self._say, kill_word))
@@ -415,11 +415,11 @@ _LINE_BYTES = 16 * 1024
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-async def forward_log(fd: int) -> None:
-    """Log each line of a pipe until its other end is closed.
+async def forward_log(fd: int, program: str = "nsinit") -> None:
+    """Log each line of a pipe until its other end is closed, events and fields under the name of the program.
 
-    nsinit holds no secret and sees no command, so nothing is hidden. A line that is not of `nsinit/log.py`, such as a
-    traceback or a tool's message, is logged as it is.
+    Neither program holds a secret or sees a command, so nothing is hidden. A line that is not of `nsinit/log.py`, such
+    as a traceback or a tool's message, is logged as it is.
     """
     buffer = b""
     while True:
@@ -429,19 +429,19 @@ async def forward_log(fd: int) -> None:
             return
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
-            _log_line(line)
+            _log_line(line, program)
         if len(buffer) > _LINE_BYTES:
-            _log_line(buffer)
+            _log_line(buffer, program)
             buffer = b""
 
 
-def _log_line(line: bytes) -> None:
+def _log_line(line: bytes, program: str) -> None:
     try:
         entry = json.loads(line)
         level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
         event = str(entry.pop("event", "message")).replace(" ", "_")
-        facts = {key if key == "session_id" else f"nsinit_{key}": value for key, value in entry.items()}
-        log.log(level, "nsinit_%s", event, extra=facts)
+        facts = {key if key == "session_id" else f"{program}_{key}": value for key, value in entry.items()}
+        log.log(level, "%s_%s", program, event, extra=facts)
     except (ValueError, AttributeError):
         if line.strip():
-            log.warning("nsinit_output", extra={"line": line.decode("utf-8", "replace")})
+            log.warning("%s_output", program, extra={"line": line.decode("utf-8", "replace")})

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -229,6 +229,11 @@ class Usage:
     written_bytes: int = -1
 
 
+def _denials(value: Iterable[EgressDenial | Mapping[str, Any]]) -> tuple[EgressDenial, ...]:  # Any: JSON
+    """Return refusals; mappings are the form in which a record keeps them."""
+    return tuple(EgressDenial(**each) if isinstance(each, Mapping) else each for each in value)
+
+
 @attrs.frozen
 class ExecEnd:
     """End of a run, without its output. `exit_code` is 128+n after signal n; `timeout_ms` None: no time limit.
@@ -249,7 +254,7 @@ class ExecEnd:
     usage: Usage
     victim: str | None = None
     queued_ms: int = 0
-    egress_denied: Sequence[EgressDenial] = ()
+    egress_denied: Sequence[EgressDenial] = attrs.field(default=(), converter=_denials)
 
 
 @attrs.frozen

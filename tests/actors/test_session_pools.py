@@ -36,6 +36,7 @@ from sandkasten.model.errors import Capacity, InvalidImage, QuotaExceeded, Sessi
 from sandkasten.model.keys import Access, Quota
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import SessionQuery
+from sandkasten.model.network import Network
 from sandkasten.model.node import PoolInfo
 from tests.api.keys import issue
 from tests.fakes.nsinit import FakeNsinit
@@ -140,11 +141,12 @@ async def test_a_claim_writes_one_row_and_asks_pid_1_once_and_nsinit_nothing() -
         before = len(tree.runners[member].requests)
         written = tree.supervisor._metrics.store_jobs("ok")._value.get()
         spec = SessionSpec(labels={"a": "b"}, env={"X": "secret"}, ttl_s=77, max_lifetime_s=99, exec_mode="stateless")
+        spec = attrs.evolve(spec, network=Network(log="denied"))
         session = await tree.supervisor.create(spec)
         assert (session.id, session.status, session.epoch) == (member, Status.RUNNING, 1)
         assert (session.acquire_source, session.acquire_detail) == ("pool", None)
         assert (session.labels, session.ttl_s, session.max_lifetime_s) == ({"a": "b"}, 77, 99)
-        assert session.options.exec_mode == "stateless"
+        assert (session.options.exec_mode, session.network.log) == ("stateless", "denied")
         assert session.expires_at is not None
         assert round((session.expires_at - session.created_at).total_seconds()) == 77
         assert set(session.timings_ms) == {"pool"}

@@ -1,20 +1,72 @@
-"""Fixtures of the egress tests: network namespaces, which need root."""
+"""Network namespaces of the egress tests, and the fixture to be in one; that takes root."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.egress.harness import world
+from nsinit.kernel import constants as k
+from nsinit.kernel import netlink, syscalls
+from nsinit.sandbox.network import loopback_up
 
+OWN = "45.33.32.156"
+_LO = 1
 _NEED_NO_ROOT = {"test_protocol.py", "test_names.py"}
 
 
+def present_network() -> int:
+    """Return a descriptor of this thread's network namespace."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@contextmanager
+def new_network() -> Iterator[int]:
+    """Be in a new network namespace, given as a descriptor; be back in the old one afterwards."""
+    back = present_network()
+    try:
+        syscalls.unshare(k.CLONE_NEWNET)
+        here = present_network()
+        try:
+            loopback_up()
+            yield here
+        finally:
+            os.close(here)
+            syscalls.setns(back, k.CLONE_NEWNET)
+    finally:
+        os.close(back)
+
+
+@contextmanager
+def world() -> Iterator[None]:
+    """Be where every address is local; `OWN` is an address of an interface, as the host's own are."""
+    with new_network():
+        kind = 0, 0, 0, 255, 4, 254, 2, 0  # table local, static, scope host, type local
+        lo = netlink.attribute(4, struct.pack("=I", _LO))
+        requests = b"".join(
+            netlink.message(netlink.RTM_NEWROUTE, struct.pack("=8BI", family, *kind) + lo, netlink.NLM_F_CREATE)
+            for family in (socket.AF_INET, socket.AF_INET6)
+        )
+        assert netlink.ask(netlink.NETLINK_ROUTE, requests, 2) == [0, 0]
+        add_own_address(OWN)
+        yield
+
+
+def add_own_address(text: str) -> None:
+    """Give the loopback of the present namespace one more address."""
+    value = socket.inet_aton(text)
+    body = struct.pack("=4BI", socket.AF_INET, 32, 0, 0, _LO)
+    body += netlink.attribute(2, value) + netlink.attribute(1, value)
+    assert netlink.ask(netlink.NETLINK_ROUTE, netlink.message(netlink.RTM_NEWADDR, body, netlink.NLM_F_CREATE)) == [0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs namespaces where there can be none."""
+    """Skip tests in namespaces where there can be none."""
     for item in items:
         if Path(item.path).parent == Path(__file__).parent and item.path.name not in _NEED_NO_ROOT:
             item.add_marker(pytest.mark.kernel)

@@ -1,8 +1,8 @@
 """A world for the egress process, in network namespaces of the test's own: no packet leaves them.
 
-`World` is where the process dials: every address is one of its loopback's, so servers listen on public, private and
-metadata addresses alike, and one address is the host's own. `Inside` is a session's network, made by the code that
-makes real ones. `Egress` is the daemon's side of the process, which runs as tasks of the test.
+Where the process dials, every address is one of the loopback's (`tests/egress/conftest.py`), so servers listen on
+public, private and metadata addresses alike. `Inside` is a session's network, made by the code that makes real ones.
+`Egress` is the daemon's side of the process, which runs as tasks of the test; `Program` is the process itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ssl
 import struct
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 
@@ -29,66 +29,22 @@ from egress.policy import Address
 from egress.resolver import KEPT_S, NoSuchName
 from egress.server import serve
 from nsinit.kernel import constants as k
-from nsinit.kernel import netlink, syscalls
-from nsinit.sandbox.network import loopback_up, open_way_out
+from nsinit.kernel import syscalls
+from nsinit.sandbox.network import open_way_out
+from tests.egress.conftest import new_network, present_network
 from tests.waiting import patience
 
 PUBLIC, OTHER_PUBLIC, PUBLIC_V6 = "93.184.216.34", "151.101.1.69", "2606:2800:220:1::1"
-PRIVATE, METADATA, OWN = "10.1.2.3", "169.254.169.254", "45.33.32.156"
-_LO = 1
+PRIVATE, METADATA = "10.1.2.3", "169.254.169.254"
 _IPV6_FREEBIND = 78  # linux/in6.h
 _MANY = 1 << 20
-
-
-def _in_thread_network() -> int:
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-
-
-@contextmanager
-def _new_network() -> Iterator[int]:
-    """Be in a new network namespace, given as a descriptor; be back in the old one afterwards."""
-    back = _in_thread_network()
-    try:
-        syscalls.unshare(k.CLONE_NEWNET)
-        here = _in_thread_network()
-        try:
-            loopback_up()
-            yield here
-        finally:
-            os.close(here)
-            syscalls.setns(back, k.CLONE_NEWNET)
-    finally:
-        os.close(back)
-
-
-@contextmanager
-def world() -> Iterator[None]:
-    """Be where every address is local; `OWN` is an address of an interface, as the host's own are."""
-    with _new_network():
-        kind = 0, 0, 0, 255, 4, 254, 2, 0  # table local, static, scope host, type local
-        lo = netlink.attribute(4, struct.pack("=I", _LO))
-        requests = b"".join(
-            netlink.message(netlink.RTM_NEWROUTE, struct.pack("=8BI", family, *kind) + lo, netlink.NLM_F_CREATE)
-            for family in (socket.AF_INET, socket.AF_INET6)
-        )
-        assert netlink.ask(netlink.NETLINK_ROUTE, requests, 2) == [0, 0]
-        add_own_address(OWN)
-        yield
-
-
-def add_own_address(text: str) -> None:
-    """Give the loopback of the present namespace one more address."""
-    value = socket.inet_aton(text)
-    body = struct.pack("=4BI", socket.AF_INET, 32, 0, 0, _LO)
-    body += netlink.attribute(2, value) + netlink.attribute(1, value)
-    assert netlink.ask(netlink.NETLINK_ROUTE, netlink.message(netlink.RTM_NEWADDR, body, netlink.NLM_F_CREATE)) == [0]
 
 
 class Inside:
     """The network of a session, with its way out. `fds` are the daemon's copies of the descriptors."""
 
     def __init__(self) -> None:
-        with _new_network() as here:
+        with new_network() as here:
             self._network = os.dup(here)
             self.fds = open_way_out(here)
 
@@ -105,7 +61,7 @@ class Inside:
 
     def socket(self, kind: socket.SocketKind) -> trio.socket.SocketType:
         """Return a socket of the session's."""
-        back = _in_thread_network()
+        back = present_network()
         try:
             syscalls.setns(self._network, k.CLONE_NEWNET)
             try:
@@ -212,7 +168,7 @@ class Egress:
     async def read(self) -> None:
         """Read answers and entries until the other end closes."""
         with self.reading:
-            while data := await self.channel.recv(p.MAX_DATAGRAM_BYTES):
+            while data := await self._receive():
                 answer = p.decode_answer(data)
                 if isinstance(answer, p.Entries):
                     self.entries += answer.entries
@@ -221,6 +177,14 @@ class Egress:
                     self._answers[answer.seq] = answer
                 self._changed.set()
                 self._changed = trio.Event()
+
+    async def _receive(self) -> bytes:
+        try:
+            return await self.channel.recv(p.MAX_DATAGRAM_BYTES)
+        except OSError:
+            if self.reading.cancel_called:  # closed while something arrived
+                return b""
+            raise
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until `condition` holds after some answer or notice."""

@@ -1,4 +1,4 @@
-"""What a confined process can still do, tried from inside of one; and that no step is left out."""
+"""Confinement, tried from inside of a confined process; no step of it can be left out."""
 
 from __future__ import annotations
 

@@ -6,16 +6,15 @@ import pytest
 import trio
 
 from egress import state
+from tests.egress.conftest import OWN, add_own_address
 from tests.egress.harness import (
     METADATA,
     OTHER_PUBLIC,
-    OWN,
     PRIVATE,
     PUBLIC,
     PUBLIC_V6,
     Inside,
     Names,
-    add_own_address,
     client_hello,
     egress,
     is_refused,
@@ -336,8 +335,7 @@ async def test_a_request_without_a_server_breaks_off() -> None:
         async with stream:
             assert await read_all(stream) == b""
             await stream.send_all(get("good.example"))
-            assert await is_reset(stream)
-        assert (await daemon.entry(kind="tcp")).cause == "ECONNRESET"
+            assert (await daemon.entry(kind="tcp")).cause == "ECONNRESET"
 
 
 async def test_a_web_socket_becomes_plain_bytes() -> None:
@@ -393,7 +391,7 @@ async def test_all_sessions_have_so_many_connections(monkeypatch: pytest.MonkeyP
 
 
 async def test_connections_beyond_the_rate_wait() -> None:
-    """They are served later, and none is refused."""
+    """Connections beyond it are served later, and none is refused."""
     async with egress(names()) as daemon, server(PUBLIC, 5000):
         inside = await daemon.attach("good.example:5000", rate=20.0, burst=2)
         synthetic = await inside.address_of("good.example")

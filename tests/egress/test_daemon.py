@@ -78,7 +78,7 @@ async def test_nothing_is_served_before_the_configuration() -> None:
 
 
 async def test_a_detached_session_leaves_nothing() -> None:
-    """Its connections are reset and logged before the answer; the descriptors are closed, so nothing is steered."""
+    """Connections are reset and logged before the answer; the descriptors are closed, so nothing is steered."""
     async with egress(names()) as daemon, server(PUBLIC, 5000):
         before = descriptors()
         inside = await daemon.attach("good.example:5000")
@@ -160,7 +160,7 @@ async def test_garbage_is_the_end(garbage: bytes) -> None:
 
 
 async def test_connections_wait_while_there_are_no_descriptors() -> None:
-    """Those that no descriptor is left for wait in the backlog, and are served when others have ended."""
+    """Connections that no descriptor is left for stay in the backlog, and are served when others have ended."""
     room = 5
     limit = OWN_DESCRIPTORS + p.MAX_FDS + 2 * room + 1
     async with program("127.0.0.0/8", descriptors=limit) as process, server("127.0.0.1", 5000):

@@ -95,7 +95,7 @@ async def test_a_name_belongs_to_one_session() -> None:
 
 
 async def test_garbage_is_survived() -> None:
-    """Whatever is sent to port 53, the next question is answered."""
+    """After any bytes to port 53, the next question is answered."""
     async with egress(names()) as daemon:
         inside = await daemon.attach("good.example")
         with inside.socket(socket.SOCK_DGRAM) as sock:
@@ -113,7 +113,7 @@ async def test_garbage_is_survived() -> None:
 
 
 async def test_a_look_up_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own question fails after a time, with a failure of the server; other names and sessions are answered."""
+    """The question for it fails after a time, as a failure of the server; other names and sessions are answered."""
     monkeypatch.setattr(resolver, "DEADLINE_S", 0.3)
     outside = names()
     hanging = [f"h{each}.example" for each in range(resolver.MAX_THREADS_OF_SESSION)]
@@ -135,7 +135,7 @@ async def test_a_look_up_that_hangs_holds_up_no_other(monkeypatch: pytest.Monkey
 
 
 async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it they are refused, with the extended error `not ready`."""
+    """Questions beyond it are refused, with the extended error `not ready`."""
     monkeypatch.setattr(way_out, "DNS_RATE", 0.001)
     monkeypatch.setattr(way_out, "DNS_BURST", 2.0)
     async with egress(names()) as daemon:

@@ -32,7 +32,7 @@ def test_an_address_that_was_never_given_stands_for_nothing() -> None:
 
 
 def test_the_oldest_name_without_a_connection_goes_first() -> None:
-    """Its address then stands for the new name alone; one that carries a connection is never taken."""
+    """The address then stands for the new name alone; one that carries a connection is never taken."""
     names = SyntheticNames(capacity=3)
     first, second, third = (names.give(name) for name in ("a", "b", "c"))
     assert first is not None
@@ -51,7 +51,7 @@ def test_the_oldest_name_without_a_connection_goes_first() -> None:
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
-    """What is left over is kept, up to the burst."""
+    """Tokens that are left over are kept, up to the burst."""
     bucket = RateBucket(rate=10, burst=3)
     assert [bucket.take(100) for _ in range(4)] == [0, 0, 0, 0.1]
     assert bucket.take(100.15) == 0

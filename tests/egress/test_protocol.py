@@ -73,7 +73,7 @@ def test_a_missing_field_is_refused() -> None:
     st.binary(max_size=200) | st.recursive(st.none() | st.text(), st.lists).map(lambda each: json.dumps(each).encode())
 )
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
-    """Whatever arrives is a message or a ProtocolError."""
+    """Any bytes are a message or a ProtocolError."""
     with pytest.raises(p.ProtocolError):
         p.decode_request(data)
 

@@ -30,6 +30,7 @@ from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.helpers.forker import SEED_NAME as SEED
+from nsinit.helpers.network_maker import NAME as NETWORK_MAKER
 from nsinit.wire.launching import Allowance, Grant
 from nsinit.wire.protocol import (
     ANSWERS,
@@ -202,7 +203,7 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        helpers = BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER, SEED
+        helpers = BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER, NETWORK_MAKER, SEED
         return {pid for pid, name in descendants(self.pid) if name not in helpers}
 
     def helpers(self, name: str) -> set[int]:

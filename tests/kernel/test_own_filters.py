@@ -27,6 +27,7 @@ from nsinit.kernel.seccomp.table import NUMBERS
 from nsinit.own_filters import BUILDER as BUILDER_PART
 from nsinit.own_filters import CGROUP_MAKER as CGROUP_MAKER_PART
 from nsinit.own_filters import DAEMON, NSINIT, PARTS, Part, PartFilters, refuse_machine
+from nsinit.own_filters import NETWORK_MAKER as NETWORK_MAKER_PART
 from nsinit.wire.protocol import Built, Failed, SetLimits
 from tests.allowance import ALLOWANCE
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running
@@ -81,15 +82,36 @@ DANGEROUS = (
     *("add_key", "request_key", "fanotify_init", "settimeofday", "acct", "memfd_secret"),
 )
 
+OTHER_COMMAND = 1
+"""Of bpf(2): BPF_MAP_LOOKUP_ELEM."""
+
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_what_a_part_does_not_need_fails_and_is_named(part: Part) -> None:
     """Each refused call fails with ENOSYS; the log has each name once, however often the call was made."""
-    seen, lines = under(part, lambda: [call(name) for _ in range(2) for name in DANGEROUS])
+    seen, lines = under(part, lambda: [call(name, OTHER_COMMAND) for _ in range(2) for name in DANGEROUS])
     assert seen == [errno.ENOSYS] * (2 * len(DANGEROUS))
     assert [(line["event"], line["part"], line["call"]) for line in lines] == [
         ("system call refused", part.name, name) for name in DANGEROUS
     ]
+
+
+def test_one_part_alone_calls_bpf_and_for_four_commands() -> None:
+    """Of all commands of bpf(2) the network maker has those that steer, of netlink the routes alone; no other part has
+    any."""
+
+    def commands() -> object:
+        sockets = [call("socket", socket.AF_NETLINK, socket.SOCK_RAW, family) for family in (0, 4, 12)]
+        return [number for number in range(64) if call("bpf", number) != errno.ENOSYS], sockets
+
+    for part in PARTS:
+        found, _ = under(part, commands)
+        assert isinstance(found, list)
+        allowed, sockets = found
+        steering = [k.BPF_MAP_CREATE, k.BPF_MAP_UPDATE_ELEM, k.BPF_PROG_LOAD, k.BPF_LINK_CREATE]
+        assert allowed == (steering if part is NETWORK_MAKER_PART else [])
+        if part is NETWORK_MAKER_PART:
+            assert sockets == [0, errno.ENOSYS, errno.ENOSYS]
 
 
 OTHERS = {
@@ -98,6 +120,10 @@ OTHERS = {
     "cgroup maker": (
         CGROUP_MAKER_PART,
         ("execve", "mount", "unshare", "setns", "clone", "socket", "kill", "renameat2"),
+    ),
+    "network maker": (
+        NETWORK_MAKER_PART,
+        ("execve", "mount", "unshare", "clone", "kill", "openat", "connect", "accept4", "capset", "chroot"),
     ),
 }
 

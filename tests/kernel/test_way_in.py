@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from nsinit.wire.protocol import MAX_SOCKETS, Failed, OpenSockets, SocketsOpened, Teardown
-from runner.wire.protocol import Exec, ExecReply
 from tests.kernel.harness import Nsinit, Sandbox, host_plan, new_id
 from tests.waiting import patience
 
@@ -53,11 +52,7 @@ def box(server: Nsinit) -> Sandbox:
 
 def serve(box: Sandbox) -> None:
     """Have a server listen inside on port 8000 of the loopback."""
-    reply, out, err = box.request(
-        Exec(f"t{new_id()}", f"python3 - <<'END'\n{SERVER}\nEND", stateless=True, timeout_ms=round(patience(20_000)))
-    )
-    assert isinstance(reply, ExecReply), reply
-    assert out == b"listens\n", err.decode()
+    assert box.run(f"python3 - <<'END'\n{SERVER}\nEND") == "listens"
 
 
 def test_a_socket_reaches_a_server_of_its_session(server: Nsinit, box: Sandbox) -> None:

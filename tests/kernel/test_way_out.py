@@ -8,7 +8,6 @@ import errno
 import os
 import resource
 import select
-import signal
 import socket
 import struct
 import threading
@@ -25,8 +24,18 @@ from nsinit.kernel import netlink, steering, syscalls
 from nsinit.sandbox import network
 from nsinit.steps import StepFailed
 from nsinit.wire.protocol import Adopt, Failed, NetworkOpened, OpenNetwork, Prepare
-from runner.wire.protocol import Exec, ExecReply
-from tests.kernel.harness import ROOMY, Nsinit, Sandbox, data_directory, host_plan, new_id, running, wait_until
+from runner.wire.protocol import ExecReply, RunProgram
+from tests.kernel.harness import (
+    ROOMY,
+    Nsinit,
+    Sandbox,
+    data_directory,
+    host_plan,
+    new_id,
+    new_node_id,
+    running,
+    wait_until,
+)
 from tests.waiting import patience
 
 PATIENCE_S = 20.0
@@ -59,6 +68,12 @@ class WayOut:
         connection, _ = self.listener.accept()
         connection.settimeout(patience(PATIENCE_S))
         return connection, connection.getsockname()
+
+    def take(self) -> tuple[str, int]:
+        """Accept the next connection, close it, and return the address that its client asked for."""
+        connection, asked_for = self.accept()
+        connection.close()
+        return asked_for
 
     def has_connection(self) -> bool:
         """Tell whether a connection waits to be accepted."""
@@ -95,10 +110,9 @@ def refused(server: Nsinit, session_id: str) -> Failed:
 
 def told(box: Sandbox, script: str, *, user: str | None = None) -> dict[str, str]:
     """Run a script inside that prints names and answers."""
-    command = f"python3 - <<'END_OF_SCRIPT'\n{PRELUDE}\n{script}\nEND_OF_SCRIPT"
-    reply, out, err = box.request(
-        Exec(f"t{new_id()}", command, stateless=True, user=user, timeout_ms=round(patience(20_000)))
-    )
+    argv = "python3", "-c", f"{PRELUDE}\n{script}"
+    program = RunProgram(f"t{new_id()}", argv, user=user, timeout_ms=round(patience(20_000)))
+    reply, out, err = box.request(program)
     assert isinstance(reply, ExecReply), reply
     assert reply.exit_code == 0, err.decode()
     return dict(line.split(" ", 1) for line in out.decode().splitlines())
@@ -114,6 +128,30 @@ def meanwhile(work: Callable[[], object]) -> Iterator[list[Any]]:
         yield results
     finally:
         thread.join()
+
+
+@contextlib.contextmanager
+def in_network(netns_fd: int = -1) -> Iterator[None]:
+    """Be in a network namespace, a new one unless given, with this thread."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    if netns_fd < 0:
+        syscalls.unshare(k.CLONE_NEWNET)
+    else:
+        syscalls.setns(netns_fd, k.CLONE_NEWNET)
+    try:
+        yield
+    finally:
+        syscalls.setns(home, k.CLONE_NEWNET)
+        os.close(home)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Nsinit]:
+    """An nsinit with its network maker, which is there from the first way out on and is no leak of a test."""
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        open_network(nsinit, nsinit.build(host_plan())).close()
+        nsinit.remove_sandboxes()
+        yield nsinit
 
 
 @pytest.fixture
@@ -133,8 +171,8 @@ def test_a_connection_to_any_address_and_port_arrives_with_that_name(box: Sandbo
     for host, port in (FOREIGN, ("10.0.0.1", 22), ("169.254.169.254", 80), ("198.18.1.9", 65535), ("8.8.8.8", 53)):
         script = f"""
 with socket.create_connection(({host!r}, {port}), timeout=20) as there:
-    there.sendall(b"ask"); there.shutdown(socket.SHUT_WR)
-    print("peer", *there.getpeername()); print("own", there.getsockname()[0]); print("got", there.makefile().read())
+    print("peer", *there.getpeername()); print("own", there.getsockname()[0])
+    there.sendall(b"ask"); there.shutdown(socket.SHUT_WR); print("got", there.makefile().read())
 """
         with meanwhile(lambda: told(box, script)) as results:  # noqa: B023
             connection, asked_for = way_out.accept()
@@ -194,12 +232,7 @@ for name, server in (("foreign", any_port), ("proxy", own)):
 """
     own = {host: host for host in ("127.0.0.1", "127.9.9.9", network.ADDRESS)}
     assert told(box, script) == {**own, "foreign": "EAGAIN", "proxy": "EAGAIN"}
-    asked_for = []
-    for _ in range(2):
-        connection, name = way_out.accept()
-        connection.close()
-        asked_for.append(name)
-    assert asked_for == [FOREIGN, (network.ADDRESS, 3128)]
+    assert [way_out.take(), way_out.take()] == [FOREIGN, (network.ADDRESS, 3128)]
     assert not way_out.has_connection()
 
 
@@ -221,8 +254,8 @@ with socket.create_connection({FOREIGN}, timeout=20) as c:
 
 @pytest.mark.parametrize("user", [None, "root"])
 def test_nobody_inside_undoes_any_of_it(box: Sandbox, way_out: WayOut, user: str | None) -> None:
-    """Route, address, device, raw and packet sockets, filters, foreign addresses as one's own, pings and settings of the
-    network are refused, to the session's root, too; and a connection arrives as before."""
+    """Route, address, device, raw and packet sockets, filters, foreign addresses as one's own, pings and settings of
+    the network are refused, to the session's root, too; and a connection arrives as before."""
     script = f"""
 def asked(kind, body):
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as route:
@@ -234,8 +267,6 @@ def option(level, name, value=1):
     with socket.socket() as s: s.setsockopt(level, name, value)
 def made(*kind): socket.socket(*kind).close()
 def write(name): open("/proc/sys/net/" + name, "w").write("1")
-def foreign():
-    with socket.socket() as s: s.connect(("203.0.113.9", 9)); print("from", s.getsockname()[0])
 for name, work in dict(
     address=lambda: asked(21, struct.pack("=BBBBI", 2, 32, 0, 0, 1) + own),
     route=lambda: asked(25, struct.pack("=8BI", 2, 0, 0, 0, 255, 0, 254, 2, 0)),
@@ -251,9 +282,7 @@ for name, work in dict(
     assert set(answers.values()) <= {"EPERM", "EACCES", "EROFS", "ENOSYS", "EAFNOSUPPORT", "EPROTONOSUPPORT"}, answers
     assert len(answers) == 11
     assert told(box, f"print('dialled', dialled(*{FOREIGN}))", user=user) == {"dialled": "done"}
-    connection, asked_for = way_out.accept()
-    connection.close()
-    assert asked_for == FOREIGN
+    assert way_out.take() == FOREIGN
 
 
 def test_a_foreign_address_as_ones_own_leads_nowhere_but_here(box: Sandbox, way_out: WayOut) -> None:
@@ -266,9 +295,7 @@ with socket.socket() as s:
 server.setblocking(False); print("server", attempt(server.accept))
 """
     assert told(box, script) == {"server": "EAGAIN"}
-    connection, asked_for = way_out.accept()
-    connection.close()
-    assert asked_for == FOREIGN
+    assert way_out.take() == FOREIGN
 
 
 def test_without_the_link_connections_are_refused(box: Sandbox, way_out: WayOut) -> None:
@@ -302,7 +329,7 @@ def test_a_second_way_out_waits_for_the_end_of_the_first(server: Nsinit, box: Sa
     assert (failed.stage, failed.errno) == ("network: sockets", errno.EADDRINUSE)
     assert 2 <= time.monotonic() - began < patience(PATIENCE_S)
     assert told(box, f"print('first', dialled(*{FOREIGN}))") == {"first": "done"}
-    way_out.accept()[0].close()
+    assert way_out.take() == FOREIGN
     seq = server.send(OpenNetwork, session_id=box.session_id)
     way_out.close()
     answer, fds = server.receive()
@@ -310,15 +337,14 @@ def test_a_second_way_out_waits_for_the_end_of_the_first(server: Nsinit, box: Sa
     assert answer.seq == seq
     second = WayOut(fds)
     assert told(box, f"print('second', dialled(*{FOREIGN}))") == {"second": "done"}
-    assert second.accept()[1] == FOREIGN
+    assert second.take() == FOREIGN
     second.close()
 
 
 def test_ports_that_a_program_took_before_are_a_failure_that_leaves_nothing(server: Nsinit, box: Sandbox) -> None:
     """A name server inside on every address keeps the way out from opening; the session is as before, until it ends."""
-    box.run(
-        "python3 -c 'import socket; s = socket.socket(2, 2); s.bind((\"0.0.0.0\", 53)); print(1, flush=True); s.recv(9)' >f &"
-    )
+    taken = 'import socket; s = socket.socket(2, 2); s.bind(("0.0.0.0", 53)); print(1, flush=True); s.recv(9)'
+    box.run(f"python3 -c '{taken}' >f &")
     box.run("until [ -s f ]; do sleep 0.01; done")
     assert refused(server, box.session_id).errno == errno.EADDRINUSE
     assert told(box, f"print('tcp', attempt(lambda: dialled(*{FOREIGN})))") == {"tcp": "ENETUNREACH"}
@@ -327,35 +353,29 @@ def test_ports_that_a_program_took_before_are_a_failure_that_leaves_nothing(serv
     opened.close()
 
 
-STEPS = {1: "address and route", 2: "sockets", 3: "sockets", 4: "map", 5: "program", 6: "link"}
-"""The steps that the n-th new descriptor of the network maker belongs to."""
-
-
 def test_a_step_that_fails_takes_back_those_before(server: Nsinit, box: Sandbox) -> None:
     """The network maker may have one descriptor more each time, up to the last: the named step fails, the session has
     no route and no address, and the network maker holds nothing and serves the next."""
-    open_network(server, box).close()
     (maker,) = server.helpers(NETWORK_MAKER)
     held = set(os.listdir(f"/proc/{maker}/fd"))
-    other = server.build(host_plan())
-    usual = resource.prlimit(maker, resource.RLIMIT_NOFILE)
-    seen = []
-    # An order brings two descriptors; numbers begin at 0, and none below the highest is free.
-    first = len(held) + 2
-    assert held == {str(fd) for fd in range(len(held))}
-    for more in range(6):
-        resource.prlimit(maker, resource.RLIMIT_NOFILE, (first + more, usual[1]))
-        failed = refused(server, other.session_id)
-        assert failed.errno == errno.EMFILE
-        seen.append(failed.stage.removeprefix("network: "))
-        assert told(other, f"print('tcp', attempt(lambda: dialled(*{FOREIGN})))") == {"tcp": "ENETUNREACH"}
-        assert told(
-            other, f"with socket.socket() as s: print('own', attempt(lambda: s.bind(({network.ADDRESS!r}, 9))))"
-        ) == {"own": "EADDRNOTAVAIL"}
-        assert set(os.listdir(f"/proc/{maker}/fd")) == held
-    resource.prlimit(maker, resource.RLIMIT_NOFILE, usual)
-    assert seen == ["address and route", "sockets", "sockets", "map", "program", "link"]
-    open_network(server, other).close()
+    free = [fd for fd in range(64) if str(fd) not in held]
+    usual, seen = resource.prlimit(maker, resource.RLIMIT_NOFILE), []
+    script = f"""
+print("tcp", attempt(lambda: dialled(*{FOREIGN})))
+with socket.socket() as s: print("own", attempt(lambda: s.bind(({network.ADDRESS!r}, 9))))
+"""
+    try:
+        for number in range(2, 7):  # an order brings two
+            resource.prlimit(maker, resource.RLIMIT_NOFILE, (free[number], usual[1]))
+            failed = refused(server, box.session_id)
+            assert failed.errno == errno.EMFILE
+            seen.append(failed.stage)
+            assert told(box, script) == {"tcp": "ENETUNREACH", "own": "EADDRNOTAVAIL"}
+            assert set(os.listdir(f"/proc/{maker}/fd")) == held
+    finally:
+        resource.prlimit(maker, resource.RLIMIT_NOFILE, usual)
+    assert seen == [f"network: {step}" for step in ("address and route", "sockets", "map", "program", "link")]
+    open_network(server, box).close()
     assert server.helpers(NETWORK_MAKER) == {maker}
 
 
@@ -391,25 +411,27 @@ def test_a_kernel_without_such_programs_is_named_and_nothing_is_left(monkeypatch
     os.waitpid(pid, 0)
 
 
-def test_a_network_maker_that_dies_fails_its_order_alone(server: Nsinit, box: Sandbox) -> None:
-    """Killed over an order it is replaced, under its own filter alone, and the next order is carried out."""
-    open_network(server, box).close()
-    (maker,) = server.helpers(NETWORK_MAKER)
-    os.kill(maker, signal.SIGSTOP)
-    server.send(OpenNetwork, session_id=box.session_id)
-    os.kill(maker, signal.SIGKILL)
-    failed, _ = server.receive()
-    assert isinstance(failed, Failed), failed
-    assert failed.stage == "network: network maker"
-    open_network(server, box).close()
-    (next_one,) = server.helpers(NETWORK_MAKER)
-    status = Path(f"/proc/{next_one}/status").read_text()
-    assert next_one != maker
-    assert "Seccomp_filters:\t1\n" in status
-    only = 1 << k.CAP_NET_ADMIN | 1 << k.CAP_SYS_ADMIN
-    assert f"CapEff:\t{only:016x}\n" in status
-    assert f"CapBnd:\t{0:016x}\n" not in status
-    assert os.readlink(f"/proc/{next_one}/ns/net") == os.readlink(f"/proc/{server.pid}/ns/net")
+def test_a_network_maker_that_dies_fails_its_order_alone() -> None:
+    """There is none before the first way out. One that dies over an order is replaced, under its own filter alone, and
+    the next order is carried out."""
+    with data_directory() as data_dir, running(data_dir) as server:
+        box = server.build(host_plan())
+        assert server.helpers(NETWORK_MAKER) == set()
+        open_network(server, box).close()
+        (maker,) = server.helpers(NETWORK_MAKER)
+        held = set(os.listdir(f"/proc/{maker}/fd"))
+        free = [fd for fd in range(64) if str(fd) not in held]
+        resource.prlimit(maker, resource.RLIMIT_NOFILE, (free[1], free[1]))  # an order brings two
+        failed = refused(server, box.session_id)
+        assert failed.stage == "network: network maker"
+        open_network(server, box).close()
+        (next_one,) = server.helpers(NETWORK_MAKER)
+        status = Path(f"/proc/{next_one}/status").read_text()
+        assert next_one != maker
+        assert "Seccomp_filters:\t1\n" in status
+        only = 1 << k.CAP_NET_ADMIN | 1 << k.CAP_SYS_ADMIN
+        assert f"CapPrm:\t{only:016x}\nCapEff:\t{only:016x}\n" in status
+        assert os.readlink(f"/proc/{next_one}/ns/net") == os.readlink(f"/proc/{server.pid}/ns/net")
 
 
 def test_only_a_session_that_runs_gets_a_way_out(server: Nsinit) -> None:
@@ -428,21 +450,23 @@ def test_the_next_nsinit_opens_a_way_out_of_a_session_that_it_did_not_build() ->
     """After the end of the first nsinit the way out goes on while its descriptors are open, and the next one makes
     another when they are closed."""
     with data_directory() as data_dir:
-        with running(data_dir, "adopting") as first:
+        node_id = new_node_id()
+        with running(data_dir, node_id) as first:
             box = first.build(host_plan())
             opened = open_network(first, box)
             first.kill()
             assert told(box, f"print('tcp', dialled(*{FOREIGN}))") == {"tcp": "done"}
             opened.close()
-        with running(data_dir, "adopting") as second:
-            _, fds = second.ask(Adopt, session_id=box.session_id)
-            for fd in fds:
-                os.close(fd)
-            opened = open_network(second, box)
-            assert told(box, f"print('tcp', dialled(*{FOREIGN}))") == {"tcp": "done"}
-            assert opened.accept()[1] == FOREIGN
-            opened.close()
             box.release()
+        with running(data_dir, node_id) as second:
+            _, fds = second.ask(Adopt, session_id=box.session_id)
+            opened = open_network(second, box)
+            netns_fd = os.open(f"/proc/{box.pid}/ns/net", os.O_RDONLY)
+            with in_network(netns_fd), socket.create_connection(FOREIGN, timeout=patience(PATIENCE_S)):
+                assert opened.take() == FOREIGN
+            opened.close()
+            for fd in (*fds, netns_fd):
+                os.close(fd)
 
 
 # The name server's address ------------------------------------------------------------------------------------------
@@ -495,7 +519,7 @@ def test_what_a_session_made_of_its_etc_misleads_nobody(server: Nsinit, box: San
         )
     else:
         assert "name server not written" in server.log
-        assert told(box, f"print('tcp', dialled(*{FOREIGN}))", user="root") == {"tcp": "done"}
+        assert told(box, f"print('tcp', dialled(*{FOREIGN}))", user="0") == {"tcp": "done"}
     opened.close()
 
 
@@ -507,24 +531,12 @@ _NETNSA_NSID, _NETNSA_FD = 1, 3
 _BPF_PROG_GET_FD_BY_ID, _BPF_LINK_GET_FD_BY_ID = 13, 30
 
 
-@contextlib.contextmanager
-def in_own_network() -> Iterator[None]:
-    """Be in a new network namespace, with this thread."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    syscalls.unshare(k.CLONE_NEWNET)
-    try:
-        yield
-    finally:
-        syscalls.setns(home, k.CLONE_NEWNET)
-        os.close(home)
-
-
 class Obituaries:
     """Tells when network namespaces end: the kernel removes the numbers that they have in another namespace, and says
     so (rtnetlink's group NSID)."""
 
     def __init__(self) -> None:
-        with in_own_network():
+        with in_network():
             self._news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, netlink.NETLINK_ROUTE)
             self._requests = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, netlink.NETLINK_ROUTE)
         self._news.bind((0, 1 << _RTNLGRP_NSID - 1))
@@ -571,7 +583,7 @@ def exists(command: int, number: int) -> bool:
 
 
 def test_nothing_stays_of_fifty_sessions(server: Nsinit) -> None:
-    """Their namespaces, sockets, links and programs are gone when sessions and descriptors are, in either order; the
+    """Namespaces, sockets, links and programs are gone when sessions and descriptors are, in either order; the
     network maker holds what it held before."""
     obituaries, numbers, held = Obituaries(), [], set[str]()
     for turn in range(50):

@@ -202,6 +202,8 @@ def test_folded_lines_and_bare_ends_of_lines_are_written_in_one_form() -> None:
     """The server gets no fold, and no line that ends in another way."""
     step = guard().from_client(b"GET / HTTP/1.1\nHost: example.org\r\nX: a\r\n\t b\n\n")
     assert step == Step(to_server=b"GET / HTTP/1.1\r\nHost: example.org\r\nX: a b\r\n\r\n")
+    step = guard().from_client(post(b"Content-Length: 2, 2", b"Content-Length: 2", body=b"hi"))
+    assert step == Step(to_server=post(b"Content-Length: 2", body=b"hi"))
 
 
 def test_a_refusal_of_head_has_no_body() -> None:

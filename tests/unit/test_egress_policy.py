@@ -102,6 +102,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
         ("*.Example.org:8443,22,22", "*.example.org:22,8443"),
         ("example.org:80,443", "example.org:80,443"),
         ("bücher.example", "xn--bcher-kva.example"),
+        ("BÜCHER.example.", "xn--bcher-kva.example"),
         ("192.0.2.7/32:22", "192.0.2.7:22"),
         ("192.0.2.0/24", "192.0.2.0/24"),
         ("2001:DB8:0::1", "2001:db8::1"),
@@ -125,6 +126,7 @@ def test_rules_have_one_form(text: str, canonical: str) -> None:
         *("[::1", "::1]:80", "[::1]80", "[::1]:", "a:", "a:0", "a:65536", "a:080", "a:-1", "a:+1", "a:8٠", "a:1,"),
         *("good@evil", "http://a", "a/b", "a\n", "a\0", "a,b", "x" * 64, ".".join(["x" * 63] * 4), "ß.de", "a。b"),
         *("\u200da.org", "ａ.org", "\ud800", "é" * 300, "a:" + ",".join(["1"] * (MAX_PORTS + 1))),
+        *("\u212a.org", "\u212aü.org", "İ.org"),
     ],
 )  # fmt: skip
 def test_what_is_no_rule_is_refused(text: str) -> None:
@@ -168,6 +170,7 @@ def test_ports_that_are_left_out() -> None:
     assert [policy.judge("bad.org", None, port).reason for port in (80, 25)] == [Reason.DENIED, Reason.DENIED]
     assert [policy.judge("ssh.org", None, port).reason for port in (80, 22)] == [None, Reason.DENIED]
     assert policy.judge_name("bad.org").reason is Reason.DENIED
+    assert parse_policy("allow", ["a.org:22"], ["*.org:22"]).judge_name("a.org").reason is Reason.DENIED
     assert policy.judge_name("a.net").reason is Reason.NOT_ALLOWED
     assert policy.judge_name("org").reason is Reason.NOT_ALLOWED
 

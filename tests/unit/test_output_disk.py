@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandkasten.model import Cause, ExecEnd, ExecKind, Output, Stream, TerminalSize, Usage
+from sandkasten.model.network import EgressDenial
 from sandkasten.model.run import is_made, make_exec_id
 from sandkasten.output import disk
 from sandkasten.output.disk import (
@@ -73,7 +74,8 @@ FACTS = RunFacts(
     readings=(1, -1, 3, 4, 5, 1),
 )
 USAGE = Usage(1, 2, 3)
-END = ExecEnd("run/1", 137, 9, Cause.OOM, "/tmp/\udcff", 12, None, shell_restarted=True, usage=USAGE, victim="v")
+DENIED = (EgressDenial("a.example", 443, "not_allowed", 3), EgressDenial("b.example", None, "denied"))
+END = ExecEnd("run/1", 137, 9, Cause.OOM, "/tmp/\udcff", 12, None, True, USAGE, victim="v", egress_denied=DENIED)
 ENDED = RunState(MOMENT, 7, END, MOMENT, last_sequence=4, stdout_bytes=12, stderr_bytes=4)
 
 

@@ -156,7 +156,7 @@ def text_bytes(run: Run) -> int:
     spec = run.request.spec
     texts = [run.exec_id, run.request.command, spec.command, *(spec.argv or ()), *spec.env.values()]
     if run.end is not None:
-        texts += (run.end.cwd, run.end.victim)
+        texts += (run.end.cwd, run.end.victim, *(each.host for each in run.end.egress_denied))
     return sum(map(sys.getsizeof, [text for text in texts if text is not None]))
 
 

@@ -23,7 +23,7 @@ import trio
 from egress import protocol
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit import ask_patiently, open_network
+from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
 from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.journal.egress import EgressLogs
@@ -101,6 +101,24 @@ class _Way:
     settled: trio.Event = attrs.field(factory=trio.Event)
     """Set when the wish is in force, or was refused."""
     refusal: SandkastenError | None = None
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the present process does as wished."""
+        return self.is_attached and self.settled.is_set()
+
+    def take(self, sockets: NetworkSockets) -> None:
+        """Own the descriptors that nsinit made."""
+        self.fds = sockets.fds
+
+    def note_attached(self, *, attached: bool) -> None:
+        """Record whether the present process has the descriptors."""
+        self.is_attached = attached
+
+    def settle(self, refusal: SandkastenError | None = None) -> None:
+        """Tell those who wait that the wish is in force, or refused."""
+        self.refusal = refusal
+        self.settled.set()
 
     def wish(self, policy: protocol.PolicyText, limits: protocol.WayOutLimits) -> None:
         self.policy, self.limits = policy, limits
@@ -206,7 +224,7 @@ class EgressClient(Actor):
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
             raise EgressUnavailable("the way out was closed meanwhile")
-        way.fds = sockets.fds
+        way.take(sockets)
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
         """Return policy and limits as the process takes them. Raises `InvalidRule`."""
@@ -219,8 +237,7 @@ class EgressClient(Actor):
         way = self._ways.pop(session_id, None)
         if way is not None:
             way.close()
-            way.refusal = EgressUnavailable("the way out was closed meanwhile")
-            way.settled.set()
+            way.settle(EgressUnavailable("the way out was closed meanwhile"))
             if way.is_attached:
                 self._detached[session_id] = trio.Event()
                 self._set_to_work()
@@ -288,19 +305,25 @@ class EgressClient(Actor):
             with trio.CancelScope(shield=True):
                 await end_process(process)
             for way in self._ways.values():
-                way.is_attached = False
+                way.note_attached(attached=False)
             while self._detached:
                 self._detached.popitem()[1].set()
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
+        has_ended = trio.Event()
         async with trio.open_nursery() as nursery:
-            assert process.log is not None, "only nsinit may be a service apart"
-            nursery.start_soon(forward_log, process.log.fileno())
+            nursery.start_soon(self._forward_log, process, has_ended)
             await link.serve()
-            nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
-        running.cancel()
+            with trio.move_on_after(_LAST_WORDS_S):
+                await has_ended.wait()
+            running.cancel()
+
+    async def _forward_log(self, process: ChildProcess, has_ended: trio.Event) -> None:
+        assert process.log is not None, "only nsinit may be a service apart"
+        await forward_log(process.log.fileno(), "egress")
+        has_ended.set()
 
     async def _settle(self, link: EgressLink) -> None:
         """Bring the process from wish to wish. Ends with a wish that is not answered in time."""
@@ -311,27 +334,30 @@ class EgressClient(Actor):
                 del self._detached[session_id]
                 is_detached.set()
             for way in list(self._ways.values()):
-                is_in_force = way.is_attached and way.settled.is_set()
-                if way.fds and not is_in_force and self._ways.get(way.session_id) is way:
+                if way.fds and not way.is_in_force and self._ways.get(way.session_id) is way:
                     await self._put_in_force(link, way)
             await self._work.wait()
 
     async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
-        settled = way.settled
+        settled, refusal = way.settled, None
         try:
             if way.is_attached:
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
             else:
                 order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
-                way.is_attached = True  # also when the answer does not come: then the session is detached later
+                way.note_attached(
+                    attached=True
+                )  # also when the answer does not come: then the session is detached later
                 with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
                     fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]
                     await self._request(link, order, fds)
         except EgressUnavailable as error:
             log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
-            if settled is way.settled:
-                way.refusal = error
-        settled.set()
+            refusal = error
+        if settled is way.settled:
+            way.settle(refusal)
+        else:  # there is another wish by now
+            settled.set()
 
     async def _request(self, link: EgressLink, request: protocol.EgressRequest, fds: Sequence[int] = ()) -> None:
         with trio.fail_after(_IN_FORCE_S):
@@ -351,22 +377,9 @@ class EgressClient(Actor):
 
     def _note_denial(self, entry: protocol.EgressEntry) -> None:
         denials = self._denials.setdefault(entry.session_id, _Denials())
-        denials.count += 1
-        denials.last = entry
+        denials.add(entry)
         if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
-            self._tell(entry.session_id, denials)
-
-    def _tell(self, session_id: str, denials: _Denials) -> None:
-        assert denials.last is not None
-        self._journal.emit(
-            EventType.EGRESS_DENIED,
-            session_id,
-            host=denials.last.host,
-            port=None if denials.last.kind == "dns" else denials.last.port,
-            reason=denials.last.reason,
-            count=denials.count,
-        )
-        denials.count, denials.told_at = 0, trio.current_time()
+            self._journal.emit(EventType.EGRESS_DENIED, entry.session_id, **denials.told())
 
     async def _tell_denials(self) -> None:
         """Tell of refusals that came soon after others, some seconds later."""
@@ -374,7 +387,7 @@ class EgressClient(Actor):
             await trio.sleep(_DENIALS_EVERY_S)
             for session_id, denials in self._denials.items():
                 if denials.count:
-                    self._tell(session_id, denials)
+                    self._journal.emit(EventType.EGRESS_DENIED, session_id, **denials.told())
 
 
 @attrs.define
@@ -384,6 +397,17 @@ class _Denials:
     count: int = 0
     told_at: float = float("-inf")
     last: protocol.EgressEntry | None = None
+
+    def add(self, entry: protocol.EgressEntry) -> None:
+        self.count, self.last = self.count + 1, entry
+
+    def told(self) -> dict[str, object]:
+        """Return the fields of an event about them, and begin to count anew."""
+        assert self.last is not None, "an event tells of a refusal"
+        port = None if self.last.kind == "dns" else self.last.port
+        fields = {"host": self.last.host, "port": port, "reason": self.last.reason, "count": self.count}
+        self.count, self.told_at = 0, trio.current_time()
+        return fields
 
 
 async def end_process(process: ChildProcess) -> None:
