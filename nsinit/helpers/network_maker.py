@@ -96,10 +96,7 @@ def _serve(order: OpenWayOut | MakeSockets, netns_fd: int, answer_fd: int, home_
         with steps.step(f"{NETWORK_STAGE}namespace"):
             syscalls.setns(netns_fd, k.CLONE_NEWNET)
         try:
-            if isinstance(order, MakeSockets):
-                made = make_sockets(order.count)
-            else:
-                made = open_way_out(netns_fd)
+            made = make_sockets(order.count) if isinstance(order, MakeSockets) else open_way_out(netns_fd)
         finally:
             syscalls.setns(home_fd, k.CLONE_NEWNET)
     except StepFailed as error:

@@ -14,13 +14,13 @@ from sandkasten.config.values import DashboardSettings as DashboardSettings
 from sandkasten.config.values import Defaults as Defaults
 from sandkasten.config.values import DiskSettings as DiskSettings
 from sandkasten.config.values import EgressSettings as EgressSettings
-from sandkasten.config.values import PreviewSettings as PreviewSettings
 from sandkasten.config.values import EventsSettings as EventsSettings
 from sandkasten.config.values import FaultSettings as FaultSettings
 from sandkasten.config.values import IsolationSettings as IsolationSettings
 from sandkasten.config.values import Maximum as Maximum
 from sandkasten.config.values import PoolSettings as PoolSettings
 from sandkasten.config.values import PoolSize as PoolSize
+from sandkasten.config.values import PreviewSettings as PreviewSettings
 from sandkasten.config.values import RecordsSettings as RecordsSettings
 from sandkasten.config.values import RunsSettings as RunsSettings
 from sandkasten.config.values import SecuritySettings as SecuritySettings

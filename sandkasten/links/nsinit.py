@@ -65,8 +65,8 @@ def _nothing() -> None:
 
 @attrs.frozen
 class ChildProcess:
-    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also its pidfd and its
-    log's read end.
+    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also its
+    pidfd and its log's read end.
 
     `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
     """
@@ -93,7 +93,6 @@ class StartEgress(Protocol):
     """A way to start the egress process or the preview gateway."""
 
     async def __call__(self, role: Role = "egress") -> ChildProcess: ...
-
 
 
 async def start_as_child() -> ChildProcess:

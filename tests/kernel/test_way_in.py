@@ -52,7 +52,7 @@ def box(server: Nsinit) -> Sandbox:
 
 def serve(box: Sandbox) -> None:
     """Have a server listen inside on port 8000 of the loopback."""
-    assert box.run(f"python3 - <<'END'\n{SERVER}\nEND") == "listens"
+    assert box.python(SERVER) == "listens"
 
 
 def test_a_socket_reaches_a_server_of_its_session(server: Nsinit, box: Sandbox) -> None:

@@ -405,7 +405,12 @@ class _Denials:
         """Return the fields of an event about them, and begin to count anew."""
         assert self.last is not None, "an event tells of a refusal"
         port = None if self.last.kind == "dns" else self.last.port
-        fields = {"host": self.last.host, "port": port, "reason": self.last.reason, "count": self.count}
+        fields: dict[str, object] = {
+            "host": self.last.host,
+            "port": port,
+            "reason": self.last.reason,
+            "count": self.count,
+        }
         self.count, self.told_at = 0, trio.current_time()
         return fields
 

@@ -9,7 +9,6 @@ session that has previews, and closed with the session, whose network they would
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence

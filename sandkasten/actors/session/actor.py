@@ -7,8 +7,8 @@ kernel. Cancelling the actor leaves the sandbox running, to be adopted by the ne
 a death tears the sandbox down.
 
 Begin at `SessionActor.handle`. The first request to PID 1 is in `birth.py`, a pause in `pausing.py`, a change of limits
-in `changing.py`, previews in `previews.py`, the end in `ending.py`. The runs, shells, terminals and ports of the session are in `actors.runs`;
-they see this actor as `SessionServices`.
+in `changing.py`, previews in `previews.py`, the end in `ending.py`. The runs, shells, terminals and ports of the
+session are in `actors.runs`; they see this actor as `SessionServices`.
 """
 
 from __future__ import annotations

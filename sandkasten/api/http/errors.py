@@ -66,6 +66,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.LauncherGone: 500,
     errors.NotInstalled: 501,
     errors.NetworkNotSupported: 501,
+    errors.PreviewsOff: 501,
     errors.Capacity: 503,
     errors.ActorGone: 503,
     errors.NsinitLost: 503,
