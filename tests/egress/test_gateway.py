@@ -310,7 +310,9 @@ async def test_a_websocket_is_carried_both_ways() -> None:
     """After 101 bytes pass as they come, in both directions, until both have ended."""
 
     async def echo(stream: trio.SocketStream) -> None:
-        await stream.send_all(b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nX-A: 1\r\n\r\nhi")
+        await stream.send_all(
+            b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nX-A: 1\r\n\r\nhi"
+        )
         while data := await stream.receive_some(65536):
             await stream.send_all(data)
 
@@ -341,7 +343,9 @@ async def test_a_revoked_preview_ends_what_is_under_way(port: int | None) -> Non
     async with gate() as daemon, inside(daemon, hold):
         stream = await trio.open_tcp_stream(*daemon.address)
         async with stream:
-            await stream.send_all(get(daemon, "Upgrade: websocket").replace(b"Connection: close", b"Connection: Upgrade"))
+            await stream.send_all(
+                get(daemon, "Upgrade: websocket").replace(b"Connection: close", b"Connection: Upgrade")
+            )
             assert (await stream.receive_some(65536)).startswith(b"HTTP/1.1 101")
             daemon.say(knocking.Revoke(SESSION, 1))
             daemon.say(knocking.Revoke("f" * 24, daemon.port))

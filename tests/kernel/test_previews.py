@@ -57,8 +57,7 @@ async def with_server(supervisor: LocalSupervisor) -> Session:
     """A session in which a server listens on port 8000 of the loopback."""
     session = await supervisor.create(SessionSpec())
     started = await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-c", SERVER)))
-    with trio.fail_after(patience(60)):
-        await supervisor.wait_for(session.id, started.exec_id, WaitFor(port=8000))
+    await supervisor.wait_process(session.id, started.exec_id, WaitFor(port=8000), timeout_s=patience(60))
     return session
 
 
@@ -123,7 +122,7 @@ async def test_a_token_is_void_when_its_preview_has_gone(supervisor: LocalSuperv
 
     await until(is_over)
     assert (await fetch(third.url, third.token))[0] == 401
-    closed = []
+    closed: list[object] = []
     async with supervisor.events(session_id=session.id, after="0") as events:
         with trio.fail_after(patience()):
             while len(closed) < 2:

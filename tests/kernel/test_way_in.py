@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from nsinit.wire.protocol import MAX_SOCKETS, Failed, OpenSockets, SocketsOpened, Teardown
-from tests.kernel.harness import Nsinit, Sandbox, host_plan, new_id
+from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_id, running
 from tests.waiting import patience
 
 PATIENCE_S = 20.0
@@ -43,6 +43,16 @@ def opened(server: Nsinit, session_id: str, count: int) -> Iterator[list[socket.
     finally:
         for each in sockets:
             each.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Nsinit]:
+    """An nsinit with its network maker, which is there from the first sockets on and is no leak of a test."""
+    with data_directory() as data_dir, running(data_dir) as nsinit:
+        with opened(nsinit, nsinit.build(host_plan()).session_id, 1):
+            pass
+        nsinit.remove_sandboxes()
+        yield nsinit
 
 
 @pytest.fixture
