@@ -27,7 +27,7 @@ import trio
 
 from egress import knocking as k
 from egress import relay
-from egress.preview import Refusal, Site, Visit, answer_outside
+from egress.preview import Site, Visit, VisitRefused, answer_outside
 from egress.server import log, log_fault
 
 MAX_CONNECTIONS = 1024
@@ -72,7 +72,7 @@ class _Link:
         """Return how long a visit may last, and a socket for it.
 
         Raises:
-            Refusal: the daemon refuses it, or does not answer.
+            VisitRefused: the daemon refuses it, or does not answer.
         """
         answers: list[tuple[k.Admitted | k.Refused, list[int]]] = []
         with trio.move_on_after(ANSWER_S):
@@ -93,9 +93,9 @@ class _Link:
             case [(k.Admitted(lasts_s=lasts_s), [fd])]:
                 return lasts_s, socket.socket(fileno=fd)
             case [(k.Refused() as refused, [])]:
-                raise Refusal(refused.status, refused.code, refused.message)
+                raise VisitRefused(refused.status, refused.code, refused.message)
         _close_all(fd for _, fds in answers for fd in fds)
-        raise Refusal(503, "CAPACITY", "the daemon does not answer; try again")
+        raise VisitRefused(503, "CAPACITY", "the daemon does not answer; try again")
 
     async def _send(self, data: bytes) -> None:
         while True:
@@ -214,7 +214,7 @@ class _Client(_Side):
         """Whether nothing of an answer is on its way."""
         return self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: VisitRefused) -> None:
         """Answer with a refusal, and read what the client still sends, or the answer could be lost with a reset."""
         code = refusal.code.encode()
         await self.answer(refusal.status, f"{refusal.code}: {refusal}\n", [(b"X-Sandkasten-Error", code)])
@@ -313,7 +313,7 @@ class Gateway:
             request = await client.next(HEAD_S)
         except _ClientGone as gone:
             if isinstance(gone.__cause__, h11.RemoteProtocolError) and client.has_no_answer:
-                await client.refuse(Refusal(400, "INVALID_REQUEST", "not HTTP/1 as it must be"))
+                await client.refuse(VisitRefused(400, "INVALID_REQUEST", "not HTTP/1 as it must be"))
             return False
         if not isinstance(request, h11.Request):
             return False
@@ -328,11 +328,11 @@ class Gateway:
                 with self._counted(visit, lasts_s):
                     return await _carry(client, _Side(sock, h11.CLIENT), visit)
                 if client.has_no_answer:
-                    raise Refusal(401, "UNAUTHORIZED", "the preview has ended")
+                    raise VisitRefused(401, "UNAUTHORIZED", "the preview has ended")
                 raise _ClientGone
             finally:
                 relay.close(sock, with_reset=True)
-        except Refusal as refusal:
+        except VisitRefused as refusal:
             await client.refuse(refusal)
             return False
 
@@ -344,9 +344,9 @@ class Gateway:
 
     @contextmanager
     def _counted(self, visit: Visit, lasts_s: float) -> Iterator[None]:
-        """Have a request known as under way; it ends with its preview. Raises `Refusal` beyond the bound."""
+        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound."""
         if self._of_session[visit.session_id] >= MAX_OF_SESSION:
-            raise Refusal(503, "CAPACITY", "too many requests of this session are under way")
+            raise VisitRefused(503, "CAPACITY", "too many requests of this session are under way")
         place = visit.session_id, visit.port
         self._of_session[visit.session_id] += 1
         try:
@@ -369,7 +369,7 @@ async def _carry(client: _Client, inside: _Side, visit: Visit) -> bool:
     """Carry a request inside and its answer out; tell whether another may follow on the client's connection.
 
     Raises:
-        Refusal: nothing of an answer was sent.
+        VisitRefused: nothing of an answer was sent.
         _ClientGone: the connection must end, for either side broke off.
     """
     await _connect(inside.sock, visit.port)
@@ -386,7 +386,7 @@ async def _carry(client: _Client, inside: _Side, visit: Visit) -> bool:
         nursery.start_soon(send_up)
         try:
             await _down(client, inside, visit)
-        except (Refusal, _ClientGone) as error:
+        except (VisitRefused, _ClientGone) as error:
             faults.append(error)
         nursery.cancel_scope.cancel()
     if faults:
@@ -395,7 +395,7 @@ async def _carry(client: _Client, inside: _Side, visit: Visit) -> bool:
 
 
 async def _connect(sock: socket.socket, port: int) -> None:
-    """Connect a socket of a session's network to a server there. Raises `Refusal`."""
+    """Connect a socket of a session's network to a server there. Raises `VisitRefused`."""
     try:
         with trio.fail_after(CONNECT_S):
             code = sock.connect_ex(("127.0.0.1", port))
@@ -406,7 +406,7 @@ async def _connect(sock: socket.socket, port: int) -> None:
                 raise OSError(code, os.strerror(code))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, trio.TooSlowError):
-        raise Refusal(502, "PORT_NOT_LISTENING", f"nothing in this session listens on port {port}") from None
+        raise VisitRefused(502, "PORT_NOT_LISTENING", f"nothing in this session listens on port {port}") from None
 
 
 async def _up(client: _Client, inside: _Side, visit: Visit) -> None:
@@ -455,7 +455,7 @@ async def _down(client: _Client, inside: _Side, visit: Visit) -> None:
                     raise h11.RemoteProtocolError("an answer of another protocol")
     except (OSError, h11.RemoteProtocolError) as error:
         if client.has_no_answer:
-            raise Refusal(502, "BAD_ANSWER", "the server in the session did not answer with HTTP/1") from None
+            raise VisitRefused(502, "BAD_ANSWER", "the server in the session did not answer with HTTP/1") from None
         raise _ClientGone from error
 
 

@@ -36,7 +36,7 @@ _OF_PROXIES = frozenset({b"forwarded", b"x-real-ip", TOKEN_HEADER})
 Headers = list[tuple[bytes, bytes]]
 
 
-class Refusal(Exception):
+class VisitRefused(Exception):
     """A request that goes nowhere: status of HTTP, error code, and a sentence for whoever sent it."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -75,15 +75,15 @@ class Site:
         """Return the visit that a request from the address `client` is.
 
         Raises:
-            Refusal: the request names no preview, or two readers could read it in two ways.
+            VisitRefused: the request names no preview, or two readers could read it in two ways.
         """
         names = [name for name, _ in request.headers]
         if request.http_version not in (b"1.0", b"1.1") or names.count(b"host") != 1:
-            raise Refusal(400, "INVALID_REQUEST", "this takes HTTP/1.0 and HTTP/1.1, with one Host")
+            raise VisitRefused(400, "INVALID_REQUEST", "this takes HTTP/1.0 and HTTP/1.1, with one Host")
         if request.method == b"CONNECT" or not request.target.startswith((b"/", b"*")):
-            raise Refusal(400, "INVALID_REQUEST", "this is no proxy")
+            raise VisitRefused(400, "INVALID_REQUEST", "this is no proxy")
         if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
-            raise Refusal(400, "INVALID_REQUEST", "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
+            raise VisitRefused(400, "INVALID_REQUEST", "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
         fields = dict(request.headers)
         host = fields[b"host"].lower()
         session_id, port = self._place(host)
@@ -128,7 +128,9 @@ class Site:
         match, domain = _LABEL.fullmatch(label), (self.domain or "localhost").encode()
         is_ours = dot and rest.startswith(domain) and _PORT.fullmatch(rest[len(domain) :])
         if match is None or not is_ours or int(match[1]) > 0xFFFF:
-            raise Refusal(404, "NOT_FOUND", "this name is no preview's: they are <port>-<session>." + domain.decode())
+            raise VisitRefused(
+                404, "NOT_FOUND", "this name is no preview's: they are <port>-<session>." + domain.decode()
+            )
         return match[2].decode(), int(match[1])
 
     def _without_cookie(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, list[bytes]]:

@@ -35,7 +35,7 @@ EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
 
 GATEWAY_ID = 61103
-"""Those of the preview gateway, the same program in another role."""
+"""User and group of the preview gateway, the same program in another role."""
 
 _TAG = "type"
 

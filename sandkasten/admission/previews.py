@@ -27,6 +27,14 @@ def preview_key(node_key: bytes) -> bytes:
     return hmac.digest(node_key, b"sandkasten previews", hashlib.sha256)
 
 
+def preview_url(settings: PreviewSettings, session_id: str, port: int, *, listen_port: int) -> str:
+    """Return the URL of a preview; `listen_port` is the gateway's, which a proxy before it hides."""
+    name = f"{port}-{session_id}"
+    if settings.domain is None:
+        return f"http://{name}.localhost:{listen_port}/"
+    return f"https://{name}.{settings.domain}/"
+
+
 def sign_preview(key: bytes, session_id: str, preview: Preview) -> str:
     """Return the token of a preview."""
     end = round(preview.expires_at.timestamp() * 1000)

@@ -69,7 +69,9 @@ COMMON_FIELDS = frozenset({TRACE_ID, KEY_ID, TRUNCATED})
 
 FIELD_TYPES: Mapping[str, type] = MappingProxyType(
     {
-        **dict.fromkeys(("acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str),
+        **dict.fromkeys(
+            ("access", "acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str
+        ),
         **dict.fromkeys(("host", "image", "kind", "mode", "name", "reason", "shell", "victim", "workspace_id"), str),
         **dict.fromkeys((TRACE_ID, KEY_ID), str),
         **dict.fromkeys(("cols", "cpu_ms", "duration_ms", "exit_code", "failures", "oom_kills"), int),

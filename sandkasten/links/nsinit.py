@@ -65,8 +65,8 @@ def _nothing() -> None:
 
 @attrs.frozen
 class ChildProcess:
-    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also its
-    pidfd and its log's read end.
+    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also
+    its pidfd and its log's read end.
 
     `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
     """

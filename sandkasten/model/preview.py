@@ -16,7 +16,7 @@ MAX_PREVIEWS = 16
 
 
 class PreviewAccess(enum.StrEnum):
-    """Those who may see a preview: whoever has its token, or whoever knows its name."""
+    """Access to a preview: for whoever has its token, or for whoever knows its name."""
 
     TOKEN = "token"
     PUBLIC = "public"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import attrs
-import h11
 import pytest
 import trio
 
@@ -69,11 +68,11 @@ async def gate(domain: str | None = None) -> AsyncIterator[Daemon]:
             nursery.cancel_scope.cancel()
 
 
-Handle = Callable[[trio.SocketStream, h11.Connection, h11.Request, bytes], object]
+Serve = Callable[[trio.SocketStream], Awaitable[object]]
 
 
 @asynccontextmanager
-async def inside(daemon: Daemon, handle: Callable[[trio.SocketStream], object]) -> AsyncIterator[list[bytes]]:
+async def inside(daemon: Daemon, handle: Serve) -> AsyncIterator[list[bytes]]:
     """A server behind the gateway; yields what it has read of each connection, up to the end of the first head."""
     heads: list[bytes] = []
 
@@ -86,7 +85,7 @@ async def inside(daemon: Daemon, handle: Callable[[trio.SocketStream], object]) 
                 head += data
             heads.append(head)
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await handle(stream)  # type: ignore[misc]
+                await handle(stream)
 
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -96,7 +95,7 @@ async def inside(daemon: Daemon, handle: Callable[[trio.SocketStream], object]) 
         nursery.cancel_scope.cancel()
 
 
-def says(answer: bytes) -> Callable[[trio.SocketStream], object]:
+def says(answer: bytes) -> Serve:
     """A server that answers with these bytes."""
     return lambda stream: stream.send_all(answer)
 
@@ -109,14 +108,14 @@ async def talk(daemon: Daemon, sent: bytes) -> bytes:
     stream = await trio.open_tcp_stream(*daemon.address)
     async with stream:
         await stream.send_all(sent)
-        return await read_all(stream)
+        return await to_the_end(stream)
 
 
-async def read_all(stream: trio.SocketStream) -> bytes:
+async def to_the_end(stream: trio.SocketStream) -> bytes:
+    """Return what comes until the stream ends. Raises `BrokenResourceError` for a reset."""
     said = b""
-    with suppress(trio.BrokenResourceError):
-        while data := await stream.receive_some(65536):
-            said += data
+    while data := await stream.receive_some(65536):
+        said += data
     return said
 
 
@@ -232,8 +231,7 @@ async def test_an_answer_that_breaks_off_is_reset() -> None:
         async with stream:
             await stream.send_all(get(daemon))
             with pytest.raises(trio.BrokenResourceError):
-                while await stream.receive_some(65536):
-                    pass
+                await to_the_end(stream)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +282,7 @@ async def test_events_of_a_stream_come_at_once() -> None:
             while b"data: 1\n\n" not in said:
                 said += await stream.receive_some(65536)
             seen.set()
-            assert b"data: 2\n\n" in await read_all(stream)
+            assert b"data: 2\n\n" in await to_the_end(stream)
 
 
 async def test_an_upload_arrives_whole() -> None:
@@ -327,7 +325,7 @@ async def test_a_websocket_is_carried_both_ways() -> None:
                 said += await stream.receive_some(65536)
             assert said.startswith(b"HTTP/1.1 101 ")
             await stream.send_eof()
-            assert await read_all(stream) == b""
+            assert await to_the_end(stream) == b""
         assert b"Connection: Upgrade\r\nUpgrade: websocket\r\n" in heads[0]
 
 
@@ -358,7 +356,11 @@ async def test_a_revoked_preview_ends_what_is_under_way(port: int | None) -> Non
 
 async def test_a_request_ends_with_its_preview() -> None:
     """A server that does not answer is waited for until then, and no longer."""
-    async with gate() as daemon, inside(daemon, lambda _stream: trio.sleep_forever()):
+
+    async def never(_stream: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
+    async with gate() as daemon, inside(daemon, never):
         daemon.lasts_s = 0.1
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 401")
 
@@ -374,22 +376,22 @@ async def test_requests_of_one_session_are_bounded(monkeypatch: pytest.MonkeyPat
         await stream.send_all(OK)
 
     async with gate() as daemon, inside(daemon, wait), trio.open_nursery() as nursery:
-        answers: list[bytes] = []
+        has_answer = trio.Event()
 
         async def ask() -> None:
-            answers.append(await talk(daemon, get(daemon)))
+            assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
+            has_answer.set()
 
         nursery.start_soon(ask)
         await is_asked.wait()
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 503")
         may_answer.set()
-        while not answers:
-            await trio.sleep(0.01)
+        await has_answer.wait()
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_client_that_does_not_read_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer has a deadline for each portion, and the server inside is told by the end of its connection."""
+    """Each portion of an answer has a deadline, and the server inside is told by the end of its connection."""
     monkeypatch.setattr(gateway, "WRITE_S", 0.2)
     has_ended = trio.Event()
 
@@ -410,17 +412,17 @@ async def test_a_client_that_does_not_read_is_reset(monkeypatch: pytest.MonkeyPa
 
 async def test_a_client_that_leaves_ends_its_request() -> None:
     """The server inside learns of it while it has nothing to say."""
-    has_ended = trio.Event()
+    is_asked, has_ended = trio.Event(), trio.Event()
 
     async def wait_for_end(stream: trio.SocketStream) -> None:
+        is_asked.set()
         with suppress(trio.BrokenResourceError):
             await stream.receive_some(1)
         has_ended.set()
 
-    async with gate() as daemon, inside(daemon, wait_for_end) as heads:
+    async with gate() as daemon, inside(daemon, wait_for_end):
         stream = await trio.open_tcp_stream(*daemon.address)
         await stream.send_all(get(daemon))
-        while not heads:
-            await trio.sleep(0.01)
+        await is_asked.wait()
         await stream.aclose()
         await has_ended.wait()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egress.preview import Refusal, Site, answer_outside
+from egress.preview import Site, VisitRefused, answer_outside
 from sandkasten.admission.previews import is_admitted, preview_key, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.model.preview import Preview, PreviewAccess
@@ -41,7 +41,7 @@ def test_a_token_is_for_one_opening_of_one_port(changed: dict[str, Any]) -> None
 
 
 def test_a_public_preview_needs_no_token() -> None:
-    """And the token that it would have opens none with the access `token`."""
+    """A public preview is open without one, and its token opens none with the access `token`."""
     public = attrs.evolve(PREVIEW, access=PreviewAccess.PUBLIC)
     assert is_admitted(KEY, SESSION, public, [])
     assert not is_admitted(KEY, SESSION, PREVIEW, [sign_preview(KEY, SESSION, public)])
@@ -49,7 +49,7 @@ def test_a_public_preview_needs_no_token() -> None:
 
 @given(st.binary(max_size=400))
 def test_any_request_is_read_or_refused(data: bytes) -> None:
-    """Whatever h11 takes for a request is read or refused, and no token is left in what is read."""
+    """A request of any bytes that h11 takes is read or refused, and no token is left in what is read."""
     connection = h11.Connection(h11.SERVER)
     head = b"GET /%b HTTP/1.1\r\n%b: %b\r\n" % (data[:80].split(b"\r")[0], *HOST)
     try:
@@ -59,7 +59,7 @@ def test_any_request_is_read_or_refused(data: bytes) -> None:
             visit = Site().read(request, "127.0.0.1")
             assert b"_sandkasten_token=" not in visit.request.target
             assert h11.Connection(h11.CLIENT).send(visit.request)
-    except (h11.RemoteProtocolError, Refusal):
+    except (h11.RemoteProtocolError, VisitRefused):
         pass
 
 
@@ -73,7 +73,7 @@ def test_connection_names_no_field_of_the_framing_away(named: bytes) -> None:
 
 
 def test_an_answer_is_one_of_http_1_1() -> None:
-    """What an old server says of the connection stays behind."""
+    """Fields of an old server about its connection stay behind."""
     old = h11.Response(
         status_code=200, headers=[(b"Connection", b"keep-alive"), (b"Keep-Alive", b"9")], http_version=b"1.0"
     )

@@ -23,7 +23,7 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.egress import PAUSES_S, STEADY_S, end_process
 from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
-from sandkasten.admission.previews import is_admitted, sign_preview
+from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
@@ -140,9 +140,8 @@ class PreviewClient(Actor):
     def _sign(self, session_id: str, preview: Preview) -> SignedPreview:
         if self._listener is None:
             raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
-        name, domain = f"{preview.port}-{session_id}", self._settings.domain
-        port = self._listener.getsockname()[1]
-        url = f"http://{name}.localhost:{port}/" if domain is None else f"https://{name}.{domain}/"
+        listen_port = self._listener.getsockname()[1]
+        url = preview_url(self._settings, session_id, preview.port, listen_port=listen_port)
         is_public = preview.access is PreviewAccess.PUBLIC
         return SignedPreview(preview, url, None if is_public else sign_preview(self._key, session_id, preview))
 

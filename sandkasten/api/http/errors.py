@@ -36,6 +36,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.ExecNotFound: 404,
     errors.ShellNotFound: 404,
     errors.TerminalNotFound: 404,
+    errors.PreviewNotFound: 404,
     errors.FileNotFound: 404,
     errors.WorkspaceNotFound: 404,
     errors.MethodNotAllowed: 405,
