@@ -33,7 +33,7 @@ def main() -> int:
     role, *given = sys.argv[1:] or ["egress"]
     given = given or [str(GATEWAY_ID if role == "gateway" else EGRESS_ID)]
     if role not in ("egress", "gateway") or len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
-        log("error", "egress.usage", reason="the arguments are a role and a user id other than root's")
+        log("error", "usage", reason="the arguments are a role and a user id other than root's")
         return 2
     user_id = int(given[0])
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
@@ -47,7 +47,7 @@ def main() -> int:
             raise OSError("descriptor 3 is no socket of the daemon")
         confine(user_id, user_id)
     except OSError as error:
-        log("error", "egress.not_confined", reason=str(error))
+        log("error", "not_confined", reason=str(error))
         return 1
     try:
         return trio.run(gateway.serve, channel) if role == "gateway" else trio.run(serve, channel, ask_machine)

@@ -282,7 +282,7 @@ class Gateway:
                 except (BlockingIOError, ConnectionAbortedError):
                     continue
                 except OSError as error:  # no descriptor is free
-                    log("error", "gateway.accept", errno=error.errno)
+                    log("error", "accept", errno=error.errno)
                     await trio.sleep(_ACCEPT_PAUSE_S)
             nursery.start_soon(self._serve, sock, str(address[0]), owner)
 
@@ -490,11 +490,11 @@ def _close_all(fds: Iterable[int]) -> None:
 
 async def serve(channel: socket.socket) -> int:
     """Serve a daemon on its socket; return the status to end with: 0 when the daemon has closed it."""
-    log("info", "gateway.started")
+    log("info", "started")
     status = 0
     try:
         await Gateway(channel).run()
     except* k.ProtocolError as group:
-        log("error", "gateway.protocol", reason=str(group.exceptions[0]))
+        log("error", "protocol", reason=str(group.exceptions[0]))
         status = 1
     return status

@@ -11,6 +11,7 @@ until their wish is in force. What the process tells is kept in `journal/egress.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ import attrs
 import trio
 
 from egress import protocol
+from nsinit.wire.protocol import NETWORK_STAGE
+from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
@@ -32,10 +35,14 @@ from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import EventType
-from sandkasten.model.errors import EgressUnavailable, SandkastenError
+from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkCounters
 
 log = logging.getLogger(__name__)
+
+_STEERING = frozenset(f"{NETWORK_STAGE}{stage}" for stage in ("map", "program", "link"))
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP})
+"""Errors of the steps in `_STEERING` on a kernel that has no such programs, or lets nobody load them (bpf(2))."""
 
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
@@ -61,6 +68,7 @@ class OpenWay(Ask[None]):
     Raises:
         EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
             there before stays as it was, or closed.
+        NetworkNotSupported: the kernel can't steer connections.
         BuildFailed: nsinit could not open the session's namespace.
         InvalidRule: the configuration has no such group any more.
     """
@@ -152,11 +160,13 @@ class EgressClient(Actor):
         self._link: EgressLink | None = None
         self._process: ChildProcess | None = None
         self._work = trio.Event()
-        self._is_started = False
         self._denials: dict[str, _Denials] = {}
 
     async def on_start(self) -> None:
-        """After a fault of this actor, which closed every way out, open them again."""
+        """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
+        self._nursery.start_soon(self._keep_process)
+        self._nursery.start_soon(self._tell_denials)
         for entry in self._directory:
             if entry.session.network.has_way_out:
                 self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
@@ -198,7 +208,7 @@ class EgressClient(Actor):
         else:
             way.wish(policy, limits)
         self._logs.open(message.session_id, message.network.log)
-        self._set_to_work()
+        self._work.set()
         with trio.move_on_after(_IN_FORCE_S) as patience:
             await way.settled.wait()
         refusal = way.refusal
@@ -210,16 +220,18 @@ class EgressClient(Actor):
             await self._close(message.session_id, True)
         else:
             way.wish(*before)
-            self._set_to_work()
+            self._work.set()
         raise refusal
 
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
             sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-        except BaseException:
+        except BaseException as error:
             if self._ways.get(way.session_id) is way:
                 del self._ways[way.session_id]
+            if isinstance(error, BuildFailed) and error.stage in _STEERING and error.errno in _NOT_HERE:
+                raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
@@ -240,7 +252,7 @@ class EgressClient(Actor):
             way.settle(EgressUnavailable("the way out was closed meanwhile"))
             if way.is_attached:
                 self._detached[session_id] = trio.Event()
-                self._set_to_work()
+                self._work.set()
         if (is_detached := self._detached.get(session_id)) is not None:
             await is_detached.wait()
         if forget:
@@ -260,15 +272,9 @@ class EgressClient(Actor):
 
     # The process ------------------------------------------------------------------------------------------------
 
-    def _set_to_work(self) -> None:
-        self._work.set()
-        if not self._is_started:
-            self._is_started = True
-            self._nursery.start_soon(self._keep_process)
-            self._nursery.start_soon(self._tell_denials)
-
     async def _keep_process(self) -> None:
-        """Start a process, and another after its end, for as long as the actor runs."""
+        """Start a process with the first way out, and another after its end, for as long as the actor runs."""
+        await self._work.wait()
         tries = 0
         while True:
             began = trio.current_time()
@@ -345,9 +351,7 @@ class EgressClient(Actor):
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
             else:
                 order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
-                way.note_attached(
-                    attached=True
-                )  # also when the answer does not come: then the session is detached later
+                way.note_attached(attached=True)  # also without an answer: it is detached later then
                 with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
                     fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]
                     await self._request(link, order, fds)

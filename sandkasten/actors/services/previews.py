@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from egress import knocking
+from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.egress import PAUSES_S, STEADY_S, end_process
@@ -115,6 +116,7 @@ class PreviewClient(Actor):
 
     async def on_start(self) -> None:
         """Listen, and start the gateway. Raises `OSError`."""
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to the gateway is no session's doing
         if self._settings.listen is not None and self._start is not None:
             self._listener = _listen(self._settings.listen)
             log.info("previews_listen", extra={"address": self._settings.listen})
@@ -173,7 +175,7 @@ class PreviewClient(Actor):
         try:
             async with trio.open_nursery() as nursery:
                 assert process.log is not None, "only nsinit may be a service apart"
-                nursery.start_soon(forward_log, process.log.fileno())
+                nursery.start_soon(forward_log, process.log.fileno(), "gateway")
                 await self._send(process.sock, knocking.Open(self._settings.domain), [listener.fileno()])
                 await self._answer_knocks(process.sock, nursery)
                 nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
