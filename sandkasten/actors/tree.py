@@ -414,7 +414,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def open_preview(self, session_id: str, spec: PreviewSpec) -> SignedPreview:
         entry = await self._live(session_id)
-        check_previews(self._config.preview)
+        check_previews(self._config.preview, has_gateway=self._start_egress is not None)
         preview = await entry.ref.ask(OpenPreview(spec))
         return await self._previews.ask_again(previews.SignPreview(session_id, preview))
 

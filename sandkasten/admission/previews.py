@@ -16,10 +16,12 @@ from sandkasten.model.errors import PreviewsOff
 from sandkasten.model.preview import Preview, PreviewAccess
 
 
-def check_previews(settings: PreviewSettings) -> None:
-    """Raise `PreviewsOff` unless the node serves previews."""
+def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:
+    """Raise `PreviewsOff` unless the node serves previews, which takes a way to start a gateway."""
     if settings.listen is None:
         raise PreviewsOff("this node serves no previews: preview.listen is not set", setting="preview.listen")
+    if not has_gateway:
+        raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
 
 
 def preview_key(node_key: bytes) -> bytes:

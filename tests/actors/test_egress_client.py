@@ -15,7 +15,7 @@ from sandkasten.actors.services.egress import EgressClient, OpenWay
 from sandkasten.config import EgressSettings
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.nsinit import ChildProcess, Role
 from sandkasten.model.errors import BuildFailed, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 
@@ -31,7 +31,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never() -> ChildProcess:
+async def _never(role: Role = "egress") -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 

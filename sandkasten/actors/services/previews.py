@@ -29,7 +29,7 @@ from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import Status
-from sandkasten.model.errors import PreviewsOff, SandkastenError
+from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import USABLE
 from sandkasten.model.preview import Preview, PreviewAccess, SignedPreview
 
@@ -47,7 +47,7 @@ _SO_NETNS_COOKIE = 71
 
 @attrs.frozen
 class SignPreview(Ask[SignedPreview]):
-    """Return URL and token of a preview. Raises `PreviewsOff`."""
+    """Return URL and token of a preview, on a node that serves previews."""
 
     session_id: str
     preview: Preview
@@ -140,8 +140,7 @@ class PreviewClient(Actor):
             await end_process(self._process)
 
     def _sign(self, session_id: str, preview: Preview) -> SignedPreview:
-        if self._listener is None:
-            raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
+        assert self._listener is not None, "the node serves previews"
         listen_port = self._listener.getsockname()[1]
         url = preview_url(self._settings, session_id, preview.port, listen_port=listen_port)
         is_public = preview.access is PreviewAccess.PUBLIC
