@@ -65,7 +65,7 @@ class _Link:
     def __init__(self, channel: socket.socket, revoke: Callable[[k.Revoke], None]) -> None:
         self._channel, self._revoke = channel, revoke
         self._seq = 0
-        self._waiting: dict[int, tuple[trio.Event, list[tuple[k.Admitted | k.Refused, list[int]]]]] = {}
+        self._waiting: dict[int, tuple[trio.Event, list[tuple[k.Admitted | k.NotAdmitted, list[int]]]]] = {}
         self._knocks = trio.CapacityLimiter(k.MAX_KNOCKS)
 
     async def knock(self, visit: Visit) -> tuple[float, socket.socket]:
@@ -74,7 +74,7 @@ class _Link:
         Raises:
             VisitRefused: the daemon refuses it, or does not answer.
         """
-        answers: list[tuple[k.Admitted | k.Refused, list[int]]] = []
+        answers: list[tuple[k.Admitted | k.NotAdmitted, list[int]]] = []
         with trio.move_on_after(ANSWER_S):
             async with self._knocks:
                 self._seq += 1
@@ -92,7 +92,7 @@ class _Link:
         match answers:
             case [(k.Admitted(lasts_s=lasts_s), [fd])]:
                 return lasts_s, socket.socket(fileno=fd)
-            case [(k.Refused() as refused, [])]:
+            case [(k.NotAdmitted() as refused, [])]:
                 raise VisitRefused(refused.status, refused.code, refused.message)
         _close_all(fd for _, fds in answers for fd in fds)
         raise VisitRefused(503, "CAPACITY", "the daemon does not answer; try again")
@@ -188,7 +188,7 @@ class _Side:
 _GONE = (OSError, trio.TooSlowError, h11.RemoteProtocolError, h11.LocalProtocolError)
 
 
-class _Client(_Side):
+class _Visitor(_Side):
     """The side of a client, whose every fault is `_ClientGone`."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
@@ -295,7 +295,7 @@ class Gateway:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-            client = _Client(sock, address)
+            client = _Visitor(sock, address)
             while await self._serve_request(client):
                 client.http.start_next_cycle()
             is_broken = False
@@ -307,7 +307,7 @@ class Gateway:
             relay.close(sock, with_reset=is_broken)
             self._room.release_on_behalf_of(owner)
 
-    async def _serve_request(self, client: _Client) -> bool:
+    async def _serve_request(self, client: _Visitor) -> bool:
         """Serve one request; tell whether another may follow."""
         try:
             request = await client.next(HEAD_S)
@@ -336,7 +336,7 @@ class Gateway:
             await client.refuse(refusal)
             return False
 
-    async def _redirect(self, client: _Client, visit: Visit, lasts_s: float) -> None:
+    async def _redirect(self, client: _Visitor, visit: Visit, lasts_s: float) -> None:
         assert visit.redirect is not None
         headers = [(b"Location", visit.redirect)]
         headers += [(b"Set-Cookie", self._site.cookie_for(each, lasts_s)) for each in visit.tokens[:1]]
@@ -365,7 +365,7 @@ class Gateway:
 # One request ----------------------------------------------------------------------------------------------------------
 
 
-async def _carry(client: _Client, inside: _Side, visit: Visit) -> bool:
+async def _carry(client: _Visitor, inside: _Side, visit: Visit) -> bool:
     """Carry a request inside and its answer out; tell whether another may follow on the client's connection.
 
     Raises:
@@ -409,7 +409,7 @@ async def _connect(sock: socket.socket, port: int) -> None:
         raise VisitRefused(502, "PORT_NOT_LISTENING", f"nothing in this session listens on port {port}") from None
 
 
-async def _up(client: _Client, inside: _Side, visit: Visit) -> None:
+async def _up(client: _Visitor, inside: _Side, visit: Visit) -> None:
     """Send a request and its body, and then watch for the client's leaving. Raises `_ClientGone`."""
     try:
         await inside.send(visit.request)
@@ -431,7 +431,7 @@ async def _up(client: _Client, inside: _Side, visit: Visit) -> None:
     client.http.receive_data(data)  # the next request, which waits for its turn
 
 
-async def _down(client: _Client, inside: _Side, visit: Visit) -> None:
+async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:
     """Send an answer out, and after a 101 carry bytes both ways. Raises as `_carry`."""
     try:
         while True:
@@ -459,7 +459,7 @@ async def _down(client: _Client, inside: _Side, visit: Visit) -> None:
         raise _ClientGone from error
 
 
-async def _exchange(client: _Client, inside: _Side) -> None:
+async def _exchange(client: _Visitor, inside: _Side) -> None:
     """Carry bytes both ways until both streams end. Raises `_ClientGone`."""
     first_up, first_down = client.http.trailing_data[0], inside.http.trailing_data[0]
     has_failed = False

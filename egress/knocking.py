@@ -52,7 +52,7 @@ class Admitted:
 
 
 @attrs.frozen
-class Refused:
+class NotAdmitted:
     """The request may not, or can't now. `status` is of HTTP, `code` an error code, `message` a sentence."""
 
     seq: int
@@ -69,8 +69,8 @@ class Revoke:
     port: int
 
 
-Order = Open | Admitted | Refused | Revoke
-_ORDERS = (Open, Admitted, Refused, Revoke)
+Order = Open | Admitted | NotAdmitted | Revoke
+_ORDERS = (Open, Admitted, NotAdmitted, Revoke)
 
 
 def decode_order(data: bytes) -> Order:

@@ -47,9 +47,8 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
-from sandkasten.model.preview import Preview, PreviewSpec, SignedPreview
 from sandkasten.model.workspace import (
     FileHead,
     Upload,

@@ -99,9 +99,8 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
-from sandkasten.model.preview import Preview, PreviewSpec, SignedPreview
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping

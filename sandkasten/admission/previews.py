@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from sandkasten.config import PreviewSettings
 from sandkasten.model.errors import PreviewsOff
-from sandkasten.model.preview import Preview, PreviewAccess
+from sandkasten.model.network import Preview, PreviewAccess
 
 
 def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
-from sandkasten.model.network import Network
-from sandkasten.model.preview import Preview
+from sandkasten.model.network import Network, Preview
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""

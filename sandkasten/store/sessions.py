@@ -34,8 +34,7 @@ from sandkasten.model import (
 from sandkasten.model.keys import MAKER_ID
 from sandkasten.model.lifecycle import IN_KERNEL, Trigger
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
-from sandkasten.model.network import Network
-from sandkasten.model.preview import Preview
+from sandkasten.model.network import Network, Preview
 from sandkasten.store.rows import (
     Column,
     DamagedRow,

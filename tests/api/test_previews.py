@@ -9,7 +9,7 @@ import pytest
 
 from sandkasten.config import PreviewSettings
 from sandkasten.model import EventType, SessionSpec
-from sandkasten.model.preview import MAX_PREVIEWS
+from sandkasten.model.network import MAX_PREVIEWS
 from tests.api.harness import running_front
 
 

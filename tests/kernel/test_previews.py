@@ -20,7 +20,7 @@ from sandkasten.host import examine
 from sandkasten.links.nsinit import start_as_child
 from sandkasten.model import EventType, ProcessSpec, Session, SessionSpec, WaitFor
 from sandkasten.model.errors import PreviewNotFound, PreviewsOff
-from sandkasten.model.preview import PreviewAccess, PreviewSpec, SignedPreview
+from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview
 from tests.waiting import patience, until
 
 SERVER = """

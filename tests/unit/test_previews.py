@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from egress.preview import Site, VisitRefused, answer_outside
 from sandkasten.admission.previews import is_admitted, preview_key, sign_preview
 from sandkasten.config import PreviewSettings
-from sandkasten.model.preview import Preview, PreviewAccess
+from sandkasten.model.network import Preview, PreviewAccess
 
 KEY = preview_key(b"k" * 32)
 SESSION = "0123456789abcdef01234567"

@@ -31,7 +31,7 @@ from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import Status
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import USABLE
-from sandkasten.model.preview import Preview, PreviewAccess, SignedPreview
+from sandkasten.model.network import Preview, PreviewAccess, SignedPreview
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class _Doors:
             self.sockets.pop().close()
 
 
-class _Refused(Exception):
+class _NoLeave(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
@@ -174,10 +174,13 @@ class PreviewClient(Actor):
         try:
             async with trio.open_nursery() as nursery:
                 assert process.log is not None, "only nsinit may be a service apart"
-                nursery.start_soon(forward_log, process.log.fileno(), "gateway")
+                has_ended = trio.Event()
+                nursery.start_soon(_forward_log, process.log.fileno(), has_ended)
                 await self._send(process.sock, knocking.Open(self._settings.domain), [listener.fileno()])
                 await self._answer_knocks(process.sock, nursery)
-                nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
+                with trio.move_on_after(_LAST_WORDS_S):
+                    await has_ended.wait()
+                nursery.cancel_scope.cancel()
         finally:
             self._process = None
             with trio.CancelScope(shield=True):
@@ -208,8 +211,8 @@ class PreviewClient(Actor):
             lasts_s, fd = await self._admit(knock)
             with fd:
                 await self._send(sock, knocking.Admitted(knock.seq, lasts_s), [fd.fileno()])
-        except _Refused as refused:
-            await self._send(sock, knocking.Refused(knock.seq, refused.status, refused.code, str(refused)))
+        except _NoLeave as refused:
+            await self._send(sock, knocking.NotAdmitted(knock.seq, refused.status, refused.code, str(refused)))
         finally:
             self._knocks -= 1
 
@@ -234,24 +237,24 @@ class PreviewClient(Actor):
     # Leave ------------------------------------------------------------------------------------------------------
 
     async def _admit(self, knock: knocking.Knock) -> tuple[float, OwnedFd]:
-        """Return the seconds that a request may last, and a socket for it. Raises `_Refused`."""
+        """Return the seconds that a request may last, and a socket for it. Raises `_NoLeave`."""
         entry, preview = self._find(knock)
         status = entry.session.status
         if status is Status.PAUSED:
-            raise _Refused(503, "SESSION_PAUSED", "the session is paused")
+            raise _NoLeave(503, "SESSION_PAUSED", "the session is paused")
         if status not in USABLE:
-            raise _Refused(503, "CAPACITY", "the session does not run now")
+            raise _NoLeave(503, "CAPACITY", "the session does not run now")
         try:
             if preview.keep_alive:
                 await self._use(entry)
             fd = await self._take(knock.session_id, entry)
         except SandkastenError as error:
             log.warning("preview_not_reached", extra={"session_id": knock.session_id, "error": str(error)})
-            raise _Refused(503, "CAPACITY", "the session can't be reached now") from None
+            raise _NoLeave(503, "CAPACITY", "the session can't be reached now") from None
         try:
             if self._find(knock)[1] is not preview:  # it was closed meanwhile
-                raise _Refused(*_UNKNOWN)
-        except _Refused:
+                raise _NoLeave(*_UNKNOWN)
+        except _NoLeave:
             fd.close()
             raise
         return max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0.0), fd
@@ -265,7 +268,7 @@ class PreviewClient(Actor):
             or preview.expires_at <= datetime.now(UTC)
             or not is_admitted(self._key, knock.session_id, preview, knock.tokens[: knocking.MAX_TOKENS])
         ):
-            raise _Refused(*_UNKNOWN)
+            raise _NoLeave(*_UNKNOWN)
         return entry, preview
 
     async def _take(self, session_id: str, entry: Entry) -> OwnedFd:
@@ -280,7 +283,7 @@ class PreviewClient(Actor):
                 if doors.is_closed or not all(map(_is_foreign, made)):
                     for fd in made:
                         fd.close()
-                    raise _Refused(503, "CAPACITY", "the session can't be reached now")
+                    raise _NoLeave(503, "CAPACITY", "the session can't be reached now")
                 doors.sockets.extend(made)
             return doors.sockets.pop()
 
@@ -293,6 +296,11 @@ class PreviewClient(Actor):
     def _drop(self, session_id: str) -> None:
         if (doors := self._doors.pop(session_id, None)) is not None:
             doors.close()
+
+
+async def _forward_log(fd: int, has_ended: trio.Event) -> None:
+    await forward_log(fd, "gateway")
+    has_ended.set()
 
 
 def _listen(address: str) -> socket.socket:

@@ -24,7 +24,7 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
-from sandkasten.model.preview import Preview, PreviewSpec
+from sandkasten.model.network import Preview, PreviewSpec
 
 # Life -----------------------------------------------------------------------------------------------------------
 

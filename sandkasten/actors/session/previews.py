@@ -20,7 +20,7 @@ from sandkasten.actors.session.record import LiveRecord
 from sandkasten.log import rfc3339
 from sandkasten.model import EventType
 from sandkasten.model.errors import Capacity, PreviewNotFound, SandkastenError
-from sandkasten.model.preview import MAX_PREVIEWS, Preview, PreviewSpec
+from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewSpec
 
 log = logging.getLogger(__name__)
 

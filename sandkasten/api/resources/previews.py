@@ -14,7 +14,7 @@ from sandkasten.api.resources.fields import Between, add_kinds, member_of, read_
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.log import rfc3339
 from sandkasten.model.errors import PreviewNotFound
-from sandkasten.model.preview import (
+from sandkasten.model.network import (
     PORT_BOUNDS,
     PREVIEW_TTL_BOUNDS_S,
     Preview,
