@@ -55,10 +55,10 @@ _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
 
-_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before the process is started again, the last one again and again."""
 
-_STEADY_S = 30.0
+STEADY_S = 30.0
 """A process that ran so long is started again after the first pause."""
 
 _STOP_S = 2.0
@@ -208,7 +208,7 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await _end(self._process)
+            await end_process(self._process)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
@@ -239,18 +239,21 @@ class EgressClient(Actor):
             self._work.set()
         raise refusal
 
+    def _forget(self, way: _Way) -> None:
+        if self._ways.get(way.session_id) is way:
+            del self._ways[way.session_id]
+
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
-            try:
-                sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-            except BaseException:
-                if self._ways.get(way.session_id) is way:
-                    del self._ways[way.session_id]
-                raise
+            sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
         except BuildFailed as error:
+            self._forget(way)
             if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
+            raise
+        except BaseException:
+            self._forget(way)
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
@@ -302,8 +305,8 @@ class EgressClient(Actor):
                 await self._run_process()
             except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
                 log.error("egress_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > _STEADY_S else tries
-            await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries = 0 if trio.current_time() - began > STEADY_S else tries
+            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
 
     async def _run_process(self) -> None:
@@ -331,7 +334,7 @@ class EgressClient(Actor):
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
             with trio.CancelScope(shield=True):
-                await _end(process)
+                await end_process(process)
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -477,7 +480,7 @@ async def count_network(egress: Ref, session: Session) -> NetworkCounters | None
     return None
 
 
-async def _end(process: ChildProcess) -> None:
+async def end_process(process: ChildProcess) -> None:
     """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
     assert process.pidfd is not None, "only nsinit may be a service apart"
     process.sock.close()
