@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument(
-        "--share", type=_share, default=1.0, help="of all counts and durations; 0.02: does all of it work"
+        "--share", type=_share, default=1.0, help="of all counts and durations; 0.005: does all of it work"
     )
     parser.add_argument(
         "--seed", type=int, default=secrets.randbelow(10**6), help="of the order of blocks and arrivals"

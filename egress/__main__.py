@@ -31,7 +31,7 @@ def main() -> int:
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
     given = sys.argv[1:] or [str(EGRESS_ID)]
     if len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
-        log("error", "egress.usage", reason="the only argument is a user id other than root's")
+        log("error", "usage", reason="the only argument is a user id other than root's")
         return 2
     user_id = int(given[0])
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
@@ -45,7 +45,7 @@ def main() -> int:
             raise OSError("descriptor 3 is no socket of the daemon")
         confine(user_id, user_id)
     except OSError as error:
-        log("error", "egress.not_confined", reason=str(error))
+        log("error", "not_confined", reason=str(error))
         return 1
     try:
         return trio.run(serve, channel, ask_machine)

@@ -48,7 +48,7 @@ def log(level: str, event: str, session_id: str | None = None, **fields: object)
 
     `fields` must be JSON values, and hold nothing that a session or a server has sent.
     """
-    record = {"level": level, "logger": "egress", "event": event, "session_id": session_id, **fields}
+    record = {"level": level, "event": event, "session_id": session_id, **fields}
     clipped = {key: each[:_MAX_LOG_TEXT] if isinstance(each, str) else each for key, each in record.items()}
     line = json.dumps({key: each for key, each in clipped.items() if each is not None}).encode() + b"\n"
     poller = select.poll()
@@ -67,7 +67,7 @@ def log_fault(session_id: str | None, error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     places = [f"{os.path.basename(each.filename)}:{each.lineno}" for each in frames]
     number = error.errno if isinstance(error, OSError) else None
-    log("error", "egress.fault", session_id, kind=type(error).__name__, errno=number, places=places)
+    log("error", "fault", session_id, kind=type(error).__name__, errno=number, places=places)
 
 
 class _RequestFailed(Exception):
@@ -317,11 +317,11 @@ async def serve(channel: socket.socket, lookup: Lookup = ask_machine, kept_s: fl
         server = EgressServer(channel, nursery, lookup, kept_s)
         await nursery.start(watch_own_addresses, server.set_own_addresses)
         nursery.start_soon(server.batch_entries)
-        log("info", "egress.started")
+        log("info", "started")
         try:
             await server.serve_requests()
         except p.ProtocolError as error:
-            log("error", "egress.protocol", reason=str(error))
+            log("error", "protocol", reason=str(error))
             status = 1
         nursery.cancel_scope.cancel()
     return status

@@ -177,9 +177,9 @@ class Launcher:
                         self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
                     )
                 except OSError as error:
-                    raise LauncherGone(f"the launcher is gone: {error.strerror}") from error
+                    raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
                 if not said:
-                    raise LauncherGone("the launcher is gone")
+                    raise LauncherGone("the launcher of the fork server is gone")
                 if said == FAILED or len(fds) != 1:
                     raise NsinitLost("the launcher can't start a process")
                 return ends.give(int(said), fds[0], kill=partial(self._say, kill_word))

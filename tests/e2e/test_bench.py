@@ -17,7 +17,7 @@ _PATIENCE_S = 240.0
 def test_every_section_works_and_is_in_the_report(tmp_path: Path) -> None:
     """No row fails, the samples are kept, and the plots are there. A peer that can't run is told with its error."""
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "--share", "0.02", "--seed", "1", "--into", str(tmp_path)],
+        [sys.executable, "-m", "bench", "--share", "0.005", "--seed", "1", "--into", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

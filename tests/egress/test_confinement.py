@@ -120,7 +120,7 @@ def test_a_step_that_fails_ends_the_process(failing: str) -> None:
     text = _MAIN.replace("FAILING", failing)
     done = run_program(text)
     assert done.returncode == 1, done.stderr
-    assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["egress.not_confined"]
+    assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["not_confined"]
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "aarch64"])

@@ -154,7 +154,7 @@ async def test_the_process_ends_with_its_daemon() -> None:
             process.daemon.channel.close()
             with trio.fail_after(patience()):
                 status, log = await process.ended()
-            assert (status, [each["event"] for each in log]) == (0, ["egress.started"])
+            assert (status, [each["event"] for each in log]) == (0, ["started"])
             assert await is_reset(stream)
 
 
@@ -169,7 +169,7 @@ async def test_garbage_is_the_end(garbage: bytes) -> None:
         with trio.fail_after(patience()):
             status, log = await process.ended()
         assert status == 1
-        assert [each["event"] for each in log] == ["egress.started", "egress.protocol"]
+        assert [each["event"] for each in log] == ["started", "protocol"]
 
 
 async def test_connections_wait_while_there_are_no_descriptors() -> None:
@@ -184,7 +184,7 @@ async def test_connections_wait_while_there_are_no_descriptors() -> None:
             assert await answers(stream)
 
         async def is_paused() -> bool:
-            return "egress.fault" in process.log_so_far()
+            return "fault" in process.log_so_far()
 
         await until(is_paused)
         assert (await process.daemon.counters()).connections == room

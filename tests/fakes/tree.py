@@ -82,7 +82,7 @@ async def open_scripted(
             nsinit = nsinit or FakeNsinit(config.data_dir, {}, nursery)
             order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
             machine = Machine(datetime.now(UTC), [works(name, "as a test says") for name in CATALOGUE])
-            async with open_tree(config, machine, (), nsinit.start, order, told=told) as supervisor:
+            async with open_tree(config, machine, (), nsinit.start, order, start_egress=None, told=told) as supervisor:
                 yield ScriptedTree(supervisor, nsinit)
             nursery.cancel_scope.cancel()
 

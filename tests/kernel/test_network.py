@@ -15,7 +15,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree
-from sandkasten.config import Config, EgressSettings
+from sandkasten.config import Config, EgressSettings, PoolSettings, PoolSize
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.links.nsinit import start_as_child
@@ -197,3 +197,36 @@ async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: Wor
 
         await until(is_reached)
         assert (await python(supervisor, session, FETCH.format("secret.example"))).end.egress_denied
+
+
+async def test_the_end_of_a_session_leaves_no_descriptor(supervisor: LocalSupervisor, outside: World) -> None:
+    """Neither here nor in the egress process, where one would keep the session's network namespace."""
+    await supervisor.destroy((await supervisor.create(SessionSpec(network=ALLOWED))).id)
+    before = _descriptors(outside)
+    for _ in range(3):
+        session = await supervisor.create(SessionSpec(network=ALLOWED))
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+        await supervisor.destroy(session.id)
+
+    async def are_gone() -> bool:
+        return _descriptors(outside) == before
+
+    await until(are_gone)
+
+
+def _descriptors(outside: World) -> list[int]:
+    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), outside.egress_pid)]
+
+
+async def test_a_member_of_a_pool_is_given_its_way_out_when_it_is_claimed(config: Config, outside: World) -> None:
+    """The claim is answered when the policy is in force."""
+    config = attrs.evolve(config, pool=PoolSettings(enabled=True, images={"host": PoolSize(1, 1)}))
+    async with served(config, outside) as supervisor:
+
+        async def is_ready() -> bool:
+            return any(each.ready for each in await supervisor.pools())
+
+        await until(is_ready)
+        session = await supervisor.create(SessionSpec(image="host", network=ALLOWED))
+        assert session.acquire_source == "pool"
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"

@@ -11,6 +11,7 @@ until their wish is in force. What the process tells is kept in `journal/egress.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ import attrs
 import trio
 
 from egress import protocol
+from nsinit.wire.protocol import NETWORK_STAGE
+from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit import ask_patiently, open_network
+from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
 from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.journal.egress import EgressLogs
@@ -32,10 +35,14 @@ from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
 from sandkasten.model import EventType
-from sandkasten.model.errors import EgressUnavailable, SandkastenError
+from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkCounters
 
 log = logging.getLogger(__name__)
+
+_STEERING = frozenset(f"{NETWORK_STAGE}{stage}" for stage in ("map", "program", "link"))
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP})
+"""Errors of the steps in `_STEERING` on a kernel that has no such programs, or lets nobody load them (bpf(2))."""
 
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
@@ -61,6 +68,7 @@ class OpenWay(Ask[None]):
     Raises:
         EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
             there before stays as it was, or closed.
+        NetworkNotSupported: the kernel can't steer connections.
         BuildFailed: nsinit could not open the session's namespace.
         InvalidRequest, InvalidRule: the configuration has no such group any more, or a lower maximum.
     """
@@ -102,6 +110,24 @@ class _Way:
     """Set when the wish is in force, or was refused."""
     refusal: SandkastenError | None = None
 
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the present process does as wished."""
+        return self.is_attached and self.settled.is_set()
+
+    def take(self, sockets: NetworkSockets) -> None:
+        """Own the descriptors that nsinit made."""
+        self.fds = sockets.fds
+
+    def note_attached(self, *, attached: bool) -> None:
+        """Record whether the present process has the descriptors."""
+        self.is_attached = attached
+
+    def settle(self, refusal: SandkastenError | None = None) -> None:
+        """Tell those who wait that the wish is in force, or refused."""
+        self.refusal = refusal
+        self.settled.set()
+
     def wish(self, policy: protocol.PolicyText, limits: protocol.WayOutLimits) -> None:
         self.policy, self.limits = policy, limits
         self.settled, self.refusal = trio.Event(), None
@@ -134,11 +160,13 @@ class EgressClient(Actor):
         self._link: EgressLink | None = None
         self._process: ChildProcess | None = None
         self._work = trio.Event()
-        self._is_started = False
         self._denials: dict[str, _Denials] = {}
 
     async def on_start(self) -> None:
-        """After a fault of this actor, which closed every way out, open them again."""
+        """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
+        self._nursery.start_soon(self._keep_process)
+        self._nursery.start_soon(self._tidy)
         for entry in self._directory:
             if entry.session.network.has_way_out:
                 self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
@@ -180,7 +208,7 @@ class EgressClient(Actor):
         else:
             way.wish(policy, limits)
         self._logs.open(message.session_id, message.network.log)
-        self._set_to_work()
+        self._work.set()
         with trio.move_on_after(_IN_FORCE_S) as patience:
             await way.settled.wait()
         refusal = way.refusal
@@ -192,21 +220,23 @@ class EgressClient(Actor):
             await self._close(message.session_id, True)
         else:
             way.wish(*before)
-            self._set_to_work()
+            self._work.set()
         raise refusal
 
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
             sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-        except BaseException:
+        except BaseException as error:
             if self._ways.get(way.session_id) is way:
                 del self._ways[way.session_id]
+            if isinstance(error, BuildFailed) and error.stage in _STEERING and error.errno in _NOT_HERE:
+                raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
             raise EgressUnavailable("the way out was closed meanwhile")
-        way.fds = sockets.fds
+        way.take(sockets)
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
         """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
@@ -219,11 +249,10 @@ class EgressClient(Actor):
         way = self._ways.pop(session_id, None)
         if way is not None:
             way.close()
-            way.refusal = EgressUnavailable("the way out was closed meanwhile")
-            way.settled.set()
+            way.settle(EgressUnavailable("the way out was closed meanwhile"))
             if way.is_attached:
                 self._detached[session_id] = trio.Event()
-                self._set_to_work()
+                self._work.set()
         if (is_detached := self._detached.get(session_id)) is not None:
             await is_detached.wait()
         if forget:
@@ -243,15 +272,9 @@ class EgressClient(Actor):
 
     # The process ------------------------------------------------------------------------------------------------
 
-    def _set_to_work(self) -> None:
-        self._work.set()
-        if not self._is_started:
-            self._is_started = True
-            self._nursery.start_soon(self._keep_process)
-            self._nursery.start_soon(self._tidy)
-
     async def _keep_process(self) -> None:
-        """Start a process, and another after its end, for as long as the actor runs."""
+        """Start a process with the first way out, and another after its end, for as long as the actor runs."""
+        await self._work.wait()
         tries = 0
         while True:
             began = trio.current_time()
@@ -288,19 +311,25 @@ class EgressClient(Actor):
             with trio.CancelScope(shield=True):
                 await _end(process)
             for way in self._ways.values():
-                way.is_attached = False
+                way.note_attached(attached=False)
             while self._detached:
                 self._detached.popitem()[1].set()
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
+        has_ended = trio.Event()
         async with trio.open_nursery() as nursery:
-            assert process.log is not None, "only nsinit may be a service apart"
-            nursery.start_soon(forward_log, process.log.fileno(), "egress")
+            nursery.start_soon(self._forward_log, process, has_ended)
             await link.serve()
-            nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
-        running.cancel()
+            with trio.move_on_after(_LAST_WORDS_S):
+                await has_ended.wait()
+            running.cancel()
+
+    async def _forward_log(self, process: ChildProcess, has_ended: trio.Event) -> None:
+        assert process.log is not None, "only nsinit may be a service apart"
+        await forward_log(process.log.fileno(), "egress")
+        has_ended.set()
 
     async def _settle(self, link: EgressLink) -> None:
         """Bring the process from wish to wish. Ends with a wish that is not answered in time."""
@@ -315,28 +344,29 @@ class EgressClient(Actor):
                 del self._detached[session_id]
                 is_detached.set()
             for way in list(self._ways.values()):
-                is_in_force = way.is_attached and way.settled.is_set()
-                if way.fds and not is_in_force and self._ways.get(way.session_id) is way:
+                if way.fds and not way.is_in_force and self._ways.get(way.session_id) is way:
                     await self._put_in_force(link, way)
             await self._work.wait()
 
     async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
-        settled, was_attached = way.settled, way.is_attached
+        settled, was_attached, refusal = way.settled, way.is_attached, None
         try:
             if way.is_attached:
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
             else:
                 order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
-                way.is_attached = True  # also when the answer does not come: then the session is detached later
+                way.note_attached(attached=True)  # also without an answer: it is detached later then
                 with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
                     fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]
                     await self._request(link, order, fds)
         except EgressUnavailable as error:
             log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
-            way.is_attached = was_attached  # a request that fails changes nothing
-            if settled is way.settled:
-                way.refusal = error
-        settled.set()
+            way.note_attached(attached=was_attached)  # a request that fails changes nothing
+            refusal = error
+        if settled is way.settled:
+            way.settle(refusal)
+        else:  # there is another wish by now
+            settled.set()
 
     async def _request(self, link: EgressLink, request: protocol.EgressRequest, fds: Sequence[int] = ()) -> None:
         with trio.fail_after(_IN_FORCE_S):
@@ -357,22 +387,9 @@ class EgressClient(Actor):
 
     def _note_denial(self, entry: protocol.EgressEntry) -> None:
         denials = self._denials.setdefault(entry.session_id, _Denials())
-        denials.count += 1
-        denials.last = entry
+        denials.add(entry)
         if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
-            self._tell(entry.session_id, denials)
-
-    def _tell(self, session_id: str, denials: _Denials) -> None:
-        assert denials.last is not None
-        self._journal.emit(
-            EventType.EGRESS_DENIED,
-            session_id,
-            host=denials.last.host,
-            port=None if denials.last.kind == "dns" else denials.last.port,
-            reason=denials.last.reason,
-            count=denials.count,
-        )
-        denials.count, denials.told_at = 0, trio.current_time()
+            self._journal.emit(EventType.EGRESS_DENIED, entry.session_id, **denials.told())
 
     async def _tidy(self) -> None:
         """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
@@ -385,7 +402,7 @@ class EgressClient(Actor):
                     self._nursery.start_soon(self._close, session_id, True)
             for session_id, denials in self._denials.items():
                 if denials.count:
-                    self._tell(session_id, denials)
+                    self._journal.emit(EventType.EGRESS_DENIED, session_id, **denials.told())
 
 
 @attrs.define
@@ -395,6 +412,22 @@ class _Denials:
     count: int = 0
     told_at: float = float("-inf")
     last: protocol.EgressEntry | None = None
+
+    def add(self, entry: protocol.EgressEntry) -> None:
+        self.count, self.last = self.count + 1, entry
+
+    def told(self) -> dict[str, object]:
+        """Return the fields of an event about them, and begin to count anew."""
+        assert self.last is not None, "an event tells of a refusal"
+        port = None if self.last.kind == "dns" else self.last.port
+        fields: dict[str, object] = {
+            "host": self.last.host,
+            "port": port,
+            "reason": self.last.reason,
+            "count": self.count,
+        }
+        self.count, self.told_at = 0, trio.current_time()
+        return fields
 
 
 async def _end(process: ChildProcess) -> None:
