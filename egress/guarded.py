@@ -34,10 +34,12 @@ class GuardedRelay:
         server: socket.socket,
         count: Callable[[int, int], None],
         turn: trio.Lock,
+        *,
+        is_proxy: bool = False,
     ) -> None:
         self.is_over = False
         self.refused: Reason | None = None
-        self._http = HttpGuard(name, port)
+        self._http = HttpGuard(name, port, is_proxy=is_proxy)
         self._client = client
         self._server = server
         self._count = count

@@ -55,6 +55,8 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
         EventType.NETWORK_CHANGED: frozenset({"mode", "revision"}),
         EventType.EGRESS_DENIED: frozenset({"host", "port", "reason", "count"}),
+        EventType.EGRESS_LIMITED: frozenset({"host", "port", "reason", "count"}),
+        EventType.EGRESS_RESTARTED: frozenset({"count"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),
         EventType.POOL_FAILING: frozenset({"image", "failures", "error"}),
         EventType.LEFTOVER_FOUND: frozenset({"kind", "name"}),

@@ -33,6 +33,8 @@ class EventType(enum.StrEnum):
     PORT_CLOSED = "port.closed"
     NETWORK_CHANGED = "network.changed"
     EGRESS_DENIED = "egress.denied"
+    EGRESS_LIMITED = "egress.limited"
+    EGRESS_RESTARTED = "egress.restarted"
     OOM = "oom"
     POOL_FAILING = "pool.failing"
     LEFTOVER_FOUND = "leftover.found"

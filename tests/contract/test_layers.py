@@ -94,7 +94,8 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("guarded", "state"),
         Layer("relay", "resolver", "names"),
         Layer("protocol"),
-        Layer("addresses", "dns", "hello", "http"),
+        Layer("addresses", "dns", "hello", "proxy"),
+        Layer("http"),
         Layer("policy"),
     ),
 }
