@@ -53,6 +53,8 @@ FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", 
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
+_TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
+"""Before the year 10000: a date can be made of it."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -94,15 +96,32 @@ class WayOutCounters:
 
 
 @attrs.frozen
+class EgressTotals:
+    """Counts of all sessions since the process began; `connections_open` is of now. A connection counts by its verdict
+    at its end, a question when it is answered. `pauses`: times that connections had to wait for descriptors.
+    """
+
+    connections_open: int = 0
+    allowed: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_allowed: int = 0
+    dns_denied: int = 0
+    pauses: int = 0
+
+
+@attrs.frozen
 class EgressEntry:
     """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
     refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
+    `dial_ms`: from the first look-up to a connected server.
     """
 
     session_id: str
-    time: float
+    time: float = attrs.field(validator=_TIME)
     kind: EntryKind
     host: str
     port: int
@@ -114,6 +133,7 @@ class EgressEntry:
     bytes_down: int = 0
     duration_ms: int = 0
     cause: str | None = None
+    dial_ms: float | None = None
 
 
 # Requests -----------------------------------------------------------------------------------------------------------
@@ -203,10 +223,12 @@ class EgressFailed:
 
 @attrs.frozen
 class Entries:
-    """A notice: log entries in the order of their ends. `dropped`: the number lost since the notice before."""
+    """A notice: log entries in the order of their ends. `dropped`: the number lost since the notice before. `totals`:
+    of the moment it was sent; a change of them alone makes a notice, too."""
 
     dropped: int
     entries: tuple[EgressEntry, ...]
+    totals: EgressTotals = EgressTotals()
 
 
 REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)

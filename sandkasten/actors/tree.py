@@ -179,7 +179,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
-            ChildSpec("egress", self._start_egress_client),
+            ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
             ChildSpec("previews", self._start_preview_client),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
@@ -238,6 +238,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._directory,
             logs=self._shared.egress_logs,
             journal=self._journal,
+            metrics=self._metrics,
             start=self._start_egress,
         )
         await actor.run(task_status=task_status)
@@ -487,7 +488,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def system(self) -> System:
         ready = await self._nsinit.ask_again(Describe())
-        return await trio.to_thread.run_sync(describe_system, self._config, self._machine, ready)
+        describe = partial(describe_system, has_egress=self._start_egress is not None)
+        return await trio.to_thread.run_sync(describe, self._config, self._machine, ready)
 
     async def capacity(self) -> NodeCapacity:
         is_up = all(ref.is_alive for ref in (self._store, self._nsinit, self._sessions))
@@ -542,7 +544,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._shared.directory,
             journal=self._shared.journal,
             spool=self._shared.output,
-            parts=(self._store, self._writer, self._nsinit, self._images, self._sessions, self._reaper),
+            parts=(
+                *(self._store, self._writer, self._nsinit, self._egress),
+                *(self._images, self._sessions, self._reaper),
+            ),
             nsinit=self._nsinit,
             data_dir=self._config.data_dir,
             cgroup_dirs=self._cgroup_dirs,

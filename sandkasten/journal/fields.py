@@ -55,6 +55,8 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
         EventType.NETWORK_CHANGED: frozenset({"mode", "revision"}),
         EventType.EGRESS_DENIED: frozenset({"host", "port", "reason", "count"}),
+        EventType.EGRESS_LIMITED: frozenset({"host", "port", "reason", "count"}),
+        EventType.EGRESS_RESTARTED: frozenset({"count"}),
         EventType.PREVIEW_OPENED: frozenset({"port", "access", "expires_at"}),
         EventType.PREVIEW_CLOSED: frozenset({"port", "reason"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),

@@ -33,6 +33,8 @@ class EventType(enum.StrEnum):
     PORT_CLOSED = "port.closed"
     NETWORK_CHANGED = "network.changed"
     EGRESS_DENIED = "egress.denied"
+    EGRESS_LIMITED = "egress.limited"
+    EGRESS_RESTARTED = "egress.restarted"
     PREVIEW_OPENED = "preview.opened"
     PREVIEW_CLOSED = "preview.closed"
     OOM = "oom"

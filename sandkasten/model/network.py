@@ -50,11 +50,21 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it, in all of its life."""
+    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process."""
 
     connections: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
+
+
+_PROXY = "http://198.18.0.1:3128"
+PROXY_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _PROXY),
+        **dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,198.18.0.1"),
+    }
+)
+"""Variables of the environment by which programs find the proxy of a session's way out (`egress/proxy.py`)."""
 
 
 def _texts(value: Iterable[str]) -> tuple[str, ...]:
@@ -67,18 +77,26 @@ def _limits(value: NetworkLimits | Mapping[str, Any]) -> NetworkLimits:  # Any: 
 
 @attrs.frozen
 class Network:
-    """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`."""
+    """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`. With `proxy_env` the
+    session's environment names the proxy of its way out, for programs that can't do without.
+    """
 
     mode: NetworkMode = attrs.field(default=NetworkMode.NONE, converter=NetworkMode)
     allow: Sequence[str] = attrs.field(default=(), converter=_texts)
     deny: Sequence[str] = attrs.field(default=(), converter=_texts)
     limits: NetworkLimits = attrs.field(factory=NetworkLimits, converter=_limits)
     log: EgressLogging = attrs.field(default=EgressLogging.ALL, converter=EgressLogging)
+    proxy_env: bool = False
 
     @property
     def has_way_out(self) -> bool:
         """Whether the session may reach anything beside itself."""
         return self.mode is not NetworkMode.NONE
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Variables of the session's environment that come with the network; those of a caller go before."""
+        return PROXY_VARIABLES if self.proxy_env and self.has_way_out else {}
 
 
 @attrs.frozen
@@ -144,7 +162,7 @@ class EgressEntry:
 @attrs.frozen
 class EgressPage:
     """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
-    were lost before they could be kept."""
+    were lost before they could be kept: of all sessions, so at most that many of this one."""
 
     entries: Sequence[EgressEntry]
     cursor: str

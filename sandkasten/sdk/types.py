@@ -312,6 +312,7 @@ class SessionStats(Taken):
     memory_pressure: dict[str, Any] | None = None
     io_pressure: dict[str, Any] | None = None
     spool_bytes: int = 0
+    network: dict[str, int] | None = None
 
     @classmethod
     def take(cls, data: Mapping[str, Any], **others: Any) -> Self:
@@ -330,6 +331,7 @@ class NetworkInfo(Taken):
     limits: dict[str, int | None]
     log: str
     revision: int
+    proxy_env: bool = False
     counters: dict[str, int] = field(default_factory=dict)
 
 

@@ -97,7 +97,8 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("preview"),
         Layer("knocking"),
         Layer("protocol"),
-        Layer("addresses", "dns", "hello", "http"),
+        Layer("addresses", "dns", "hello", "proxy"),
+        Layer("http"),
         Layer("policy"),
     ),
 }

@@ -33,7 +33,7 @@ from sandkasten.actors.runs.run import Joined, RunClaim
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.egress import OpenWay
+from sandkasten.actors.services.egress import OpenWay, count_network
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
 from sandkasten.actors.session.birth import (
     HELLO_S,
@@ -542,7 +542,8 @@ class SessionActor(Actor):
 
     async def _read_stats(self) -> SessionStats:
         disk: dict[str, Any] = {**await read_disk(self._services.nsinit, self.session.id)}  # fields of SessionStats
-        return attrs.evolve(self._stats.read_all(), spool_bytes=self._output.bytes_used, **disk)
+        counters = await count_network(self._services.egress, self.session)
+        return attrs.evolve(self._stats.read_all(), spool_bytes=self._output.bytes_used, network=counters, **disk)
 
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
