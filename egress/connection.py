@@ -58,7 +58,9 @@ class CarriedConnection:
         self._request: ProxyRequest | None = None
         """Request to the proxy, if the connection is to it."""
         self._is_answer_due = False
-        self._fault_text: str | None = None
+        """Whether a refusal is to be told to the proxy's client."""
+        self._bad_request: str | None = None
+        """Sentence on a request to the proxy that names no host and port."""
         self._entry: SyntheticName | None = None
         self._address: Address | None = None
         self._scope = trio.CancelScope()
@@ -165,7 +167,7 @@ class CarriedConnection:
                     pass
                 return request
             except BadProxyRequest as bad:
-                self._fault_text = str(bad)
+                self._bad_request = str(bad)
                 raise Refusal(bad.reason) from None
         raise Refusal(Reason.TIMEOUT)
 
@@ -187,7 +189,7 @@ class CarriedConnection:
     async def _answer_refusal(self) -> None:
         """Tell the proxy's client why there is no connection; the end is no reset then."""
         reason = (self._refusal.reason if self._refusal else self._reason) or Reason.ERROR
-        text = self._fault_text or f"{self._name or self._destination}:{self._port}"
+        text = self._bad_request or f"{self._name or self._destination}:{self._port}"
         with trio.move_on_after(_FAREWELL_S), suppress(OSError):
             await relay.send_all(self._client, refusal(reason, text))
             relay.shut(self._client)
@@ -316,7 +318,9 @@ class CarriedConnection:
         if self._has_server_ended:
             raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
         name, is_proxy = self._name or str(self._destination), self._request is not None and not self._request.is_tunnel
-        guard = self._guard = GuardedRelay(name, self._port, self._client, server, self._count, is_proxy=is_proxy)
+        guard = self._guard = GuardedRelay(
+            name, self._port, self._client, server, self._count, self._state.turn, is_proxy=is_proxy
+        )
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
         await guard.requests(first)
@@ -355,6 +359,7 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
+        self._state.machine.report(self._report())  # before the client can know of it
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
@@ -362,7 +367,6 @@ class CarriedConnection:
             self._entry.uses -= 1
         if self._refusal:
             self._state.denied += 1
-        self._state.machine.report(self._report())
         self.ended.set()
 
     def _report(self) -> EgressEntry:

@@ -31,10 +31,12 @@ _MAX_FIRST_LINE_BYTES = 16 * 1024
 _BLANK = rb"[ \t\r\n\v\f]*"
 _FIRST_LINE = re.compile(
     _BLANK + rb"[!#$%&'*+.^_`|~0-9a-z-]+[ \t\r\v\f]"
-    rb"(?:[^\n\0-\10\16-\37]*[ \t\r\v\f]HTTP/|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*[ \t\r\v\f]*\n)",
+    rb"(?:[^\n\0-\10\16-\37]*[ \t\r\v\f]HTTP/"
+    rb"|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*+(?: [ \t\r\v\f]*+)?\n)",
     re.IGNORECASE,
 )
-"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included."""
+"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included. No part can match what the
+next one could: all sessions wait while one line is looked at."""
 _SO_FAR = re.compile(_BLANK + rb"(?:[!#$%&'*+.^_`|~0-9a-z-]+(?:[ \t\r\v\f][^\n\0-\10\16-\37]*)?)?\Z", re.IGNORECASE)
 """The beginning of such a line."""
 _AUTHORITY = re.compile(rb"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\[\]:]+)(?::([1-9][0-9]{0,4}))?", re.IGNORECASE)
@@ -51,6 +53,7 @@ Headers = list[tuple[bytes, bytes]]
 
 def looks_like_http(data: bytes) -> bool | None:
     """Tell whether bytes begin an HTTP request; None if more are needed. A first line without an end counts as one."""
+    data = data[:_MAX_FIRST_LINE_BYTES]
     if _FIRST_LINE.match(data):
         return True
     if not _SO_FAR.match(data):

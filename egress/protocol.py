@@ -50,6 +50,8 @@ FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", 
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
+_TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
+"""Before the year 10000: a date can be made of it."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -99,7 +101,7 @@ class EgressEntry:
     """
 
     session_id: str
-    time: float
+    time: float = attrs.field(validator=_TIME)
     kind: EntryKind
     host: str
     port: int

@@ -164,7 +164,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
-            ChildSpec("egress", self._start_egress_client),
+            ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),

@@ -49,7 +49,7 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it, in all of its life."""
+    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process."""
 
     connections: int | None = None
     bytes_up: int | None = None
@@ -161,7 +161,7 @@ class EgressEntry:
 @attrs.frozen
 class EgressPage:
     """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
-    were lost before they could be kept."""
+    were lost before they could be kept: of all sessions, so at most that many of this one."""
 
     entries: Sequence[EgressEntry]
     cursor: str

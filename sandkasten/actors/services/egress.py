@@ -70,7 +70,7 @@ class OpenWay(Ask[None]):
             there before stays as it was, or closed.
         NetworkNotSupported: the kernel can't steer connections.
         BuildFailed: nsinit could not open the session's namespace.
-        InvalidRule: the configuration has no such group any more.
+        InvalidRequest, InvalidRule: the configuration has no such group any more, or a lower maximum.
     """
 
     session_id: str
@@ -166,7 +166,7 @@ class EgressClient(Actor):
         """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
         logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
         self._nursery.start_soon(self._keep_process)
-        self._nursery.start_soon(self._tell_denials)
+        self._nursery.start_soon(self._tidy)
         for entry in self._directory:
             if entry.session.network.has_way_out:
                 self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
@@ -242,7 +242,7 @@ class EgressClient(Actor):
         way.take(sockets)
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
-        """Return policy and limits as the process takes them. Raises `InvalidRule`."""
+        """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
         rules = rules_in_force(network, self._settings)
         asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
         mode: Any = network.mode.value  # `allow` or `open`: the session has a way out
@@ -283,7 +283,7 @@ class EgressClient(Actor):
             began = trio.current_time()
             try:
                 await self._run_process()
-            except SandkastenError as error:
+            except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
                 log.error("egress_not_started", extra={"error": str(error)})
             tries = 0 if trio.current_time() - began > _STEADY_S else tries
             await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
@@ -307,7 +307,7 @@ class EgressClient(Actor):
                 await self._settle(link)
         except* trio.TooSlowError:
             raise EgressUnavailable("the egress process does not answer") from None
-        except* EgressUnavailable as group:
+        except* (EgressUnavailable, OSError) as group:
             raise EgressUnavailable(str(group.exceptions[0])) from None
         finally:
             self._link = self._process = None
@@ -339,7 +339,11 @@ class EgressClient(Actor):
         while True:
             self._work = trio.Event()
             for session_id, is_detached in list(self._detached.items()):
-                await self._request(link, protocol.DetachSession(0, session_id))
+                try:
+                    await self._request(link, protocol.DetachSession(0, session_id))
+                except EgressUnavailable:
+                    if link.is_lost:  # else the process does not have the session: it refused to attach it
+                        raise
                 del self._detached[session_id]
                 is_detached.set()
             for way in list(self._ways.values()):
@@ -348,7 +352,7 @@ class EgressClient(Actor):
             await self._work.wait()
 
     async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
-        settled, refusal = way.settled, None
+        settled, refusal, was_attached = way.settled, None, way.is_attached
         try:
             if way.is_attached:
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
@@ -360,6 +364,7 @@ class EgressClient(Actor):
                     await self._request(link, order, fds)
         except EgressUnavailable as error:
             log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
+            way.note_attached(attached=was_attached)  # a request that fails changes nothing
             refusal = error
         if settled is way.settled:
             way.settle(refusal)
@@ -380,6 +385,7 @@ class EgressClient(Actor):
             if entry.verdict == "denied":
                 self._note_denial(entry)
         if notice.dropped:
+            self._logs.note_dropped(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
 
     def _note_denial(self, entry: protocol.EgressEntry) -> None:
@@ -388,10 +394,15 @@ class EgressClient(Actor):
         if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
             self._journal.emit(EventType.EGRESS_DENIED, entry.session_id, **denials.told())
 
-    async def _tell_denials(self) -> None:
-        """Tell of refusals that came soon after others, some seconds later."""
+    async def _tidy(self) -> None:
+        """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
+        a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
             await trio.sleep(_DENIALS_EVERY_S)
+            for session_id in (*self._ways, *self._logs):
+                if not self._directory.owns(session_id):
+                    log.warning("way_out_left", extra={"session_id": session_id})
+                    self._nursery.start_soon(self._close, session_id, True)
             for session_id, denials in self._denials.items():
                 if denials.count:
                     self._journal.emit(EventType.EGRESS_DENIED, session_id, **denials.told())
