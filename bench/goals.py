@@ -14,6 +14,7 @@ from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
+from bench.ways_out import CREATE_ALLOW, CREATE_NONE, MAKING, NAT, PROXY, connect_row, rate_fact
 
 Rows = Mapping[str, Row]
 Facts = Mapping[str, Any]
@@ -142,6 +143,21 @@ GOALS: Sequence[Goal] = (
         Goal(f"memory of the SDK's {way}", _fact(f"SDK's {way}, MiB of client memory"), 64, "MiB")
         for way in ("upload", "download")
     ),
+    Goal("set-up of a way out, by a builder", _median(MAKING), 1, "ms"),
+    Goal("create with a way out, over one without", _difference(CREATE_ALLOW, CREATE_NONE), 0.1, "ms"),
+    Goal("connect and first byte by a way out, by veth + NAT", _ratio(connect_row(PROXY), connect_row(NAT)), 3, "x"),
+    *(
+        Goal(
+            f"bytes {way} by a way out, of veth + NAT's rate",
+            _fact(rate_fact(PROXY, way), 100, rate_fact(NAT, way)),
+            60,
+            "%",
+            at_least=True,
+        )
+        for way in ("up", "down")
+    ),
+    Goal("memory of a way out", _fact("memory per way out, KiB"), 20, "KiB"),
+    Goal("idle egress process", _fact("idle egress process, % of a core"), 0.01, "% of a core"),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
     Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),
     Goal("idle daemon at 1000 sessions", _at_thousand("density", "idle daemon, % of a core"), 1, "% of a core"),

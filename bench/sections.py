@@ -34,6 +34,7 @@ from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
 from bench.sampling import Row, Table, blocks, closed_loop, open_loop, percentile
 from bench.thousand import cpu_ns, measure_thousand
+from bench.ways_out import measure_ways_out
 from bench.websocket import ExecSocket, WebSocket
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config
@@ -774,6 +775,17 @@ async def _step(link: Link, place: str, chance: random.Random, step: int) -> Non
             await run(f"python3 -c 'print({step} * 2)'", f"{step * 2}\n".encode())
 
 
+_WAYS_OUT_S = 150.0
+
+
+async def ways_out(bench: Bench) -> None:
+    """Ways out of sessions: their making, connects and bytes beside a veth pair with NAT, and what each costs to
+    keep."""
+    seed = bench.chance.randrange(10**6)
+    measure_of = partial(measure_ways_out, bench.table, bench.share, seed, _WAYS_OUT_S)
+    bench.facts |= await trio.to_thread.run_sync(measure_of)
+
+
 SECTIONS: Mapping[str, Section] = {
     "calibrate": Section(calibrate, 20),
     "create": Section(creates, 210),
@@ -792,4 +804,5 @@ SECTIONS: Mapping[str, Section] = {
     "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
+    "network": Section(ways_out, _WAYS_OUT_S),
 }

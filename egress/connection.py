@@ -72,6 +72,7 @@ class CarriedConnection:
         self._cause: str | None = None
         self._is_orderly = self._has_server_ended = False
         self._up = self._down = 0
+        self._dial_ms: float | None = None
         self._began, self._began_at = trio.current_time(), time.time()
 
     @property
@@ -131,8 +132,13 @@ class CarriedConnection:
             return
         self._decide()
         first, kind = await self._awaited_hello() if self._port == TLS_PORT else (b"", None)
-        self._server = await self._dial()
+        await self._connect()
         await self._relay(first, kind)
+
+    async def _connect(self) -> None:
+        began = trio.current_time()
+        self._server = await self._dial()
+        self._dial_ms = round((trio.current_time() - began) * 1000, 3)
 
     def _decide(self) -> None:
         """Find the name that the destination stands for, and the rule that allows it."""
@@ -176,7 +182,7 @@ class CarriedConnection:
         if not isinstance(request.host, str):
             self._destination = request.host
         self._decide()
-        self._server = await self._dial()
+        await self._connect()
         self._is_answer_due = False
         if not request.is_tunnel:
             await self._relay(request.rest, "http")
@@ -385,6 +391,7 @@ class CarriedConnection:
             bytes_down=self._down,
             duration_ms=round((trio.current_time() - self._began) * 1000),
             cause=None if refusal else self._cause or "idle",
+            dial_ms=self._dial_ms,
         )
 
 

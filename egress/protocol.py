@@ -34,6 +34,9 @@ CHANNEL_FD = 3
 EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
 
+GATEWAY_ID = 61103
+"""User and group of the preview gateway, the same program in another role."""
+
 _TAG = "type"
 
 
@@ -93,11 +96,28 @@ class WayOutCounters:
 
 
 @attrs.frozen
+class EgressTotals:
+    """Counts of all sessions since the process began; `connections_open` is of now. A connection counts by its verdict
+    at its end, a question when it is answered. `pauses`: times that connections had to wait for descriptors.
+    """
+
+    connections_open: int = 0
+    allowed: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_allowed: int = 0
+    dns_denied: int = 0
+    pauses: int = 0
+
+
+@attrs.frozen
 class EgressEntry:
     """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
     refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
+    `dial_ms`: from the first look-up to a connected server.
     """
 
     session_id: str
@@ -113,6 +133,7 @@ class EgressEntry:
     bytes_down: int = 0
     duration_ms: int = 0
     cause: str | None = None
+    dial_ms: float | None = None
 
 
 # Requests -----------------------------------------------------------------------------------------------------------
@@ -202,10 +223,12 @@ class EgressFailed:
 
 @attrs.frozen
 class Entries:
-    """A notice: log entries in the order of their ends. `dropped`: the number lost since the notice before."""
+    """A notice: log entries in the order of their ends. `dropped`: the number lost since the notice before. `totals`:
+    of the moment it was sent; a change of them alone makes a notice, too."""
 
     dropped: int
     entries: tuple[EgressEntry, ...]
+    totals: EgressTotals = EgressTotals()
 
 
 REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)
@@ -218,7 +241,7 @@ EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
 # Codec --------------------------------------------------------------------------------------------------------------
 
 
-def encode(message: EgressRequest | EgressAnswer) -> bytes:
+def encode(message: attrs.AttrsInstance) -> bytes:
     """Return the datagram of a message.
 
     Raises:
@@ -233,17 +256,18 @@ def encode(message: EgressRequest | EgressAnswer) -> bytes:
 
 def decode_request(data: bytes) -> EgressRequest:
     """Return the request in a datagram; raise ProtocolError if there is none."""
-    request: EgressRequest = _decode(data, REQUESTS)
+    request: EgressRequest = decode(data, REQUESTS)
     return request
 
 
 def decode_answer(data: bytes) -> EgressAnswer:
     """Return the answer or notice in a datagram; raise ProtocolError if there is none."""
-    answer: EgressAnswer = _decode(data, ANSWERS)
+    answer: EgressAnswer = decode(data, ANSWERS)
     return answer
 
 
-def _decode(data: bytes, classes: tuple[type, ...]) -> Any:
+def decode(data: bytes, classes: tuple[type, ...]) -> Any:
+    """Return the message in a datagram, of one of these classes; raise ProtocolError if there is none."""
     try:
         body = json.loads(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:

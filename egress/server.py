@@ -104,7 +104,8 @@ class EgressServer:
         self._ways_out: dict[str, WayOut] = {}
         self._entries: deque[p.EgressEntry] = deque()
         self._dropped = 0
-        self._has_entries = trio.Event()
+        self._has_news = trio.Event()
+        self._are_totals_news = False
         self._batching = trio.Lock()
 
     def set_own_addresses(self, addresses: frozenset[Address]) -> None:
@@ -193,7 +194,8 @@ class EgressServer:
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
         except ValueError as error:
             raise _RequestFailed("INVALID", str(error)) from None
-        machine = SharedState(self._resolver, AddressCheck(permit, self._own), self._report, log_fault)
+        check = AddressCheck(permit, self._own)
+        machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change)
         self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
@@ -207,10 +209,24 @@ class EgressServer:
 
     # Log entries
 
+    def _note_change(self) -> None:
+        self._are_totals_news = True
+        self._has_news.set()
+
+    def _totals(self) -> p.EgressTotals:
+        if self._configuration is None:
+            return p.EgressTotals()
+        machine = self._configuration.machine
+        return p.EgressTotals(machine.connections, **attrs.asdict(machine.tally))
+
     def _report(self, entry: p.EgressEntry) -> None:
+        if self._configuration is not None and entry.kind != "dns":
+            tally = self._configuration.machine.tally
+            tally.allowed += entry.verdict == "allowed"
+            tally.denied += entry.verdict == "denied"
         if len(self._entries) < MAX_QUEUED_ENTRIES:
             self._entries.append(entry)
-            self._has_entries.set()
+            self._has_news.set()
         else:
             self._dropped += 1
         way_out = self._ways_out.get(entry.session_id)
@@ -226,13 +242,14 @@ class EgressServer:
                 self._channel.send(data)
             except OSError:  # no room, or nobody is there: the next read says so
                 self._entries.extendleft(reversed(batch))
+                self._are_totals_news = True
                 return
             self._dropped -= told
 
     async def batch_entries(self) -> None:
-        """Send log entries, those of `_BATCH_S` together."""
+        """Send log entries and totals, those of `_BATCH_S` together."""
         while True:
-            await self._has_entries.wait()
+            await self._has_news.wait()
             if len(self._entries) < p.MAX_ENTRIES:
                 await trio.sleep(_BATCH_S)
             await self._send_entries()
@@ -240,8 +257,9 @@ class EgressServer:
     async def _send_entries(self) -> None:
         """Send what there is now; what the daemon does not read in time is dropped."""
         async with self._batching:
-            left = len(self._entries)
-            while left > 0 and self._entries:
+            left, are_totals_due = len(self._entries), self._are_totals_news
+            while are_totals_due or (left > 0 and self._entries):
+                are_totals_due = False
                 batch, told, data = self._next_batch()
                 left -= len(batch)
                 if await self._send(data, _ENTRIES_S):
@@ -249,8 +267,8 @@ class EgressServer:
                     continue
                 self._dropped += len(batch) + len(self._entries)
                 self._entries.clear()
-            if not self._entries and self._has_entries.is_set():  # else somebody waits for this one
-                self._has_entries = trio.Event()
+            if not self._entries and not self._are_totals_news and self._has_news.is_set():  # else one is waited for
+                self._has_news = trio.Event()
         self._send_now()
 
     def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
@@ -259,12 +277,13 @@ class EgressServer:
         while True:
             batch = tuple(self._entries[index] for index in range(size))
             try:
-                data = p.encode(p.Entries(self._dropped, batch))
+                data = p.encode(p.Entries(self._dropped, batch, self._totals()))
             except p.ProtocolError:
                 size //= 2
                 continue
             for _ in batch:
                 self._entries.popleft()
+            self._are_totals_news = False
             return batch, self._dropped, data
 
     async def _send(self, data: bytes, deadline_s: float) -> bool:

@@ -59,16 +59,31 @@ class RateBucket:
         return 0.0
 
 
+@attrs.define
+class Tally:
+    """Counts of all sessions, named as in `EgressTotals`."""
+
+    allowed: int = 0
+    denied: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dns_allowed: int = 0
+    dns_denied: int = 0
+    pauses: int = 0
+
+
 @attrs.define(eq=False)
 class SharedState:
     """State that all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
-    `descriptors`: the most that the process may have.
+    `descriptors`: the most that the process may have; `changed` is called after a change of `tally` or `connections`.
     """
 
     resolver: NameResolver
     check: AddressCheck
     report: Callable[[EgressEntry], None]
     fault: Callable[[str, BaseException], None]
+    changed: Callable[[], None] = attrs.field(default=lambda: None)
+    tally: Tally = attrs.field(factory=Tally)
     descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sessions: int = 0
     connections: int = 0
@@ -159,3 +174,6 @@ class WayOutState:
                 raise Refusal(Reason.LIMIT)
         self.bytes_up += up
         self.bytes_down += down
+        self.machine.tally.bytes_up += up
+        self.machine.tally.bytes_down += down
+        self.machine.changed()

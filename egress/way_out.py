@@ -137,6 +137,8 @@ class WayOut:
     async def _wait_for_descriptors(self) -> None:
         """Wait until a connection more would find descriptors; the backlog holds what comes meanwhile."""
         self.state.machine.fault(self.state.session_id, OSError(errno.EMFILE, "connections wait for descriptors"))
+        self.state.machine.tally.pauses += 1
+        self.state.machine.changed()
         while not self.state.machine.has_descriptors():  # noqa: ASYNC110 - of all sessions; nobody tells of each end
             await trio.sleep(_PAUSE_S)
 
@@ -159,6 +161,7 @@ class WayOut:
             return
         self.state.connections_open += 1
         self.state.machine.connections += 1
+        self.state.machine.changed()
         if port == DNS_PORT:
             nursery.start_soon(self._answer_stream, client)
         else:
@@ -180,6 +183,7 @@ class WayOut:
     def _count_closed(self) -> None:
         self.state.connections_open -= 1
         self.state.machine.connections -= 1
+        self.state.machine.changed()
 
     # DNS
 
@@ -263,11 +267,14 @@ class WayOut:
         try:
             addresses = await self.state.find(question.name)
         except NoSuchName:
+            self._count_allowed()
             return dns.answer_error(question, dns.Rcode.NXDOMAIN)
         except LookupFailed as error:
+            self._count_allowed()
             return dns.answer_error(question, dns.Rcode.SERVFAIL, ede=dns.Ede.NOT_READY, text=str(error))
         except Refusal as refusal:
             return self._deny(question, refusal.reason, None, dns.Ede.BLOCKED)
+        self._count_allowed()
         if question.type != dns.TYPE_A or not addresses:
             return dns.answer_nothing(question)
         entry = self.state.names.give(question.name)
@@ -276,8 +283,14 @@ class WayOut:
         self.state.keep(entry, addresses)
         return dns.answer_address(question, entry.address, ANSWER_TTL_S)
 
+    def _count_allowed(self) -> None:
+        self.state.machine.tally.dns_allowed += 1
+        self.state.machine.changed()
+
     def _deny(self, question: dns.Question, reason: Reason, rule: str | None, ede: dns.Ede) -> bytes:
         self.state.dns_denied += 1
+        self.state.machine.tally.dns_denied += 1
+        self.state.machine.changed()
         now = trio.current_time()
         if self._reported[0] != question.name or self._reported[1] + _REPEATED_S < now:
             self._reported = question.name, now

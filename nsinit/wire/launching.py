@@ -18,8 +18,9 @@ from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_di
 
 START, KILL = b"start", b"kill"
 START_EGRESS, KILL_EGRESS = b"start egress", b"kill egress"
-"""The daemon's words to the launcher, about nsinit and about the egress process. The answer to a start is the pid in
-decimal, with the pidfd, or `FAILED`."""
+START_GATEWAY, KILL_GATEWAY = b"start gateway", b"kill gateway"
+"""The daemon's words to the launcher, about nsinit, the egress process and the preview gateway. The answer to a start
+is the pid in decimal, with the pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
 """The launcher's words: its first one, and that a process could not be started."""

@@ -41,7 +41,7 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
 from sandkasten.model import MAX_TTL_S, Session, Status
 from sandkasten.model.lifecycle import LIVE
-from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
+from sandkasten.model.node import Amounts, Machine, NodeCapacity, System, Verdict
 from sandkasten.model.workspace import MAX_UPLOADS
 from sandkasten.output.store import OutputStore
 from sandkasten.supervisor import Supervisor
@@ -52,9 +52,16 @@ _VITAL = ("store", "nsinit", "sessions")
 """Checks of readiness without which the watchdog gets no sign of life."""
 
 
-def describe_system(config: Config, machine: Machine, ready: protocol.Ready) -> System:
-    """Return the installation as it is in force. Blocking: the first call reads the package's version."""
-    features = {**ready.features, "disk": ready.disk, "disk_refused": ready.disk_refused}
+def describe_system(config: Config, machine: Machine, ready: protocol.Ready, *, has_egress: bool) -> System:
+    """Return the installation as it is in force; `has_egress`: an egress process can be started. Blocking: the first
+    call reads the package's version."""
+    steering = machine.check("sk_lookup")
+    features = {
+        **ready.features,
+        "disk": ready.disk,
+        "disk_refused": ready.disk_refused,
+        "way_out": has_egress and steering is not None and steering.verdict is Verdict.WORKS,
+    }
     return System(
         version=package_version(),
         python=platform.python_version(),
@@ -104,6 +111,7 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
                 "max": None if config.runs.allow_unlimited else config.defaults.max_exec_timeout_ms,
             },
             "ttl_seconds": {"min": 1, "max": min(MAX_TTL_S, config.maximum.idle_timeout_seconds or MAX_TTL_S)},
+            "network_mode": {"max": config.egress.max_mode},
             "idle_timeout_seconds": {"min": 1, "max": config.maximum.idle_timeout_seconds},
             "max_lifetime_seconds": {"min": 1, "max": config.maximum.max_lifetime_seconds},
         }

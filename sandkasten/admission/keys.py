@@ -35,6 +35,7 @@ import trio
 
 from sandkasten.model.errors import Unauthorized
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, id_of, is_token_of
+from sandkasten.model.network import NetworkMode
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ _VERSION = 1
 _MODE = 0o640
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_FIELDS = frozenset(attrs.fields_dict(ApiKey))
 _LOCK_S = 5.0
 _LOCK_PAUSE_S = 0.05
 
@@ -246,6 +248,7 @@ def _encode(key: ApiKey) -> dict[str, Any]:  # JSON values
         "access": key.access.name.lower(),
         "label": None if key.label is None else attrs.asdict(key.label),
         "quota": {name: value for name, value in attrs.asdict(key.quota).items() if value is not None},
+        "max_network": None if key.max_network is None else key.max_network.value,
         "created_at": _text(key.created_at),
         "expires_at": _text(key.expires_at),
         "digest": key.digest.hex(),
@@ -272,6 +275,8 @@ def _decode(content: bytes) -> list[ApiKey]:
 def _decode_key(value: Mapping[str, Any]) -> ApiKey:  # JSON values
     if not (KEY_ID.match(value["id"]) and KEY_NAME.match(value["name"]) and _DIGEST.match(value["digest"])):
         raise ValueError("id, name or digest is none")
+    if not value.keys() <= _FIELDS:
+        raise ValueError("a field that is none")  # it may be one that limits the key, misspelt
     if value["access"] not in ("read", "write", "admin"):
         raise ValueError("no such access")
     access = Access[value["access"].upper()]
@@ -287,6 +292,7 @@ def _decode_key(value: Mapping[str, Any]) -> ApiKey:  # JSON values
         created_at=_moment(value["created_at"]),
         expires_at=_moment(value["expires_at"]),
         digest=bytes.fromhex(value["digest"]),
+        max_network=None if (most := value.get("max_network")) is None else NetworkMode(most),  # older files have none
     )
 
 

@@ -24,6 +24,7 @@ from sandkasten.cli.output import print_json
 from sandkasten.config import Config
 from sandkasten.host.paths import DataPaths
 from sandkasten.model.keys import KEY_ID, KEY_NAME, Access, ApiKey, Label, Quota, digest_of, make_token
+from sandkasten.model.network import NetworkMode
 
 _BYTES = 32
 _LABEL = re.compile(r"([^=]{1,128})=(.{0,1024})\Z")
@@ -127,6 +128,7 @@ def _asked_for(key_id: str, token: str, arguments: argparse.Namespace, now: date
             created_at=now,
             expires_at=None if arguments.expires is None else now + _span(arguments.expires),
             digest=digest_of(token.encode()),
+            max_network=None if arguments.max_network is None else NetworkMode(arguments.max_network),
         )
     except OverflowError:
         raise Stop("--expires: that is after the year 9999") from None
@@ -158,7 +160,8 @@ def _list(path: Path, *, as_json: bool) -> int:
     print(f"{'ID':<12}  {'NAME':<20} {'ACCESS':<6} {'LABEL':<20} {'EXPIRES':<20} QUOTA")
     for key in keys:
         shown = _shown(key, now)
-        quota = " ".join(f"{name}={value}" for name, value in shown["quota"].items())
+        bounds = shown["quota"] | ({} if key.max_network is None else {"network": key.max_network.value})
+        quota = " ".join(f"{name}={value}" for name, value in bounds.items())
         expires = "expired" if shown["expired"] else shown["expires_at"] or "never"
         print(f"{key.id}  {key.name:<20} {shown['access']:<6} {shown['label'] or '-':<20} {expires:<20} {quota or '-'}")
     return 0
@@ -171,6 +174,7 @@ def _shown(key: ApiKey, now: datetime) -> dict[str, Any]:  # JSON values
         "access": key.access.name.lower(),
         "label": None if key.label is None else ascii(f"{key.label.name}={key.label.value}")[1:-1],
         "quota": {name: value for name, value in attrs.asdict(key.quota).items() if value is not None},
+        "max_network": None if key.max_network is None else key.max_network.value,
         "created_at": _moment(key.created_at),
         "expires_at": _moment(key.expires_at),
         "expired": key.is_over(now),

@@ -264,7 +264,8 @@ async def list_keys(arguments: argparse.Namespace, client: SandboxClient) -> int
     for each in keys:
         label = each["label"] or {}
         used = since_text(each["last_used_at"]) if each["last_used_at"] else ""
-        quota = {name: value for name, value in each["quota"].items() if value is not None}
+        bounds = each["quota"] | {"network": each.get("max_network")}
+        quota = {name: value for name, value in bounds.items() if value is not None}
         rows.append(
             (each["id"], each["name"], each["access"], labels_text(label), each["expires_at"], used, labels_text(quota))
         )

@@ -18,6 +18,7 @@ import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+from egress.protocol import EgressTotals
 from sandkasten.model import EventType
 
 MAX_SERIES = 500
@@ -127,6 +128,14 @@ class Metrics:
         )
         self.sweeps = Series(counter("sweeps", "Searches for what no session owns.", "outcome"))
         self.swept = counter("swept", "What such searches adopted, finished or removed.")
+        self.egress_connections = Series(counter("egress_connections", "Connections of ways out.", "verdict"))
+        self.egress_open = Gauge("sandkasten_egress_connections_open", "Those that are open.", registry=own)
+        self.egress_bytes = Series(counter("egress_bytes", "Bytes that ways out carried.", "direction"))
+        self.egress_questions = Series(counter("egress_dns_questions", "Questions of sessions for names.", "verdict"))
+        self.egress_dials = histogram("egress_dial_seconds", "From the first look-up to a connected server.")
+        self.egress_pauses = counter("egress_pauses", "Times that connections waited for descriptors.")
+        self.egress_dropped = counter("egress_entries_dropped", "Log entries of ways out that were lost.")
+        self.egress_restarts = counter("egress_restarts", "Times that the egress process was started again.")
         self.looks: dict[str, Callable[[], float]] = {}
         """Numbers that are looked at when a scraper asks, by name; see `look_at`."""
         self.queues: WeakSet[HasQueues] = WeakSet()
@@ -160,6 +169,20 @@ class Metrics:
             self.runs(kind).observe(ran_s)
         if first_output_s is not None:
             self.first_outputs(kind).observe(first_output_s)
+
+    def note_egress(self, before: EgressTotals, after: EgressTotals) -> None:
+        """Count what an egress process did between two of its totals."""
+        self.egress_open.set(after.connections_open)
+        for child, name in (
+            (self.egress_connections("allowed"), "allowed"),
+            (self.egress_connections("denied"), "denied"),
+            (self.egress_bytes("up"), "bytes_up"),
+            (self.egress_bytes("down"), "bytes_down"),
+            (self.egress_questions("allowed"), "dns_allowed"),
+            (self.egress_questions("denied"), "dns_denied"),
+            (self.egress_pauses, "pauses"),
+        ):
+            child.inc(max(0, getattr(after, name) - getattr(before, name)))  # foreign numbers, which may shrink
 
     def note_commit(self, took_s: float, *, done: int, failed: int) -> None:
         """Count a group commit and the jobs in it."""

@@ -48,7 +48,7 @@ class SessionEgressLog:
         if entry.verdict == "allowed" and self.logging is EgressLogging.DENIED:
             return
         self._last += 1
-        shown = {name: value for name, value in attrs.asdict(entry).items() if name != "session_id"}
+        shown = {name: value for name, value in attrs.asdict(entry).items() if name not in ("session_id", "dial_ms")}
         shown |= {
             "cursor": str(self._last),
             "time": datetime.fromtimestamp(entry.time, UTC),

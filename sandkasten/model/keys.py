@@ -19,6 +19,8 @@ from typing import Any
 
 import attrs
 
+from sandkasten.model.network import NetworkMode
+
 KEY_ID = re.compile(r"[0-9a-f]{12}\Z")
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")
 CONFIGURED_ID = "configured"
@@ -95,7 +97,8 @@ def _not_admin(instance: ApiKey, _field: object, value: Label | None) -> None:
 
 @attrs.frozen
 class ApiKey:
-    """A key without its secret. `label` None: no confinement; times are aware UTC datetimes.
+    """A key without its secret. `label` None: no confinement; times are aware UTC datetimes. `max_network` is the
+    widest mode of a network that the key may ask for; None: as the server allows.
 
     An administrator manages the whole node, so its key has no label.
     """
@@ -108,6 +111,7 @@ class ApiKey:
     created_at: datetime | None = None
     expires_at: datetime | None = None
     digest: bytes = attrs.field(default=b"", repr=False)
+    max_network: NetworkMode | None = None
 
     def is_over(self, now: datetime) -> bool:
         """Whether the key has expired."""
@@ -119,7 +123,8 @@ class ApiKey:
 
     def gives(self, other: ApiKey) -> bool:
         """Whether `other` gives its owner all that this key gave, so that uses of this key may go on."""
-        return (self.digest, self.access, self.label) == (other.digest, other.access, other.label)
+        names = ("digest", "access", "label", "max_network")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 @attrs.frozen

@@ -1,4 +1,5 @@
-"""Values of a session's network: what a session may reach, its counters, and the log of what it reached for.
+"""Values of a session's network: what a session may reach, its counters, the log of what it reached for, and previews:
+ports inside that are reached over HTTP from outside.
 
 Frozen and free of I/O. A rule is kept as its author wrote it, so that a client reads back what it sent; a rule that
 begins with `@` stands for a group of the configuration. `admission/network.py` checks rules and expands groups.
@@ -180,3 +181,50 @@ class EgressDenial:
 
 MAX_DENIALS = 8
 """Most refusals in the end of one run."""
+
+
+# The way in ----------------------------------------------------------------------------------------------------------
+
+PORT_BOUNDS = (1, 65535)
+PREVIEW_TTL_BOUNDS_S = (1, 86_400)
+"""Seconds for which a preview may hold."""
+
+MAX_PREVIEWS = 16
+"""Most previews of one session."""
+
+
+class PreviewAccess(enum.StrEnum):
+    """Access to a preview: for whoever has its token, or for whoever knows its name."""
+
+    TOKEN = "token"
+    PUBLIC = "public"
+
+
+@attrs.frozen
+class PreviewSpec:
+    """A preview to open. `keep_alive`: each request counts as a use of the session, whose idle end it puts off."""
+
+    port: int
+    ttl_s: int = 3600
+    access: PreviewAccess = PreviewAccess.TOKEN
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class Preview:
+    """An open preview. `epoch` is new with each opening, so that tokens of an earlier one are void."""
+
+    port: int
+    access: PreviewAccess
+    epoch: str
+    expires_at: datetime
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class SignedPreview:
+    """A preview with its URL and its token; the token is None where none is needed."""
+
+    preview: Preview
+    url: str
+    token: str | None

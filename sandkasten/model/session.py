@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
-from sandkasten.model.network import Network
+from sandkasten.model.network import Network, NetworkCounters, Preview
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
@@ -126,7 +126,8 @@ class SessionStats:
 
     `memory_peak_bytes` and `pids_peak` are the highest ever. The quota was used up in `cpu_throttled` of `cpu_periods`,
     for `cpu_throttled_usec` in all; `cpu_limit` is in cores. `pids_refused` counts forks that failed. `spool_bytes` is
-    the size of the runs' output kept outside of the session, in memory and on disk.
+    the size of the runs' output kept outside of the session, in memory and on disk. `network` counts since the way out
+    was opened; None without one, or while the egress process can't be asked.
     """
 
     memory_bytes: int | None = None
@@ -154,6 +155,7 @@ class SessionStats:
     memory_pressure: Pressure | None = None
     io_pressure: Pressure | None = None
     spool_bytes: int = 0
+    network: NetworkCounters | None = None
 
 
 def _strings(value: Iterable[str] | None) -> tuple[str, ...] | None:
@@ -342,3 +344,5 @@ class Session:
     """Public id of the API key that made the session."""
     network: Network = attrs.field(factory=Network)
     network_revision: int = 1
+    previews: Mapping[int, Preview] = attrs.field(factory=dict)
+    """Open previews by port."""

@@ -21,7 +21,8 @@ from shlex import quote
 
 import attrs
 
-from sandkasten.config import MIB, Config, ConfigError
+from egress.policy import InvalidRule, parse_rule
+from sandkasten.config import MIB, Config, ConfigError, EgressSettings
 from sandkasten.host.account import ROOT, Account, find_account
 from sandkasten.host.checks import SYSCTLS, Host, find_mount, nearest, read, read_host
 from sandkasten.host.data_dir import SHARED_MODE
@@ -33,6 +34,8 @@ MIN_KEY_BITS = 96.0
 _MANY_PIDS = 4096
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _MAX_ENTRIES = 200_000
+_MANY_ADDRESSES = 256
+_NODE_NETWORKS = tuple(map(ipaddress.ip_network, ("127.0.0.0/8", "::1/128", "169.254.0.0/16", "fe80::/10")))
 _OTHERS = 0o077
 
 
@@ -190,6 +193,7 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "whatever a session holds, a program in it can send to any public address",
             "defaults.network_mode: none",
         )
+    yield from check_egress(config.egress)
     if config.server.log_level == "debug":
         yield low(
             "log.debug",
@@ -204,6 +208,55 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "a command that never ends holds its session's resources until somebody looks",
             "runs.allow_unlimited: false",
         )
+
+
+def check_egress(settings: EgressSettings) -> Iterator[Finding]:
+    """Settings that let sessions reach much, as far as `max_mode` lets them reach anything."""
+    most = NetworkMode(settings.max_mode)
+    if most is NetworkMode.NONE:
+        return
+    if most is NetworkMode.OPEN and settings.permit:
+        yield medium(
+            "egress.open-permit",
+            f"egress.max_mode is 'open', and {settings.permit[0]} is permitted",
+            "a session with the mode 'open' reaches what is permitted without a rule that names it",
+            "egress.max_mode: allow, or keys with --max-network allow",
+        )
+    for text in settings.permit:
+        network = ipaddress.ip_network(text)
+        if any(network.overlaps(each) for each in _NODE_NETWORKS if each.version == network.version):
+            yield high(
+                "egress.permit-node",
+                f"sessions may be let out to {text}, where the node itself or a metadata service answers",
+                "services that trust the node answer a session: databases on loopback, credentials of the machine",
+                f"egress.permit without {text}",
+            )
+        elif network.num_addresses > _MANY_ADDRESSES:
+            yield medium(
+                "egress.permit-wide",
+                f"sessions may be let out to {text}, which has {network.num_addresses} addresses",
+                "whatever else is in that network is in reach of a session with the mode 'open', or by a rule",
+                "egress.permit: the addresses of the servers that are meant",
+            )
+    for name, rules in settings.groups.items():
+        if wide := [rule for rule in rules if is_wide(rule)]:
+            yield low(
+                "egress.group-wide",
+                f"the group @{name} has the rule {wide[0]}",
+                "a session that is given the group reaches hosts that nobody has thought of",
+                f"egress.groups.{name}: the hosts that are meant",
+            )
+
+
+def is_wide(text: str) -> bool:
+    """Whether a rule allows whatever anybody may have registered: a suffix of one label, or a large network."""
+    try:
+        host = parse_rule(text).host
+    except InvalidRule:
+        return False  # the configuration has no such rule
+    if isinstance(host, str):
+        return host.startswith("*.") and host.count(".") == 1
+    return host.num_addresses > _MANY_ADDRESSES
 
 
 def check_limits(config: Config, *, memory_bytes: int, cpus: int, free_bytes: int) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.egress import EgressClient, OpenWay
 from sandkasten.config import EgressSettings
+from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.nsinit import ChildProcess, Role
 from sandkasten.model.errors import BuildFailed, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 
@@ -31,7 +32,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never() -> ChildProcess:
+async def _never(role: Role = "egress") -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
@@ -57,6 +58,7 @@ async def test_a_kernel_that_cannot_steer_is_told_from_a_failure(
         directory=SessionDirectory(),
         logs=EgressLogs(),
         journal=Journal(),
+        metrics=Metrics(),
         start=_never,
     )
     async with trio.open_nursery() as nursery:

@@ -10,8 +10,10 @@ from sandkasten.api.http.sse import MAX_EVENT_BYTES, event, short_end
 from sandkasten.api.resources.run_output import EndBody
 from sandkasten.config import Defaults, EgressSettings
 from sandkasten.model import Cause, EventType, ExecEnd, SessionSpec, Usage
-from sandkasten.model.network import MAX_DENIALS, EgressDenial
+from sandkasten.model.keys import Access
+from sandkasten.model.network import MAX_DENIALS, EgressDenial, NetworkMode
 from tests.api.harness import running_front
+from tests.api.keys import issue
 
 NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
 NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
@@ -94,7 +96,7 @@ async def test_a_way_out_is_refused_where_no_process_carries_it() -> None:
             await client.post("/v1/sessions", json={"network": {"allow": ["@python"]}}),
             await client.patch(url, json={"network": {"mode": "open"}}),
         ):
-            assert (answer.status_code, answer.json()["error_code"]) == (503, "EGRESS_UNAVAILABLE")
+            assert (answer.status_code, answer.json()["error_code"]) == (503, "EGRESS_UNAVAILABLE"), answer.text
             assert answer.json()["retryable"]
             assert int(answer.headers["retry-after"]) > 0
         assert (await client.get(url)).json()["network"] == NONE | {"revision": 1}
@@ -111,3 +113,22 @@ def test_the_end_of_a_run_has_what_was_refused() -> None:
     assert len(event("done", shown)) < MAX_EVENT_BYTES - 1000
     few = [*plain[:1], {"host": "a.example", "port": None, "reason": "not_allowed", "count": 1}]
     assert short_end({"cwd": "/", "egress_denied": few})["egress_denied"] == few
+
+
+async def test_a_key_may_not_ask_beyond_its_own_mode() -> None:
+    """Neither in a create nor in a change, also where the server's own default is beyond it; within it nothing is
+    refused for the key's sake."""
+    narrow = issue(Access.WRITE, max_network=NetworkMode.NONE)
+    async with running_front(default_network=NetworkMode.ALLOW) as running:
+        running.ring.replace([narrow.key])
+        session_id = (await running.supervisor.create(SessionSpec())).id
+        async with running.client(token=narrow.token) as client:
+            for body in ({"network": "open"}, {"network": {"allow": ["a.example"]}}, {}):
+                answer = await client.post("/v1/sessions", json=body)
+                assert (answer.status_code, answer.json()["error_code"]) == (403, "FORBIDDEN"), body
+                assert answer.json()["details"]["has"] == "none"
+            url = f"/v1/sessions/{session_id}"
+            answer = await client.patch(url, json={"network": {"mode": "allow", "allow": ["a.example"]}})
+            assert (answer.status_code, answer.json()["details"]) == (403, {"needs": "allow", "has": "none"})
+            assert (await client.patch(url, json={"network": "none"})).status_code == 200
+            assert (await client.post("/v1/sessions", json={"network": "none"})).status_code == 201

@@ -22,6 +22,8 @@ async def test_the_installation_is_described() -> None:
         found = answer.json()
     assert answer.status_code == 200
     assert (found["cgroup_mode"], found["features"]["disk"]) == ("v2", "project")
+    assert found["features"]["way_out"] is False  # a scripted tree has no egress process
+    assert found["limits"]["network_mode"] == {"max": "open"}
     limits = {name: value for name, value in found["defaults"]["limits"].items() if value is not None}
     assert limits == {
         "cpu": 1.0,

@@ -155,11 +155,13 @@ class Names:
 
 
 class Egress:
-    """The daemon's side. `entries` are the log entries so far, `dropped` the number that was lost."""
+    """The daemon's side. `entries` are the log entries so far, `dropped` the number that was lost, `totals` the last
+    counts of the process."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = trio.socket.from_stdlib_socket(channel)
         self.entries: list[p.EgressEntry] = []
+        self.totals = p.EgressTotals()
         self.dropped = 0
         self.reading = trio.CancelScope()
         self._seq = 0
@@ -174,6 +176,7 @@ class Egress:
                 answer = p.decode_answer(data)
                 if isinstance(answer, p.Entries):
                     self.entries += answer.entries
+                    self.totals = answer.totals
                     self.dropped += answer.dropped
                 else:
                     self._answers[answer.seq] = answer

@@ -113,6 +113,31 @@ async def test_a_refusal_is_told_at_once_whatever_others_are_refused(monkeypatch
         await daemon.entry(session_id="s-2", host="bad.example")
 
 
+async def test_totals_of_all_sessions_are_told() -> None:
+    """Connections and questions by verdict, and bytes, also of a connection that is open; with no request for them. A
+    session that has gone stays counted, and the time of the dial is with the entry."""
+    async with egress(names()) as daemon, server(PUBLIC, 5000):
+        inside = await daemon.attach("good.example:5000")
+        synthetic = await inside.address_of("good.example")
+        assert await is_refused(inside, synthetic, 5001)
+        await inside.ask("bad.example")
+        stream = await inside.connect(synthetic, 5000)
+        async with stream:
+            await stream.send_all(b"\x01")
+            assert await stream.receive_some(1) == b"\x01"
+            await daemon.until(lambda: daemon.totals.bytes_down == 1)
+            assert daemon.totals.connections_open == 1
+        await daemon.done(lambda seq: p.DetachSession(seq, "s-1"))
+        await daemon.until(lambda: daemon.totals.connections_open == 0)
+        asked = daemon.totals.dns_allowed  # once for each kind of address
+        assert asked >= 1
+        assert daemon.totals == p.EgressTotals(0, 1, 1, 1, 1, asked, 1, 0)
+        carried = await daemon.entry(verdict="allowed")
+        assert carried.dial_ms is not None
+        assert 0 < carried.dial_ms < 60_000
+        assert (await daemon.entry(verdict="denied", kind="tcp")).dial_ms is None
+
+
 async def test_a_daemon_that_does_not_read_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections go on; entries for which there is no room are counted, and the count arrives later."""
     monkeypatch.setattr(egress_server, "MAX_QUEUED_ENTRIES", 20)

@@ -22,9 +22,10 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.config import Config, DiskSettings, SecuritySettings
+from sandkasten.config import Config, DiskSettings, EgressSettings, SecuritySettings
 from sandkasten.security.attacks.field import USERS, open_field
 from sandkasten.security.attacks.package import pack_probes
+from sandkasten.security.attacks.ways_out import own_address
 from sandkasten.security.campaign import Result, attack, catalogue, choose, make_all, show_controls
 from sandkasten.security.probes.attempt import BROKEN, HELD, NOT_APPLICABLE, Attempt, OutsideFacts, judge
 from sandkasten.security.probes.inside import INSIDE
@@ -33,7 +34,7 @@ from tests.waiting import patience, slowness
 ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
-    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives"),
+    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives", "egress"),
 )
 """The classes that there must be."""
 
@@ -110,7 +111,7 @@ def probes(tmp_path: Path) -> tuple[Path, OutsideFacts]:
 def test_without_a_sandbox_the_attempt_succeeds(probes: tuple[Path, OutsideFacts], name: str) -> None:
     """The same attempt is BROKEN outside, by root, in throw-away mount, host name and IPC namespaces."""
     path, target = probes
-    kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name == "sockets.links" else [])]
+    kinds = ["--mount", "--uts", "--ipc", *(["--net"] if name in ("sockets.links", "sockets.routes") else [])]
     command = ["unshare", *kinds, sys.executable, "-I", "-B", str(path), json.dumps(asdict(target)), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
     found = json.loads(done.stdout)
@@ -132,6 +133,21 @@ async def test_without_a_layer_what_only_it_holds_is_broken(
     held = {each.attempt.id: each.seen for each in made if each.verdict not in (BROKEN, NOT_APPLICABLE)}
     assert held == {}
     assert sum(each.is_broken for each in made) >= least
+
+
+async def test_with_the_node_permitted_its_listeners_are_reached(config: Config) -> None:
+    """Attempts on the node's own services are BROKEN where the operator permits its addresses: what they dial is heard,
+    and the other attempts on ways out are held as before."""
+    own = ("127.0.0.0/8", *filter(None, [own_address()]))
+    permitted = attrs.evolve(config, egress=EgressSettings(permit=own))
+    async with open_field(permitted, patience=slowness()) as field:
+        attempts = choose(["egress.node", "egress.own-name", "egress.other-addresses"])
+        made = await make_all(field, attempts, users=("sandbox",), report=lambda _result: None)
+    node, name, other = made
+    assert node.verdict in (BROKEN, NOT_APPLICABLE), node.seen
+    assert name.is_broken
+    assert re.search("listener: heard [1-9]", name.seen), name.seen
+    assert other.verdict == HELD, other.seen
 
 
 def test_an_answer_that_nobody_expected_is_no_hold() -> None:

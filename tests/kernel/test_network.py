@@ -19,9 +19,9 @@ from sandkasten.config import Config, EgressSettings, PoolSettings, PoolSize
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.links.nsinit import start_as_child
-from sandkasten.model import EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
+from sandkasten.model import Event, EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict
-from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkMode
+from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkLimits, NetworkMode
 from tests.kernel.world import World, echo, http, world
 from tests.waiting import patience, until
 
@@ -68,6 +68,26 @@ async def python(supervisor: LocalSupervisor, session: Session, code: str) -> Ex
         return await supervisor.exec(session.id, ExecSpec(argv=argv))
 
 
+async def measured(supervisor: LocalSupervisor) -> dict[tuple[str, ...], float]:
+    """Return the samples about ways out, by their names and the values of their labels."""
+    samples = [sample for metric in await supervisor.metrics() for sample in metric.samples]
+    prefix = "sandkasten_egress_"
+    return {
+        (each.name.removeprefix(prefix), *each.labels.values()): each.value
+        for each in samples
+        if each.name.startswith(prefix)
+    }
+
+
+async def told(supervisor: LocalSupervisor, type: EventType, session_id: str | None = None) -> Event:
+    """Wait for an event of this type; return it."""
+    async with supervisor.events(session_id=session_id, after="0") as events:
+        with trio.fail_after(patience()):
+            while (event := await anext(aiter(events))).type is not type:
+                pass
+    return event
+
+
 FETCH = "print(urllib.request.urlopen('http://{}/', timeout=20).read().decode())"
 CONNECT = """
 try:
@@ -94,6 +114,16 @@ async def test_a_program_reaches_an_allowed_name(supervisor: LocalSupervisor, ou
     counters = (await supervisor.network(session.id)).counters
     assert (counters.connections, counters.denied) == (1, 0)
     assert counters.dns_queries > 0
+    assert (await supervisor.stats(session.id)).network == counters
+
+    async def is_measured() -> bool:
+        return (await measured(supervisor))["bytes_total", "down"] == counters.bytes_down
+
+    await until(is_measured)
+    found = await measured(supervisor)
+    assert (found["connections_total", "allowed"], found["connections_total", "denied"]) == (1, 0)
+    assert (found["connections_open",], found["dial_seconds_count",], found["restarts_total",]) == (0, 1, 0)
+    assert found["dns_questions_total", "allowed"] == counters.dns_queries
 
 
 async def test_a_name_that_is_not_allowed_is_not_resolved(supervisor: LocalSupervisor, outside: World) -> None:
@@ -107,11 +137,24 @@ async def test_a_name_that_is_not_allowed_is_not_resolved(supervisor: LocalSuper
     assert outside.heard == []
     after = await supervisor.exec(session.id, ExecSpec("true"))
     assert after.end.egress_denied == ()
-    async with supervisor.events(session_id=session.id, after="0") as events:
-        with trio.fail_after(patience()):
-            while (told := await anext(aiter(events))).type is not EventType.EGRESS_DENIED:
-                pass
-    assert told.data["host"] == "secret.example"
+    assert (await told(supervisor, EventType.EGRESS_DENIED, session.id)).data["host"] == "secret.example"
+
+
+async def test_the_installation_says_that_it_has_ways_out(supervisor: LocalSupervisor) -> None:
+    """On a machine whose kernel steers, with a process to carry."""
+    assert (await supervisor.system()).features["way_out"] is True
+
+
+async def test_what_a_limit_stops_is_told_as_that(supervisor: LocalSupervisor) -> None:
+    """Not as a refusal by the rules."""
+    limited = attrs.evolve(ALLOWED, limits=NetworkLimits(bytes_up=1))
+    session = await supervisor.create(SessionSpec(network=limited))
+    result = await python(supervisor, session, FETCH.format("site.example"))
+    assert [each.reason for each in result.end.egress_denied] == ["limit"], result.stderr
+    event = await told(supervisor, EventType.EGRESS_LIMITED, session.id)
+    assert (event.data["host"], event.data["reason"], event.data["count"]) == ("site.example", "limit", 1)
+    recent = supervisor._journal.recent(session.id, limit=9)
+    assert EventType.EGRESS_DENIED not in {each.type for each in recent}
 
 
 async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:
@@ -180,10 +223,12 @@ async def test_a_live_session_is_given_a_way_out_and_loses_it(supervisor: LocalS
 
 
 async def test_connects_wait_for_an_egress_process_that_was_killed(supervisor: LocalSupervisor, outside: World) -> None:
-    """The next process gets the descriptors, and serves what came meanwhile."""
+    """The next process gets the descriptors, and serves what came meanwhile; an event and a counter tell."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     os.kill(outside.egress_pid, signal.SIGKILL)
     assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+    assert (await told(supervisor, EventType.EGRESS_RESTARTED)).data["count"] == 1
+    assert (await measured(supervisor))["restarts_total",] == 1
 
 
 async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: World) -> None:

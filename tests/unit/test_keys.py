@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sandkasten.admission.keys import KeyFileError, KeyRing, read_keys, write_keys
 from sandkasten.model.errors import Unauthorized
 from sandkasten.model.keys import Access, ApiKey, Label, Quota, digest_of, id_of, is_token_of, make_token
+from sandkasten.model.network import NetworkMode
 from tests.api.keys import READ, WRITE, issue
 
 FULL = ApiKey(
@@ -24,6 +25,7 @@ FULL = ApiKey(
     Access.READ,
     label=Label("team", "a=b\n\u2028"),
     quota=Quota(sessions=3, cpu=1.5, execs=0),
+    max_network=NetworkMode.ALLOW,
     created_at=datetime(2030, 1, 1, tzinfo=UTC),
     expires_at=datetime(2030, 1, 2, tzinfo=UTC),
     digest=digest_of(b"token"),
@@ -90,6 +92,8 @@ def test_no_file_and_an_empty_one_have_no_keys(tmp_path: Path) -> None:
         ('"name": "team"', '"name": 5'),
         ('"digest": "', '"digest": "0'),
         ('"access": "read"', '"access": "admin"'),
+        ('"max_network": "allow"', '"max_network": "host"'),
+        ('"max_network": "allow"', '"max_networks": "allow"'),
         ("]", ""),
     ],
 )
@@ -161,6 +165,7 @@ def test_the_ring_finds_a_key_by_its_token_alone() -> None:
         ([], False),
         ([attrs.evolve(WRITE.key, access=Access.READ)], False),
         ([attrs.evolve(WRITE.key, label=Label("team", "a"))], False),
+        ([attrs.evolve(WRITE.key, max_network=NetworkMode.NONE)], False),
         ([attrs.evolve(WRITE.key, expires_at=datetime(2020, 1, 1, tzinfo=UTC))], False),
         ([attrs.evolve(WRITE.key, name="other", quota=Quota(sessions=1))], True),
         ([WRITE.key, READ.key], True),

@@ -15,13 +15,14 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, assert_never
 
 import attrs
 import trio
 
 from egress import protocol
+from egress.policy import Reason
 from nsinit.wire.protocol import NETWORK_STAGE
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
@@ -29,13 +30,20 @@ from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
 from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
+from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
-from sandkasten.model import EventType
-from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
+from sandkasten.model import EventType, Session
+from sandkasten.model.errors import (
+    BuildFailed,
+    EgressUnavailable,
+    NetworkNotSupported,
+    SandkastenError,
+    Unavailable,
+)
 from sandkasten.model.network import Network, NetworkCounters
 
 log = logging.getLogger(__name__)
@@ -47,18 +55,21 @@ _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
 
-_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before the process is started again, the last one again and again."""
 
-_STEADY_S = 30.0
+STEADY_S = 30.0
 """A process that ran so long is started again after the first pause."""
 
 _STOP_S = 2.0
 _LAST_WORDS_S = 1.0
 """Time for reading the rest of the log after the end of the link."""
 
-_DENIALS_EVERY_S = 10.0
-"""Time between two events about refusals of one session."""
+_COUNT_S = 2.0
+"""The longest wait for the counters of a way out; statistics are wanted without them, too."""
+
+_REFUSALS_EVERY_S = 10.0
+"""Time between two events of one type about refusals of one session."""
 
 
 @attrs.frozen
@@ -149,18 +160,23 @@ class EgressClient(Actor):
         directory: SessionDirectory,
         logs: EgressLogs,
         journal: Journal,
+        metrics: Metrics,
         start: StartEgress | None,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
-        self._logs, self._journal = logs, journal
+        self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
         self._link: EgressLink | None = None
         self._process: ChildProcess | None = None
         self._work = trio.Event()
-        self._denials: dict[str, _Denials] = {}
+        self._refusals: dict[tuple[EventType, str], _Refusals] = {}
+        self._totals = protocol.EgressTotals()
+        """Counts that the present process told of last."""
+        self._processes = 0
+        """The number of processes that came to serve."""
 
     async def on_start(self) -> None:
         """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
@@ -192,7 +208,7 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await _end(self._process)
+            await end_process(self._process)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
@@ -223,18 +239,21 @@ class EgressClient(Actor):
             self._work.set()
         raise refusal
 
+    def _forget(self, way: _Way) -> None:
+        if self._ways.get(way.session_id) is way:
+            del self._ways[way.session_id]
+
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
-            try:
-                sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-            except BaseException:
-                if self._ways.get(way.session_id) is way:
-                    del self._ways[way.session_id]
-                raise
+            sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
         except BuildFailed as error:
+            self._forget(way)
             if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
+            raise
+        except BaseException:
+            self._forget(way)
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
@@ -260,7 +279,8 @@ class EgressClient(Actor):
             await is_detached.wait()
         if forget:
             self._logs.forget(session_id)
-            self._denials.pop(session_id, None)
+            for type in (EventType.EGRESS_DENIED, EventType.EGRESS_LIMITED):
+                self._refusals.pop((type, session_id), None)
 
     async def _count(self, session_id: str) -> NetworkCounters:
         way = self._ways.get(session_id)
@@ -285,8 +305,8 @@ class EgressClient(Actor):
                 await self._run_process()
             except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
                 log.error("egress_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > _STEADY_S else tries
-            await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries = 0 if trio.current_time() - began > STEADY_S else tries
+            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
 
     async def _run_process(self) -> None:
@@ -304,6 +324,7 @@ class EgressClient(Actor):
                 self._link = link
                 self._logs.follow(link.catch_up)
                 log.info("egress_ready", extra={"sessions": len(self._ways)})
+                self._note_start()
                 await self._settle(link)
         except* trio.TooSlowError:
             raise EgressUnavailable("the egress process does not answer") from None
@@ -311,8 +332,9 @@ class EgressClient(Actor):
             raise EgressUnavailable(str(group.exceptions[0])) from None
         finally:
             self._link = self._process = None
+            self._note_totals(protocol.EgressTotals())
             with trio.CancelScope(shield=True):
-                await _end(process)
+                await end_process(process)
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -377,39 +399,56 @@ class EgressClient(Actor):
 
     # What the process tells -------------------------------------------------------------------------------------
 
+    def _note_start(self) -> None:
+        self._processes += 1
+        if self._processes > 1:
+            self._metrics.egress_restarts.inc()
+            self._journal.emit(EventType.EGRESS_RESTARTED, "", count=len(self._ways))
+
     def _take(self, notice: protocol.Entries) -> None:
         for entry in notice.entries:
+            if entry.dial_ms is not None:
+                self._metrics.egress_dials.observe(entry.dial_ms / 1000)
             if (kept := self._logs.get(entry.session_id)) is None:
                 continue  # the session has ended
             kept.add(entry)
             if entry.verdict == "denied":
-                self._note_denial(entry)
+                is_limit = entry.reason == Reason.LIMIT
+                self._note_refusal(EventType.EGRESS_LIMITED if is_limit else EventType.EGRESS_DENIED, entry)
         if notice.dropped:
             self._logs.note_dropped(notice.dropped)
+            self._metrics.egress_dropped.inc(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
+        if notice.totals.pauses > self._totals.pauses:
+            self._journal.emit(EventType.EGRESS_LIMITED, "", reason="descriptors", count=notice.totals.pauses)
+        self._note_totals(notice.totals)
 
-    def _note_denial(self, entry: protocol.EgressEntry) -> None:
-        denials = self._denials.setdefault(entry.session_id, _Denials())
-        denials.add(entry)
-        if denials.told_at + _DENIALS_EVERY_S <= trio.current_time():
-            self._journal.emit(EventType.EGRESS_DENIED, entry.session_id, **denials.told())
+    def _note_totals(self, totals: protocol.EgressTotals) -> None:
+        self._metrics.note_egress(self._totals, totals)
+        self._totals = totals
+
+    def _note_refusal(self, type: EventType, entry: protocol.EgressEntry) -> None:
+        refusals = self._refusals.setdefault((type, entry.session_id), _Refusals())
+        refusals.add(entry)
+        if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
+            self._journal.emit(type, entry.session_id, **refusals.told())
 
     async def _tidy(self) -> None:
         """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
         a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
-            await trio.sleep(_DENIALS_EVERY_S)
+            await trio.sleep(_REFUSALS_EVERY_S)
             for session_id in (*self._ways, *self._logs):
                 if not self._directory.owns(session_id):
                     log.warning("way_out_left", extra={"session_id": session_id})
                     self._nursery.start_soon(self._close, session_id, True)
-            for session_id, denials in self._denials.items():
-                if denials.count:
-                    self._journal.emit(EventType.EGRESS_DENIED, session_id, **denials.told())
+            for (type, session_id), refusals in self._refusals.items():
+                if refusals.count:
+                    self._journal.emit(type, session_id, **refusals.told())
 
 
 @attrs.define
-class _Denials:
+class _Refusals:
     """Refusals of one session that no event told of: their number and the last one."""
 
     count: int = 0
@@ -433,7 +472,15 @@ class _Denials:
         return fields
 
 
-async def _end(process: ChildProcess) -> None:
+async def count_network(egress: Ref, session: Session) -> NetworkCounters | None:
+    """Return the counters of a session's way out; None without one, or while the egress process can't be asked."""
+    if session.network.has_way_out:
+        with trio.move_on_after(_COUNT_S), suppress(EgressUnavailable, Unavailable):
+            return await egress.ask(CountWay(session.id))
+    return None
+
+
+async def end_process(process: ChildProcess) -> None:
     """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
     assert process.pidfd is not None, "only nsinit may be a service apart"
     process.sock.close()

@@ -16,6 +16,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services.egress import CloseWay
 from sandkasten.actors.services.nsinit import ask_patiently, stop_processes, teardown
+from sandkasten.actors.services.previews import CloseDoors
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import SandboxWatch
@@ -66,6 +67,14 @@ async def _close_way(services: Services, session: Session) -> None:
         log.error("way_out_not_closed", extra={"session_id": session_id, "error": str(error)})
 
 
+async def _close_doors(previews: Ref, session_id: str) -> None:
+    """End requests to previews of a session; sockets in stock would keep its network namespace, too."""
+    try:
+        await previews.ask_again(CloseDoors(session_id))
+    except SandkastenError as error:
+        log.error("previews_not_closed", extra={"session_id": session_id, "error": str(error)})
+
+
 async def end_member(
     session_id: str, own: LiveRecord, services: Services, *, event: Trigger, reason: str | None
 ) -> None:
@@ -106,6 +115,9 @@ async def end_session(
     services.crash.passing(Point.DESTROY_RECORDED)
     has_waited = await let_stop(services.nsinit, own.session, event) > 0
     await _close_way(services, own.session)
+    if own.session.previews:
+        own.change(previews={})
+        await _close_doors(services.previews, own.session.id)
     try:
         async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
             torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))

@@ -16,6 +16,7 @@ from sandkasten.model.errors import Forbidden, SessionNotFound
 from sandkasten.model.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
 from sandkasten.model.lifecycle import ENDED
 from sandkasten.model.listing import LabelSelector, SessionQuery
+from sandkasten.model.network import NetworkMode
 from sandkasten.model.workspace import EVERYWHERE, Within
 from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
 
@@ -25,12 +26,15 @@ _BETWEEN = "\x1f"
 _REMEMBERED = 4096
 
 
-def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
+def owned_spec(key: ApiKey, spec: SessionSpec, *, default_network: NetworkMode) -> SessionSpec:
     """Return a spec with the key's label and id, and with an idempotency key that no other key shares.
 
+    `default_network` is the mode of a spec without a network.
+
     Raises:
-        Forbidden: the spec has another value for the key's label.
+        Forbidden: the spec has another value for the key's label, or a network beyond the key's.
     """
+    _check_network(key, default_network if spec.network is None else spec.network.mode)
     return attrs.evolve(
         spec,
         labels=own_labels(key, spec.labels),
@@ -41,8 +45,20 @@ def owned_spec(key: ApiKey, spec: SessionSpec) -> SessionSpec:
 
 
 def owned_patch(key: ApiKey, patch: SessionPatch) -> SessionPatch:
-    """Return a change that keeps the key's label. Raises `Forbidden` when the change has another value for it."""
+    """Return a change that keeps the key's label.
+
+    Raises:
+        Forbidden: the change has another value for the key's label, or a network beyond the key's.
+    """
+    if patch.network is not None:
+        _check_network(key, patch.network.mode)
     return patch if patch.labels is None else attrs.evolve(patch, labels=own_labels(key, patch.labels))
+
+
+def _check_network(key: ApiKey, mode: NetworkMode) -> None:
+    if key.max_network is not None and mode.exceeds(key.max_network):
+        message = f"this API key may ask for the network mode {key.max_network.value!r} at most"
+        raise Forbidden(message, needs=mode.value, has=key.max_network.value)
 
 
 def within(key: ApiKey) -> Within:

@@ -11,6 +11,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.model.keys import CONFIGURED, ApiKey, KeyUsage, Label, Quota
+from sandkasten.model.network import NetworkMode
 
 
 @attrs.frozen
@@ -26,7 +27,7 @@ class KeyUsageBody(Body):
 
 @attrs.frozen(kw_only=True)
 class KeyBody(Body):
-    """An API key. `label` null: the key reaches everything of its access."""
+    """An API key. `label` null: the key reaches everything of its access. `max_network` null: as the server allows."""
 
     id: str
     name: str
@@ -37,6 +38,7 @@ class KeyBody(Body):
     last_used_at: datetime | None
     quota: Quota
     usage: KeyUsageBody
+    max_network: NetworkMode | None
 
     @classmethod
     def of(cls, key: ApiKey, usage: KeyUsage) -> KeyBody:

@@ -387,7 +387,8 @@ async def create(exchange: Exchange) -> Answer:
     spec = request.to_spec(
         default_limits=settings.default_limits, default_network=settings.default_network, key_header=key_header
     )
-    session = await exchange.supervisor.create(owned_spec(exchange.key, spec))
+    spec = owned_spec(exchange.key, spec, default_network=settings.default_network)
+    session = await exchange.supervisor.create(spec)
     headers = (("server-timing", server_timing(session.timings_ms)),) if session.timings_ms else ()
     return json_answer(SessionBody.of(session), status=201, headers=headers)
 

@@ -23,9 +23,10 @@ from sandkasten.app import open_supervisor
 from sandkasten.config import Config, PoolSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
-from sandkasten.model.errors import Capacity
+from sandkasten.model.errors import Capacity, EgressUnavailable, NetworkNotSupported
+from sandkasten.model.network import Network, NetworkMode
 from sandkasten.security.attacks.package import pack_probes
-from sandkasten.security.probes.attempt import CANARY, OutsideFacts
+from sandkasten.security.probes.attempt import CANARY, NotApplicable, OutsideFacts
 from sandkasten.security.probes.neighbour import PLANTED
 
 SANDBOX, ROOT = "sandbox", "root"
@@ -62,10 +63,19 @@ class Field:
         return None if self.user == SANDBOX else self.user
 
     @asynccontextmanager
-    async def session(self, limits: Limits = _ORDINARY, *, workspace_id: str | None = None) -> AsyncIterator[str]:
-        """Make a session for the block, destroyed afterwards; yield its id."""
-        spec = SessionSpec(image="host", limits=limits, workspace_id=workspace_id)
-        session = await self.supervisor.create(spec)
+    async def session(
+        self, limits: Limits = _ORDINARY, *, workspace_id: str | None = None, network: Network | None = None
+    ) -> AsyncIterator[str]:
+        """Make a session for the block, destroyed afterwards; yield its id. The `network` is none by default.
+
+        Raises:
+            NotApplicable: this machine can give no session that network.
+        """
+        spec = SessionSpec(image="host", limits=limits, workspace_id=workspace_id, network=network or Network())
+        try:
+            session = await self.supervisor.create(spec)
+        except (EgressUnavailable, NetworkNotSupported) as error:
+            raise NotApplicable(str(error)) from None
         try:
             yield session.id
         finally:
@@ -130,6 +140,8 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             api_key=secret(),
             pool=PoolSettings(),
             server=ServerSettings(pool_sandboxes=0),
+            egress=attrs.evolve(config.egress, max_mode=NetworkMode.OPEN.value),
+            defaults=attrs.evolve(config.defaults, network_mode=NetworkMode.NONE.value),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB, default_quota_mb=quota_mb),
         )
         async with open_supervisor(own) as supervisor:

@@ -148,6 +148,38 @@ def change_links(target: OutsideFacts) -> Answers:
 
 
 @attempt(
+    "sockets.routes",
+    "change routes, addresses and settings of the network, take part in foreign connections",
+    "network tampering",
+    ("EPERM", "EACCES", "EROFS", "EAFNOSUPPORT", "EPROTONOSUPPORT", "EOPNOTSUPP", "ENOENT"),
+    control="host",
+)
+def change_routes(target: OutsideFacts) -> Answers:
+    """`IP_TRANSPARENT` is 19 in linux/in.h. The route is into a network for documentation; a file of a setting that is
+    not there can't be written."""
+    new_route, del_route, del_address, loopback = 24, 25, 21, 1
+    route = struct.pack("8BI", socket.AF_INET, 32, 0, 0, 254, 4, 0, 1, 0)
+    route += struct.pack("HH4sHHI", 8, 1, socket.inet_aton("192.0.2.9"), 8, 4, loopback)
+    address = struct.pack("4BIHH4s", socket.AF_INET, 8, 0, 0, loopback, 8, 2, socket.inet_aton("127.0.0.1"))
+
+    def be_transparent() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
+            client.setsockopt(socket.IPPROTO_IP, 19, 1)
+
+    def write(name: str) -> None:
+        with open(f"/proc/sys/net/{name}", "r+") as file:
+            file.write(file.readline())
+
+    return {
+        "new route": answer(_ask_netlink, _ROUTE, _netlink(new_route, route, flags=0x605)),
+        "delete route": answer(_ask_netlink, _ROUTE, _netlink(del_route, route, flags=5)),
+        "delete address": answer(_ask_netlink, _ROUTE, _netlink(del_address, address, flags=5)),
+        "IP_TRANSPARENT": answer(be_transparent),
+        **{name: answer(write, name) for name in ("ipv4/icmp_echo_ignore_all", "ipv4/ip_local_port_range")},
+    }
+
+
+@attempt(
     "sockets.uevents",
     "forge a device event for the host's device manager",
     "CVE-2009-1185",

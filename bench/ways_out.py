@@ -1,0 +1,316 @@
+"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT.
+
+`python -m bench.ways_out` is a node of its own in new network and mount namespaces, all of which end with it: the
+daemon and its egress process run there, and one veth pair leads from it to the world, where the server is. A second
+namespace behind the node stands for a session with a veth pair; the node masquerades it (nftables). So both ways cross
+one veth pair to the world, and are measured in turn, by one program. Needs `ip`, and `nft` for the second way.
+
+Sources: veth(4), network_namespaces(7), nft(8).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import daemon, measure
+from bench.sampling import Table, blocks
+from bench.thousand import cpu_ns
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.sandbox import network
+
+PROXY, NAT = "way out", "veth + NAT"
+MAKING = "the three descriptors of a way out"
+CREATE_NONE, CREATE_ALLOW = "create, network none", "create, network allow"
+PATCH = "a way out for a session that runs, PATCH"
+MIB = 1024 * 1024
+_PORT, _NAME = 9000, "world.example"
+_WORLD, _NODE = "203.0.113.2", "203.0.113.1"
+_INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
+_IDLE_S, _SETTLE_S = 5.0, 0.03
+_MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
+
+_SERVER = f"""
+import os, socket, sys
+server = socket.create_server(("{_WORLD}", {_PORT}), backlog=512)
+print("ready", flush=True)
+block = bytes(262144)
+while True:
+    client, _ = server.accept()
+    if os.fork():
+        client.close()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        continue
+    asked = client.recv(16)[1:]
+    if asked[:1] == b"d":
+        left = int(asked[1:])
+        while left:
+            left -= client.send(block[:left])
+    elif asked[:1] == b"u":
+        client.sendall(b"x")
+        while client.recv_into(bytearray(262144)):
+            pass
+        client.sendall(b"x")
+    else:
+        client.sendall(b"x")
+    os._exit(0)
+"""
+_CLIENT = """
+import json, socket, sys, time
+host, port, connects, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+host, block, found = socket.gethostbyname(host), bytes(262144), {"connects_ms": []}
+for _ in range(connects):
+    began = time.perf_counter()
+    with socket.create_connection((host, port)) as client:
+        client.sendall(b"\\0c")
+        assert client.recv(1) == b"x"
+    found["connects_ms"].append((time.perf_counter() - began) * 1000)
+with socket.create_connection((host, port)) as client:
+    began, left, room = time.perf_counter(), size, bytearray(262144)
+    client.sendall(b"\\0d%d" % size)
+    while got := client.recv_into(room):
+        left -= got
+    assert left == 0
+    found["down"] = size / (time.perf_counter() - began) / 1e6
+with socket.create_connection((host, port)) as client:
+    client.sendall(b"\\0u")
+    assert client.recv(1) == b"x"
+    began, left = time.perf_counter(), size
+    while left:
+        left -= client.send(block[:left])
+    client.shutdown(socket.SHUT_WR)
+    assert client.recv(1) == b"x"
+    found["up"] = size / (time.perf_counter() - began) / 1e6
+print(json.dumps(found))
+"""
+
+
+def measure_ways_out(table: Table, share: float, seed: int, budget_s: float) -> dict[str, Any]:
+    """Have a node of its own measure; add its rows to `table` and return its facts."""
+    if shutil.which("ip") is None:
+        return {"ways out": "not measured: this machine has no `ip`"}
+    command = [sys.executable, "-m", "bench.ways_out", str(share), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=budget_s)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-800:])
+    found = json.loads(done.stdout)
+    for name, row in found["rows"].items():
+        table.row(name).values += row["values"]
+        table.row(name).errors += row["errors"]
+    return dict(found["facts"])
+
+
+def main() -> None:
+    """Be the node, measure, and print rows and facts."""
+    share, chance = float(sys.argv[1]), random.Random(int(sys.argv[2]))
+    table, facts = Table(), dict[str, Any]()
+    _measure_making(table, _count(100, share))
+    way_out = {"mode": "allow", "allow": [f"{_NAME}:{_PORT}"]}
+    with tempfile.TemporaryDirectory(prefix="sandkasten-bench-") as scratch, ExitStack() as undo:
+        _become_node(Path(scratch))
+        world = undo.enter_context(_namespace("world", _NODE, _WORLD))
+        undo.enter_context(_serving(world))
+        environ = {"SANDKASTEN_EGRESS_PERMIT": f"{_WORLD}/32"}
+        pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
+        client = undo.enter_context(daemon.Client(address))
+        session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": {"cpu": os.cpu_count() or 1}})
+        works: dict[str, Callable[[Sequence[str]], bytes]] = {PROXY: partial(_inside, client, session["id"])}
+        if shutil.which("nft") is None:
+            facts[NAT] = "not measured: this machine has no `nft`"
+        else:
+            inner = undo.enter_context(_namespace("inner", _INNER_NODE, _INNER))
+            _run("ip", "route", "add", "default", "via", _INNER_NODE, pid=inner)
+            works[NAT] = partial(_behind, inner)
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # of this namespace (ip-sysctl.rst)
+            _run("nft", _MASQUERADE)
+        _measure_carrying(table, facts, works, share, chance)
+        client.call("DELETE", f"/v1/sessions/{session['id']}")
+        _measure_creates(table, client, way_out, _count(60, share), chance)
+        _measure_keeping(facts, client, pid, way_out, _count(300, share))
+    rows = {name: {"values": row.values, "errors": row.errors} for name, row in table.rows.items()}
+    print(json.dumps({"rows": rows, "facts": facts}))
+
+
+def _count(full: int, share: float) -> int:
+    return max(5, round(full * share))
+
+
+# The places -----------------------------------------------------------------------------------------------------------
+
+
+def _become_node(scratch: Path) -> None:
+    """Enter network and mount namespaces of this process alone, where the world has a name."""
+    syscalls.unshare(k.CLONE_NEWNET | k.CLONE_NEWNS)
+    syscalls.mount("none", "/", flags=k.MS_REC | k.MS_PRIVATE)
+    hosts = scratch / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{_WORLD} {_NAME}\n")
+    hosts.chmod(0o644)
+    syscalls.mount(str(hosts), "/etc/hosts", flags=k.MS_BIND)
+    network.loopback_up()
+
+
+@contextmanager
+def _namespace(link: str, near: str, far: str) -> Iterator[int]:
+    """Make a network namespace at the other end of a veth pair; yield the pid of the process that holds it."""
+    with subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 3600"], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            holder.stdout.readline()  # now it is in a namespace of its own
+            _run("ip", "link", "add", link, "type", "veth", "peer", "name", "far", "netns", str(holder.pid))
+            for name, address, pid in ((link, near, 0), ("far", far, holder.pid)):
+                _run("ip", "address", "add", f"{address}/30", "dev", name, pid=pid)
+                _run("ip", "link", "set", name, "up", pid=pid)
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+@contextmanager
+def _serving(pid: int) -> Iterator[None]:
+    command = [*_entering(pid), sys.executable, "-c", _SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            if server.stdout.readline() != b"ready\n":
+                raise RuntimeError("the server in the world does not run")
+            yield
+        finally:
+            server.kill()
+
+
+def _entering(pid: int) -> list[str]:
+    return ["nsenter", f"--net=/proc/{pid}/ns/net"] if pid else []
+
+
+def _run(*command: str, pid: int = 0) -> bytes:
+    """Run a program in the network namespace of a process, 0 for this one; return its output."""
+    done = subprocess.run([*_entering(pid), *command], capture_output=True, check=False, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]}: {done.stderr.decode(errors='replace')[-300:]}")
+    return done.stdout
+
+
+def _inside(client: daemon.Client, session: str, arguments: Sequence[str]) -> bytes:
+    argv = ["python3", "-c", _CLIENT, *arguments]
+    answer = client.call("POST", f"/v1/sessions/{session}/exec", {"argv": argv, "timeout_ms": 110_000})
+    if answer["exit_code"] != 0:
+        raise RuntimeError(str(answer)[-300:])
+    return str(answer["output"]).encode()
+
+
+def _behind(pid: int, arguments: Sequence[str]) -> bytes:
+    return _run("python3", "-c", _CLIENT, *arguments, pid=pid)
+
+
+# The measurements -----------------------------------------------------------------------------------------------------
+
+
+def _measure_making(table: Table, count: int) -> None:
+    """Make ways out as a builder does, each in a network namespace of its own."""
+    back = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    for _ in range(count):
+        syscalls.unshare(k.CLONE_NEWNET)
+        network.loopback_up()
+        here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        fds: list[int] = []
+        with table.timed(MAKING):
+            fds = network.open_way_out(here)
+        for fd in (*fds, here):
+            os.close(fd)
+        syscalls.setns(back, k.CLONE_NEWNET)
+    os.close(back)
+
+
+def _measure_carrying(
+    table: Table,
+    facts: dict[str, Any],
+    works: Mapping[str, Callable[[Sequence[str]], bytes]],
+    share: float,
+    chance: random.Random,
+) -> None:
+    """Connect and carry in turn; of the rates, the medians count."""
+    size, rates = max(4 * MIB, round(512 * MIB * share)), dict[str, list[float]]()
+    for name in blocks(list(works), max(2, round(6 * share)), chance):
+        found = json.loads(works[name]([_NAME, str(_PORT), str(max(5, round(50 * share))), str(size)]))
+        table.row(connect_row(name)).values += found["connects_ms"]
+        for way in ("up", "down"):
+            rates.setdefault(rate_fact(name, way), []).append(found[way])
+    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+
+
+def connect_row(name: str) -> str:
+    return f"connect and first byte, {name}"
+
+
+def rate_fact(name: str, way: str) -> str:
+    return f"{name} {way}, MB/s"
+
+
+def _measure_creates(
+    table: Table, client: daemon.Client, way_out: Mapping[str, Any], count: int, chance: random.Random
+) -> None:
+    """Create with and without a way out, and give one to a session that runs."""
+    asked = {CREATE_NONE: {}, CREATE_ALLOW: {"network": way_out}}
+    for name in blocks(list(asked), count, chance):
+        time.sleep(_SETTLE_S)  # a sandbox of the pool is made anew meanwhile
+        with table.timed(name):
+            made = client.call("POST", "/v1/sessions", asked[name])
+        if name == CREATE_NONE:
+            with table.timed(PATCH):
+                client.call("PATCH", f"/v1/sessions/{made['id']}", {"network": way_out})
+        client.call("DELETE", f"/v1/sessions/{made['id']}")
+
+
+def _measure_keeping(
+    facts: dict[str, Any], client: daemon.Client, pid: int, way_out: Mapping[str, Any], count: int
+) -> None:
+    """Give ways out to sessions that are there, and look at what the machine has less, and at what that costs idle."""
+    sessions = [client.call("POST", "/v1/sessions", {})["id"] for _ in range(count)]
+    carrier = _carrier(pid)
+    time.sleep(1)
+    before = _memory(carrier)
+    for session in sessions:
+        client.call("PATCH", f"/v1/sessions/{session}", {"network": way_out})
+    time.sleep(1)
+    kernel, process = (now - then for now, then in zip(_memory(carrier), before, strict=True))
+    began_ns = cpu_ns(carrier)
+    time.sleep(_IDLE_S)
+    facts |= {
+        "sessions with a way out": count,
+        "memory per way out, KiB": round((kernel + process) / count / 1024, 1),
+        "memory per way out, in the egress process, KiB": round(process / count / 1024, 1),
+        "idle egress process, % of a core": round((cpu_ns(carrier) - began_ns) / _IDLE_S / 1e7, 3),
+    }
+    for session in sessions:
+        client.call("DELETE", f"/v1/sessions/{session}")
+
+
+def _memory(carrier: int) -> tuple[int, int]:
+    return measure.kernel_bytes(), measure.resident_bytes(carrier)
+
+
+def _carrier(pid: int) -> int:
+    """Return the pid of a daemon's egress process."""
+    (found,) = (each for each in measure.family(pid) if b"egress" in Path(f"/proc/{each}/cmdline").read_bytes())
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Attacks through a session's way out: at the node, its networks, its resolver, other sessions, and the way out itself.
+
+The truth comes from outside. A listener of the attack's own hears a connection or does not; and the log of the way out
+says whether an address was dialled. A reset inside says nothing, since a dial that fails ends in one, too.
+
+An attacker with a name of its own lets it lead where it likes. The names that every machine has for itself stand for
+such a name: a rule allows them, and they lead to its loopback. No public address is dialled.
+
+Sources: network_namespaces(7), ip(7), RFC 1035, RFC 6890.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+
+import attrs
+import orjson
+import trio
+
+from egress.policy import InvalidRule, canonical_name
+from sandkasten.model.network import EgressVerdict, Network, NetworkMode
+from sandkasten.security.attacks.field import Field
+from sandkasten.security.probes.attempt import HELD, Answers, NotApplicable, attempt, collect
+
+_SPECIAL = (
+    *("169.254.169.254", "169.254.170.2", "100.100.100.200"),  # metadata services
+    *("10.0.0.1", "172.16.0.1", "172.17.0.1", "192.168.0.1", "192.168.1.1", "100.64.0.1", "192.0.0.1", "192.0.2.1"),
+    *("198.51.100.1", "203.0.113.1", "192.88.99.1", "240.0.0.1"),
+)
+_OWN_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
+_NEVER_GIVEN = ("198.18.1.0:80", "198.18.77.77:443", "198.19.255.254:22", "198.18.0.1:61080")
+"""Addresses that stand for names, of other sessions' perhaps; the last is the listener of the way out."""
+
+_TOOLS = """
+import errno, json, os, socket, struct, sys, threading, time
+RESOLVER = ("198.18.0.1", 53)
+def question(name, kind=1):
+    labels = b"".join(bytes([len(each)]) + each for each in name.encode().split(b"."))
+    return struct.pack("!6H", os.getpid() & 0xffff, 0x0100, 1, 0, 0, 0) + labels + struct.pack("!BHH", 0, kind, 1)
+def ask(name, seconds=4):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(seconds)
+        client.sendto(question(name), RESOLVER)
+        return client.recv(2048)
+def code(name, seconds=4):
+    try:
+        return "code %d" % (ask(name, seconds)[3] & 15)
+    except OSError as error:
+        return type(error).__name__
+"""
+_REACH = (
+    _TOOLS
+    + """
+def reach(target):
+    host, _, port = target.rpartition(":")
+    try:
+        if not host[:1].isdigit():
+            answer = ask(host)
+            if answer[3] & 15 or answer[6:8] == b"\\0\\0":
+                return
+            host = socket.inet_ntoa(answer[-4:])
+        with socket.create_connection((host, int(port)), timeout=4) as client:
+            client.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
+            client.recv(64)
+    except OSError:
+        pass
+threads = [threading.Thread(target=reach, args=(each,)) for each in sys.argv[1:]]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+)
+_CRAFT = (
+    _TOOLS
+    + """
+head = struct.pack("!6H", 7, 0x0100, 1, 0, 0, 0)
+end = b"\\0\\0\\1\\0\\1"
+crafted = [b"", b"\\0", head, head + b"\\xc0\\x0c" + end[1:], head + b"\\xc0\\xff" + end[1:], head + b"\\x3f" * 200,
+           head + b"\\xff" * 400, head + (b"\\1a" * 127) + end, question("a" * 60) * 9, os.urandom(512)[:512],
+           struct.pack("!6H", 7, 0x8180, 1, 1, 0, 0) + end, struct.pack("!6H", 7, 0, 65535, 65535, 65535, 65535) + end,
+           struct.pack("!6H", 7, 0x7900, 1, 0, 0, 0) + end, question("x.example", 255), question("x.example", 252),
+           head + b"\\7" + bytes(range(7)) + end, head + b"\\3\\xff\\xfe\\x80" + end, os.urandom(60000)]
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+    for _ in range(20):
+        for each in crafted:
+            try:
+                client.sendto(each, RESOLVER)
+            except OSError:
+                pass
+streams = []
+for each in crafted:
+    client = socket.create_connection(("9.9.9.9", 53), timeout=4)
+    client.sendall(struct.pack("!H", 65535) + each)
+    streams.append(client)
+print(code("never.example", 8))
+"""
+)
+_FLOOD = (
+    _TOOLS
+    + """
+streams, ends = [], time.monotonic() + 6
+print("flooding", flush=True)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+    client.setblocking(False)
+    number = 0
+    while time.monotonic() < ends:
+        number += 1
+        try:
+            client.sendto(question("%d.example" % number), RESOLVER)
+        except OSError:
+            pass
+        if number % 20 == 0:
+            try:
+                stream = socket.socket()
+                stream.setblocking(False)
+                stream.connect_ex(("9.9.9.9" if number % 40 else "10.0.0.1", 53 if number % 80 else 443))
+                streams = (streams + [stream])[-60:]
+            except OSError:
+                pass
+"""
+)
+_SEIZE = """
+import errno, socket
+found = {}
+for name, kind, port in (("listener", socket.SOCK_STREAM, 61080), ("questions", socket.SOCK_DGRAM, 53)):
+    for address in ("198.18.0.1", "0.0.0.0"):
+        with socket.socket(socket.AF_INET, kind) as taker:
+            try:
+                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                    taker.setsockopt(socket.SOL_SOCKET, option, 1)
+                taker.bind((address, port))
+                if kind == socket.SOCK_STREAM:
+                    taker.listen()
+                found[name] = "taken"
+            except OSError as error:
+                found.setdefault(name, errno.errorcode[error.errno])
+import json
+print(json.dumps(found))
+"""
+
+
+@attrs.define
+class _Listener:
+    """A listener outside, and the number of connections that it took."""
+
+    port: int
+    heard: int = 0
+
+    @property
+    def answer(self) -> str:
+        return f"heard {self.heard}" if self.heard else "heard nothing"
+
+
+def own_address() -> str | None:
+    """Return the address that this machine has on the way to others, None without any. Sends nothing (udp(7))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        try:
+            client.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(client.getsockname()[0])
+
+
+@asynccontextmanager
+async def _listener(*addresses: str) -> AsyncIterator[_Listener]:
+    """Listen on one port of these addresses of the node."""
+    async with trio.open_nursery() as nursery:
+        first = trio.socket.socket()
+        sockets = [first]
+        try:
+            await first.bind((addresses[0], 0))
+            found = _Listener(first.getsockname()[1])
+            for address in addresses[1:]:
+                sockets.append(trio.socket.socket())
+                await sockets[-1].bind((address, found.port))
+
+            async def accept(sock: trio.socket.SocketType) -> None:
+                while True:
+                    client, _ = await sock.accept()
+                    found.heard += 1
+                    client.close()
+
+            for each in sockets:
+                each.listen()
+                nursery.start_soon(accept, each)
+            yield found
+            nursery.cancel_scope.cancel()
+        finally:
+            for each in sockets:
+                each.close()
+
+
+async def _reach(field: Field, session_id: str, targets: Sequence[str]) -> Answers:
+    """Have a session reach for each target; return what the log of its way out says of each host."""
+    result = await field.python(session_id, f"import sys; sys.argv[1:] = {list(targets)!r}\n{_REACH}")
+    if result.end.exit_code != 0:
+        return {"program": f"{result.end.cause}: {result.stderr[-200:].decode(errors='replace')}"}
+    answers = dict.fromkeys((each.rpartition(":")[0] for each in targets), "is not in the log")
+    for entry in (await field.supervisor.egress_log(session_id)).entries:
+        if entry.host in answers and answers[entry.host] != "dialled":
+            is_refused = entry.verdict is EgressVerdict.DENIED and entry.address is None
+            answers[entry.host] = entry.reason or "refused" if is_refused else "dialled"
+    return answers
+
+
+def _not_permitted(field: Field, addresses: Collection[str]) -> list[str]:
+    """Leave out what the operator permits sessions to reach."""
+    permitted = [ipaddress.ip_network(each) for each in field.config.egress.permit]
+    return [each for each in addresses if not any(ipaddress.ip_address(each) in network for network in permitted)]
+
+
+async def _ask_other(field: Field, session_id: str) -> str:
+    """Return what another session's question is answered with."""
+    result = await field.python(session_id, f"{_TOOLS}print(code('other.example', 8))", timeout_s=15)
+    return result.stdout.decode().strip() or result.stderr[-60:].decode(errors="replace")
+
+
+_OPEN = Network(NetworkMode.OPEN)
+_HELD = 100
+
+
+@attempt("egress.node", "reach a service of the node by the node's own address", "server-side request forgery",
+         ("heard nothing", "bad_address"))  # fmt: skip
+async def reach_node(field: Field) -> Answers:
+    address = own_address()
+    if address is None:
+        raise NotApplicable("this machine has no address but its loopback")
+    async with _listener(address) as listener, field.session(network=_OPEN) as session_id:
+        found = await _reach(field, session_id, [f"{address}:{listener.port}"])
+        return {**found, "listener": listener.answer}
+
+
+@attempt(
+    "egress.private", "reach metadata services and private networks", "server-side request forgery", ("bad_address",)
+)
+async def reach_special(field: Field) -> Answers:
+    async with field.session(network=_OPEN) as session_id:
+        return await _reach(field, session_id, [f"{each}:80" for each in _not_permitted(field, _SPECIAL)])
+
+
+@attempt("egress.own-name", "reach the node by an allowed name that leads to its loopback", "DNS rebinding",
+         ("heard nothing", "bad_address", "no such name"))  # fmt: skip
+async def reach_by_name(field: Field) -> Answers:
+    names = []
+    for name in {*_OWN_NAMES, socket.gethostname()}:
+        try:
+            names.append(canonical_name(name))
+        except InvalidRule:
+            continue
+    async with _listener("127.0.0.1") as listener:
+        targets = [f"{name}:{listener.port}" for name in names]
+        async with field.session(network=Network(NetworkMode.ALLOW, allow=targets)) as session_id:
+            found = await _reach(field, session_id, targets)
+        found = {name: "no such name" if each == "is not in the log" else each for name, each in found.items()}
+        return {**found, "listener": listener.answer}
+
+
+@attempt("egress.other-addresses", "reach addresses without a rule, and those that stand for another session's names",
+         "leak between sessions", ("unknown_address", "not_allowed"))  # fmt: skip
+async def reach_unruled(field: Field) -> Answers:
+    async with field.session(network=Network(NetworkMode.ALLOW, allow=["never.example"])) as session_id:
+        return await _reach(field, session_id, [*_NEVER_GIVEN, "10.0.0.1:80", "127.0.0.53.example:80"])
+
+
+@attempt("egress.resolver", "crash or confuse the resolver with crafted questions", "CVE-2017-14491", ("code 3",))
+async def craft_questions(field: Field) -> Answers:
+    """Ask whatever a parser may trip over; then the resolver must still say that a name does not exist."""
+    async with field.session(network=_allow_none()) as session_id, field.session(network=_allow_none()) as other:
+        result = await field.python(session_id, _CRAFT)
+        said = result.stdout.decode().strip() or result.stderr[-60:].decode(errors="replace")
+        return {"attacker": said, "other session": await _ask_other(field, other)}
+
+
+@attempt("egress.flood", "drown the process that carries the connections of all sessions", "denial of service",
+         ("code 3",))  # fmt: skip
+async def flood(field: Field) -> Answers:
+    async with field.session(network=_allow_none()) as session_id, field.session(network=_allow_none()) as other:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(field.python, session_id, _FLOOD)
+            answers = {}
+            for turn in ("first", "second", "third"):
+                await trio.sleep(1)
+                answers[turn] = await _ask_other(field, other)
+            nursery.cancel_scope.cancel()
+        return answers
+
+
+@attempt("egress.undo", "undo the route and the steering, take the sockets over", "network tampering",
+         (HELD, "EADDRINUSE", "EADDRNOTAVAIL", "EACCES", "EPERM", "bad_address"))  # fmt: skip
+async def undo(field: Field) -> Answers:
+    """After all attempts the way out must still decide."""
+    names = ("sockets.routes", "sockets.links", "sockets.raw", "sockets.nftables")
+    async with field.session(network=_OPEN) as session_id:
+        result = await field.probe(session_id, *names, timeout_s=10)
+        answers = dict.fromkeys(names, "no answer")
+        for line in result.stdout.splitlines():
+            said = orjson.loads(line)
+            answers[str(said["id"])] = HELD if said["verdict"] == HELD else str(said["seen"])
+        seized = orjson.loads((await field.python(session_id, _SEIZE)).stdout)
+        return {**answers, **seized, **await _reach(field, session_id, ["10.0.0.1:80"])}
+
+
+@attempt("egress.hold", "keep connections of the way out beyond the session's end", "denial of service", ("0 open",))
+async def hold(field: Field) -> Answers:
+    program = f"import socket\nheld = [socket.create_connection(('9.9.9.9', 53), timeout=4) for _ in range({_HELD})]"
+    async with field.session(network=_allow_none()) as session_id, trio.open_nursery() as nursery:
+        nursery.start_soon(field.python, session_id, f"{program}\nimport time; time.sleep(60)")
+        await _until_open(field, _HELD, sys.maxsize)
+        await field.supervisor.destroy(session_id)
+        nursery.cancel_scope.cancel()
+    with trio.move_on_after(5 * field.patience):
+        await _until_open(field, 0, 0)
+    return {"connections": f"{await _open_connections(field):.0f} open"}
+
+
+async def _until_open(field: Field, least: int, most: int) -> None:
+    while not least <= await _open_connections(field) <= most:  # noqa: ASYNC110 - the process tells when it likes
+        await trio.sleep(0.05)
+
+
+async def _open_connections(field: Field) -> float:
+    name = "sandkasten_egress_connections_open"
+    return sum(s.value for metric in await field.supervisor.metrics() if metric.name == name for s in metric.samples)
+
+
+def _allow_none() -> Network:
+    return Network(NetworkMode.ALLOW, allow=["allowed.example"])
+
+
+WAYS_OUT = collect(globals())
