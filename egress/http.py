@@ -35,8 +35,8 @@ _FIRST_LINE = re.compile(
     rb"|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*+(?: [ \t\r\v\f]*+)?\n)",
     re.IGNORECASE,
 )
-"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included. No part can match what the
-next one could: all sessions wait while one line is looked at."""
+"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included. No part can match what
+the next one could: all sessions wait while one line is looked at."""
 _SO_FAR = re.compile(_BLANK + rb"(?:[!#$%&'*+.^_`|~0-9a-z-]+(?:[ \t\r\v\f][^\n\0-\10\16-\37]*)?)?\Z", re.IGNORECASE)
 """The beginning of such a line."""
 _AUTHORITY = re.compile(rb"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\[\]:]+)(?::([1-9][0-9]{0,4}))?", re.IGNORECASE)

@@ -2,8 +2,8 @@
 
 getaddrinfo(3), which honours hosts(5) and nsswitch.conf(5), has no deadline of its own, so it runs in threads: a
 bounded number for each session, and for all. Who asks waits `DEADLINE_S`; the thread is counted until it really ends.
-Sessions that ask for one name at a time share the look-up, unless it waits for another session's threads. Answers are kept for a short while; what a session dials is
-pinned by `names.py` and checked by its caller.
+Sessions that ask for one name at a time share the look-up, unless it waits for another session's threads. Answers are
+kept for a short while; what a session dials is pinned by `names.py` and checked by its caller.
 
 The machine's own addresses come from rtnetlink(7): a dump at the start, and again when the kernel tells of a change.
 """

@@ -393,7 +393,7 @@ async def test_all_sessions_have_so_many_connections(monkeypatch: pytest.MonkeyP
 
 
 async def test_no_session_takes_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its own limit is: as many as it has are left, for one that comes later too."""
+    """As many as a session has are left, whatever its own limit is, for one that comes later too."""
     monkeypatch.setattr(state, "MAX_CONNECTIONS", 6)
     async with egress(names()) as daemon, server(PUBLIC, 5000), AsyncExitStack() as held:
         greedy, late = [

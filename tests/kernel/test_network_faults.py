@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -59,7 +58,7 @@ async def test_the_network_of_a_session_whose_actor_died_of_a_bug_is_let_go(
 async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
     config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record is undone before its end, and knows of no way out then."""
+    """The member's record is undone before its end, and knows of no way out then."""
     open_way, failures = SessionActor._open_way, [EgressUnavailable("a fault of the test's")]
 
     async def open_and_fail(actor: SessionActor) -> None:
@@ -81,7 +80,7 @@ async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
         assert session.id != member.id
 
         async def is_gone() -> bool:
-            return not Path(config.data_dir / "sessions" / member.id).exists()
+            return not (await trio.Path(config.data_dir / "sessions" / member.id).exists())
 
         await until(is_gone)
         assert list(supervisor._shared.egress_logs) == [session.id]
@@ -89,7 +88,7 @@ async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
 
 
 async def test_the_log_of_a_session_that_lost_its_way_out_ends_with_it(supervisor: LocalSupervisor) -> None:
-    """It is kept as long as the session, and no longer."""
+    """The log is kept as long as the session, and no longer."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     await supervisor.update(session.id, SessionPatch(network=Network()))
     assert list(supervisor._shared.egress_logs) == [session.id]
