@@ -13,6 +13,7 @@ from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.egress import EgressClient, OpenWay
 from sandkasten.config import EgressSettings
+from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.nsinit import ChildProcess
@@ -57,6 +58,7 @@ async def test_a_kernel_that_cannot_steer_is_told_from_a_failure(
         directory=SessionDirectory(),
         logs=EgressLogs(),
         journal=Journal(),
+        metrics=Metrics(),
         start=_never,
     )
     async with trio.open_nursery() as nursery:
