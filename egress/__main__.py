@@ -1,9 +1,9 @@
-"""Entry of the egress process: `python -I -B <directory of this file> [USER_ID]`. Descriptor 3 leads to the daemon.
+"""Entry of the egress process and of the preview gateway: `python -I -B <directory of this file> [ROLE [USER_ID]]`.
 
 Owns the state of the process before its first foreign byte: every module imported, for the interpreter may lie where
 the user that the process becomes can't read; no inherited descriptor; confined. A step that fails is a log line and
-status 1. It ends when the daemon's socket does, with status 0. `USER_ID` is the user and the group to become, without
-it `protocol.EGRESS_ID`.
+status 1. It ends when the daemon's socket, which is descriptor 3, does, with status 0. `ROLE` is `egress`, the default,
+or `gateway`; `USER_ID` is the user and the group to become.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ def main() -> int:
 
     import trio
 
+    from egress import gateway
     from egress.confinement import confine
-    from egress.protocol import CHANNEL_FD, EGRESS_ID
+    from egress.protocol import CHANNEL_FD, EGRESS_ID, GATEWAY_ID
     from egress.resolver import ask_machine
     from egress.server import log, log_fault, serve
 
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
-    given = sys.argv[1:] or [str(EGRESS_ID)]
-    if len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
-        log("error", "usage", reason="the only argument is a user id other than root's")
+    role, *given = sys.argv[1:] or ["egress"]
+    given = given or [str(GATEWAY_ID if role == "gateway" else EGRESS_ID)]
+    if role not in ("egress", "gateway") or len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
+        log("error", "usage", reason="the arguments are a role and a user id other than root's")
         return 2
     user_id = int(given[0])
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
@@ -48,7 +50,7 @@ def main() -> int:
         log("error", "not_confined", reason=str(error))
         return 1
     try:
-        return trio.run(serve, channel, ask_machine)
+        return trio.run(gateway.serve, channel) if role == "gateway" else trio.run(serve, channel, ask_machine)
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

@@ -8,6 +8,9 @@ What the client sends first is looked at before it is forwarded. On port 443 it 
 and has to be a TLS ClientHello that names the host. On other ports the server may speak first; there a ClientHello has
 to name the host, and so does each request of HTTP. Anything else goes through as it is: an explicit rule allowed the
 port. A destination that is an address has no name that could be compared.
+
+A connection to the session's proxy gets its destination from the client's first request. Until the proxy has answered,
+a refusal is an answer.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ import trio
 from egress import relay
 from egress.guarded import GuardedRelay
 from egress.hello import ClientHello, HelloReader, NotTls
-from egress.http import looks_like_http
-from egress.names import RANGE, SyntheticName
+from egress.http import MAX_FEED_BYTES, looks_like_http
+from egress.names import OWN_ADDRESS, RANGE, SyntheticName
 from egress.policy import Address, Reason
 from egress.protocol import EgressEntry
+from egress.proxy import ESTABLISHED, PROXY_PORT, BadProxyRequest, ProxyReader, ProxyRequest, refusal
 from egress.resolver import LookupFailed, NoSuchName
 from egress.state import Refusal, WayOutState
 
@@ -49,8 +53,12 @@ class CarriedConnection:
         self._state = state
         self._client = client
         self._server: socket.socket | None = None
-        self._destination = destination
+        self._destination: Address = destination
         self._port = port
+        self._request: ProxyRequest | None = None
+        """Request to the proxy, if the connection is to it."""
+        self._is_answer_due = False
+        self._fault_text: str | None = None
         self._entry: SyntheticName | None = None
         self._address: Address | None = None
         self._scope = trio.CancelScope()
@@ -77,6 +85,8 @@ class CarriedConnection:
 
     def judge_again(self) -> None:
         """Cut the connection if the session's policy, which has changed, no longer allows it."""
+        if self._literal == OWN_ADDRESS:
+            return  # the proxy was not asked for anything yet
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:
@@ -84,6 +94,14 @@ class CarriedConnection:
 
     async def run(self) -> None:
         """Carry the connection to its end. Never raises."""
+        try:
+            await self._carry_or_refuse()
+            if self._is_answer_due and not self.is_cut:
+                await self._answer_refusal()
+        finally:
+            self._close()
+
+    async def _carry_or_refuse(self) -> None:
         try:
             with self._scope:
                 await self._carry()
@@ -93,35 +111,96 @@ class CarriedConnection:
             self._cause = self._cause or _short(error)
         except Exception as error:  # noqa: BLE001 - a fault of ours refuses one connection, and no other
             self._fault(error)
-        finally:
-            self._close()
 
     # Before the relay
 
     @property
     def _name(self) -> str | None:
-        return self._entry.name if self._entry else None
+        if self._entry:
+            return self._entry.name
+        return self._request.host if self._request and isinstance(self._request.host, str) else None
 
     @property
     def _literal(self) -> Address | None:
-        return None if self._entry else self._destination
+        return None if self._name else self._destination
 
     async def _carry(self) -> None:
-        if self._destination in RANGE:
-            self._entry = self._state.names.find(self._destination)
-            if self._entry is None:
-                raise Refusal(Reason.UNKNOWN_ADDRESS)
-            self._entry.uses += 1
-        self._rule = self._state.judge(self._name, self._literal, self._port)
-        first = b""
-        if self._entry and self._port == TLS_PORT:
-            first, kind = await self._first_bytes()
-            if kind != "tls":
-                raise Refusal(Reason.NOT_TLS)
+        if (self._destination, self._port) == (OWN_ADDRESS, PROXY_PORT):
+            await self._carry_request(await self._proxy_request())
+            return
+        self._decide()
+        first, kind = await self._awaited_hello() if self._port == TLS_PORT else (b"", None)
+        await self._connect()
+        await self._relay(first, kind)
+
+    async def _connect(self) -> None:
         began = trio.current_time()
         self._server = await self._dial()
         self._dial_ms = round((trio.current_time() - began) * 1000, 3)
-        await self._relay(first)
+
+    def _decide(self) -> None:
+        """Find the name that the destination stands for, and the rule that allows it."""
+        if not self._name and self._destination in RANGE:
+            self._use(self._state.names.find(IPv4Address(self._destination)), Reason.UNKNOWN_ADDRESS)
+        self._rule = self._state.judge(self._name, self._literal, self._port)
+        if self._request and isinstance(self._request.host, str):
+            self._use(self._state.names.give(self._request.host), Reason.LIMIT)
+
+    def _use(self, entry: SyntheticName | None, otherwise: Reason) -> None:
+        if entry is None:
+            raise Refusal(otherwise)
+        self._entry = entry
+        entry.uses += 1
+
+    async def _awaited_hello(self, ahead: bytes = b"") -> tuple[bytes, str | None]:
+        """Return the ClientHello that has to come, if there is a name that it has to be for."""
+        if not self._entry:
+            return ahead, None
+        first, kind = await self._first_bytes(ahead)
+        if kind != "tls":
+            raise Refusal(Reason.NOT_TLS)
+        return first, kind
+
+    # The proxy
+
+    async def _proxy_request(self) -> ProxyRequest:
+        reader, self._is_answer_due = ProxyReader(), True
+        with trio.move_on_after(FIRST_BYTES_S):
+            try:
+                while not (request := reader.feed(await relay.receive(self._client, MAX_FEED_BYTES))):
+                    pass
+                return request
+            except BadProxyRequest as bad:
+                self._fault_text = str(bad)
+                raise Refusal(bad.reason) from None
+        raise Refusal(Reason.TIMEOUT)
+
+    async def _carry_request(self, request: ProxyRequest) -> None:
+        self._request, self._port = request, request.port
+        if not isinstance(request.host, str):
+            self._destination = request.host
+        self._decide()
+        await self._connect()
+        self._is_answer_due = False
+        if not request.is_tunnel:
+            await self._relay(request.rest, "http")
+            return
+        await relay.send_all(self._client, ESTABLISHED)
+        is_tls = self._port == TLS_PORT
+        first, kind = await self._awaited_hello(request.rest) if is_tls else (request.rest, None)
+        await self._relay(first, kind)
+
+    async def _answer_refusal(self) -> None:
+        """Tell the proxy's client why there is no connection; the end is no reset then."""
+        reason = (self._refusal.reason if self._refusal else self._reason) or Reason.ERROR
+        text = self._fault_text or f"{self._name or self._destination}:{self._port}"
+        with trio.move_on_after(_FAREWELL_S), suppress(OSError):
+            await relay.send_all(self._client, refusal(reason, text))
+            relay.shut(self._client)
+            self._is_orderly = True
+        await self._farewell()
+
+    # The first bytes and the address
 
     async def _dial(self) -> socket.socket:
         """Return a socket that is connected to one of the addresses; each was checked and is judged right before."""
@@ -156,8 +235,10 @@ class CarriedConnection:
         except LookupFailed:
             raise Refusal(Reason.RESOLVER) from None
 
-    async def _first_bytes(self) -> tuple[bytes, str]:
+    async def _first_bytes(self, ahead: bytes = b"") -> tuple[bytes, str]:
         """Return what the client has sent first, and the kind of it: `tls`, `http`, `raw`, or `end` if that is all.
+
+        `ahead` are bytes of it that were read already.
 
         Raises:
             Refusal: it is a ClientHello that does not name the host, or is not clear within `FIRST_BYTES_S`.
@@ -166,7 +247,8 @@ class CarriedConnection:
         with trio.CancelScope() as scope:
             if self._port == TLS_PORT:
                 scope.deadline = trio.current_time() + FIRST_BYTES_S
-            while data := await relay.receive(self._client, relay.CHUNK_BYTES):
+            while data := ahead or await relay.receive(self._client, relay.CHUNK_BYTES):
+                ahead = b""
                 scope.deadline = min(scope.deadline, trio.current_time() + FIRST_BYTES_S)
                 first += data
                 match hello.feed(data):
@@ -186,12 +268,13 @@ class CarriedConnection:
 
     # The relay
 
-    async def _relay(self, first: bytes) -> None:
+    async def _relay(self, first: bytes, kind: str | None) -> None:
+        """Carry both directions to their ends; `kind` is that of the first bytes, None before they are looked at."""
         server = self._server
         assert server is not None
         self._touch()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._in_relay, self._to_server, server, first, nursery)
+            nursery.start_soon(self._in_relay, self._to_server, server, first, kind, nursery)
             nursery.start_soon(self._in_relay, self._to_client, server)
         if self._guard:
             if self._guard.refused:
@@ -213,12 +296,12 @@ class CarriedConnection:
             self._fault(error)
             self._scope.cancel()
 
-    async def _to_server(self, server: socket.socket, first: bytes, nursery: trio.Nursery) -> None:
-        if self._entry and not first:
-            first, kind = await self._first_bytes()
-            if kind == "http":
-                await self._guard_requests(server, first, nursery)
-                return
+    async def _to_server(self, server: socket.socket, first: bytes, kind: str | None, nursery: trio.Nursery) -> None:
+        if self._entry and kind is None:
+            first, kind = await self._first_bytes(first)
+        if kind == "http":
+            await self._guard_requests(server, first, nursery)
+            return
         if first:
             self._count_up(len(first))
             await relay.send_all(server, first)
@@ -238,7 +321,10 @@ class CarriedConnection:
             raise Refusal(Reason.BAD_HTTP)  # who has spoken before the request is no server of HTTP
         if self._has_server_ended:
             raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
-        guard = self._guard = GuardedRelay(self._name or "", self._port, self._client, server, self._count)
+        name, is_proxy = self._name or str(self._destination), self._request is not None and not self._request.is_tunnel
+        guard = self._guard = GuardedRelay(
+            name, self._port, self._client, server, self._count, self._state.turn, is_proxy=is_proxy
+        )
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
         await guard.requests(first)
@@ -277,6 +363,7 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
+        self._state.machine.report(self._report())  # before the client can know of it
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
@@ -284,7 +371,6 @@ class CarriedConnection:
             self._entry.uses -= 1
         if self._refusal:
             self._state.denied += 1
-        self._state.machine.report(self._report())
         self.ended.set()
 
     def _report(self) -> EgressEntry:

@@ -19,7 +19,8 @@ _READ_BYTES = 64 * 1024
 
 
 class GuardedRelay:
-    """One connection of HTTP. `count` is told of bytes up and down before they are sent, and may refuse them.
+    """One connection of HTTP. `count` is told of bytes up and down before they are sent, and may refuse them; `turn` is
+    held while bytes are read, by one connection of the session at a time.
 
     `is_over`: nothing more is to be read, and what was to be sent is under way; `refused`: the cause, if a check ended
     the connection.
@@ -32,13 +33,17 @@ class GuardedRelay:
         client: socket.socket,
         server: socket.socket,
         count: Callable[[int, int], None],
+        turn: trio.Lock,
+        *,
+        is_proxy: bool = False,
     ) -> None:
         self.is_over = False
         self.refused: Reason | None = None
-        self._http = HttpGuard(name, port)
+        self._http = HttpGuard(name, port, is_proxy=is_proxy)
         self._client = client
         self._server = server
         self._count = count
+        self._turn = turn
         self._to_server = relay.Writer(server)
         self._to_client = relay.Writer(client)
         self._reading_client = trio.CancelScope()
@@ -67,10 +72,11 @@ class GuardedRelay:
     async def _feed(self, data: bytes, feed: Callable[[bytes], Step], writer: relay.Writer) -> bool:
         """Pass on what comes of these bytes; tell whether more are to be read."""
         for piece in _pieces(data):
-            step = feed(piece)
-            self._pass_on(step)
-            if self.is_over:
-                return False
+            async with self._turn:  # a piece may take long: the connections of a session take their turns in one place
+                step = feed(piece)
+                self._pass_on(step)
+                if self.is_over:
+                    return False
             await writer.drained()
         if not data and step.wants_raw:
             writer.end()

@@ -3,6 +3,8 @@
 Both sides are parsed, and what goes on is written anew: so both readers see one request where this module saw one, with
 lengths, folded lines and ends of lines in one form. Refused are requests for another host, CONNECT, absolute targets,
 HTTP/2, and lengths that two readers may read in two ways. After a WebSocket's 101 the connection is plain bytes.
+
+As a proxy's, a guard takes one request, whose target is absolute and names the same server as its Host.
 """
 
 from __future__ import annotations
@@ -24,17 +26,24 @@ MAX_FEED_BYTES = 16 * 1024
 MAX_WAITING_BYTES = 256 * 1024
 """Bytes of further requests that may wait for the answer to one."""
 
+HTTP_PORT = 80
 _MAX_FIRST_LINE_BYTES = 16 * 1024
 _BLANK = rb"[ \t\r\n\v\f]*"
 _FIRST_LINE = re.compile(
     _BLANK + rb"[!#$%&'*+.^_`|~0-9a-z-]+[ \t\r\v\f]"
-    rb"(?:[^\n\0-\10\16-\37]*[ \t\r\v\f]HTTP/|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*[ \t\r\v\f]*\n)",
+    rb"(?:[^\n\0-\10\16-\37]*[ \t\r\v\f]HTTP/"
+    rb"|(?<=GET.)[ \t\r\v\f]*(?:/|[a-z]+://)[^ \n\0-\10\16-\37]*+(?: [ \t\r\v\f]*+)?\n)",
     re.IGNORECASE,
 )
-"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included."""
+"""A request line as lenient servers read it (RFC 9112, 2.2 and 3), that of HTTP/0.9 included. No part can match what the
+next one could: all sessions wait while one line is looked at."""
 _SO_FAR = re.compile(_BLANK + rb"(?:[!#$%&'*+.^_`|~0-9a-z-]+(?:[ \t\r\v\f][^\n\0-\10\16-\37]*)?)?\Z", re.IGNORECASE)
 """The beginning of such a line."""
 _AUTHORITY = re.compile(rb"(\[[0-9a-f.]*:[0-9a-f:.]*\]|[^\[\]:]+)(?::([1-9][0-9]{0,4}))?", re.IGNORECASE)
+_ABSOLUTE_TARGET = re.compile(rb"http://([^/?#]*)(/[^#]*|\?[^#]*)?", re.IGNORECASE)
+_NOT_PRINTABLE = re.compile(r"[^ -~]")
+_KEEPING = (b"connection", b"keep-alive", b"proxy-connection")
+_TO_PROXY = (b"proxy-connection", b"proxy-authorization")
 _FRAMING = {b"content-length", b"transfer-encoding", b"host", b"connection", b"upgrade"}
 """Fields that no trailer may have: some servers merge trailers with the head (RFC 9110, 6.5.1)."""
 _REASON_PHRASES = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
@@ -44,6 +53,7 @@ Headers = list[tuple[bytes, bytes]]
 
 def looks_like_http(data: bytes) -> bool | None:
     """Tell whether bytes begin an HTTP request; None if more are needed. A first line without an end counts as one."""
+    data = data[:_MAX_FIRST_LINE_BYTES]
     if _FIRST_LINE.match(data):
         return True
     if not _SO_FAR.match(data):
@@ -51,11 +61,15 @@ def looks_like_http(data: bytes) -> bool | None:
     return True if len(data) >= _MAX_FIRST_LINE_BYTES else None
 
 
-def refusal(status: int, message: str, *, has_body: bool = True) -> bytes:
-    """Return an answer that says why a request is refused, and that the connection ends."""
+def refusal(status: int, message: str, *, has_body: bool = True, phrase: str | None = None) -> bytes:
+    """Return an answer that says why a request is refused, and that the connection ends.
+
+    The reason phrase is the status's own without `phrase`, of which control characters are taken out.
+    """
     body = json.dumps({"error_code": "EGRESS_DENIED", "message": message}).encode()
+    words = _REASON_PHRASES[status] if phrase is None else _NOT_PRINTABLE.sub("", phrase)
     head = (
-        f"HTTP/1.1 {status} {_REASON_PHRASES[status]}\r\nContent-Type: application/json\r\n"
+        f"HTTP/1.1 {status} {words}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + (body if has_body else b"")
@@ -88,8 +102,8 @@ class HttpGuard:
     `name` is the canonical name, or the text of a literal address; `port` is the server's.
     """
 
-    def __init__(self, name: str, port: int) -> None:
-        self._name, self._port = name, port
+    def __init__(self, name: str, port: int, *, is_proxy: bool = False) -> None:
+        self._name, self._port, self._is_proxy = name, port, is_proxy
         self._client = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         """The connection that the client opened: we are its server."""
         self._server = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -193,6 +207,8 @@ class HttpGuard:
                     if self._client.their_http_version == b"1.1":  # RFC 9110, 15.2: not for clients of 1.0
                         self._to_client.append(self._sent(self._client, _as_http11(event)))
                 case h11.Response():
+                    if self._is_proxy:  # the next request may be for another server
+                        event = _as_last(event)
                     self._to_client.append(self._sent(self._client, _as_http11(event)))
                 case h11.Data():
                     self._to_client.append(self._sent(self._client, event))
@@ -232,27 +248,52 @@ class HttpGuard:
         if names.count(b"host") != 1:  # h11 refuses two, and none in HTTP/1.1, as no HTTP
             raise _Refused(Reason.HOST, 403, "a request names its Host once")
         self._check_host(dict(request.headers)[b"host"])
-        is_star = request.method == b"OPTIONS" and request.target == b"*"
-        if request.method == b"CONNECT" or not (request.target.startswith(b"/") or is_star):
+        target = request.target
+        if self._is_proxy:
+            target, headers = self._for_origin(target, headers)
+        is_star = request.method == b"OPTIONS" and target == b"*"
+        if request.method == b"CONNECT" or not (target.startswith(b"/") or is_star):
             raise _Refused(Reason.BAD_HTTP, 403, "CONNECT and absolute targets are for proxies")
         if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
             raise _Refused(Reason.BAD_HTTP, 400, "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
         upgrade = [value.strip().lower() for name, value in request.headers if name == b"upgrade"]
         if upgrade and (upgrade != [b"websocket"] or request.method != b"GET" or request.http_version == b"1.0"):
             headers = _without_upgrade(headers)  # as a server may ignore it (RFC 9110, 7.8): h2c would hide requests
-        return h11.Request(method=request.method, target=request.target, headers=headers, http_version=b"1.1")
+        return h11.Request(method=request.method, target=target, headers=headers, http_version=b"1.1")
 
-    def _check_host(self, value: bytes) -> None:
-        match = _AUTHORITY.fullmatch(value)
-        name = None if match is None else _host_name(match[1])
-        if match is None or name is None or name != self._name:
+    def _check_host(self, value: bytes, default_port: int | None = None) -> None:
+        name, port = split_authority(value) or ("", None)
+        if name != self._name:
             raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to {self._name}")
-        if match[2] is not None and int(match[2]) != self._port:
+        if (default_port if port is None else port) not in (None, self._port):
             raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to port {self._port}")
+
+    def _for_origin(self, target: bytes, headers: Headers) -> tuple[bytes, Headers]:
+        """Return the target and the headers of a proxy's request as the server takes them (RFC 9112, 3.2.2)."""
+        authority, path = split_absolute(target) or (b"", b"")
+        self._check_host(authority, HTTP_PORT)
+        kept = [(name, value) for name, value in headers if name.lower() not in (b"host", *_TO_PROXY)]
+        return path, [(b"Host", authority), *kept]
+
+
+def split_absolute(target: bytes) -> tuple[bytes, bytes] | None:
+    """Return the authority and the path with the query of an absolute target of plain HTTP; None if it is none."""
+    match = _ABSOLUTE_TARGET.fullmatch(target)
+    if match is None:
+        return None
+    path = match[2] or b"/"
+    return match[1], path if path.startswith(b"/") else b"/" + path
+
+
+def split_authority(value: bytes) -> tuple[str, int | None] | None:
+    """Return the canonical name, or the address, and the port of a Host or a target; None if it names no host."""
+    match = _AUTHORITY.fullmatch(value)
+    name = None if match is None else _host_name(match[1])
+    port = None if match is None or match[2] is None else int(match[2])
+    return None if name is None or (port or 0) > 65535 else (name, port)
 
 
 def _host_name(text: bytes) -> str | None:
-    """Return the canonical name, or the address, of a Host without its port."""
     try:
         host = text.decode("ascii")
         try:
@@ -272,6 +313,17 @@ def _as_http11(event: h11.InformationalResponse | h11.Response) -> h11.Informati
     if event.http_version == b"1.1":
         return event
     return type(event)(status_code=event.status_code, headers=list(event.headers.raw_items()), reason=event.reason)
+
+
+def _as_last(response: h11.Response) -> h11.Response:
+    """Return an answer that says that the connection ends after it."""
+    headers = [(name, value) for name, value in response.headers.raw_items() if name.lower() not in _KEEPING]
+    return h11.Response(
+        status_code=response.status_code,
+        headers=[*headers, (b"Connection", b"close")],
+        http_version=response.http_version,
+        reason=response.reason,
+    )
 
 
 def _without_upgrade(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -34,6 +34,9 @@ CHANNEL_FD = 3
 EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
 
+GATEWAY_ID = 61103
+"""User and group of the preview gateway, the same program in another role."""
+
 _TAG = "type"
 
 
@@ -50,6 +53,8 @@ FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", 
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
+_TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
+"""Before the year 10000: a date can be made of it."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -116,7 +121,7 @@ class EgressEntry:
     """
 
     session_id: str
-    time: float
+    time: float = attrs.field(validator=_TIME)
     kind: EntryKind
     host: str
     port: int
@@ -236,7 +241,7 @@ EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
 # Codec --------------------------------------------------------------------------------------------------------------
 
 
-def encode(message: EgressRequest | EgressAnswer) -> bytes:
+def encode(message: attrs.AttrsInstance) -> bytes:
     """Return the datagram of a message.
 
     Raises:
@@ -251,17 +256,18 @@ def encode(message: EgressRequest | EgressAnswer) -> bytes:
 
 def decode_request(data: bytes) -> EgressRequest:
     """Return the request in a datagram; raise ProtocolError if there is none."""
-    request: EgressRequest = _decode(data, REQUESTS)
+    request: EgressRequest = decode(data, REQUESTS)
     return request
 
 
 def decode_answer(data: bytes) -> EgressAnswer:
     """Return the answer or notice in a datagram; raise ProtocolError if there is none."""
-    answer: EgressAnswer = _decode(data, ANSWERS)
+    answer: EgressAnswer = decode(data, ANSWERS)
     return answer
 
 
-def _decode(data: bytes, classes: tuple[type, ...]) -> Any:
+def decode(data: bytes, classes: tuple[type, ...]) -> Any:
+    """Return the message in a datagram, of one of these classes; raise ProtocolError if there is none."""
     try:
         body = json.loads(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 getaddrinfo(3), which honours hosts(5) and nsswitch.conf(5), has no deadline of its own, so it runs in threads: a
 bounded number for each session, and for all. Who asks waits `DEADLINE_S`; the thread is counted until it really ends.
-Sessions that ask for one name at a time share the look-up. Answers are kept for a short while; what a session dials is
+Sessions that ask for one name at a time share the look-up, unless it waits for another session's threads. Answers are kept for a short while; what a session dials is
 pinned by `names.py` and checked by its caller.
 
 The machine's own addresses come from rtnetlink(7): a dump at the start, and again when the kernel tells of a change.
@@ -67,6 +67,8 @@ class LookupShare:
 
 @attrs.define(eq=False)
 class _Asked:
+    queued_by: LookupShare | None
+    """The session whose threads the look-up waits for; None once it has one. Others do not wait for those."""
     ended: trio.Event = attrs.field(factory=trio.Event)
     addresses: Sequence[Address] = ()
     error: type[NoSuchName | LookupFailed] | None = None
@@ -91,10 +93,11 @@ class NameResolver:
             LookupFailed: nobody could say within `DEADLINE_S`, or too many look-ups of the session have not ended.
         """
         asked = self._asked.get(name)
-        if asked is None or (asked.ended.is_set() and asked.until <= trio.current_time()):
+        is_over = asked is not None and asked.ended.is_set() and asked.until <= trio.current_time()
+        if asked is None or is_over or asked.queued_by not in (None, share):
             if share.waiting >= MAX_WAITING_OF_SESSION:
                 raise LookupFailed("too many look-ups at once")
-            asked = self._asked[name] = _Asked()
+            asked = self._asked[name] = _Asked(share)
             share.waiting += 1
             self._nursery.start_soon(self._ask, name, asked, share)
         with trio.move_on_after(DEADLINE_S):
@@ -108,6 +111,7 @@ class NameResolver:
     async def _ask(self, name: str, asked: _Asked, share: LookupShare) -> None:
         try:
             async with share.threads:
+                asked.queued_by = None
                 asked.addresses = await trio.to_thread.run_sync(
                     self._lookup, name, limiter=self._threads, abandon_on_cancel=True
                 )

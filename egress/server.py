@@ -3,7 +3,7 @@
 Requests are served one after the other. When the socket ends, everything does; so it does, with an error, when bytes
 arrive that are no request. A daemon that does not read stops nothing that is carried: log entries are dropped, and
 counted. Entries of a session come before the answer to `SetPolicy` and `DetachSession` that they belong to, and a
-refusal before the session can know of it, unless refusals are many.
+refusal before the session can know of it, unless the session has many.
 
 Sources: unix(7) (SOCK_SEQPACKET, SCM_RIGHTS), recvmsg(2).
 """
@@ -28,7 +28,7 @@ from egress import protocol as p
 from egress.addresses import AddressCheck
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import RateBucket, SharedState, WayOutState
+from egress.state import SharedState, WayOutState
 from egress.way_out import WayOut
 
 _FD_BYTES = array.array("i").itemsize
@@ -37,8 +37,6 @@ _ANSWER_S = 30.0
 
 _ENTRIES_S = 5.0
 _BATCH_S = 0.1
-_PROMPT_RATE, _PROMPT_BURST = 100.0, 200.0
-"""Refusals of all sessions in a second that are told at once; the others are told with those of `_BATCH_S`."""
 MAX_QUEUED_ENTRIES = 8192
 
 _MAX_LOG_TEXT = 300
@@ -109,7 +107,6 @@ class EgressServer:
         self._has_news = trio.Event()
         self._are_totals_news = False
         self._batching = trio.Lock()
-        self._prompt = RateBucket(_PROMPT_RATE, _PROMPT_BURST)
 
     def set_own_addresses(self, addresses: frozenset[Address]) -> None:
         """Refuse these from now on; `AddressCheck` reads the set at each check."""
@@ -143,6 +140,7 @@ class EgressServer:
             answer = await self._answer(request, fds)
             if not await self._send(p.encode(answer), _ANSWER_S):
                 raise p.ProtocolError("the daemon does not read its answers")
+            self._send_now()
 
     def _receive(self) -> tuple[bytes, list[int]]:
         data, ancillary, flags, _ = self._channel.recvmsg(
@@ -231,11 +229,13 @@ class EgressServer:
             self._has_news.set()
         else:
             self._dropped += 1
-        if entry.verdict == "denied" and not self._prompt.take(trio.current_time()):
+        way_out = self._ways_out.get(entry.session_id)
+        if entry.verdict == "denied" and way_out and not way_out.state.prompt.take(trio.current_time()):
             self._send_now()
 
     def _send_now(self) -> None:
-        """Send what there is without waiting; what finds no room stays for the next batch."""
+        """Send what there is without waiting; what finds no room stays for the next batch. Who sends anything else
+        calls this afterwards, for it does nothing meanwhile."""
         while self._entries and not self._batching.locked() and not self._sending.locked():
             batch, told, data = self._next_batch()
             try:
@@ -269,6 +269,7 @@ class EgressServer:
                 self._entries.clear()
             if not self._entries and not self._are_totals_news and self._has_news.is_set():  # else one is waited for
                 self._has_news = trio.Event()
+        self._send_now()
 
     def _next_batch(self) -> tuple[Sequence[p.EgressEntry], int, bytes]:
         """Take as many entries as fit into one datagram, and return the number of dropped ones that it tells of."""

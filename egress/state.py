@@ -24,6 +24,9 @@ MAX_CONNECTIONS = 8192
 """Open connections of all sessions."""
 
 
+PROMPT_RATE, PROMPT_BURST = 20.0, 50.0
+"""Refusals of a session in a second that are told at once, so that a run that ends then knows of them."""
+
 OWN_DESCRIPTORS = 32
 """Room for those of the process itself, and of look-ups."""
 
@@ -104,6 +107,10 @@ class WayOutState:
     """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
     share: LookupShare = attrs.field(factory=LookupShare)
+    prompt: RateBucket = attrs.field(factory=lambda: RateBucket(PROMPT_RATE, PROMPT_BURST))
+    """Refusals that are told at once; the others are told with all that come within a moment."""
+    turn: trio.Lock = attrs.field(factory=trio.Lock)
+    """Held while bytes of HTTP are read, which takes the processor for milliseconds."""
     connections_open: int = 0
     connections: int = 0
     denied: int = 0
@@ -147,9 +154,13 @@ class WayOutState:
         return good
 
     def may_open(self) -> bool:
-        """Tell whether one more connection is within the limits of the session and of the process."""
-        has_room = self.connections_open < self.limits.connections and self.machine.connections < MAX_CONNECTIONS
-        return has_room and not self.is_spent
+        """Tell whether one more connection is within the limits of the session and of the process.
+
+        A session has at most as many as are left for all. So however many sessions take what they can get, there is
+        some left for one that has none.
+        """
+        left = MAX_CONNECTIONS - self.machine.connections
+        return self.connections_open < min(self.limits.connections, left) and not self.is_spent
 
     def spend(self, up: int, down: int) -> None:
         """Account for bytes that are about to be written; beyond the session's limits raise Refusal and cut all."""

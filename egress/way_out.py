@@ -155,9 +155,9 @@ class WayOut:
             relay.close(client, with_reset=True)
             return
         if not self.state.may_open():
-            relay.close(client, with_reset=True)
             self.state.denied += 1
             self._report(Reason.LIMIT, "tcp", self._host_of(destination), port)
+            relay.close(client, with_reset=True)
             return
         self.state.connections_open += 1
         self.state.machine.connections += 1

@@ -1,4 +1,4 @@
-"""Starts nsinit's programs, and the egress process beside it: each with an empty environment and no descriptor but
+"""Starts nsinit's programs, and both roles of `egress` beside it: each with an empty environment and no descriptor but
 /dev/null, its log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
@@ -36,8 +36,8 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
 
 
 def spawn_egress(channel_fd: int, log_fd: int, *arguments: str) -> int:
-    """Start the egress process in the same way, with the libraries of this interpreter; return its pid. It gives its
-    privileges away itself, once it has imported them."""
+    """Start the egress process, or the role in the arguments, in the same way, with the libraries of this interpreter;
+    return its pid. It gives its privileges away itself, once it has imported them."""
     return _spawn(_WITH_LIBRARIES, _EGRESS, channel_fd, log_fd, *arguments)
 
 

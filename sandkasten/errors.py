@@ -89,6 +89,19 @@ class NetworkNotSupported(ClientError):
     scope = "node"
 
 
+class PreviewsOff(ClientError):
+    """The node serves no previews; `details` has the setting that is missing."""
+
+    code = "PREVIEWS_OFF"
+    scope = "node"
+
+
+class PreviewNotFound(ClientError):
+    """The session has no preview of that port."""
+
+    code = "PREVIEW_NOT_FOUND"
+
+
 class MethodNotAllowed(ClientError):
     """The URL exists, the method does not."""
 

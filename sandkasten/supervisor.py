@@ -47,7 +47,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
@@ -420,6 +420,25 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         Raises:
             SessionNotFound, SessionExpired, EgressUnavailable.
         """
+        ...
+
+    async def open_preview(self, session_id: str, spec: PreviewSpec) -> SignedPreview:
+        """Open a preview of a port, in place of one that the port has, whose token is void from then on. Nothing needs
+        to listen there yet.
+
+        Raises:
+            SessionNotFound, SessionExpired, PreviewsOff.
+            Capacity: the session has too many.
+        """
+        ...
+
+    async def previews(self, session_id: str) -> Sequence[Preview]:
+        """Return the open previews of a live session. Raises `SessionNotFound`, `SessionExpired`."""
+        ...
+
+    async def close_preview(self, session_id: str, port: int) -> None:
+        """Close a preview and end what is under way to it. Raises `PreviewNotFound`, `SessionNotFound`,
+        `SessionExpired`."""
         ...
 
     async def egress_log(

@@ -19,5 +19,6 @@ ALLOWANCE = Allowance(
     tmp_bytes=64 << 20,
     shm_bytes=32 << 20,
     merge_pages=False,
+    way_out=False,
 )
 """The allowance of a daemon in tests."""

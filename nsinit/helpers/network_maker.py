@@ -1,4 +1,4 @@
-"""The network maker: a process that opens ways out of sessions' networks (`sandbox/network.py`).
+"""The network maker: a process that opens ways out of sessions' networks, and sockets in them (`sandbox/network.py`).
 
 A process of its own, for three reasons. Foreign code runs in the namespaces that it enters, so it is none of the
 builders', and enters the network alone: what has no file, no process and no memory of the session in it. The
@@ -6,9 +6,10 @@ descriptor that it gets is that namespace's and gives no other power over the se
 other process of ours may make: a filter is inherited, so the network maker is a fork of the seed (`forker`), which has
 none, and not of nsinit.
 
-For each order it enters the namespace, works, goes back, and sends three descriptors over the socket that came with the
+For each order it enters the namespace, works, goes back, and sends the descriptors over the socket that came with the
 order. One that can't go back ends, and so does all that it held. If nsinit gave the order up, the descriptors are
-closed with that socket. Started when the first session wants a way out.
+closed with that socket. Started when the first session wants a way out
+or a preview.
 Sources: setns(2), bpf(2), capabilities(7); unix(7) SCM_RIGHTS.
 """
 
@@ -26,7 +27,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.own_filters import NETWORK_MAKER
 from nsinit.sandbox.builder_steps import BuildFacts
-from nsinit.sandbox.network import open_way_out
+from nsinit.sandbox.network import make_sockets, open_way_out
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, NETWORK_STAGE
@@ -34,7 +35,6 @@ from runner.wire.codec import Vocabulary
 
 NAME = "nsinit-network"
 """The name in `/proc/<pid>/comm`."""
-FDS_OF_WAY_OUT = 3
 _CAPABILITIES = 1 << k.CAP_NET_ADMIN | 1 << k.CAP_SYS_ADMIN
 _MAX_FDS = 2
 
@@ -44,7 +44,14 @@ class OpenWayOut:
     """Open a way out. Descriptors that come along: the network namespace, and a socket for the three of the way out."""
 
 
-ORDERS = Vocabulary(OpenWayOut)
+@dataclass(frozen=True, slots=True)
+class MakeSockets:
+    """Make `count` TCP sockets in a network. Descriptors as for `OpenWayOut`."""
+
+    count: int
+
+
+ORDERS = Vocabulary(OpenWayOut, MakeSockets)
 
 
 def kind_of(machine: BuildFacts, fork: Callable[[socket.socket], int]) -> HelperKind:
@@ -74,26 +81,26 @@ def live(channel: socket.socket, machine: BuildFacts, parent_pid: int) -> NoRetu
             data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)
             if not data:
                 break
-            ORDERS.decode(data)
+            order = ORDERS.decode(data)
             netns_fd, answer_fd = fds
-            answer = _serve(netns_fd, answer_fd, home_fd)
+            answer = _serve(order, netns_fd, answer_fd, home_fd)
             keep_only(kept)  # before the answer: nothing of this way out is held here when its holder has it
             channel.sendall(answer)
     finally:
         os._exit(1)
 
 
-def _serve(netns_fd: int, answer_fd: int, home_fd: int) -> bytes:
+def _serve(order: OpenWayOut | MakeSockets, netns_fd: int, answer_fd: int, home_fd: int) -> bytes:
     steps = Steps()
     try:
         with steps.step(f"{NETWORK_STAGE}namespace"):
             syscalls.setns(netns_fd, k.CLONE_NEWNET)
         try:
-            way_out = open_way_out(netns_fd)
+            made = make_sockets(order.count) if isinstance(order, MakeSockets) else open_way_out(netns_fd)
         finally:
             syscalls.setns(home_fd, k.CLONE_NEWNET)
     except StepFailed as error:
         return control.describe(error)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=answer_fd) as answers:
-        socket.send_fds(answers, [b"\0"], way_out)
+        socket.send_fds(answers, [b"\0"], made)
     return control.STATUS.encode(control.StepsDone(steps.timings_us))

@@ -114,6 +114,16 @@ def open_way_out(netns_fd: int) -> list[int]:
         return [listener.detach(), resolver.detach(), link_fd]
 
 
+def make_sockets(count: int) -> list[int]:
+    """Make TCP sockets in the network namespace that this process is in, for connections to its servers; return their
+    descriptors. connect(2) looks for the address in the namespace of the socket, not in that of its caller. Raises
+    `StepFailed`, and then none is left."""
+    with ExitStack() as undo, Steps().step(f"{NETWORK_STAGE}sockets"):
+        sockets = [undo.enter_context(_socket(socket.SOCK_STREAM)) for _ in range(count)]
+        undo.pop_all()
+        return [each.detach() for each in sockets]
+
+
 def _socket(kind: socket.SocketKind) -> socket.socket:
     return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 

@@ -27,6 +27,7 @@ from nsinit.wire.validate import (
     check_plan,
     check_run_cgroup_name,
     check_session_id,
+    check_socket_count,
     check_stop_grace,
     check_workspace_id,
 )
@@ -170,6 +171,11 @@ def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
     return p.NetworkOpened(request.seq, request.session_id), fds
 
 
+def open_sockets(node: StartedNsinit, request: p.OpenSockets) -> Work:
+    fds = yield from node.sessions.open_sockets(request.session_id, request.count)
+    return p.SocketsOpened(request.seq, request.session_id), fds
+
+
 def find_oom_kills(node: StartedNsinit, request: p.FindOomKills) -> Work:
     kills = yield from node.sessions.find_oom_kills(request.session_id)
     if not kills.last:
@@ -303,6 +309,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
     Row(p.OpenNetwork, _SESSION, _of_session, open_network),
+    Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

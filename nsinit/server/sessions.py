@@ -25,7 +25,7 @@ from nsinit.cgroup.stopping import stop_processes
 from nsinit.cgroup.tree import Tree
 from nsinit.helpers.builder import Order, Stage
 from nsinit.helpers.cgroup_maker import AddRunCgroup, EmptyMemory, RaiseLimits
-from nsinit.helpers.network_maker import FDS_OF_WAY_OUT, OpenWayOut
+from nsinit.helpers.network_maker import MakeSockets, OpenWayOut
 from nsinit.helpers.pool import HelperPool, OrderOutcome
 from nsinit.kernel import syscalls
 from nsinit.log import log
@@ -42,6 +42,7 @@ from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
 from nsinit.wire.protocol import (
+    FDS_OF_WAY_OUT,
     MAX_DATAGRAM_BYTES,
     NETWORK_STAGE,
     Adopted,
@@ -318,13 +319,11 @@ class Sessions:
 
     def open_network(self, session_id: str) -> Generator[Wait, bool, list[int]]:
         """Open a way out of a running session's network; return its three descriptors. Raises `StepFailed`."""
-        if session_id in self.pool:
-            raise StepFailed(f"{NETWORK_STAGE}session", "the sandbox is not built yet", errno=errno.ENOENT)
-        identity = require_identity(self._cgroup(session_id), f"{NETWORK_STAGE}session")
+        identity = self._with_network(session_id)
         deadline_s = time.monotonic() + _PORTS_PATIENCE_S
         while True:
             try:
-                fds = yield from self._open_network(identity)
+                fds = yield from self._work_in_network(identity, OpenWayOut(), FDS_OF_WAY_OUT)
                 break
             except (OSError, StepFailed) as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -340,19 +339,34 @@ class Sessions:
             log("warning", "name server not written", session_id, reason=str(error))
         return fds
 
-    def _open_network(self, identity: Identity) -> Generator[Wait, bool, list[int]]:
+    def open_sockets(self, session_id: str, count: int) -> Generator[Wait, bool, list[int]]:
+        """Make sockets in a running session's network; return their descriptors. Raises `StepFailed`."""
+        try:
+            return (yield from self._work_in_network(self._with_network(session_id), MakeSockets(count), count))
+        except (OSError, StepFailed) as error:
+            raise _of_network(error) from error
+
+    def _with_network(self, session_id: str) -> Identity:
+        if session_id in self.pool:
+            raise StepFailed(f"{NETWORK_STAGE}session", "the sandbox is not built yet", errno=errno.ENOENT)
+        return require_identity(self._cgroup(session_id), f"{NETWORK_STAGE}session")
+
+    def _work_in_network(
+        self, identity: Identity, order: OpenWayOut | MakeSockets, count: int
+    ) -> Generator[Wait, bool, list[int]]:
+        """Have an order about a session's network carried out; return the `count` descriptors that come of it."""
         self.network_makers.start_once()
         netns_fd = open_network(identity)
         # Descriptors that nobody takes are closed with this pair.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             try:
-                outcome = yield from self.network_makers.hand_over(OpenWayOut(), [netns_fd, theirs.fileno()])
+                outcome = yield from self.network_makers.hand_over(order, [netns_fd, theirs.fileno()])
             finally:
                 os.close(netns_fd)
             yield Wait(event=outcome.done)
             outcome.result()
-            _, fds, _, _ = socket.recv_fds(ours, 1, FDS_OF_WAY_OUT, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+            _, fds, _, _ = socket.recv_fds(ours, 1, count, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
         return list(fds)
 
     def stop_processes(self, session_id: str, grace_s: float) -> Generator[Wait, bool, int]:

@@ -1,12 +1,12 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process, which
-starts with these privileges and gives them away itself. Two ways of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
+the preview gateway, which start with these privileges and give them away themselves. Two ways of life, by the argument:
 
-- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START` and
-  `START_EGRESS`, with the socket and the log of the process, `KILL` and `KILL_EGRESS`, nothing else. The launcher ends
-  soon after the daemon.
+- `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
+  `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
+  launcher ends soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
   launcher.
@@ -24,7 +24,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -39,11 +39,13 @@ from nsinit.wire.launching import (
     FDS_OF_START,
     KILL,
     KILL_EGRESS,
+    KILL_GATEWAY,
     MAX_WORD_BYTES,
     NOTIFY_FD,
     READY,
     START,
     START_EGRESS,
+    START_GATEWAY,
     Allowance,
     Grant,
     LaunchForParent,
@@ -56,6 +58,9 @@ STOP_S = 15.0
 OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_KILL
 """Capabilities to unlink a socket in a directory of the daemon's, and to kill an egress process, which has a user of
 its own."""
+
+_KILLS = {KILL: START, KILL_EGRESS: START_EGRESS, KILL_GATEWAY: START_GATEWAY}
+"""Each word that kills, and the one that starts the same program."""
 
 _STANDARD_ERROR = 2
 _CREDENTIALS = struct.Struct("iII")
@@ -171,24 +176,25 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    egress = Charge("egress process", spawn_egress)
+    gateway = Charge("preview gateway", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, "gateway"))
+    programs = {START: nsinit, START_EGRESS: Charge("egress process", spawn_egress), START_GATEWAY: gateway}
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
     try:
-        while _wait_word(channel, nsinit, egress):
+        while _wait_word(channel, *programs.values()):
             data, fds, _flags, _address = socket.recv_fds(channel, MAX_WORD_BYTES, FDS_OF_START)
             try:
                 if not data:
                     break
-                _obey(data, fds, channel, nsinit, egress)
+                _obey(data, fds, channel, programs)
             finally:
                 for fd in fds:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    nsinit.end(patience_s=STOP_S)
-    egress.end(patience_s=STOP_S)
+    for program in programs.values():
+        program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
@@ -204,10 +210,9 @@ def _wait_word(channel: socket.socket, *programs: Charge) -> bool:
             running[pidfd].reap()
 
 
-def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Charge, egress: Charge) -> None:
-    starts, kills = {START: nsinit, START_EGRESS: egress}, {KILL: nsinit, KILL_EGRESS: egress}
-    if word in starts and len(fds) == FDS_OF_START:
-        program = starts[word]
+def _obey(word: bytes, fds: list[int], channel: socket.socket, programs: Mapping[bytes, Charge]) -> None:
+    if word in programs and len(fds) == FDS_OF_START:
+        program = programs[word]
         try:
             pid = program.start(*fds)
         except OSError as error:
@@ -216,8 +221,8 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, nsinit: Charge, e
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [program.pidfd]))]
         channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
-    elif word in kills:
-        kills[word].kill()
+    elif word in _KILLS:
+        programs[_KILLS[word]].kill()
     else:
         log("error", "the daemon said something unknown")
         raise ConnectionError("unknown word")

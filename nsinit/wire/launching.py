@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, SandboxPlan, SeccompProfile
+from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, OpenNetwork, SandboxPlan, SeccompProfile
 from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir
 
 START, KILL = b"start", b"kill"
 START_EGRESS, KILL_EGRESS = b"start egress", b"kill egress"
-"""The daemon's words to the launcher, about nsinit and about the egress process. The answer to a start is the pid in
-decimal, with the pidfd, or `FAILED`."""
+START_GATEWAY, KILL_GATEWAY = b"start gateway", b"kill gateway"
+"""The daemon's words to the launcher, about nsinit, the egress process and the preview gateway. The answer to a start
+is the pid in decimal, with the pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
 """The launcher's words: its first one, and that a process could not be started."""
@@ -45,7 +46,7 @@ class Allowance:
 
     `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
     daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is
-    per 100 ms.
+    per 100 ms. `way_out`: sessions may have a way out of their networks.
     """
 
     profiles: tuple[str, ...]
@@ -61,6 +62,7 @@ class Allowance:
     tmp_bytes: int
     shm_bytes: int
     merge_pages: bool
+    way_out: bool
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values
@@ -77,6 +79,8 @@ class Allowance:
 
     def check(self, request: object) -> None:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
+        if isinstance(request, OpenNetwork) and not self.way_out:
+            raise NotGranted("this daemon may not open a way out of a session's network")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
             self._check_plan(plan)

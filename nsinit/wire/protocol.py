@@ -6,7 +6,8 @@ every path from `data_dir` and a validated name (`validate.py`). No message carr
 the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
-`RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `UnpackImage` one, an archive.
+`RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `SocketsOpened` as many as were asked for;
+`UnpackImage` one, an archive.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ __all__ = [
 """Names of other modules that are part of the contract."""
 
 MAX_DATAGRAM_BYTES = 64 * 1024
-MAX_FDS = 3
+MAX_FDS = 16
+FDS_OF_WAY_OUT = 3
+MAX_SOCKETS = MAX_FDS
+"""The most sockets that one request opens in a session's network."""
+
 NETWORK_STAGE = "network: "
 """The beginning of `Failed.stage` where a session got no way out."""
 MAX_TERMINALS = 16
@@ -342,6 +347,19 @@ class OpenNetwork(Request["NetworkOpened"]):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenSockets(Request["SocketsOpened"]):
+    """Make `count` TCP sockets in a running session's network, for connections to its own servers. A socket keeps the
+    namespace for as long as it is open, also after the end of the session.
+
+    `Failed`, with a stage that begins with `NETWORK_STAGE`: none was made.
+    """
+
+    seq: int
+    session_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FindOomKills(Request["OomKills"]):
     """Ask which processes of a session the kernel's out-of-memory killer ended."""
 
@@ -582,6 +600,15 @@ class NetworkOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class SocketsOpened:
+    """The sockets come along: IPv4, neither bound nor connected, non-blocking. Connected, they reach what listens in
+    the session's network and nothing else, whoever connects them."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class OomKills:
     """Processes of a session that the kernel killed for memory. `name`: of the newest, as the kernel logged it (chosen
     by the sandbox: at most 15 bytes of anything printable), empty when unknown; `age_s`: seconds since.
@@ -643,6 +670,7 @@ REQUESTS = Vocabulary(
         MakeRunCgroup,
         RemoveRunCgroup,
         OpenNetwork,
+        OpenSockets,
         FindOomKills,
         AskDisk,
         SetDisk,
@@ -661,6 +689,7 @@ ANSWERS = Vocabulary(
         TornDown,
         RunCgroupMade,
         NetworkOpened,
+        SocketsOpened,
         OomKills,
         DiskUse,
         LeftoversFound,

@@ -9,6 +9,7 @@ import re
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
 from nsinit.wire.protocol import (
+    MAX_SOCKETS,
     MAX_STOP_GRACE_MS,
     MAX_TERMINALS,
     DiskLimits,
@@ -135,6 +136,11 @@ def check_terminals(number: int) -> None:
 def check_stop_grace(grace_ms: int) -> None:
     """Raise `InvalidName` unless processes may have so long to end."""
     _range("stop grace", grace_ms, 1, MAX_STOP_GRACE_MS)
+
+
+def check_socket_count(count: int) -> None:
+    """Raise `InvalidName` unless so many sockets may be asked for at once."""
+    _range("sockets", count, 1, MAX_SOCKETS)
 
 
 def check_plan(plan: SandboxPlan) -> None:

@@ -6,6 +6,7 @@
     ├── spool      output and records of runs
     ├── nsinit     the one connection to the privileged process
     ├── egress     the process that carries the connections of sessions
+    ├── previews   the process that carries HTTP to servers in sessions
     ├── images     the image catalogue
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
@@ -39,12 +40,23 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import egress, events, images, nsinit, store
+from sandkasten.actors.services import egress, events, images, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
-from sandkasten.actors.session.messages import Activity, Borrow, Destroy, PauseSession, ResumeSession, Stats, Update
+from sandkasten.actors.session.messages import (
+    Activity,
+    Attend,
+    Borrow,
+    ClosePreview,
+    Destroy,
+    OpenPreview,
+    PauseSession,
+    ResumeSession,
+    Stats,
+    Update,
+)
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
 from sandkasten.actors.tree_work import InFlight, WorkOfSessions
@@ -57,6 +69,7 @@ from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.network import resolve_network
+from sandkasten.admission.previews import check_previews, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
@@ -86,7 +99,7 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo
+from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
@@ -122,6 +135,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._profiles, self._start_nsinit, self._start_egress = profiles, start_nsinit, start_egress
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
+        self._previews = Ref("previews")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory, metrics = SessionDirectory(), Metrics()
@@ -129,6 +143,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             store=self._store,
             nsinit=self._nsinit,
             egress=self._egress,
+            previews=self._previews,
             workspaces=self._workspaces,
             directory=directory,
             journal=Journal(on_event=metrics.note_event),
@@ -164,7 +179,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
-            ChildSpec("egress", self._start_egress_client),
+            ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
+            ChildSpec("previews", self._start_preview_client),
             ChildSpec("images", self._start_images),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
@@ -226,6 +242,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             start=self._start_egress,
         )
         await actor.run(task_status=task_status)
+
+    async def _start_preview_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = previews.PreviewClient(
+            self._previews,
+            nsinit=self._nsinit,
+            settings=self._config.preview,
+            directory=self._directory,
+            key=preview_key(self._node.run_key),
+            use=_use,
+            start=self._start_egress,
+        )
+        try:
+            await actor.run(task_status=task_status)
+        except* OSError as group:
+            raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         await images.Images(self._images, self._catalog).run(task_status=task_status)
@@ -379,6 +410,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         await self._live(session_id)
         return self._shared.egress_logs.page(session_id, after, verdict, host, limit)
 
+    # Previews ---------------------------------------------------------------------------------------------------
+
+    async def open_preview(self, session_id: str, spec: PreviewSpec) -> SignedPreview:
+        entry = await self._live(session_id)
+        check_previews(self._config.preview, has_gateway=self._start_egress is not None)
+        preview = await entry.ref.ask(OpenPreview(spec))
+        return await self._previews.ask_again(previews.SignPreview(session_id, preview))
+
+    async def previews(self, session_id: str) -> Sequence[Preview]:
+        return tuple((await self._live(session_id)).session.previews.values())
+
+    async def close_preview(self, session_id: str, port: int) -> None:
+        entry = await self._live(session_id)
+        await entry.ref.ask(ClosePreview(port))
+
     # Files ------------------------------------------------------------------------------------------------------
 
     def files(self, session_id: str) -> LocalFiles:
@@ -512,6 +558,15 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def sweep(self) -> int:
         """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
+
+
+async def _use(entry: Entry) -> None:
+    """Count as a use of a session, which puts off its idle end."""
+    activity = Activity()
+    try:
+        await entry.ref.ask(Attend(activity))
+    finally:
+        activity.end()
 
 
 def _require_ended(session: Session) -> Session:

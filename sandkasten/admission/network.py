@@ -1,8 +1,8 @@
 """The network of a session: a request is checked against the configuration, and rules become those in force. Pure.
 
 A session keeps its rules as they were written, groups among them, and the configuration in force says what a group is:
-after a restart with another one the same session has the new rules. Then a session may have rules that the node does
-not take any more, and `rules_in_force` refuses them: the caller gives such a session no way out.
+after a restart with another one the same session has the new rules. Then a session may have rules, or a mode, that the
+node does not take any more, and `rules_in_force` refuses them: the caller gives such a session no way out.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ def resolve_network(asked: Network | None, config: Config) -> Network:
         InvalidRule: a rule is none, or there are too many.
     """
     network = Network(NetworkMode(config.defaults.network_mode)) if asked is None else asked
-    most = NetworkMode(config.egress.max_mode)
-    if network.mode.exceeds(most):
-        raise InvalidRequest(
-            "the network mode is above this server's maximum",
-            **{"network.mode": f"must be at most {most.value!r} on this server (the operator's egress.max_mode)"},
-        )
     if not network.has_way_out and (given := [name for name in ("allow", "deny") if getattr(network, name)]):
         problems = {f"network.{name}": "must be empty in the mode 'none'" for name in given}
         raise InvalidRequest("a rule needs a way out", **problems)
@@ -51,8 +45,15 @@ def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
     """Return the rules of a session as the way out takes them.
 
     Raises:
+        InvalidRequest: the mode is beyond the operator's maximum.
         InvalidRule: a rule is none, names no group of the configuration, or there are too many.
     """
+    most = NetworkMode(settings.max_mode)
+    if network.mode.exceeds(most):
+        raise InvalidRequest(
+            "the network mode is above this server's maximum",
+            **{"network.mode": f"must be at most {most.value!r} on this server (the operator's egress.max_mode)"},
+        )
     groups = settings.groups_in_force
     allow, deny = (tuple(_expand(rules, groups)) for rules in (network.allow, network.deny))
     if network.has_way_out:

@@ -27,7 +27,7 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.routing import Messages, Route, RouteKind, RouteTable
 from sandkasten.api.http.sse import ErrorEvent
 from sandkasten.api.openapi import document
-from sandkasten.api.resources import events, files, keys, mcp, network, node, runs, sessions, workspaces
+from sandkasten.api.resources import events, files, keys, mcp, network, node, previews, runs, sessions, workspaces
 from sandkasten.api.resources import file_archives as archives
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
@@ -330,6 +330,19 @@ TABLE = RouteTable(
                 query=network.EgressQuery,
                 answer=network.EgressBody,
                 errors=(errors.EgressUnavailable,),
+            ),
+            _json(
+                *("POST", f"{_SESSION}/previews", previews.open_preview, ACT),
+                body=previews.PreviewRequest,
+                answer=previews.OpenedPreviewBody,
+                statuses=_CREATED,
+                errors=(errors.PreviewsOff,),
+            ),
+            _json("GET", f"{_SESSION}/previews", previews.list_previews, LOOK, answer=previews.PreviewsBody),
+            _json(
+                *("DELETE", f"{_SESSION}/previews/{{port}}", previews.close_preview, ACT),
+                answer=sessions.DoneBody,
+                errors=(errors.PreviewNotFound,),
             ),
             _json(
                 *("POST", f"{_SESSION}/pause", sessions.pause, ACT),

@@ -39,6 +39,7 @@ from sandkasten.links.nsinit import (
     start_egress_as_child,
 )
 from sandkasten.model import SECCOMP_PROFILES
+from sandkasten.model.network import NetworkMode
 
 
 @attrs.frozen
@@ -116,6 +117,7 @@ def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowanc
         tmp_bytes=most.tmp_limit_mb * MIB,
         shm_bytes=most.shm_limit_mb * MIB,
         merge_pages=config.isolation.merge_pages,
+        way_out=NetworkMode(config.egress.max_mode) is not NetworkMode.NONE,
     )
 
 

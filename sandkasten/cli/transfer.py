@@ -190,15 +190,26 @@ async def _save_as_tar(stream: FileStream, info: FileInfo, name: str, progress: 
 def add_port(parser: argparse.ArgumentParser) -> None:
     add_session(parser)
     parser.add_argument("ports", nargs="*", metavar="[LOCAL:]REMOTE", help="without any: list what listens")
+    parser.add_argument("--preview", action="store_true", help="print a URL for each REMOTE instead, for an hour")
     parser.add_argument("--address", default="127.0.0.1", metavar="HOST", help="where to listen (127.0.0.1)")
     add_client_options(parser)
     parser.set_defaults(command=verb(port))
 
 
 async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
-    """Forward ports until ^C, or list those on which a session listens."""
+    """Forward ports until ^C, open previews of them, or list those on which a session listens."""
     wanted = [_ports_of(each) for each in arguments.ports]
     session = await find_session(client, arguments.session)
+    if arguments.preview:
+        if any(local != remote for local, remote in wanted) or not wanted:
+            raise Stop("--preview takes ports of the session: REMOTE…", BAD_ARGUMENTS)
+        for _, remote in wanted:
+            opened = await session.preview(remote)
+            if arguments.json:
+                print_json({"port": remote, "url": opened.link, "expires_at": opened.expires_at})
+            else:
+                print(opened.link)
+        return 0
     if not wanted:
         found = await session.ports()
         if arguments.json:

@@ -20,6 +20,7 @@ from sandkasten.config.values import IsolationSettings as IsolationSettings
 from sandkasten.config.values import Maximum as Maximum
 from sandkasten.config.values import PoolSettings as PoolSettings
 from sandkasten.config.values import PoolSize as PoolSize
+from sandkasten.config.values import PreviewSettings as PreviewSettings
 from sandkasten.config.values import RecordsSettings as RecordsSettings
 from sandkasten.config.values import RunsSettings as RunsSettings
 from sandkasten.config.values import SecuritySettings as SecuritySettings

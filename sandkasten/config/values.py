@@ -385,6 +385,27 @@ class EgressSettings:
         return {**BUILT_IN_GROUPS, **self.groups}
 
 
+def _preview_listen(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None:
+        if value.startswith("unix:"):
+            raise ValueError(f"preview.listen: {value!r} is no HOST:PORT")
+        _check_address("preview.listen", value)
+
+
+def _preview_domain(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"(?:[a-z0-9_-]{1,63}\.)*[a-z0-9-]{1,63}", value):
+        raise ValueError(f"preview.domain: {value!r} is no name in lower case such as preview.example.org")
+
+
+@attrs.frozen
+class PreviewSettings:
+    """Previews: HTTP from outside to servers in sessions. Off unless `listen` is an address for it. `domain` are the
+    last labels of their names; a proxy with TLS stands before the listener then."""
+
+    listen: str | None = attrs.field(default=None, validator=_preview_listen)
+    domain: str | None = attrs.field(default=None, validator=_preview_domain)
+
+
 @attrs.frozen
 class DashboardSettings:
     enabled: bool = True
@@ -480,14 +501,18 @@ def _listen(_instance: object, _attribute: attrs.Attribute[Any], value: tuple[st
             if len(os.fsencode(address)) > 5 + 107:  # unix(7): sun_path
                 raise ValueError(f"listen: the path of {address!r} is longer than 107 bytes")
             continue
-        match = _NAMED_PORT.match(address)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"listen: {address!r} is neither HOST:PORT nor unix:/PATH")
-        if match["host"].startswith("["):
-            try:
-                ipaddress.IPv6Address(match["host"][1:-1])
-            except ValueError:
-                raise ValueError(f"listen: {match['host']} is no IPv6 address") from None
+        _check_address("listen", address, "neither HOST:PORT nor unix:/PATH")
+
+
+def _check_address(name: str, address: str, fault: str = "no HOST:PORT") -> None:
+    match = _NAMED_PORT.match(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"{name}: {address!r} is {fault}")
+    if match["host"].startswith("["):
+        try:
+            ipaddress.IPv6Address(match["host"][1:-1])
+        except ValueError:
+            raise ValueError(f"{name}: {match['host']} is no IPv6 address") from None
 
 
 def _api_key(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
@@ -546,6 +571,7 @@ class Config:
     pool: PoolSettings = attrs.field(factory=PoolSettings)
     workspace: WorkspaceSettings = attrs.field(factory=WorkspaceSettings)
     egress: EgressSettings = attrs.field(factory=EgressSettings)
+    preview: PreviewSettings = attrs.field(factory=PreviewSettings)
     dashboard: DashboardSettings = attrs.field(factory=DashboardSettings)
     runs: RunsSettings = attrs.field(factory=RunsSettings)
     events: EventsSettings = attrs.field(factory=EventsSettings)

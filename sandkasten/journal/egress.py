@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import attrs
@@ -59,7 +59,7 @@ class SessionEgressLog:
         self._entries.append((self._last, EgressEntry(**shown)))
 
     def note_dropped(self, count: int) -> None:
-        """Count entries that were lost on their way."""
+        """Count entries that were lost on their way, of this session or another."""
         self._dropped += count
 
     def page(self, after: str | None, verdict: EgressVerdict | None, host: str | None, limit: int) -> EgressPage:
@@ -113,6 +113,15 @@ class EgressLogs:
             log.logging = logging
         else:
             self._logs[session_id] = SessionEgressLog(logging)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the ids of the sessions that have a log."""
+        return iter(list(self._logs))
+
+    def note_dropped(self, count: int) -> None:
+        """Count entries that were lost on their way; nobody knows whose they were."""
+        for log in self._logs.values():
+            log.note_dropped(count)
 
     def get(self, session_id: str) -> SessionEgressLog | None:
         return self._logs.get(session_id)

@@ -57,6 +57,8 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.EGRESS_DENIED: frozenset({"host", "port", "reason", "count"}),
         EventType.EGRESS_LIMITED: frozenset({"host", "port", "reason", "count"}),
         EventType.EGRESS_RESTARTED: frozenset({"count"}),
+        EventType.PREVIEW_OPENED: frozenset({"port", "access", "expires_at"}),
+        EventType.PREVIEW_CLOSED: frozenset({"port", "reason"}),
         EventType.OOM: frozenset({"victim", "oom_kills"}),
         EventType.POOL_FAILING: frozenset({"image", "failures", "error"}),
         EventType.LEFTOVER_FOUND: frozenset({"kind", "name"}),
@@ -69,7 +71,9 @@ COMMON_FIELDS = frozenset({TRACE_ID, KEY_ID, TRUNCATED})
 
 FIELD_TYPES: Mapping[str, type] = MappingProxyType(
     {
-        **dict.fromkeys(("acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str),
+        **dict.fromkeys(
+            ("access", "acquire_source", "address", "cause", "end_reason", "error", "exec_id", "expires_at"), str
+        ),
         **dict.fromkeys(("host", "image", "kind", "mode", "name", "reason", "shell", "victim", "workspace_id"), str),
         **dict.fromkeys((TRACE_ID, KEY_ID), str),
         **dict.fromkeys(("cols", "cpu_ms", "duration_ms", "exit_code", "failures", "oom_kills"), int),

@@ -32,6 +32,11 @@ class EgressLink:
         self._send_lock = trio.Lock()
         self._lost: str | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether every request fails from now on."""
+        return self._lost is not None
+
     async def request(self, request: protocol.EgressRequest, answer: type[A], fds: Sequence[int] = ()) -> A:
         """Send a request, whose `seq` is set here, and return its answer of the class `answer`.
 
@@ -48,8 +53,8 @@ class EgressLink:
             async with self._send_lock:
                 await self._socket.sendmsg([protocol.encode(request)], rights)
             await done.wait()
-        except OSError as error:
-            raise EgressUnavailable(f"the egress process is gone: {error.strerror}") from error
+        except (OSError, trio.ClosedResourceError) as error:
+            raise EgressUnavailable(self._lost or f"the egress process is gone: {error}") from error
         finally:
             del self._waiting[request.seq]
         match answers:
@@ -67,6 +72,8 @@ class EgressLink:
             while self._lost is None:
                 await trio.lowlevel.wait_readable(self._stdlib)
                 self.catch_up()
+        except trio.ClosedResourceError:
+            pass  # another caller of `catch_up` saw the end first
         finally:
             self._lose("the egress process is gone")
 
@@ -95,6 +102,7 @@ class EgressLink:
         """Fail every request; a process that broke the protocol is hung up on, which ends it."""
         if self._lost is None:
             self._lost = reason
+            trio.lowlevel.notify_closing(self._stdlib)
             self._stdlib.close()
         for done, _ in self._waiting.values():
             done.set()

@@ -21,10 +21,10 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import attrs
 import trio
@@ -34,10 +34,12 @@ from nsinit.wire.launching import (
     FAILED,
     KILL,
     KILL_EGRESS,
+    KILL_GATEWAY,
     MAX_WORD_BYTES,
     READY,
     START,
     START_EGRESS,
+    START_GATEWAY,
     LaunchForParent,
 )
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_FDS, NETWORK_STAGE, REQUESTS, Failed, ProtocolError
@@ -63,8 +65,8 @@ def _nothing() -> None:
 
 @attrs.frozen
 class ChildProcess:
-    """A started nsinit or egress process: our end of its socket; unless it is a service apart, also its pidfd and its
-    log's read end.
+    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also
+    its pidfd and its log's read end.
 
     `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
     """
@@ -83,7 +85,14 @@ class ChildProcess:
 
 
 StartNsinit = Callable[[], Awaitable[ChildProcess]]
-StartEgress = Callable[[], Awaitable[ChildProcess]]
+Role = Literal["egress", "gateway"]
+"""Roles of the program `egress`: the way out, and the way in."""
+
+
+class StartEgress(Protocol):
+    """A way to start the egress process or the preview gateway."""
+
+    async def __call__(self, role: Role = "egress") -> ChildProcess: ...
 
 
 async def start_as_child() -> ChildProcess:
@@ -93,10 +102,10 @@ async def start_as_child() -> ChildProcess:
         return ends.give(pid, os.pidfd_open(pid))
 
 
-async def start_egress_as_child() -> ChildProcess:
-    """Start the egress process as a child of this process, as the user that the process becomes."""
+async def start_egress_as_child(role: Role = "egress") -> ChildProcess:
+    """Start the egress process or the preview gateway as a child of this process."""
     with _Ends() as ends:
-        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write)
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role)
         return ends.give(pid, os.pidfd_open(pid))
 
 
@@ -133,6 +142,12 @@ def _kill(pidfd: OwnedFd) -> None:
         pass
 
 
+_WORDS: Mapping[Role, tuple[bytes, bytes]] = {
+    "egress": (START_EGRESS, KILL_EGRESS),
+    "gateway": (START_GATEWAY, KILL_GATEWAY),
+}
+
+
 class Launcher:
     """The daemon's way to its launcher, a child that stayed root. `close` ends the launcher."""
 
@@ -154,14 +169,14 @@ class Launcher:
         """
         return await self._start(START, KILL)
 
-    async def start_egress(self) -> ChildProcess:
-        """Have an egress process started, after the end of the one before.
+    async def start_egress(self, role: Role = "egress") -> ChildProcess:
+        """Have an egress process or a preview gateway started, after the end of the one before.
 
         Raises:
             EgressUnavailable: the launcher failed to start one, or has ended.
         """
         try:
-            return await self._start(START_EGRESS, KILL_EGRESS)
+            return await self._start(*_WORDS[role])
         except (LauncherGone, NsinitLost) as error:
             raise EgressUnavailable(str(error)) from error
 

@@ -35,6 +35,8 @@ class EventType(enum.StrEnum):
     EGRESS_DENIED = "egress.denied"
     EGRESS_LIMITED = "egress.limited"
     EGRESS_RESTARTED = "egress.restarted"
+    PREVIEW_OPENED = "preview.opened"
+    PREVIEW_CLOSED = "preview.closed"
     OOM = "oom"
     POOL_FAILING = "pool.failing"
     LEFTOVER_FOUND = "leftover.found"

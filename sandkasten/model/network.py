@@ -1,4 +1,5 @@
-"""Values of a session's network: what a session may reach, its counters, and the log of what it reached for.
+"""Values of a session's network: what a session may reach, its counters, the log of what it reached for, and previews:
+ports inside that are reached over HTTP from outside.
 
 Frozen and free of I/O. A rule is kept as its author wrote it, so that a client reads back what it sent; a rule that
 begins with `@` stands for a group of the configuration. `admission/network.py` checks rules and expands groups.
@@ -49,11 +50,21 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it, in all of its life."""
+    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process."""
 
     connections: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
+
+
+_PROXY = "http://198.18.0.1:3128"
+PROXY_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _PROXY),
+        **dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,198.18.0.1"),
+    }
+)
+"""Variables of the environment by which programs find the proxy of a session's way out (`egress/proxy.py`)."""
 
 
 def _texts(value: Iterable[str]) -> tuple[str, ...]:
@@ -66,18 +77,26 @@ def _limits(value: NetworkLimits | Mapping[str, Any]) -> NetworkLimits:  # Any: 
 
 @attrs.frozen
 class Network:
-    """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`."""
+    """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`. With `proxy_env` the
+    session's environment names the proxy of its way out, for programs that can't do without.
+    """
 
     mode: NetworkMode = attrs.field(default=NetworkMode.NONE, converter=NetworkMode)
     allow: Sequence[str] = attrs.field(default=(), converter=_texts)
     deny: Sequence[str] = attrs.field(default=(), converter=_texts)
     limits: NetworkLimits = attrs.field(factory=NetworkLimits, converter=_limits)
     log: EgressLogging = attrs.field(default=EgressLogging.ALL, converter=EgressLogging)
+    proxy_env: bool = False
 
     @property
     def has_way_out(self) -> bool:
         """Whether the session may reach anything beside itself."""
         return self.mode is not NetworkMode.NONE
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Variables of the session's environment that come with the network; those of a caller go before."""
+        return PROXY_VARIABLES if self.proxy_env and self.has_way_out else {}
 
 
 @attrs.frozen
@@ -143,7 +162,7 @@ class EgressEntry:
 @attrs.frozen
 class EgressPage:
     """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
-    were lost before they could be kept."""
+    were lost before they could be kept: of all sessions, so at most that many of this one."""
 
     entries: Sequence[EgressEntry]
     cursor: str
@@ -162,3 +181,50 @@ class EgressDenial:
 
 MAX_DENIALS = 8
 """Most refusals in the end of one run."""
+
+
+# The way in ----------------------------------------------------------------------------------------------------------
+
+PORT_BOUNDS = (1, 65535)
+PREVIEW_TTL_BOUNDS_S = (1, 86_400)
+"""Seconds for which a preview may hold."""
+
+MAX_PREVIEWS = 16
+"""Most previews of one session."""
+
+
+class PreviewAccess(enum.StrEnum):
+    """Access to a preview: for whoever has its token, or for whoever knows its name."""
+
+    TOKEN = "token"
+    PUBLIC = "public"
+
+
+@attrs.frozen
+class PreviewSpec:
+    """A preview to open. `keep_alive`: each request counts as a use of the session, whose idle end it puts off."""
+
+    port: int
+    ttl_s: int = 3600
+    access: PreviewAccess = PreviewAccess.TOKEN
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class Preview:
+    """An open preview. `epoch` is new with each opening, so that tokens of an earlier one are void."""
+
+    port: int
+    access: PreviewAccess
+    epoch: str
+    expires_at: datetime
+    keep_alive: bool = False
+
+
+@attrs.frozen
+class SignedPreview:
+    """A preview with its URL and its token; the token is None where none is needed."""
+
+    preview: Preview
+    url: str
+    token: str | None

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
-from sandkasten.model.network import Network, NetworkCounters
+from sandkasten.model.network import Network, NetworkCounters, Preview
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
@@ -344,3 +344,5 @@ class Session:
     """Public id of the API key that made the session."""
     network: Network = attrs.field(factory=Network)
     network_revision: int = 1
+    previews: Mapping[int, Preview] = attrs.field(factory=dict)
+    """Open previews by port."""

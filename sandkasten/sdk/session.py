@@ -26,6 +26,7 @@ from sandkasten.sdk.types import (
     ExecResult,
     NetworkInfo,
     Port,
+    Preview,
     ReadResult,
     RunInfo,
     SessionInfo,
@@ -483,6 +484,31 @@ class Session:
         """Return what the session reached for behind the cursor `after`, or from the oldest entry that is kept."""
         query = given(after=after, verdict=verdict, host=host, limit=limit)
         return EgressPage.take(await self._endpoint.ask("GET", "/egress", query=query))
+
+    async def preview(
+        self,
+        port: int,
+        *,
+        ttl_seconds: int | None = None,
+        access: Literal["token", "public"] | None = None,
+        keep_alive: bool = False,
+    ) -> Preview:
+        """Open a preview of a port, in place of one that it has: HTTP and WebSockets from outside reach what listens
+        there, with the token of the answer, or without one if access is `public`.
+
+        Raises:
+            PreviewsOff: the node serves none.
+        """
+        body = given(port=port, ttl_seconds=ttl_seconds, access=access, keep_alive=keep_alive)
+        return Preview.take(await self._endpoint.ask("POST", "/previews", body))
+
+    async def previews(self) -> list[Preview]:
+        """Return the open previews, without their tokens."""
+        return [Preview.take(each) for each in (await self._endpoint.ask("GET", "/previews"))["previews"]]
+
+    async def close_preview(self, port: int) -> None:
+        """Close a preview; its token is void from then on. Raises `PreviewNotFound`."""
+        await self._endpoint.ask("DELETE", f"/previews/{port}")
 
     async def pause(self, *, auto_resume: bool = True, stop_lease: bool = False) -> SessionInfo:
         """Freeze every process of the session.

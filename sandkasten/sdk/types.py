@@ -331,7 +331,28 @@ class NetworkInfo(Taken):
     limits: dict[str, int | None]
     log: str
     revision: int
+    proxy_env: bool = False
     counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Preview(Taken):
+    """Port of a session that is reached over HTTP from outside until `expires_at`. `url` and `token` are known to
+    whoever opened it; `access` is `token` or `public`."""
+
+    port: int
+    access: str
+    expires_at: str
+    keep_alive: bool = False
+    url: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def link(self) -> str:
+        """The URL with the token, for a browser, which keeps the token as a cookie. Raises `ValueError` without URL."""
+        if self.url is None:
+            raise ValueError("only the answer to the opening of a preview has its URL")
+        return self.url if self.token is None else f"{self.url}?_sandkasten_token={self.token}"
 
 
 @dataclass

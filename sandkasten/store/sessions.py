@@ -34,7 +34,7 @@ from sandkasten.model import (
 from sandkasten.model.keys import MAKER_ID
 from sandkasten.model.lifecycle import IN_KERNEL, Trigger
 from sandkasten.model.listing import LabelSelector, Place, SessionQuery, place_of
-from sandkasten.model.network import Network
+from sandkasten.model.network import Network, Preview
 from sandkasten.store.rows import (
     Column,
     DamagedRow,
@@ -112,7 +112,14 @@ def _network(value: object) -> Network:
     return _NETWORK.read(value) or Network()
 
 
+def _previews(value: object) -> Mapping[int, Preview]:
+    """Return the previews of a row, none for a row of an earlier version."""
+    found: Mapping[str, Preview] = {} if value is None else _PREVIEWS.read(value)
+    return {each.port: each for each in found.values()}
+
+
 _NETWORK = json_column(Network | None)
+_PREVIEWS = json_column(Mapping[str, Preview])
 _FINITE_SPAN = column(float, at_most(_MAX_SPAN_S))
 _SPAN = Column(_span, lambda span_s: None if span_s == FOREVER_S else span_s)
 
@@ -151,6 +158,7 @@ _COLUMNS: Mapping[str, Column] = {
     "age_s": column(float | None),
     "network": Column(_network, _NETWORK.write),
     "network_revision": column(int),
+    "previews": Column(_previews, lambda found: _PREVIEWS.write({str(port): each for port, each in found.items()})),
 }
 """The columns of `sessions`, named as the fields of `Session`, `SessionRecord`, `KernelIdentity` and `Clocked`."""
 

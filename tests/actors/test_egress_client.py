@@ -16,7 +16,7 @@ from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.nsinit import ChildProcess, Role
 from sandkasten.model.errors import BuildFailed, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 
@@ -32,7 +32,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never() -> ChildProcess:
+async def _never(role: Role = "egress") -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 

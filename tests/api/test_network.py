@@ -16,7 +16,7 @@ from tests.api.harness import running_front
 from tests.api.keys import issue
 
 NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
-NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all"}
+NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
 NO_COUNTS = dict.fromkeys(
     ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
 )
@@ -40,9 +40,10 @@ async def test_a_change_replaces_the_network_whole() -> None:
     async with running_front() as running, running.client() as client:
         session_id = (await running.supervisor.create(SessionSpec())).id
         url = f"/v1/sessions/{session_id}"
-        wanted = {"mode": "none", "log": "denied", "limits": {"bytes_up": 7}}
+        wanted = {"mode": "none", "log": "denied", "limits": {"bytes_up": 7}, "proxy_env": True}
         changed = (await client.patch(url, json={"network": wanted, "if_revision": 1})).json()["network"]
-        assert changed == NONE | {"log": "denied", "limits": NO_LIMITS | {"bytes_up": 7}, "revision": 2}
+        shown = {"log": "denied", "limits": NO_LIMITS | {"bytes_up": 7}, "proxy_env": True}
+        assert changed == NONE | shown | {"revision": 2}
         stale = await client.patch(url, json={"network": "none", "if_revision": 1, "labels": {"a": "b"}})
         assert (stale.status_code, stale.json()["error_code"]) == (409, "CONFLICT")
         assert stale.json()["details"] == {"revision": 2}

@@ -88,13 +88,17 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "egress": (
         Layer("__main__"),
+        Layer("gateway"),
         Layer("server", "confinement"),
         Layer("way_out"),
         Layer("connection"),
         Layer("guarded", "state"),
         Layer("relay", "resolver", "names"),
+        Layer("preview"),
+        Layer("knocking"),
         Layer("protocol"),
-        Layer("addresses", "dns", "hello", "http"),
+        Layer("addresses", "dns", "hello", "proxy"),
+        Layer("http"),
         Layer("policy"),
     ),
 }
@@ -105,6 +109,7 @@ CONTRACTS = {
     "nsinit.wire.launching",
     "nsinit.spawn",
     "egress.protocol",
+    "egress.knocking",
     "egress.policy",
 }
 """All that the daemon may know of the other domains: what is said, how nsinit is started, and what a rule is."""

@@ -29,6 +29,7 @@ SDK: Mapping[str, tuple[str, set[str]]] = {
     "SessionInfo": ("Session", {"+container_id"}),
     "SessionStats": ("SessionStats", set()),
     "NetworkInfo": ("NetworkInfo", set()),
+    "Preview": ("OpenedPreview", set()),
     "EgressEntry": ("EgressEntry", set()),
     "EgressPage": ("Egress", set()),
     "ReadResult": ("File", {"content_base64", "+content"}),

@@ -41,6 +41,7 @@ CLIENT_NAMES = {
         "FileStream",
         "Files",
         "NetworkInfo",
+        "Preview",
         "NodeInfo",
         "Output",
         "Port",

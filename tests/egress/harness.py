@@ -41,12 +41,14 @@ _MANY = 1 << 20
 
 
 class Inside:
-    """The network of a session, with its way out. `fds` are the daemon's copies of the descriptors."""
+    """The network of a session, with its way out, which `make` opens in the namespace of a descriptor. `fds` are the
+    daemon's copies of the descriptors.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int], list[int]] = open_way_out) -> None:
         with new_network() as here:
             self._network = os.dup(here)
-            self.fds = open_way_out(here)
+            self.fds = make(here)
 
     def close(self) -> None:
         """Close the daemon's copies; the namespace itself stays as long as it is asked for sockets."""
@@ -210,10 +212,16 @@ class Egress:
         assert isinstance(answer, p.Accomplished | p.Configured), answer
 
     async def attach(
-        self, *allow: str, mode: p.Mode = "allow", deny: Sequence[str] = (), name: str = "s-1", **limits: float
+        self,
+        *allow: str,
+        mode: p.Mode = "allow",
+        deny: Sequence[str] = (),
+        name: str = "s-1",
+        inside: Inside | None = None,
+        **limits: float,
     ) -> Inside:
         """Attach a session that has this policy, and return its network."""
-        inside = Inside()
+        inside = inside or Inside()
         self._insides.append(inside)
         policy = p.PolicyText(mode, allow, tuple(deny))
         await self.done(lambda seq: p.AttachSession(seq, name, policy, p.WayOutLimits(**limits)), inside.fds)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 import pytest
 import trio
 
@@ -388,6 +390,22 @@ async def test_all_sessions_have_so_many_connections(monkeypatch: pytest.MonkeyP
             await daemon.counters()
             assert await is_refused(other, await other.address_of("good.example"), 5000)
         assert (await daemon.entry(reason="limit")).session_id == "s-2"
+
+
+async def test_no_session_takes_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its own limit is: as many as it has are left, for one that comes later too."""
+    monkeypatch.setattr(state, "MAX_CONNECTIONS", 6)
+    async with egress(names()) as daemon, server(PUBLIC, 5000), AsyncExitStack() as held:
+        greedy, late = [
+            await daemon.attach("good.example:5000", name=name, connections=8192) for name in ("s-1", "s-2")
+        ]
+        synthetic = await greedy.address_of("good.example")
+        for _ in range(3):
+            stream = await held.enter_async_context(await greedy.connect(synthetic, 5000))
+            await stream.send_all(b"\x01")
+            assert await stream.receive_some(1) == b"\x01"
+        assert await is_refused(greedy, synthetic, 5000)
+        assert await echoes(late, await late.address_of("good.example"), 5000)
 
 
 async def test_connections_beyond_the_rate_wait() -> None:

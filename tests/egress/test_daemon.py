@@ -13,6 +13,7 @@ import trio
 
 from egress import protocol as p
 from egress import server as egress_server
+from egress import state
 from egress.state import OWN_DESCRIPTORS
 from tests.egress.harness import PUBLIC, Egress, Names, egress, is_refused, is_reset, program, server
 from tests.waiting import patience, until
@@ -98,6 +99,18 @@ async def test_a_detached_session_leaves_nothing() -> None:
             return len(descriptors()) == len(before) + 1  # the test's own, of the namespace
 
         await until(closed)
+
+
+async def test_a_refusal_is_told_at_once_whatever_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many refusals of one session come together, and no other waits for those."""
+    monkeypatch.setattr(egress_server, "_BATCH_S", 1e6)
+    monkeypatch.setattr(state, "PROMPT_RATE", 1e-6)
+    async with egress(names()) as daemon:
+        noisy, other = [await daemon.attach("good.example", name=name) for name in ("s-1", "s-2")]
+        for number in range(int(state.PROMPT_BURST) + 20):
+            assert (await noisy.ask(f"{number}.bad.example")).code == 3
+        assert (await other.ask("bad.example")).code == 3
+        await daemon.entry(session_id="s-2", host="bad.example")
 
 
 async def test_totals_of_all_sessions_are_told() -> None:

@@ -11,7 +11,7 @@ import trio
 from egress import resolver, way_out
 from egress.names import RANGE
 from tests.egress.harness import PRIVATE, PUBLIC, Answer, Names, egress, is_refused, question
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -132,6 +132,31 @@ async def test_a_look_up_that_hangs_holds_up_no_other(monkeypatch: pytest.Monkey
         with trio.fail_after(patience()):
             while (await inside.ask("empty.example")).code != 0:
                 pass
+
+
+async def test_no_session_waits_for_the_threads_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a session whose threads all hang has asked for the same name before."""
+    monkeypatch.setattr(resolver, "DEADLINE_S", 1.0)
+    outside = names()
+    hanging = [f"h{each}.example" for each in range(resolver.MAX_THREADS_OF_SESSION)]
+    outside.hanging.update(hanging)
+    async with egress(outside) as daemon:
+        hostile, other = [await daemon.attach("*.example", name=name) for name in ("s-1", "s-2")]
+        async with trio.open_nursery() as nursery:
+            for name in hanging:
+                nursery.start_soon(hostile.ask, name)
+
+            async def all_hang() -> bool:
+                return len(outside.asked) == len(hanging)
+
+            async def has_asked_more() -> bool:
+                return (await daemon.counters()).dns_queries > len(hanging)
+
+            await until(all_hang)
+            nursery.start_soon(hostile.ask, "good.example")
+            await until(has_asked_more)
+            assert (await other.ask("good.example")).address
+        outside.go_on.set()
 
 
 async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from egress import relay
-from tests.egress.harness import PUBLIC, Names, egress, is_reset, read_all, server
-from tests.waiting import patience
+from tests.egress.harness import PUBLIC, Inside, Names, egress, is_reset, program, read_all, server
+from tests.waiting import patience, until
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -155,3 +155,42 @@ async def test_a_slow_reader_holds_its_server_up_and_nobody_else() -> None:
             with trio.fail_after(patience(30)):
                 digest, size = await digest_of(slow)
         assert (sent, size) == ([digest], MUCH)
+
+
+async def test_hostile_chunks_hold_up_no_other_session() -> None:
+    """Reading bodies in chunks of one byte takes milliseconds of the process, and one session has as many connections
+    with them as it may: each answer of another session waits for one of those, not for all.
+    """
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"1\r\na\r\n" * 10_000
+
+    async def swallow(stream: trio.SocketStream) -> None:
+        while await stream.receive_some(65536):
+            pass
+
+    async def flood(hostile: Inside, synthetic: str) -> None:
+        async with await hostile.connect(synthetic, 80) as stream:
+            await stream.send_all(head)
+            while True:
+                await stream.send_all(chunks)
+
+    async with program("127.0.0.0/8") as process, server("127.0.0.1", 80, swallow), server("127.0.0.1", 5000):
+        hostile = await process.daemon.attach("localhost")
+        other = await process.daemon.attach("localhost:5000", name="s-2")
+        synthetic = await hostile.address_of("localhost")
+        async with await other.connect_to("localhost", 5000) as stream, trio.open_nursery() as nursery:
+            for _ in range(60):
+                nursery.start_soon(flood, hostile, synthetic)
+
+            async def is_flooded() -> bool:
+                return (await process.daemon.counters()).bytes_up > 1 << 20
+
+            await until(is_flooded)
+            waited = []
+            for _ in range(10):
+                begin = trio.current_time()
+                await stream.send_all(b"\x01")
+                assert await stream.receive_some(1) == b"\x01"
+                waited.append(trio.current_time() - begin)
+            nursery.cancel_scope.cancel()
+        assert sorted(waited)[len(waited) // 2] < patience(0.5)

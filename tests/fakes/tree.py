@@ -18,6 +18,7 @@ from sandkasten.config import Config, ServerSettings
 from sandkasten.host.checks import CATALOGUE, works
 from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import HOST, Catalog, Image, now
+from sandkasten.links.nsinit import start_egress_as_child
 from sandkasten.model.node import Machine, System
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
@@ -82,7 +83,8 @@ async def open_scripted(
             nsinit = nsinit or FakeNsinit(config.data_dir, {}, nursery)
             order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
             machine = Machine(datetime.now(UTC), [works(name, "as a test says") for name in CATALOGUE])
-            async with open_tree(config, machine, (), nsinit.start, order, start_egress=None, told=told) as supervisor:
+            start = None if config.preview.listen is None else start_egress_as_child
+            async with open_tree(config, machine, (), nsinit.start, order, start_egress=start, told=told) as supervisor:
                 yield ScriptedTree(supervisor, nsinit)
             nursery.cancel_scope.cancel()
 

@@ -15,6 +15,7 @@ from egress.dns import Ede, Question, Rcode, answer_error, parse_question
 from egress.hello import ClientHello, HelloReader, NotTls
 from egress.http import MAX_WAITING_BYTES, HttpGuard, looks_like_http
 from egress.policy import canonical_name
+from egress.proxy import BadProxyRequest, ProxyReader, refusal
 from nsinit.wire import protocol as nsinit_protocol
 from nsinit.wire import validate
 from runner.wire import protocol as runner_protocol
@@ -354,7 +355,7 @@ _HTTP_PIECES = (
     *(b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", b"POST / HTTP/1.1\r\nHost: example.org\r\n", b"\r\n", b"\n"),
     *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"hello", b" x"),
     *(b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 x\r\n", b"Host: a\r\n"),
-    *(b"HTTP/1.0 204 x\r\n\r\n", b""),
+    *(b"HTTP/1.0 204 x\r\n\r\n", b"", b"GET http://example.org/ HTTP/1.1\r\nHost: example.org\r\n\r\n"),
 )
 
 
@@ -387,7 +388,7 @@ def egress_hello(data: bytes) -> None:
 def egress_http(data: bytes) -> None:
     """Bytes of a client and of a server in turn: nothing follows an end, and what is held is bounded."""
     choices = Choices(data)
-    guard, is_over = HttpGuard("example.org", 80), False
+    guard, is_over = HttpGuard("example.org", 80, is_proxy=choices.one_in(3)), False
     while not choices.is_over:
         piece = choices.pick(_HTTP_PIECES) if choices.number(4) else choices.blob(40)
         piece = grammar.damage(choices, piece) if choices.one_in(6) else piece
@@ -397,6 +398,36 @@ def egress_http(data: bytes) -> None:
         assert step.refused is None or (step.is_over and not step.wants_raw)
         is_over = step.is_over
         assert len(guard._client.trailing_data[0]) <= MAX_WAITING_BYTES or is_over or step.wants_raw
+
+
+def egress_proxy(data: bytes) -> None:
+    """First bytes to the proxy, in pieces: a request that names its host, or a refusal of one line."""
+    choices = Choices(data)
+    stream = b"".join(grammar.damage(choices, each) if choices.one_in(4) else each for each in _proxy_pieces(choices))
+    reader, request = ProxyReader(), None
+    try:
+        for piece in grammar.cut(choices, stream):
+            if request := reader.feed(piece):
+                break
+    except BadProxyRequest as bad:
+        head = refusal(bad.reason, str(bad)).partition(b"\r\n\r\n")[0]
+        assert len(head.split(b"\r\n")) == len(head.splitlines()) == 4
+        return
+    if request:
+        assert 0 < request.port < 65536
+        assert not isinstance(request.host, str) or request.host == canonical_name(request.host)
+        assert stream.startswith(request.rest) or request.is_tunnel
+        if not request.is_tunnel:
+            step = HttpGuard(str(request.host), request.port, is_proxy=True).from_client(request.rest)
+            assert not step.to_server or b"://" not in step.to_server.split(b" ")[1]
+
+
+def _proxy_pieces(choices: Choices) -> list[bytes]:
+    host = choices.pick((b"example.org", b"[2001:db8::1]", b"[::ffff:127.0.0.1]", b"0x7f.1", b"a@b", b"", b"10.0.0.1"))
+    port = choices.pick((b":443", b":80", b"", b":0", b":99999"))
+    line = choices.pick((b"CONNECT %s%s HTTP/1.%d\r\n", b"GET http://%s%s/a?b HTTP/1.%d\r\n"))
+    line %= (host, port, choices.number(2))
+    return [line, b"Host: %s%s\r\n" % (host, port), *(choices.pick(_HTTP_PIECES[1:]) for _ in range(choices.number(4)))]
 
 
 def _must_raise(expected: type[Exception], action: Callable[[], object]) -> None:
@@ -412,6 +443,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
-        *(egress_dns, egress_hello, egress_http),
+        *(egress_dns, egress_hello, egress_http, egress_proxy),
     )
 }

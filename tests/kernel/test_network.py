@@ -42,9 +42,11 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 
 @asynccontextmanager
-async def served(config: Config, outside: World, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
+async def served(
+    config: Config, outside: World, *, ends_sessions: bool = True, max_mode: str = "open"
+) -> AsyncIterator[LocalSupervisor]:
     """A tree whose egress process is in the world."""
-    config = attrs.evolve(config, egress=EgressSettings(permit=(f"{SITE}/32", f"{OTHER}/32")))
+    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=(f"{SITE}/32", f"{OTHER}/32")))
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)

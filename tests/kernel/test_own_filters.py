@@ -20,6 +20,7 @@ from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
 from nsinit.helpers.forker import NAME as FORKER
 from nsinit.helpers.forker import SEED_NAME as SEED
+from nsinit.helpers.network_maker import NAME as NETWORK_MAKER
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.seccomp.filters import ARCH
@@ -28,7 +29,7 @@ from nsinit.own_filters import BUILDER as BUILDER_PART
 from nsinit.own_filters import CGROUP_MAKER as CGROUP_MAKER_PART
 from nsinit.own_filters import DAEMON, NSINIT, PARTS, Part, PartFilters, refuse_machine
 from nsinit.own_filters import NETWORK_MAKER as NETWORK_MAKER_PART
-from nsinit.wire.protocol import Built, Failed, SetLimits
+from nsinit.wire.protocol import Built, Failed, OpenNetwork, SetLimits
 from tests.allowance import ALLOWANCE
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running
 
@@ -257,9 +258,12 @@ def test_nsinit_refuses_what_root_does_not_grant() -> None:
         box = server.build(small)
         failed, _ = server.ask(SetLimits, session_id=small.session_id, limits=replace(small.limits, pids=100_000))
         assert (type(failed), failed.stage) == (Failed, "grant")
+        failed, _ = server.ask(OpenNetwork, session_id=small.session_id)
+        assert (type(failed), failed.stage) == (Failed, "grant")
+        assert server.helpers(NETWORK_MAKER) == set()
         assert box.run("echo fine").out == "fine\n"
         box.teardown()
-        assert server.log.count('"stage": "grant"') == 5
+        assert server.log.count('"stage": "grant"') == 6
 
 
 def test_nsinit_takes_no_rules_but_those_that_root_has_read() -> None:

@@ -20,7 +20,7 @@ import egress
 from egress import protocol
 from nsinit.kernel import syscalls
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.nsinit import ChildProcess, Role
 
 T = TypeVar("T")
 
@@ -62,13 +62,13 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self) -> ChildProcess:
+    async def start_egress(self, role: Role = "egress") -> ChildProcess:
         """Start an egress process in the world; a `StartEgress`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_read, log_write = os.pipe2(os.O_CLOEXEC)
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
-                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py")],
+                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role],
                 stdin=subprocess.DEVNULL,
                 stderr=log_write,
                 pass_fds=(protocol.CHANNEL_FD,),

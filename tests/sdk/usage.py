@@ -273,6 +273,11 @@ async def the_rest(client: SandboxClient) -> None:
         network = await box.network()
         assert (network.mode, network.log, network.revision) == ("none", "denied", changed.network["revision"])
         assert (await box.egress_log(verdict="denied", limit=5)).entries == []
+        assert await box.previews() == []
+        with pytest.raises(errors.PreviewsOff):
+            await box.preview(8000, ttl_seconds=60, access="public")
+        with pytest.raises(errors.PreviewNotFound):
+            await box.close_preview(8000)
     async with box.watch_events(cursor="0") as events:
         assert (await anext(events)).type == "session.created"
         assert events.cursor

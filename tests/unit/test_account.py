@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from nsinit.wire.protocol import (
     Limits,
     MakeWorkspace,
     MountImage,
+    OpenNetwork,
     Prepare,
     SandboxPlan,
     SeccompProfile,
@@ -24,8 +26,10 @@ from nsinit.wire.protocol import (
     SetLimits,
 )
 from nsinit.wire.validate import InvalidName
-from sandkasten.config import Config, ConfigError
+from sandkasten.cli.privilege import allowance_of
+from sandkasten.config import Config, ConfigError, EgressSettings
 from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account
+from sandkasten.model.network import NetworkMode
 from tests.allowance import ALLOWANCE
 
 
@@ -114,13 +118,24 @@ def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> No
         SetDisk(1, "a" * 24, DiskLimits(1 << 31, 300)),
         MakeWorkspace(1, "work", quota=DiskLimits(1 << 31, 300)),
         GrowWorkspace(1, "work", 1 << 31),
+        OpenNetwork(1, "a" * 24),
     ],
     ids=lambda request: type(request).__name__,
 )
-def test_a_grant_bounds_every_request_with_a_size(request_: object) -> None:
-    """Blank sandboxes, changes of limits, workspaces."""
+def test_a_grant_bounds_every_request(request_: object) -> None:
+    """Blank sandboxes, changes of limits, workspaces, ways out."""
     with pytest.raises(NotGranted):
         ALLOWANCE.check(request_)
+
+
+@pytest.mark.parametrize("mode", NetworkMode)
+def test_a_grant_allows_ways_out_where_the_operator_does(mode: NetworkMode) -> None:
+    """The operator's `egress.max_mode` counts."""
+    granted = allowance_of(Config(egress=EgressSettings(max_mode=mode.value)), ())
+    assert granted.way_out is (mode is not NetworkMode.NONE)
+    assert parse_grant([Grant("/data", 990, granted).encode()]) == Grant("/data", 990, granted)
+    with nullcontext() if granted.way_out else pytest.raises(NotGranted):
+        granted.check(OpenNetwork(1, "a" * 24))
 
 
 def test_a_grant_has_the_rules_of_the_operators_profiles() -> None:

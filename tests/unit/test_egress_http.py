@@ -479,6 +479,17 @@ def test_more_bytes_change_no_answer(data: bytes, more: bytes) -> None:
     assert looks_like_http(data) in (None, looks_like_http(data + more))
 
 
+@pytest.mark.parametrize("blank", [b"\r", b"\t", b" ", b"\r ", b" \r"])
+@pytest.mark.parametrize("begin", [b"", b"GET", b"GET ", b"GET /", b"GET a", b"GET http://"])
+def test_a_first_line_of_blanks_is_looked_at_once(begin: bytes, blank: bytes) -> None:
+    """Time is in proportion to its length: all sessions wait meanwhile."""
+    line = begin + blank * (256 * 1024)
+    began = time.process_time()
+    for size in (8 * 1024, 16 * 1024 - 1, len(line)):
+        looks_like_http(line[:size])
+    assert time.process_time() - began < 0.1
+
+
 def test_a_large_body_is_fast() -> None:
     """A MiB each way takes less than a tenth of a second of the processor, in chunks as well; hostile chunks do not
     hold the loop for long.

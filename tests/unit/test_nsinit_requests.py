@@ -35,6 +35,7 @@ BAD: dict[str, object] = {
     "quota": DiskLimits(1, 1),
     "size_bytes": -1,
     "grace_ms": 10_001,
+    "count": 17,
     "plan": SandboxPlan("../x", "base", "host", LIMITS),
 }
 

@@ -149,7 +149,8 @@ class Creating:
                 self._budget.release(place)  # counted under its id from here
                 # A shell that starts in a crowd of creates takes the processor that they wait for.
                 shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
-                creation = Creation(resolved, image.name, image.kind, prepared is not None, shell_ms, spec.env)
+                env = {**resolved.network.variables, **spec.env}
+                creation = Creation(resolved, image.name, image.kind, prepared is not None, shell_ms, env)
                 session = await self._built(record, creation)
         finally:
             self._budget.release(place)

@@ -283,7 +283,7 @@ class SessionPool:
                 "acquire_source": POOL,
                 "acquire_detail": None,
             },
-            env=spec.env,
+            env={**resolved.network.variables, **spec.env},
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
         )

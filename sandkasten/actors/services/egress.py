@@ -55,10 +55,10 @@ _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP
 _IN_FORCE_S = 10.0
 """Deadline for a wish to be in force, a restart of the process included."""
 
-_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before the process is started again, the last one again and again."""
 
-_STEADY_S = 30.0
+STEADY_S = 30.0
 """A process that ran so long is started again after the first pause."""
 
 _STOP_S = 2.0
@@ -81,7 +81,7 @@ class OpenWay(Ask[None]):
             there before stays as it was, or closed.
         NetworkNotSupported: the kernel can't steer connections.
         BuildFailed: nsinit could not open the session's namespace.
-        InvalidRule: the configuration has no such group any more.
+        InvalidRequest, InvalidRule: the configuration has no such group any more, or a lower maximum.
     """
 
     session_id: str
@@ -182,7 +182,7 @@ class EgressClient(Actor):
         """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
         logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
         self._nursery.start_soon(self._keep_process)
-        self._nursery.start_soon(self._tell_refusals)
+        self._nursery.start_soon(self._tidy)
         for entry in self._directory:
             if entry.session.network.has_way_out:
                 self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
@@ -208,7 +208,7 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await _end(self._process)
+            await end_process(self._process)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
@@ -239,15 +239,21 @@ class EgressClient(Actor):
             self._work.set()
         raise refusal
 
+    def _forget(self, way: _Way) -> None:
+        if self._ways.get(way.session_id) is way:
+            del self._ways[way.session_id]
+
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         try:
             sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
-        except BaseException as error:
-            if self._ways.get(way.session_id) is way:
-                del self._ways[way.session_id]
-            if isinstance(error, BuildFailed) and error.stage in _STEERING and error.errno in _NOT_HERE:
+        except BuildFailed as error:
+            self._forget(way)
+            if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
+            raise
+        except BaseException:
+            self._forget(way)
             raise
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
@@ -255,7 +261,7 @@ class EgressClient(Actor):
         way.take(sockets)
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
-        """Return policy and limits as the process takes them. Raises `InvalidRule`."""
+        """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
         rules = rules_in_force(network, self._settings)
         asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
         mode: Any = network.mode.value  # `allow` or `open`: the session has a way out
@@ -297,10 +303,10 @@ class EgressClient(Actor):
             began = trio.current_time()
             try:
                 await self._run_process()
-            except SandkastenError as error:
+            except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
                 log.error("egress_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > _STEADY_S else tries
-            await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries = 0 if trio.current_time() - began > STEADY_S else tries
+            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
 
     async def _run_process(self) -> None:
@@ -322,13 +328,13 @@ class EgressClient(Actor):
                 await self._settle(link)
         except* trio.TooSlowError:
             raise EgressUnavailable("the egress process does not answer") from None
-        except* EgressUnavailable as group:
+        except* (EgressUnavailable, OSError) as group:
             raise EgressUnavailable(str(group.exceptions[0])) from None
         finally:
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
             with trio.CancelScope(shield=True):
-                await _end(process)
+                await end_process(process)
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -355,7 +361,11 @@ class EgressClient(Actor):
         while True:
             self._work = trio.Event()
             for session_id, is_detached in list(self._detached.items()):
-                await self._request(link, protocol.DetachSession(0, session_id))
+                try:
+                    await self._request(link, protocol.DetachSession(0, session_id))
+                except EgressUnavailable:
+                    if link.is_lost:  # else the process does not have the session: it refused to attach it
+                        raise
                 del self._detached[session_id]
                 is_detached.set()
             for way in list(self._ways.values()):
@@ -364,7 +374,7 @@ class EgressClient(Actor):
             await self._work.wait()
 
     async def _put_in_force(self, link: EgressLink, way: _Way) -> None:
-        settled, refusal = way.settled, None
+        settled, refusal, was_attached = way.settled, None, way.is_attached
         try:
             if way.is_attached:
                 await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
@@ -376,6 +386,7 @@ class EgressClient(Actor):
                     await self._request(link, order, fds)
         except EgressUnavailable as error:
             log.error("way_out_refused", extra={"session_id": way.session_id, "error": str(error)})
+            way.note_attached(attached=was_attached)  # a request that fails changes nothing
             refusal = error
         if settled is way.settled:
             way.settle(refusal)
@@ -405,6 +416,7 @@ class EgressClient(Actor):
                 is_limit = entry.reason == Reason.LIMIT
                 self._note_refusal(EventType.EGRESS_LIMITED if is_limit else EventType.EGRESS_DENIED, entry)
         if notice.dropped:
+            self._logs.note_dropped(notice.dropped)
             self._metrics.egress_dropped.inc(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
         if notice.totals.pauses > self._totals.pauses:
@@ -421,10 +433,15 @@ class EgressClient(Actor):
         if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
             self._journal.emit(type, entry.session_id, **refusals.told())
 
-    async def _tell_refusals(self) -> None:
-        """Tell of refusals that came soon after others, some seconds later."""
+    async def _tidy(self) -> None:
+        """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
+        a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
             await trio.sleep(_REFUSALS_EVERY_S)
+            for session_id in (*self._ways, *self._logs):
+                if not self._directory.owns(session_id):
+                    log.warning("way_out_left", extra={"session_id": session_id})
+                    self._nursery.start_soon(self._close, session_id, True)
             for (type, session_id), refusals in self._refusals.items():
                 if refusals.count:
                     self._journal.emit(type, session_id, **refusals.told())
@@ -463,7 +480,7 @@ async def count_network(egress: Ref, session: Session) -> NetworkCounters | None
     return None
 
 
-async def _end(process: ChildProcess) -> None:
+async def end_process(process: ChildProcess) -> None:
     """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
     assert process.pidfd is not None, "only nsinit may be a service apart"
     process.sock.close()

@@ -119,8 +119,7 @@ class RunCgroup:
 
 @attrs.frozen
 class NetworkSockets:
-    """A listener, a socket for DNS and the link that steers to both, in a session's network namespace. The receiver
-    owns the descriptors."""
+    """Sockets in a session's network namespace. The receiver owns the descriptors."""
 
     fds: Sequence[OwnedFd]
 
@@ -175,14 +174,22 @@ def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
 
 
 def open_network(session_id: str) -> Call[NetworkSockets]:
-    """Open a session's way out."""
+    """Open a session's way out: a listener, a socket for DNS and the link that steers to both."""
+    return _opening(protocol.OpenNetwork(_UNSENT, session_id), protocol.FDS_OF_WAY_OUT)
 
+
+def open_sockets(session_id: str, count: int) -> Call[NetworkSockets]:
+    """Make unconnected TCP sockets in a session's network."""
+    return _opening(protocol.OpenSockets(_UNSENT, session_id, count), count)
+
+
+def _opening(request: protocol.OpenNetwork | protocol.OpenSockets, count: int) -> Call[NetworkSockets]:
     def read(answer: NsinitAnswer) -> NetworkSockets:
-        if len(answer.fds) != protocol.MAX_FDS:
+        if len(answer.fds) != count:
             raise _wrong_descriptors(answer)
         return NetworkSockets(answer.fds)
 
-    return Call(protocol.OpenNetwork(_UNSENT, session_id), read, is_retriable=True)
+    return Call(request, read, is_retriable=True)
 
 
 def ping() -> Call[protocol.Scanned]:

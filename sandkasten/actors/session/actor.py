@@ -7,8 +7,8 @@ kernel. Cancelling the actor leaves the sandbox running, to be adopted by the ne
 a death tears the sandbox down.
 
 Begin at `SessionActor.handle`. The first request to PID 1 is in `birth.py`, a pause in `pausing.py`, a change of limits
-in `changing.py`, the end in `ending.py`. The runs, shells, terminals and ports of the session are in `actors.runs`;
-they see this actor as `SessionServices`.
+in `changing.py`, previews in `previews.py`, the end in `ending.py`. The runs, shells, terminals and ports of the
+session are in `actors.runs`; they see this actor as `SessionServices`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from sandkasten.actors.session.messages import (
     Attend,
     Borrow,
     Claim,
+    ClosePreview,
     CloseShell,
     Destroy,
     Died,
@@ -63,6 +64,7 @@ from sandkasten.actors.session.messages import (
     Life,
     ListRuns,
     ListShells,
+    OpenPreview,
     OpenRun,
     OpenShell,
     OpenTerminal,
@@ -80,6 +82,7 @@ from sandkasten.actors.session.messages import (
     is_read,
 )
 from sandkasten.actors.session.pausing import Pausing
+from sandkasten.actors.session.previews import SessionPreviews
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, end_error, translate_death
 from sandkasten.admission.plan import check_spans, plan_sandbox
@@ -183,6 +186,7 @@ class SessionActor(Actor):
         self._adoption = RunAdoption(self, self._runs, keep, self._output, on_terminal=self._terminals.adopt)
         self._transfers = self._attendants = 0
         self._transfer_ended = trio.Event()
+        self._previews = SessionPreviews(self, self._own, previews=services.previews)
         self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
 
     @property
@@ -359,6 +363,7 @@ class SessionActor(Actor):
             self._own.restore_lease()
         if self.session.network.has_way_out:
             self.start_task(self._open_way_again)
+        self._previews.adopt()
         self._own.put_soon()
 
     def _hold(self, sandbox: Sandbox) -> None:
@@ -439,6 +444,12 @@ class SessionActor(Actor):
                 return self.defer(self._read_stats)
             case Update(patch):
                 return await self._update(patch)
+            case OpenPreview(wanted):
+                self._require(WHOLE)
+                return await self._previews.open(wanted)
+            case ClosePreview(port):
+                self._require(WHOLE)
+                return await self._previews.close(port)
             case PauseSession(spec):
                 self._require(WHOLE)
                 await self._pausing.pause(spec)

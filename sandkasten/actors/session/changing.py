@@ -10,6 +10,8 @@ import errno
 import logging
 from collections.abc import Mapping
 
+import attrs
+
 from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
@@ -134,17 +136,21 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
     session, revision = own.session, own.session.network_revision
     if patch.if_revision not in (None, revision):
         raise Conflict("the network was changed meanwhile", revision=revision)
-    if patch.network is None:
+    network = patch.network
+    if network is None:
         await _change_rest(host, own, patch, services=services)
         return
-    await put_network(services.egress, session.id, patch.network)
+    await put_network(services.egress, session.id, network)
+    before, after = session.network.variables, network.variables
+    if before != after:
+        patch = attrs.evolve(patch, env={**dict.fromkeys(before), **after, **(patch.env or {})})
     try:
         await _change_rest(host, own, patch, services=services)
     except SandkastenError:
         await _restore_network(services.egress, session)
         raise
-    own.change(network=patch.network, network_revision=revision + 1)
-    host.emit(EventType.NETWORK_CHANGED, mode=patch.network.mode.value, revision=revision + 1)
+    own.change(network=network, network_revision=revision + 1)
+    host.emit(EventType.NETWORK_CHANGED, mode=network.mode.value, revision=revision + 1)
 
 
 async def put_network(egress: Ref, session_id: str, network: Network) -> None:

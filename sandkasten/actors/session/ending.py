@@ -16,6 +16,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services.egress import CloseWay
 from sandkasten.actors.services.nsinit import ask_patiently, stop_processes, teardown
+from sandkasten.actors.services.previews import CloseDoors
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import SandboxWatch
@@ -54,12 +55,24 @@ async def let_stop(nsinit: Ref, session: Session, event: Trigger) -> int:
     return grace_ms
 
 
-async def _close_way(egress: Ref, session_id: str) -> None:
-    """End the way out of a session; the sockets of one would keep its network namespace."""
+async def _close_way(services: Services, session: Session) -> None:
+    """End the way out of a session, also one that its record does not know of (any more): the log of one is there, and
+    its sockets would keep the network namespace."""
+    if not session.network.has_way_out and services.egress_logs.get(session.id) is None:
+        return
+    session_id = session.id
     try:
-        await egress.ask_again(CloseWay(session_id, forget=True))
+        await services.egress.ask_again(CloseWay(session_id, forget=True))
     except SandkastenError as error:
         log.error("way_out_not_closed", extra={"session_id": session_id, "error": str(error)})
+
+
+async def _close_doors(previews: Ref, session_id: str) -> None:
+    """End requests to previews of a session; sockets in stock would keep its network namespace, too."""
+    try:
+        await previews.ask_again(CloseDoors(session_id))
+    except SandkastenError as error:
+        log.error("previews_not_closed", extra={"session_id": session_id, "error": str(error)})
 
 
 async def end_member(
@@ -69,6 +82,7 @@ async def end_member(
 
     The record goes last: with the record a next daemon adopts the sandbox or finishes the teardown."""
     began = trio.current_time()
+    await _close_way(services, own.session)
     try:
         await ask_patiently(services.nsinit, teardown(session_id))
         await own.delete()
@@ -100,8 +114,10 @@ async def end_session(
     await own.put_or_keep()
     services.crash.passing(Point.DESTROY_RECORDED)
     has_waited = await let_stop(services.nsinit, own.session, event) > 0
-    if own.session.network.has_way_out:
-        await _close_way(services.egress, own.session.id)
+    await _close_way(services, own.session)
+    if own.session.previews:
+        own.change(previews={})
+        await _close_doors(services.previews, own.session.id)
     try:
         async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
             torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))

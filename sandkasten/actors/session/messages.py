@@ -24,6 +24,7 @@ from sandkasten.model import (
     TerminalSize,
     TerminalSpec,
 )
+from sandkasten.model.network import Preview, PreviewSpec
 
 # Life -----------------------------------------------------------------------------------------------------------
 
@@ -58,6 +59,20 @@ class Stats(Ask[SessionStats]):
 @attrs.frozen
 class Update(Ask[Session]):
     patch: SessionPatch
+
+
+@attrs.frozen
+class OpenPreview(Ask[Preview]):
+    """Open a preview, in place of one of the same port."""
+
+    spec: PreviewSpec
+
+
+@attrs.frozen
+class ClosePreview(Ask[None]):
+    """Close a preview. Raises `PreviewNotFound`."""
+
+    port: int
 
 
 @attrs.frozen
@@ -224,7 +239,20 @@ Work = (
     | Borrow
     | Attend
 )
-Life = Claim | Freeze | Stats | Update | PauseSession | ResumeSession | Wake | Destroy | Expire | Died
+Life = (
+    Claim
+    | Freeze
+    | Stats
+    | Update
+    | OpenPreview
+    | ClosePreview
+    | PauseSession
+    | ResumeSession
+    | Wake
+    | Destroy
+    | Expire
+    | Died
+)
 
 
 def is_read(message: Work) -> bool:

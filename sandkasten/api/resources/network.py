@@ -91,6 +91,7 @@ class NetworkRequest:
     deny: Rules | None = None
     limits: NetworkLimitsRequest | None = None
     log: EgressLogging | None = None
+    proxy_env: bool = False
 
     def over(self, default: NetworkMode) -> Network:
         """Return the model's network; `default` is the mode of a request that names none."""
@@ -100,6 +101,7 @@ class NetworkRequest:
             deny=self.deny or (),
             limits=NetworkLimits() if self.limits is None else self.limits.limits,
             log=self.log or EgressLogging.ALL,
+            proxy_env=self.proxy_env,
         )
 
 
@@ -132,6 +134,7 @@ class NetworkBody(Body):
     deny: Sequence[str]
     limits: NetworkLimits
     log: EgressLogging
+    proxy_env: bool
     revision: int
 
 

@@ -1,0 +1,500 @@
+"""The preview gateway: HTTP from clients outside to servers inside sessions, each request by leave of the daemon.
+
+One task serves a client's connection, a request after the other, since a proxy in front may send those of many people
+over one. Each request has a connection of its own inside, over a socket that the daemon hands out with its leave. Both
+sides are parsed, and what goes on is written anew (`preview`); after a WebSocket's 101 bytes are passed as they come.
+
+Every wait for a client has a deadline, every buffer is one portion of `_READ_BYTES` or one head, and the numbers of
+connections and of requests of one session are bounded.
+
+Sources: RFC 9112; RFC 6455, 4; tcp(7) (keep-alive of connections whose other end went away).
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+import trio
+
+from egress import knocking as k
+from egress import relay
+from egress.preview import Site, Visit, VisitRefused, answer_outside
+from egress.server import log, log_fault
+
+MAX_CONNECTIONS = 1024
+MAX_OF_SESSION = 128
+"""Requests of one session that are under way."""
+
+HEAD_S = 30.0
+"""Time for the next request on a connection, its head included."""
+BODY_S = 60.0
+"""Time without a byte of a body that a client is sending."""
+WRITE_S = 30.0
+"""Time for a client, or a server inside, to take one portion."""
+CONNECT_S = 5.0
+ANSWER_S = 10.0
+"""Time for the daemon's answer."""
+HALF_CLOSED_S = 60.0
+"""Time for the second half of a WebSocket's connection to end after the first."""
+_LINGER_S = 1.0
+
+_READ_BYTES = 16 * 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_MAX_DRAINED_BYTES = 256 * 1024
+_FD_BYTES = array.array("i").itemsize
+_ACCEPT_PAUSE_S = 0.1
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+
+
+class _ClientGone(Exception):
+    """The client left, is too slow, or sent what is no HTTP."""
+
+
+class _Link:
+    """The socket to the daemon. `receive` must run while somebody knocks."""
+
+    def __init__(self, channel: socket.socket, revoke: Callable[[k.Revoke], None]) -> None:
+        self._channel, self._revoke = channel, revoke
+        self._seq = 0
+        self._waiting: dict[int, tuple[trio.Event, list[tuple[k.Admitted | k.NotAdmitted, list[int]]]]] = {}
+        self._knocks = trio.CapacityLimiter(k.MAX_KNOCKS)
+
+    async def knock(self, visit: Visit) -> tuple[float, socket.socket]:
+        """Return how long a visit may last, and a socket for it.
+
+        Raises:
+            VisitRefused: the daemon refuses it, or does not answer.
+        """
+        answers: list[tuple[k.Admitted | k.NotAdmitted, list[int]]] = []
+        with trio.move_on_after(ANSWER_S):
+            async with self._knocks:
+                self._seq += 1
+                seq, done = self._seq, trio.Event()
+                self._waiting[seq] = done, answers
+                try:
+                    await self._send(k.encode(k.Knock(seq, visit.session_id, visit.port, visit.tokens)))
+                    await done.wait()
+                except trio.Cancelled:
+                    _close_all(fd for _, fds in answers for fd in fds)
+                    answers.clear()
+                    raise
+                finally:
+                    del self._waiting[seq]
+        match answers:
+            case [(k.Admitted(lasts_s=lasts_s), [fd])]:
+                return lasts_s, socket.socket(fileno=fd)
+            case [(k.NotAdmitted() as refused, [])]:
+                raise VisitRefused(refused.status, refused.code, refused.message)
+        _close_all(fd for _, fds in answers for fd in fds)
+        raise VisitRefused(503, "CAPACITY", "the daemon does not answer; try again")
+
+    async def _send(self, data: bytes) -> None:
+        while True:
+            try:
+                self._channel.send(data)
+                return
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._channel)
+            except OSError:
+                return  # the daemon is gone: `receive` says so
+
+    async def first(self) -> tuple[k.Open, socket.socket]:
+        """Return the daemon's first message and the listener."""
+        order, fds = await self._next()
+        if not isinstance(order, k.Open) or len(fds) != 1:
+            _close_all(fds)
+            raise k.ProtocolError("the first message is Open, with a listener")
+        listener = socket.socket(fileno=fds[0])
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise k.ProtocolError("the socket does not listen")
+        listener.setblocking(False)
+        return order, listener
+
+    async def receive(self) -> None:
+        """Hand on what the daemon says until it closes the socket. Raises `ProtocolError`."""
+        try:
+            while True:
+                order, fds = await self._next()
+                if isinstance(order, k.Revoke):
+                    self._revoke(order)
+                elif not isinstance(order, k.Open) and (waiting := self._waiting.get(order.seq)) is not None:
+                    waiting[1].append((order, fds))
+                    waiting[0].set()
+                    continue
+                _close_all(fds)  # of a request that did not wait so long
+        except EOFError:
+            return
+
+    async def _next(self) -> tuple[k.Order, list[int]]:
+        while True:
+            await trio.lowlevel.wait_readable(self._channel)
+            try:
+                data, ancillary, flags, _ = self._channel.recvmsg(
+                    k.MAX_DATAGRAM_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+                )
+                break
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                raise EOFError from None  # closed with knocks unread (unix(7))
+        fds = array.array("i")
+        for _level, _kind, content in ancillary:
+            fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
+        try:
+            if not data:
+                raise EOFError
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise k.ProtocolError("a message is too long, or has too many descriptors")
+            return k.decode_order(data), list(fds)
+        except BaseException:
+            _close_all(fds)
+            raise
+
+
+class _Side:
+    """HTTP/1 with one other side over a socket, with deadlines."""
+
+    def __init__(self, sock: socket.socket, role: Any) -> None:
+        self.sock = sock  # `role` is h11.CLIENT or h11.SERVER, of a class that h11 does not name
+        self.http = h11.Connection(role, max_incomplete_event_size=_MAX_HEAD_BYTES)
+
+    async def next(self, within_s: float) -> Any:  # an event of h11, or PAUSED
+        """Return the next event. Raises `RemoteProtocolError`, `TooSlowError`, `OSError`."""
+        with trio.fail_after(within_s):
+            while (event := self.http.next_event()) is h11.NEED_DATA:
+                self.http.receive_data(await relay.receive(self.sock, _READ_BYTES))
+        return event
+
+    async def send(self, event: h11.Event) -> None:
+        """Send an event. Raises `LocalProtocolError`, `TooSlowError`, `OSError`."""
+        await self.write(self.http.send(event) or b"")
+
+    async def write(self, data: bytes) -> None:
+        """Write all of it. Raises `TooSlowError`, `OSError`."""
+        with trio.fail_after(WRITE_S):
+            await trio.lowlevel.checkpoint()
+            await relay.send_all(self.sock, data)
+
+
+_GONE = (OSError, trio.TooSlowError, h11.RemoteProtocolError, h11.LocalProtocolError)
+
+
+class _Visitor(_Side):
+    """The side of a client, whose every fault is `_ClientGone`."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        super().__init__(sock, h11.SERVER)
+        self.address = address
+        self.is_head = False
+        """Whether the present request is HEAD, whose answer has no body."""
+
+    async def next(self, within_s: float) -> Any:  # as above
+        try:
+            return await super().next(within_s)
+        except _GONE as error:
+            raise _ClientGone from error
+
+    async def send(self, event: h11.Event) -> None:
+        try:
+            await super().send(event)
+        except _GONE as error:
+            raise _ClientGone from error
+
+    @property
+    def has_no_answer(self) -> bool:
+        """Whether nothing of an answer is on its way."""
+        return self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+
+    async def refuse(self, refusal: VisitRefused) -> None:
+        """Answer with a refusal, and read what the client still sends, or the answer could be lost with a reset."""
+        code = refusal.code.encode()
+        await self.answer(refusal.status, f"{refusal.code}: {refusal}\n", [(b"X-Sandkasten-Error", code)])
+        relay.shut(self.sock)
+        left = _MAX_DRAINED_BYTES
+        with trio.move_on_after(_LINGER_S):
+            while left > 0 and (data := await relay.receive(self.sock, _READ_BYTES)):
+                left -= len(data)
+
+    async def answer(self, status: int, text: str, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send an answer of our own, the last one on this connection."""
+        body = text.encode()
+        fixed = [
+            (b"Content-Type", b"text/plain; charset=utf-8"),
+            (b"Content-Length", str(len(body)).encode()),
+            (b"Cache-Control", b"no-store"),
+            (b"Referrer-Policy", b"no-referrer"),
+            (b"X-Robots-Tag", b"noindex"),
+            (b"Connection", b"close"),
+        ]
+        await self.send(h11.Response(status_code=status, headers=[*headers, *fixed]))
+        await self.send(h11.Data(data=b"" if self.is_head else body))
+        await self.send(h11.EndOfMessage())
+
+
+class Gateway:
+    """See the module's docstring."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(False)
+        self._link = _Link(channel, self._revoke)
+        self._site = Site()
+        self._under_way: dict[tuple[str, int], set[trio.CancelScope]] = {}
+        self._of_session: Counter[str] = Counter()
+        self._room = trio.CapacityLimiter(MAX_CONNECTIONS)
+
+    async def run(self) -> None:
+        """Serve until the daemon closes its socket. Raises `ProtocolError`."""
+        try:
+            order, listener = await self._link.first()
+        except EOFError:
+            return
+        self._site = Site(order.domain)
+        with listener:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._accept, listener, nursery)
+                await self._link.receive()
+                nursery.cancel_scope.cancel()
+
+    def _revoke(self, order: k.Revoke) -> None:
+        for (session_id, port), scopes in self._under_way.items():
+            if session_id == order.session_id and order.port in (port, k.ALL_PORTS):
+                for scope in scopes:
+                    scope.cancel()
+
+    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        while True:
+            owner = object()
+            await self._room.acquire_on_behalf_of(owner)
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                try:
+                    sock, address = listener.accept()
+                    break
+                except (BlockingIOError, ConnectionAbortedError):
+                    continue
+                except OSError as error:  # no descriptor is free
+                    log("error", "accept", errno=error.errno)
+                    await trio.sleep(_ACCEPT_PAUSE_S)
+            nursery.start_soon(self._serve, sock, str(address[0]), owner)
+
+    async def _serve(self, sock: socket.socket, address: str, owner: object) -> None:
+        """Serve a client's connection to its end."""
+        is_broken = True
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEP_ALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            client = _Visitor(sock, address)
+            while await self._serve_request(client):
+                client.http.start_next_cycle()
+            is_broken = False
+        except (_ClientGone, OSError):
+            pass
+        except Exception as error:  # noqa: BLE001 - one connection must not end the others
+            log_fault(None, error)
+        finally:
+            relay.close(sock, with_reset=is_broken)
+            self._room.release_on_behalf_of(owner)
+
+    async def _serve_request(self, client: _Visitor) -> bool:
+        """Serve one request; tell whether another may follow."""
+        try:
+            request = await client.next(HEAD_S)
+        except _ClientGone as gone:
+            if isinstance(gone.__cause__, h11.RemoteProtocolError) and client.has_no_answer:
+                await client.refuse(VisitRefused(400, "INVALID_REQUEST", "not HTTP/1 as it must be"))
+            return False
+        if not isinstance(request, h11.Request):
+            return False
+        client.is_head = request.method == b"HEAD"
+        try:
+            visit = self._site.read(request, client.address)
+            lasts_s, sock = await self._link.knock(visit)
+            try:
+                if visit.redirect is not None:
+                    await self._redirect(client, visit, lasts_s)
+                    return False
+                with self._counted(visit, lasts_s):
+                    return await _carry(client, _Side(sock, h11.CLIENT), visit)
+                if client.has_no_answer:
+                    raise VisitRefused(401, "UNAUTHORIZED", "the preview has ended")
+                raise _ClientGone
+            finally:
+                relay.close(sock, with_reset=True)
+        except VisitRefused as refusal:
+            await client.refuse(refusal)
+            return False
+
+    async def _redirect(self, client: _Visitor, visit: Visit, lasts_s: float) -> None:
+        assert visit.redirect is not None
+        headers = [(b"Location", visit.redirect)]
+        headers += [(b"Set-Cookie", self._site.cookie_for(each, lasts_s)) for each in visit.tokens[:1]]
+        await client.answer(303, "", headers)
+
+    @contextmanager
+    def _counted(self, visit: Visit, lasts_s: float) -> Iterator[None]:
+        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound."""
+        if self._of_session[visit.session_id] >= MAX_OF_SESSION:
+            raise VisitRefused(503, "CAPACITY", "too many requests of this session are under way")
+        place = visit.session_id, visit.port
+        self._of_session[visit.session_id] += 1
+        try:
+            with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
+                self._under_way.setdefault(place, set()).add(scope)
+                yield
+        finally:
+            self._of_session[visit.session_id] -= 1
+            if not self._of_session[visit.session_id]:
+                del self._of_session[visit.session_id]
+            self._under_way[place].discard(scope)
+            if not self._under_way[place]:
+                del self._under_way[place]
+
+
+# One request ----------------------------------------------------------------------------------------------------------
+
+
+async def _carry(client: _Visitor, inside: _Side, visit: Visit) -> bool:
+    """Carry a request inside and its answer out; tell whether another may follow on the client's connection.
+
+    Raises:
+        VisitRefused: nothing of an answer was sent.
+        _ClientGone: the connection must end, for either side broke off.
+    """
+    await _connect(inside.sock, visit.port)
+    faults: list[Exception] = []
+    async with trio.open_nursery() as nursery:
+
+        async def send_up() -> None:
+            try:
+                await _up(client, inside, visit)
+            except _ClientGone as gone:
+                faults.append(gone)
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(send_up)
+        try:
+            await _down(client, inside, visit)
+        except (VisitRefused, _ClientGone) as error:
+            faults.append(error)
+        nursery.cancel_scope.cancel()
+    if faults:
+        raise faults[0]
+    return not visit.is_upgrade and client.http.our_state is h11.DONE and client.http.their_state is h11.DONE
+
+
+async def _connect(sock: socket.socket, port: int) -> None:
+    """Connect a socket of a session's network to a server there. Raises `VisitRefused`."""
+    try:
+        with trio.fail_after(CONNECT_S):
+            code = sock.connect_ex(("127.0.0.1", port))
+            if code == errno.EINPROGRESS:
+                await trio.lowlevel.wait_writable(sock)
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except (OSError, trio.TooSlowError):
+        raise VisitRefused(502, "PORT_NOT_LISTENING", f"nothing in this session listens on port {port}") from None
+
+
+async def _up(client: _Visitor, inside: _Side, visit: Visit) -> None:
+    """Send a request and its body, and then watch for the client's leaving. Raises `_ClientGone`."""
+    try:
+        await inside.send(visit.request)
+        while isinstance(event := await client.next(BODY_S), h11.Data):
+            await inside.send(h11.Data(data=event.data))
+        if not isinstance(event, h11.EndOfMessage):
+            raise _ClientGone
+        await inside.send(h11.EndOfMessage())  # without trailers: some servers merge them with the head
+    except (OSError, trio.TooSlowError, h11.LocalProtocolError):
+        return  # the server takes no more; what it says is read
+    if visit.is_upgrade:
+        return
+    try:
+        data = await relay.receive(client.sock, _READ_BYTES)
+    except OSError as error:
+        raise _ClientGone from error
+    if not data:
+        raise _ClientGone
+    client.http.receive_data(data)  # the next request, which waits for its turn
+
+
+async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:
+    """Send an answer out, and after a 101 carry bytes both ways. Raises as `_carry`."""
+    try:
+        while True:
+            event = await inside.next(math.inf)
+            match event:
+                case h11.InformationalResponse(status_code=101) if visit.is_upgrade:
+                    await client.send(answer_outside(event))
+                    await _exchange(client, inside)
+                    return
+                case h11.InformationalResponse():
+                    if client.http.their_http_version == b"1.1":  # RFC 9110, 15.2: not for clients of 1.0
+                        await client.send(answer_outside(event))
+                case h11.Response():
+                    await client.send(answer_outside(event))
+                case h11.Data():
+                    await client.send(h11.Data(data=event.data))
+                case h11.EndOfMessage():
+                    await client.send(h11.EndOfMessage())
+                    return
+                case _:
+                    raise h11.RemoteProtocolError("an answer of another protocol")
+    except (OSError, h11.RemoteProtocolError) as error:
+        if client.has_no_answer:
+            raise VisitRefused(502, "BAD_ANSWER", "the server in the session did not answer with HTTP/1") from None
+        raise _ClientGone from error
+
+
+async def _exchange(client: _Visitor, inside: _Side) -> None:
+    """Carry bytes both ways until both streams end. Raises `_ClientGone`."""
+    first_up, first_down = client.http.trailing_data[0], inside.http.trailing_data[0]
+    has_failed = False
+
+    async def copy(source: _Side, target: _Side, data: bytes) -> None:
+        nonlocal has_failed
+        try:
+            await target.write(data)
+            while data := await relay.receive(source.sock, _READ_BYTES):
+                await target.write(data)
+            relay.shut(target.sock)
+            nursery.cancel_scope.deadline = trio.current_time() + HALF_CLOSED_S
+        except (OSError, trio.TooSlowError):
+            has_failed = True
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(copy, client, inside, first_up)
+        nursery.start_soon(copy, inside, client, first_down)
+    if has_failed:
+        raise _ClientGone
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+async def serve(channel: socket.socket) -> int:
+    """Serve a daemon on its socket; return the status to end with: 0 when the daemon has closed it."""
+    log("info", "started")
+    status = 0
+    try:
+        await Gateway(channel).run()
+    except* k.ProtocolError as group:
+        log("error", "protocol", reason=str(group.exceptions[0]))
+        status = 1
+    return status

@@ -1,0 +1,320 @@
+"""The preview client: owner of the preview gateway, of its listener, and of the stock of sockets for each session.
+
+The gateway (`egress/gateway.py`) reads HTTP and asks here, for each request, whether the request may go inside. The
+answer comes of the session's record in the directory, so what the record says holds from that moment on: no copy of it
+is anywhere else. With leave goes a socket in the session's network, made by nsinit; some are kept in stock for each
+session that has previews, and closed with the session, whose network they would keep.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, assert_never
+
+import attrs
+import trio
+
+from egress import knocking
+from sandkasten import logcontext
+from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.services.directory import Entry, SessionDirectory
+from sandkasten.actors.services.egress import PAUSES_S, STEADY_S, end_process
+from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
+from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
+from sandkasten.config import PreviewSettings
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
+from sandkasten.model import Status
+from sandkasten.model.errors import SandkastenError
+from sandkasten.model.lifecycle import USABLE
+from sandkasten.model.network import Preview, PreviewAccess, SignedPreview
+
+log = logging.getLogger(__name__)
+
+STOCK = 16
+"""Sockets that nsinit is asked for at once."""
+
+_BACKLOG = 512
+_SEND_S = 10.0
+_LAST_WORDS_S = 1.0
+_SO_NETNS_COOKIE = 71
+"""The number of a socket's network, unique on the machine (asm-generic/socket.h; Linux 5.14)."""
+
+
+@attrs.frozen
+class SignPreview(Ask[SignedPreview]):
+    """Return URL and token of a preview, on a node that serves previews."""
+
+    session_id: str
+    preview: Preview
+
+
+@attrs.frozen
+class CloseDoors(Ask[None]):
+    """End the requests of a session that are under way, of one port or of all; without previews its sockets, too.
+    Answered when the gateway was told."""
+
+    session_id: str
+    port: int = knocking.ALL_PORTS
+
+
+Message = SignPreview | CloseDoors
+
+
+@attrs.define(eq=False)
+class _Doors:
+    """The stock of one session."""
+
+    sockets: list[OwnedFd] = attrs.field(factory=list)
+    filling: trio.Lock = attrs.field(factory=trio.Lock)
+    watch: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    is_closed: bool = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.watch.cancel()
+        while self.sockets:
+            self.sockets.pop().close()
+
+
+class _NoLeave(Exception):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+_UNKNOWN = 401, "UNAUTHORIZED", "this preview needs its token, or has ended"
+"""The answer about whatever is not there, too: names of sessions can't be tried."""
+
+
+class PreviewClient(Actor):
+    """See the module's docstring. Without `start` the node has no way to a gateway. `use` notes a use of a session."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        *,
+        nsinit: Ref,
+        settings: PreviewSettings,
+        directory: SessionDirectory,
+        key: bytes,
+        use: Callable[[Entry], Awaitable[None]],
+        start: StartEgress | None,
+    ) -> None:
+        super().__init__(ref)
+        self._nsinit, self._settings, self._directory = nsinit, settings, directory
+        self._key, self._use, self._start = key, use, start
+        self._listener: socket.socket | None = None
+        self._process: ChildProcess | None = None
+        self._sending = trio.Lock()
+        self._doors: dict[str, _Doors] = {}
+        self._knocks = 0
+
+    async def on_start(self) -> None:
+        """Listen, and start the gateway. Raises `OSError`."""
+        logcontext.origin.set(logcontext.NOBODY)  # what happens to the gateway is no session's doing
+        if self._settings.listen is not None and self._start is not None:
+            self._listener = _listen(self._settings.listen)
+            log.info("previews_listen", extra={"address": self._settings.listen})
+            self._nursery.start_soon(self._keep_process, self._start, self._listener)
+
+    async def handle(self, message: Message) -> Any:  # each message names its answer
+        match message:
+            case SignPreview(session_id, preview):
+                return self._sign(session_id, preview)
+            case CloseDoors(session_id, port):
+                return self.defer(self._close, session_id, port)
+            case _:
+                assert_never(message)
+
+    async def on_stop(self) -> None:
+        for doors in self._doors.values():
+            doors.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._process is not None:
+            await end_process(self._process)
+
+    def _sign(self, session_id: str, preview: Preview) -> SignedPreview:
+        assert self._listener is not None, "the node serves previews"
+        listen_port = self._listener.getsockname()[1]
+        url = preview_url(self._settings, session_id, preview.port, listen_port=listen_port)
+        is_public = preview.access is PreviewAccess.PUBLIC
+        return SignedPreview(preview, url, None if is_public else sign_preview(self._key, session_id, preview))
+
+    async def _close(self, session_id: str, port: int) -> None:
+        entry = self._directory.get(session_id)
+        if port == knocking.ALL_PORTS or entry is None or not entry.session.previews:
+            self._drop(session_id)
+        if (process := self._process) is not None:
+            await self._send(process.sock, knocking.Revoke(session_id, port))
+
+    # The process ------------------------------------------------------------------------------------------------
+
+    async def _keep_process(self, start: StartEgress, listener: socket.socket) -> None:
+        """Start a gateway, and another after its end, for as long as the actor runs. Meanwhile clients wait."""
+        tries = 0
+        while True:
+            began = trio.current_time()
+            try:
+                await self._run_process(await start("gateway"), listener)
+            except SandkastenError as error:
+                log.error("gateway_not_started", extra={"error": str(error)})
+            tries = 0 if trio.current_time() - began > STEADY_S else tries
+            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
+            tries += 1
+
+    async def _run_process(self, process: ChildProcess, listener: socket.socket) -> None:
+        self._process, self._knocks = process, 0
+        process.sock.setblocking(False)
+        try:
+            async with trio.open_nursery() as nursery:
+                assert process.log is not None, "only nsinit may be a service apart"
+                has_ended = trio.Event()
+                nursery.start_soon(_forward_log, process.log.fileno(), has_ended)
+                await self._send(process.sock, knocking.Open(self._settings.domain), [listener.fileno()])
+                await self._answer_knocks(process.sock, nursery)
+                with trio.move_on_after(_LAST_WORDS_S):
+                    await has_ended.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._process = None
+            with trio.CancelScope(shield=True):
+                await end_process(process)
+        log.warning("gateway_ended")
+
+    async def _answer_knocks(self, sock: socket.socket, nursery: trio.Nursery) -> None:
+        """Answer until the gateway goes away, or breaks the protocol."""
+        while True:
+            await trio.lowlevel.wait_readable(sock)
+            try:
+                data = sock.recv(knocking.MAX_DATAGRAM_BYTES)
+                if not data:
+                    return
+                knock = knocking.decode_knock(data)
+                if self._knocks >= knocking.MAX_KNOCKS:
+                    raise knocking.ProtocolError("it knocks more often than it may")
+            except BlockingIOError:
+                continue
+            except (OSError, knocking.ProtocolError) as error:
+                log.error("gateway_not_understood", extra={"error": str(error)})
+                return
+            self._knocks += 1
+            nursery.start_soon(self._answer, sock, knock)
+
+    async def _answer(self, sock: socket.socket, knock: knocking.Knock) -> None:
+        try:
+            lasts_s, fd = await self._admit(knock)
+            with fd:
+                await self._send(sock, knocking.Admitted(knock.seq, lasts_s), [fd.fileno()])
+        except _NoLeave as refused:
+            await self._send(sock, knocking.NotAdmitted(knock.seq, refused.status, refused.code, str(refused)))
+        finally:
+            self._knocks -= 1
+
+    async def _send(self, sock: socket.socket, order: knocking.Order, fds: Sequence[int] = ()) -> None:
+        """Send a message. A gateway that takes none for so long is ended by the end of its socket."""
+        with trio.move_on_after(_SEND_S) as patience:
+            async with self._sending:
+                while True:
+                    try:
+                        socket.send_fds(sock, [knocking.encode(order)], fds)
+                        return
+                    except BlockingIOError:
+                        await trio.lowlevel.wait_writable(sock)
+                    except OSError:
+                        return  # the process has ended: the next read says so
+        if patience.cancelled_caught:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended meanwhile
+
+    # Leave ------------------------------------------------------------------------------------------------------
+
+    async def _admit(self, knock: knocking.Knock) -> tuple[float, OwnedFd]:
+        """Return the seconds that a request may last, and a socket for it. Raises `_NoLeave`."""
+        entry, preview = self._find(knock)
+        status = entry.session.status
+        if status is Status.PAUSED:
+            raise _NoLeave(503, "SESSION_PAUSED", "the session is paused")
+        if status not in USABLE:
+            raise _NoLeave(503, "CAPACITY", "the session does not run now")
+        try:
+            if preview.keep_alive:
+                await self._use(entry)
+            fd = await self._take(knock.session_id, entry)
+        except SandkastenError as error:
+            log.warning("preview_not_reached", extra={"session_id": knock.session_id, "error": str(error)})
+            raise _NoLeave(503, "CAPACITY", "the session can't be reached now") from None
+        try:
+            if self._find(knock)[1] is not preview:  # it was closed meanwhile
+                raise _NoLeave(*_UNKNOWN)
+        except _NoLeave:
+            fd.close()
+            raise
+        return max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0.0), fd
+
+    def _find(self, knock: knocking.Knock) -> tuple[Entry, Preview]:
+        entry = self._directory.get(knock.session_id)
+        preview = None if entry is None else entry.session.previews.get(knock.port)
+        if (
+            entry is None
+            or preview is None
+            or preview.expires_at <= datetime.now(UTC)
+            or not is_admitted(self._key, knock.session_id, preview, knock.tokens[: knocking.MAX_TOKENS])
+        ):
+            raise _NoLeave(*_UNKNOWN)
+        return entry, preview
+
+    async def _take(self, session_id: str, entry: Entry) -> OwnedFd:
+        """Return a socket in the session's network, from its stock, which is filled first if it is empty."""
+        doors = self._doors.get(session_id)
+        if doors is None:
+            doors = self._doors[session_id] = _Doors()
+            self._nursery.start_soon(self._watch_end, session_id, entry, doors)
+        async with doors.filling:
+            if not doors.sockets:
+                made = (await ask_patiently(self._nsinit, open_sockets(session_id, STOCK))).fds
+                if doors.is_closed or not all(map(_is_foreign, made)):
+                    for fd in made:
+                        fd.close()
+                    raise _NoLeave(503, "CAPACITY", "the session can't be reached now")
+                doors.sockets.extend(made)
+            return doors.sockets.pop()
+
+    async def _watch_end(self, session_id: str, entry: Entry, doors: _Doors) -> None:
+        with doors.watch:
+            await entry.ended.wait()
+            if self._doors.get(session_id) is doors:
+                self._drop(session_id)
+
+    def _drop(self, session_id: str) -> None:
+        if (doors := self._doors.pop(session_id, None)) is not None:
+            doors.close()
+
+
+async def _forward_log(fd: int, has_ended: trio.Event) -> None:
+    await forward_log(fd, "gateway")
+    has_ended.set()
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a listener for clients of previews. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _is_foreign(fd: OwnedFd) -> bool:
+    """Whether a socket is of another network than this process: one of the machine's would reach its servers."""
+    with socket.socket(fileno=os.dup(fd.fileno())) as theirs, socket.socket(socket.AF_INET) as ours:
+        cookies = [each.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) for each in (theirs, ours)]
+    return cookies[0] != cookies[1]

@@ -1,0 +1,98 @@
+"""The previews of one session: opened and closed by its actor, and closed when their time is over.
+
+They are part of the session's record, which the gateway's questions are answered from (`actors/services/previews.py`);
+a daemon that adopts the session goes on with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+import trio
+
+from sandkasten.actors.core import Ref
+from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.actors.services.previews import CloseDoors
+from sandkasten.actors.session.record import LiveRecord
+from sandkasten.log import rfc3339
+from sandkasten.model import EventType
+from sandkasten.model.errors import Capacity, PreviewNotFound, SandkastenError
+from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewSpec
+
+log = logging.getLogger(__name__)
+
+_EPOCH_BYTES = 8
+
+
+class SessionPreviews:
+    """See the module's docstring."""
+
+    def __init__(self, host: SessionServices, own: LiveRecord, *, previews: Ref) -> None:
+        self._host, self._own, self._client = host, own, previews
+
+    async def open(self, spec: PreviewSpec) -> Preview:
+        """Open a preview, in place of one that the port has.
+
+        Raises:
+            Capacity: the session has too many.
+            StoreFailed: it could not be recorded.
+        """
+        before = self._own.session.previews
+        if spec.port not in before and len(before) >= MAX_PREVIEWS:
+            raise Capacity("the session has too many previews", limit=MAX_PREVIEWS)
+        end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
+        preview = Preview(spec.port, spec.access, secrets.token_hex(_EPOCH_BYTES), end, spec.keep_alive)
+        await self._put({**before, spec.port: preview})
+        if spec.port in before:
+            await self._revoke(spec.port)
+        self._host.start_task(self._close_in_time, preview)
+        self._host.emit(
+            EventType.PREVIEW_OPENED, port=spec.port, access=spec.access.value, expires_at=rfc3339(preview.expires_at)
+        )
+        return preview
+
+    async def close(self, port: int, reason: str = "closed by request") -> None:
+        """Close a preview, and end the requests to it.
+
+        Raises:
+            PreviewNotFound: the port has none.
+            StoreFailed: it could not be recorded; the preview stays.
+        """
+        before = self._own.session.previews
+        if port not in before:
+            raise PreviewNotFound("the port has no preview", port=port)
+        await self._put({each: preview for each, preview in before.items() if each != port})
+        await self._revoke(port)
+        self._host.emit(EventType.PREVIEW_CLOSED, port=port, reason=reason)
+
+    def adopt(self) -> None:
+        """Go on with the previews of the record."""
+        for preview in self._own.session.previews.values():
+            self._host.start_task(self._close_in_time, preview)
+
+    async def _put(self, previews: Mapping[int, Preview]) -> None:
+        before = self._own.session.previews
+        self._own.change(previews=previews)
+        try:
+            await self._own.put()
+        except SandkastenError:
+            self._own.change(previews=before)
+            raise
+
+    async def _revoke(self, port: int) -> None:
+        """End requests that are under way. Without a client none are."""
+        try:
+            await self._client.ask_again(CloseDoors(self._host.session_id, port))
+        except SandkastenError as error:
+            log.warning("preview_not_revoked", extra={"session_id": self._host.session_id, "error": str(error)})
+
+    async def _close_in_time(self, preview: Preview) -> None:
+        await trio.sleep(max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0))
+        if self._own.session.previews.get(preview.port) == preview:
+            try:
+                await self.close(preview.port, "its time was over")
+            except SandkastenError as error:  # the record keeps one that lets nobody in
+                log.info("preview_not_closed", extra={"session_id": self._host.session_id, "error": str(error)})

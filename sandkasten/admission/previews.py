@@ -1,0 +1,53 @@
+"""Tokens of previews: who made one is known by its seal, and nothing of them is stored.
+
+A token says nothing. It is the HMAC of the session, the opening, the port, the end and the access, so that it holds for
+that preview alone, and for no other that the same port has later.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from sandkasten.config import PreviewSettings
+from sandkasten.model.errors import PreviewsOff
+from sandkasten.model.network import Preview, PreviewAccess
+
+
+def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:
+    """Raise `PreviewsOff` unless the node serves previews, which takes a way to start a gateway."""
+    if settings.listen is None:
+        raise PreviewsOff("this node serves no previews: preview.listen is not set", setting="preview.listen")
+    if not has_gateway:
+        raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
+
+
+def preview_key(node_key: bytes) -> bytes:
+    """Return the key of tokens, which the node's key gives away and that does not give away the node's."""
+    return hmac.digest(node_key, b"sandkasten previews", hashlib.sha256)
+
+
+def preview_url(settings: PreviewSettings, session_id: str, port: int, *, listen_port: int) -> str:
+    """Return the URL of a preview; `listen_port` is the gateway's, which a proxy before it hides."""
+    name = f"{port}-{session_id}"
+    if settings.domain is None:
+        return f"http://{name}.localhost:{listen_port}/"
+    return f"https://{name}.{settings.domain}/"
+
+
+def sign_preview(key: bytes, session_id: str, preview: Preview) -> str:
+    """Return the token of a preview."""
+    end = round(preview.expires_at.timestamp() * 1000)
+    said = f"{session_id} {preview.epoch} {preview.port} {end} {preview.access.value}"
+    seal = hmac.digest(key, said.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(seal).rstrip(b"=").decode()
+
+
+def is_admitted(key: bytes, session_id: str, preview: Preview, tokens: Sequence[str]) -> bool:
+    """Whether one of the tokens is that of the preview, or none is needed."""
+    if preview.access is PreviewAccess.PUBLIC:
+        return True
+    token = sign_preview(key, session_id, preview).encode()
+    return any(hmac.compare_digest(token, each.encode()) for each in tokens)

@@ -1,0 +1,154 @@
+"""Ways out when something fails: what one session, or one part, loses is no other's loss, and nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from sandkasten.actors.core import Tell
+from sandkasten.actors.services import egress as client
+from sandkasten.actors.session.actor import SessionActor
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config, PoolSettings, PoolSize
+from sandkasten.model import SessionPatch, SessionSpec, Status
+from sandkasten.model.errors import EgressUnavailable
+from sandkasten.model.network import Network
+from tests.kernel.test_network import ALLOWED, FETCH, outside, python, served, supervisor
+from tests.kernel.world import World
+from tests.waiting import until
+
+__all__ = ["outside", "supervisor"]
+
+
+@attrs.frozen
+class _Unknown(Tell):
+    """A message no actor knows; handling it is a bug and ends the actor."""
+
+
+def descriptors(world: World) -> int:
+    """Return the number of descriptors of the egress process."""
+    return len(os.listdir(f"/proc/{world.egress_pid}/fd"))
+
+
+async def test_the_network_of_a_session_whose_actor_died_of_a_bug_is_let_go(
+    supervisor: LocalSupervisor, outside: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sockets of its way out would keep its network namespace; the log goes, too."""
+    monkeypatch.setattr(client, "_DENIALS_EVERY_S", 0.1)
+    other = await supervisor.create(SessionSpec(network=ALLOWED))
+    before = descriptors(outside)
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    assert descriptors(outside) == before + 3
+    entry = supervisor._directory.get(session.id)
+    assert entry is not None
+    entry.ref.tell(_Unknown())
+
+    async def is_let_go() -> bool:
+        return descriptors(outside) == before and list(supervisor._shared.egress_logs) == [other.id]
+
+    await until(is_let_go)
+    assert (await supervisor.get(session.id)).status is Status.CRASHED
+    assert (await python(supervisor, other, FETCH.format("site.example"))).stdout == b"hello\n"
+
+
+async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
+    config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is undone before its end, and knows of no way out then."""
+    open_way, failures = SessionActor._open_way, [EgressUnavailable("a fault of the test's")]
+
+    async def open_and_fail(actor: SessionActor) -> None:
+        await open_way(actor)
+        if actor.session.network.has_way_out and failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(SessionActor, "_open_way", open_and_fail)
+    pool = PoolSettings(enabled=True, images={"python": PoolSize(1)})
+    async with served(attrs.evolve(config, pool=pool), outside) as supervisor:
+
+        async def is_ready() -> bool:
+            return (await supervisor.pools())[0].ready == 1
+
+        await until(is_ready)
+        (member,) = await supervisor.list(status=Status.POOL_IDLE)
+        session = await supervisor.create(SessionSpec(network=ALLOWED))
+        assert not failures
+        assert session.id != member.id
+
+        async def is_gone() -> bool:
+            return not Path(config.data_dir / "sessions" / member.id).exists()
+
+        await until(is_gone)
+        assert list(supervisor._shared.egress_logs) == [session.id]
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+
+async def test_the_log_of_a_session_that_lost_its_way_out_ends_with_it(supervisor: LocalSupervisor) -> None:
+    """It is kept as long as the session, and no longer."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    await supervisor.update(session.id, SessionPatch(network=Network()))
+    assert list(supervisor._shared.egress_logs) == [session.id]
+    await supervisor.destroy(session.id)
+    assert list(supervisor._shared.egress_logs) == []
+
+
+async def test_a_way_out_that_the_process_refuses_is_no_loss_of_others(
+    supervisor: LocalSupervisor, outside: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process goes on, and so do the connections in it."""
+    session = await supervisor.create(SessionSpec(network=ALLOWED))
+    pid = outside.egress_pid
+    make = client.EgressClient._make
+
+    async def make_wrongly(actor: client.EgressClient, way: Any) -> None:
+        await make(actor, way)
+        way.fds = way.fds[::-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client.EgressClient, "_make", make_wrongly)
+        with pytest.raises(EgressUnavailable):
+            await supervisor.create(SessionSpec(network=ALLOWED))
+    other = await supervisor.create(SessionSpec(network=ALLOWED))
+    for each in (session, other):
+        assert (await python(supervisor, each, FETCH.format("site.example"))).stdout == b"hello\n"
+    assert outside.egress_pid == pid
+
+
+async def test_a_process_that_can_not_be_started_is_started_later(
+    config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's refusal is no bug of the actor, whose end would be that of every way out."""
+    start, failures = outside.start_egress, [errno.EMFILE, errno.EAGAIN]
+
+    async def fail_and_start() -> object:
+        if failures:
+            raise OSError(failures.pop(), "no process to be had")
+        return await start()
+
+    monkeypatch.setattr(outside, "start_egress", fail_and_start)
+    async with served(config, outside) as supervisor:
+        session = await supervisor.create(SessionSpec(network=ALLOWED))
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+        assert (failures, supervisor._egress.incarnation) == ([], 1)
+
+
+async def test_an_adopted_session_is_within_the_maximum_of_now(config: Config, outside: World) -> None:
+    """A session made under a wider one goes on without a way out; nothing of its network is undone in the record."""
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+        assert (await python(first, session, FETCH.format("site.example"))).stdout == b"hello\n"
+        other = await first.create(SessionSpec(network=Network("open")))
+    async with served(config, outside, max_mode="allow") as second:
+
+        async def is_reached() -> bool:
+            return (await python(second, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+        await until(is_reached)
+        outside.heard.clear()
+        refused = await python(second, other, FETCH.format("site.example"))
+        assert (refused.end.exit_code, outside.heard) == (1, [])
