@@ -544,7 +544,8 @@ async def load(bench: Bench) -> None:
 async def density(bench: Bench) -> None:
     """One daemon at growing numbers of sessions, as far as there is memory for the next."""
     sizes = [bench.count(size, 10) for size in (10, 100, 300, 600, 1000)] if bench.share == 1 else [10, 12]
-    lines = bench.facts["density"] = list[Mapping[str, float]]()
+    lines: list[Mapping[str, float]] = []
+    bench.facts["density"] = lines
     bench.facts["density stopped at"] = f"{sizes[-1]} sessions, as planned"
     quiet_s, execs = bench.seconds(10), bench.count(500, 50)
     steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=quiet_s, execs=execs)
@@ -718,9 +719,7 @@ async def restarts(bench: Bench) -> None:
             await end_all(address, sessions)
 
 
-_STEPS = 150
-_ROLLOUTS = 16
-_WORKERS = 4
+_STEPS, _ROLLOUTS, _WORKERS = 150, 16, 4
 
 
 async def trace(bench: Bench) -> None:
@@ -773,9 +772,8 @@ async def _step(link: Link, place: str, chance: random.Random, step: int) -> Non
 
 
 async def ways_out(bench: Bench) -> None:
-    """Ways out of sessions beside a veth pair with NAT: their making, connects, bytes, and what each costs to keep."""
-    work = partial(measure_ways_out, bench.table, bench.share, bench.chance.randrange(10**6), 150.0)
-    bench.facts |= await trio.to_thread.run_sync(work)
+    """Ways out of sessions: making, connects and bytes beside a veth pair with NAT, the cost of keeping one."""
+    bench.facts |= await measure_ways_out(bench.table, bench.share, bench.chance.randrange(10**6))
 
 
 SECTIONS: Mapping[str, Section] = {
