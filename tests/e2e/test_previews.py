@@ -16,7 +16,7 @@ SERVE = ["python3", "-m", "http.server", "--bind", "127.0.0.1", "8000"]
 
 
 def test_a_gateway_of_the_launcher_serves_previews(data_dir: Path) -> None:
-    """The gateway has no capability and takes no other program; a client reaches the server inside with the link alone."""
+    """The gateway has no capability and takes no program; a client reaches the server inside with the link alone."""
     with running_daemon(data_dir, SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon, daemon.client() as client:
         session = f"/v1/sessions/{create_patiently(client)}"
         started = client.post(f"{session}/processes", json={"argv": SERVE}).raise_for_status().json()

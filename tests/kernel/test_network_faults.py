@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 
 from sandkasten.actors.core import Tell
 from sandkasten.actors.services import egress as client
