@@ -544,8 +544,7 @@ async def load(bench: Bench) -> None:
 async def density(bench: Bench) -> None:
     """One daemon at growing numbers of sessions, as far as there is memory for the next."""
     sizes = [bench.count(size, 10) for size in (10, 100, 300, 600, 1000)] if bench.share == 1 else [10, 12]
-    lines: list[Mapping[str, float]] = []
-    bench.facts["density"] = lines
+    lines = bench.facts["density"] = list[Mapping[str, float]]()
     bench.facts["density stopped at"] = f"{sizes[-1]} sessions, as planned"
     quiet_s, execs = bench.seconds(10), bench.count(500, 50)
     steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=quiet_s, execs=execs)
@@ -554,9 +553,7 @@ async def density(bench: Bench) -> None:
             done = lines[-1]["sessions"] if lines else 0
             wanted, free = sizes[len(lines)] - done, measure.available_bytes() // MIB
             if wanted * _MIB_PER_SESSION > free:
-                bench.facts["density stopped at"] = (
-                    f"{done} sessions: {free} MiB of memory left, not enough for {wanted} more"
-                )
+                bench.facts["density stopped at"] = f"{done} sessions: {free} MiB left, not enough for {wanted} more"
                 return
             if time.monotonic() > bench.deadline:
                 bench.facts["density stopped at"] = f"{done} sessions: out of time"
@@ -775,15 +772,10 @@ async def _step(link: Link, place: str, chance: random.Random, step: int) -> Non
             await run(f"python3 -c 'print({step} * 2)'", f"{step * 2}\n".encode())
 
 
-_WAYS_OUT_S = 150.0
-
-
 async def ways_out(bench: Bench) -> None:
-    """Ways out of sessions: their making, connects and bytes beside a veth pair with NAT, and what each costs to
-    keep."""
-    seed = bench.chance.randrange(10**6)
-    measure_of = partial(measure_ways_out, bench.table, bench.share, seed, _WAYS_OUT_S)
-    bench.facts |= await trio.to_thread.run_sync(measure_of)
+    """Ways out of sessions beside a veth pair with NAT: their making, connects, bytes, and what each costs to keep."""
+    work = partial(measure_ways_out, bench.table, bench.share, bench.chance.randrange(10**6), 150.0)
+    bench.facts |= await trio.to_thread.run_sync(work)
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -804,5 +796,5 @@ SECTIONS: Mapping[str, Section] = {
     "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
-    "network": Section(ways_out, _WAYS_OUT_S),
+    "network": Section(ways_out, 150),
 }

@@ -6,8 +6,9 @@ of ours, is a reset; a refused request of HTTP gets an answer.
 
 What the client sends first is looked at before it is forwarded. On port 443 it is awaited, before anything is dialled,
 and has to be a TLS ClientHello that names the host. On other ports the server may speak first; there a ClientHello has
-to name the host, and so does each request of HTTP. Anything else goes through as it is: an explicit rule allowed the
-port. A destination that is an address has no name that could be compared.
+to name the host, and so does each request of HTTP. So has a second ClientHello, which a server may ask for. Anything
+else goes through as it is: an explicit rule allowed the port. A destination that is an address has no name that could
+be compared.
 
 A connection to the session's proxy gets its destination from the client's first request. Until the proxy has answered,
 a refusal is an answer.
@@ -26,7 +27,7 @@ import trio
 
 from egress import relay
 from egress.guarded import GuardedRelay
-from egress.hello import ClientHello, HelloReader, NotTls
+from egress.hello import CHANGE_CIPHER_SPEC, ClientHello, HelloReader, NotTls, is_retry
 from egress.http import MAX_FEED_BYTES, looks_like_http
 from egress.names import OWN_ADDRESS, RANGE, SyntheticName
 from egress.policy import Address, Reason
@@ -66,6 +67,10 @@ class CarriedConnection:
         self._scope = trio.CancelScope()
         self._reading_server = trio.CancelScope()
         self._guard: GuardedRelay | None = None
+        self._hello_bytes = 0
+        """Length of the ClientHello that the client's first bytes begin with; 0 is none."""
+        self._is_retry, self._has_answered = False, trio.Event()
+        """Whether the server asks for a second ClientHello; known with the event."""
         self._rule: str | None = None
         self._refusal: Refusal | None = None
         self._reason: Reason | None = None
@@ -257,6 +262,7 @@ class CarriedConnection:
                     case ClientHello(server_name=name):
                         if name != self._name:
                             raise Refusal(Reason.SNI)
+                        self._hello_bytes = hello.size
                         return first, "tls"
                     case NotTls():
                         is_http = looks_like_http(first)
@@ -304,18 +310,62 @@ class CarriedConnection:
         if kind == "http":
             await self._guard_requests(server, first, nursery)
             return
-        if first:
-            self._count_up(len(first))
-            await relay.send_all(server, first)
+        if self._hello_bytes:
+            await self._send_up(server, first[: self._hello_bytes])
+            await self._has_answered.wait()
+            first = first[self._hello_bytes :]
+            if self._is_retry:
+                first = await self._second_hello(first)
+        await self._send_up(server, first)
         await relay.copy(self._client, server, self._count_up, lambda: False)
+
+    async def _send_up(self, server: socket.socket, data: bytes) -> None:
+        if data:
+            self._count_up(len(data))
+            await relay.send_all(server, data)
+
+    async def _second_hello(self, first: bytes) -> bytes:
+        """Return what the client sends after a request for another ClientHello, at least all of that.
+
+        Raises:
+            Refusal: it does not name the host, is something else, or is not there within `FIRST_BYTES_S`.
+        """
+        with trio.move_on_after(FIRST_BYTES_S):
+            while True:
+                match HelloReader().feed(first.removeprefix(CHANGE_CIPHER_SPEC)):
+                    case ClientHello(server_name=name) if name == self._name:
+                        return first
+                    case ClientHello() | NotTls() if not CHANGE_CIPHER_SPEC.startswith(first):
+                        raise Refusal(Reason.SNI)
+                if not (data := await relay.receive(self._client, relay.SMALL_CHUNK_BYTES)):
+                    raise Refusal(Reason.SNI)
+                first += data
+        raise Refusal(Reason.TIMEOUT)
 
     async def _to_client(self, server: socket.socket) -> None:
         with self._reading_server:
             self._has_server_ended = await relay.copy(
-                server, self._client, self._count_down, lambda: self._guard is not None
+                server, self._client, self._count_down, lambda: self._guard is not None or self._hello_bytes > 0
             )
+            if self._has_server_ended:
+                self._has_answered.set()
+            elif self._hello_bytes:
+                await self._first_answer(server)
+                await relay.copy(server, self._client, self._count_down, lambda: False)
             if self._guard:
                 await self._guard.answers()
+
+    async def _first_answer(self, server: socket.socket) -> None:
+        """Find out whether the server asks for a second ClientHello, and pass on what was read."""
+        answer = b""
+        while (is_retry_ := is_retry(answer)) is None:
+            if not (data := await relay.receive(server, relay.SMALL_CHUNK_BYTES)):
+                break
+            answer += data
+        self._is_retry = bool(is_retry_)
+        self._has_answered.set()
+        self._count_down(len(answer))
+        await relay.send_all(self._client, answer)
 
     async def _guard_requests(self, server: socket.socket, first: bytes, nursery: trio.Nursery) -> None:
         """Have every request checked from here on, and every answer read, which `_to_client` does from its next one."""

@@ -23,6 +23,11 @@ _MAX_RECORD_BYTES = 1 << 14
 _SERVER_NAME = 0
 _HOST_NAME = 0
 _ENCRYPTED_CLIENT_HELLO = 0xFE0D  # RFC 9849
+CHANGE_CIPHER_SPEC = b"\x14\3\3\0\1\1"
+"""A record that clients may send before their second ClientHello (RFC 8446, D.4)."""
+_ALERT, _ALERT_BYTES = 21, 7
+_RETRY_RANDOM = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+_RANDOM_AT = _RECORD_HEADER_BYTES + 4 + 2
 
 
 class _Broken(Exception):
@@ -56,6 +61,8 @@ class HelloReader:
         self._message = bytearray()
         """Bytes of the handshake message."""
         self._result: ClientHello | NotTls | None = None
+        self.size = 0
+        """Bytes of the connection that the complete records take which were read; with a result, up to its end."""
 
     def feed(self, data: bytes) -> ClientHello | NotTls | None:
         """Return what the bytes so far begin, or None: more are needed. A result stays."""
@@ -85,6 +92,7 @@ class HelloReader:
                 break
             self._message += self._records[body : body + size]
             at = body + size
+            self.size += _RECORD_HEADER_BYTES + size
             if (hello := self._complete_message()) is not None:
                 return _client_hello(hello)
         del self._records[:at]
@@ -102,6 +110,19 @@ class HelloReader:
         if len(self._message) > end:
             raise _Broken("the ClientHello shares a record with another message")
         return bytes(self._message[4:]) if len(self._message) == end else None
+
+
+def is_retry(data: bytes) -> bool | None:
+    """Tell whether the first bytes of a server ask for a second ClientHello (RFC 8446, 4.1.3); None: more are needed.
+
+    Servers take the name from the second one, so that has to be looked at, too.
+    """
+    while data[:1] == bytes([_ALERT]) and len(data) > _ALERT_BYTES:  # a warning, in front of TLS 1.2
+        data = data[_ALERT_BYTES:]
+    end = _RANDOM_AT + len(_RETRY_RANDOM)
+    if len(data) < end and (not data or data[0] in (_ALERT, _HANDSHAKE)):
+        return None
+    return data[0] == _HANDSHAKE and data[_RANDOM_AT:end] == _RETRY_RANDOM
 
 
 def _is_tls(data: bytes | bytearray) -> bool | None:

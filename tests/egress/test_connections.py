@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from contextlib import AsyncExitStack
 
 import pytest
@@ -206,6 +207,83 @@ async def test_tls_has_to_name_the_host(port: int) -> None:
         assert all(each.bytes_up == 0 for each in daemon.entries if each.reason == "sni")
 
 
+RETRY = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+
+
+def retry_for(hello: bytes) -> bytes:
+    """Return a HelloRetryRequest (RFC 8446, 4.1.4) for another group, with the session id of a ClientHello."""
+    body = b"\3\3" + RETRY + hello[43 : 44 + hello[43]] + b"\x13\1\0" + b"\0\x0c\0\x2b\0\2\3\4\0\x33\0\2\0\x18"
+    return b"\x16\3\3" + (len(body) + 4).to_bytes(2, "big") + b"\2" + len(body).to_bytes(3, "big") + body
+
+
+@pytest.mark.parametrize("second", [b"good.example", b"evil.example", b""])
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("port", [443, 8443])
+async def test_a_second_hello_has_to_name_the_host(port: int, is_early: bool, second: bytes) -> None:
+    """Servers take the name from it when they have asked for it. It may come before they ask."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname="good.example")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    hello = outgoing.read()
+    incoming.write(retry_for(hello))
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    again = outgoing.read()
+    assert again.startswith(b"\x14\3\3\0\1\1\x16")
+    sent = again.replace(b"good.example", second) if second else b"\x14\3\3\0\1\1\x17\3\3\0\1x" + again
+    heard = bytearray()
+
+    async def ask_again(stream: trio.SocketStream) -> None:
+        while data := await stream.receive_some(65536):
+            heard.extend(data)
+            if len(heard) == len(hello):
+                await stream.send_all(retry_for(hello))
+            elif len(heard) == len(hello) + len(again):
+                await stream.send_all(b"done")
+
+    async with egress(names()) as daemon, server(PUBLIC, port, ask_again):
+        inside = await daemon.attach(f"good.example:{port}")
+        async with await inside.connect_to("good.example", port) as stream:
+            await stream.send_all(hello + (sent if is_early else b""))
+            if is_early and second != b"good.example":
+                assert await is_reset_after(stream, retry_for(hello))
+            else:
+                assert await receive_exactly(stream, len(retry_for(hello))) == retry_for(hello)
+                if not is_early:
+                    await stream.send_all(sent)
+                if second == b"good.example":
+                    assert await receive_exactly(stream, 4) == b"done"
+                else:
+                    assert await is_reset(stream)
+        if second != b"good.example":
+            assert (await daemon.entry(reason="sni")).host == "good.example"
+        assert heard == hello + (again if second == b"good.example" else b"")
+
+
+async def receive_exactly(stream: trio.SocketStream, size: int) -> bytes:
+    received = b""
+    with trio.fail_after(patience()):
+        while len(received) < size:
+            piece = await stream.receive_some(size - len(received))
+            assert piece
+            received += piece
+    return received
+
+
+async def is_reset_after(stream: trio.SocketStream, expected: bytes) -> bool:
+    """Tell whether nothing but a part of this comes before the reset."""
+    received = b""
+    try:
+        with trio.fail_after(patience()):
+            while piece := await stream.receive_some(65536):
+                received += piece
+    except trio.BrokenResourceError:
+        return expected.startswith(received)
+    return False
+
+
 async def test_a_hello_in_pieces_is_a_hello() -> None:
     """Segments as short as they get change nothing."""
     async with egress(names()) as daemon, server(PUBLIC, 8443):
@@ -393,7 +471,7 @@ async def test_all_sessions_have_so_many_connections(monkeypatch: pytest.MonkeyP
 
 
 async def test_no_session_takes_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a session has are left, whatever its own limit is, for one that comes later too."""
+    """A session has as many as are left for others at most, whatever its own limit is."""
     monkeypatch.setattr(state, "MAX_CONNECTIONS", 6)
     async with egress(names()) as daemon, server(PUBLIC, 5000), AsyncExitStack() as held:
         greedy, late = [

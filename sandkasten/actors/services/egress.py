@@ -239,22 +239,18 @@ class EgressClient(Actor):
             self._work.set()
         raise refusal
 
-    def _forget(self, way: _Way) -> None:
-        if self._ways.get(way.session_id) is way:
-            del self._ways[way.session_id]
-
     async def _make(self, way: _Way) -> None:
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
+        sockets = None
         try:
             sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
         except BuildFailed as error:
-            self._forget(way)
             if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
             raise
-        except BaseException:
-            self._forget(way)
-            raise
+        finally:
+            if sockets is None and self._ways.get(way.session_id) is way:
+                del self._ways[way.session_id]
         if self._ways.get(way.session_id) is not way:
             sockets.close_unused()
             raise EgressUnavailable("the way out was closed meanwhile")
