@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import pytest
-import trio
 
 from sandkasten.actors.core import Tell
 from sandkasten.actors.services import egress as client
