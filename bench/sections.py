@@ -554,9 +554,7 @@ async def density(bench: Bench) -> None:
             done = lines[-1]["sessions"] if lines else 0
             wanted, free = sizes[len(lines)] - done, measure.available_bytes() // MIB
             if wanted * _MIB_PER_SESSION > free:
-                bench.facts["density stopped at"] = (
-                    f"{done} sessions: {free} MiB of memory left, not enough for {wanted} more"
-                )
+                bench.facts["density stopped at"] = f"{done} sessions: {free} MiB left, not enough for {wanted} more"
                 return
             if time.monotonic() > bench.deadline:
                 bench.facts["density stopped at"] = f"{done} sessions: out of time"
@@ -721,9 +719,7 @@ async def restarts(bench: Bench) -> None:
             await end_all(address, sessions)
 
 
-_STEPS = 150
-_ROLLOUTS = 16
-_WORKERS = 4
+_STEPS, _ROLLOUTS, _WORKERS = 150, 16, 4
 
 
 async def trace(bench: Bench) -> None:
@@ -775,15 +771,9 @@ async def _step(link: Link, place: str, chance: random.Random, step: int) -> Non
             await run(f"python3 -c 'print({step} * 2)'", f"{step * 2}\n".encode())
 
 
-_WAYS_OUT_S = 150.0
-
-
 async def ways_out(bench: Bench) -> None:
-    """Ways out of sessions: their making, connects and bytes beside a veth pair with NAT, and what each costs to
-    keep."""
-    seed = bench.chance.randrange(10**6)
-    measure_of = partial(measure_ways_out, bench.table, bench.share, seed, _WAYS_OUT_S)
-    bench.facts |= await trio.to_thread.run_sync(measure_of)
+    """Ways out of sessions: making, connects and bytes beside a veth pair with NAT, the cost of keeping one."""
+    bench.facts |= await measure_ways_out(bench.table, bench.share, bench.chance.randrange(10**6))
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -804,5 +794,5 @@ SECTIONS: Mapping[str, Section] = {
     "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
-    "network": Section(ways_out, _WAYS_OUT_S),
+    "network": Section(ways_out, 150),
 }

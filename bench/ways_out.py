@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import trio
+
 from bench import daemon, measure
 from bench.sampling import Table, blocks
 from bench.thousand import cpu_ns
@@ -102,14 +104,14 @@ print(json.dumps(found))
 """
 
 
-def measure_ways_out(table: Table, share: float, seed: int, budget_s: float) -> dict[str, Any]:
+async def measure_ways_out(table: Table, share: float, seed: int) -> dict[str, Any]:
     """Have a node of its own measure; add its rows to `table` and return its facts."""
     if shutil.which("ip") is None:
         return {"ways out": "not measured: this machine has no `ip`"}
     command = [sys.executable, "-m", "bench.ways_out", str(share), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=budget_s)
+    done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
     if done.returncode:
-        raise RuntimeError(done.stderr[-800:])
+        raise RuntimeError(done.stderr.decode(errors="replace")[-800:])
     found = json.loads(done.stdout)
     for name, row in found["rows"].items():
         table.row(name).values += row["values"]

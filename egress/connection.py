@@ -59,7 +59,9 @@ class CarriedConnection:
         self._request: ProxyRequest | None = None
         """Request to the proxy, if the connection is to it."""
         self._is_answer_due = False
-        self._fault_text: str | None = None
+        """Whether a refusal is to be told to the proxy's client."""
+        self._bad_request: str | None = None
+        """Sentence on a request to the proxy that names no host and port."""
         self._entry: SyntheticName | None = None
         self._address: Address | None = None
         self._scope = trio.CancelScope()
@@ -176,7 +178,7 @@ class CarriedConnection:
                     pass
                 return request
             except BadProxyRequest as bad:
-                self._fault_text = str(bad)
+                self._bad_request = str(bad)
                 raise Refusal(bad.reason) from None
         raise Refusal(Reason.TIMEOUT)
 
@@ -198,7 +200,7 @@ class CarriedConnection:
     async def _answer_refusal(self) -> None:
         """Tell the proxy's client why there is no connection; the end is no reset then."""
         reason = (self._refusal.reason if self._refusal else self._reason) or Reason.ERROR
-        text = self._fault_text or f"{self._name or self._destination}:{self._port}"
+        text = self._bad_request or f"{self._name or self._destination}:{self._port}"
         with trio.move_on_after(_FAREWELL_S), suppress(OSError):
             await relay.send_all(self._client, refusal(reason, text))
             relay.shut(self._client)

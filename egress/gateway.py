@@ -16,6 +16,7 @@ import array
 import errno
 import math
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,7 @@ ANSWER_S = 10.0
 HALF_CLOSED_S = 60.0
 """Time for the second half of a WebSocket's connection to end after the first."""
 _LINGER_S = 1.0
+_OWN_DESCRIPTORS = 64
 
 _READ_BYTES = 16 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
@@ -249,7 +251,9 @@ class Gateway:
         self._site = Site()
         self._under_way: dict[tuple[str, int], set[trio.CancelScope]] = {}
         self._of_session: Counter[str] = Counter()
-        self._room = trio.CapacityLimiter(MAX_CONNECTIONS)
+        # A connection has two descriptors. Beyond the limit a socket of the daemon's would be lost (unix(7)).
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._room = trio.CapacityLimiter(max(1, min(MAX_CONNECTIONS, (descriptors - _OWN_DESCRIPTORS) // 2)))
 
     async def run(self) -> None:
         """Serve until the daemon closes its socket. Raises `ProtocolError`."""
@@ -321,17 +325,20 @@ class Gateway:
         try:
             visit = self._site.read(request, client.address)
             lasts_s, sock = await self._link.knock(visit)
+            is_whole = False
             try:
                 if visit.redirect is not None:
                     await self._redirect(client, visit, lasts_s)
                     return False
                 with self._counted(visit, lasts_s):
-                    return await _carry(client, _Side(sock, h11.CLIENT), visit)
+                    may_follow = await _carry(client, _Side(sock, h11.CLIENT), visit)
+                    is_whole = True
+                    return may_follow
                 if client.has_no_answer:
                     raise VisitRefused(401, "UNAUTHORIZED", "the preview has ended")
                 raise _ClientGone
             finally:
-                relay.close(sock, with_reset=True)
+                relay.close(sock, with_reset=not is_whole)
         except VisitRefused as refusal:
             await client.refuse(refusal)
             return False

@@ -92,9 +92,11 @@ class Site:
         headers, in_cookies = self._without_cookie(request.headers.raw_items())
         if fields.get(b"origin", b"").lower() not in (b"", self.scheme + b"://" + host):
             in_cookies = []  # a page elsewhere sent the request, and the browser added the cookie by itself
-        tokens = [each.decode() for each in (*in_header, *in_query, *in_cookies) if _TOKEN.fullmatch(each)]
         is_upgrade = _is_websocket(request)
         is_redirected = bool(in_query) and request.method in (b"GET", b"HEAD") and not is_upgrade
+        # A link stands for itself: by another token that lets in, a link with a void one would replace a good cookie.
+        found = in_query if is_redirected else (*in_header, *in_query, *in_cookies)
+        tokens = [each.decode() for each in found if _TOKEN.fullmatch(each)]
         return Visit(
             session_id,
             port,

@@ -216,7 +216,7 @@ def daemon() -> Iterator[Daemon]:
     """A daemon with a key of its own making, in its data directory."""
     with (
         tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
-        running_daemon(Path(directory), SANDKASTEN_API_KEY="") as daemon,
+        running_daemon(Path(directory), SANDKASTEN_API_KEY="", SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon,
     ):
         daemon.wait_url()
         yield daemon

@@ -199,6 +199,16 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
     assert len(command.json("info", session)["runs"]) == 1
 
 
+def test_a_port_has_a_link(command: Command, session: str) -> None:
+    """With `--preview` each port of the session is a URL with its token, and no local port is taken for one."""
+    links = command.out("port", "--preview", session, "8000", "8001").splitlines()
+    assert [re.sub(r"localhost:\d+/\?_sandkasten_token=[\w-]{43}$", "", each) for each in links] == [
+        f"http://{port}-{session}." for port in (8000, 8001)
+    ]
+    for wrong in ((), ("1:80",)):
+        assert command.run("port", "--preview", session, *wrong).returncode == 2
+
+
 def test_a_connection_that_can_t_be_carried_is_closed(command: Command, session: str) -> None:
     """Where the session has ended meanwhile, the program here does not wait for ever."""
     with command.started("port", session, "0:80") as process:

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from egress.protocol import GATEWAY_ID
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, START_CAPABILITIES
 from nsinit.spawn import CHANNEL_FD
 from nsinit.tools.launcher import OWN_CAPABILITIES
@@ -303,3 +305,32 @@ def test_a_data_directory_behind_a_private_one_works_and_shows_no_neighbour(data
         assert uid_of(daemon) > 0
         assert daemon.stop() == 0
     assert sorted(os.listdir(data_dir)) == ["deeper", "neighbour"]
+
+
+SERVE = ["python3", "-m", "http.server", "--bind", "127.0.0.1", "8000"]
+
+
+def test_a_gateway_of_the_launcher_serves_previews(data_dir: Path) -> None:
+    """The gateway has no capability; a client reaches the server inside with the link alone."""
+    with running_daemon(data_dir, SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon, daemon.client() as client:
+        session = f"/v1/sessions/{create_patiently(client)}"
+        started = client.post(f"{session}/processes", json={"argv": SERVE}).raise_for_status().json()
+        waited = {"port": 8000, "timeout_ms": round(patience(30_000))}
+        client.post(
+            f"{session}/processes/{started['exec_id']}/wait", json=waited, timeout=patience(60)
+        ).raise_for_status()
+        opened = client.post(f"{session}/previews", json={"port": 8000}).raise_for_status().json()
+        name = urlsplit(opened["url"]).netloc
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{urlsplit(opened['url']).port}", headers={"Host": name}
+        ) as browser:
+            assert browser.get("/").status_code == 401
+            linked = browser.get(f"/?_sandkasten_token={opened['token']}", timeout=patience(30))
+            assert (linked.status_code, linked.headers["location"]) == (303, opened["url"])
+            cookie = linked.headers["set-cookie"].partition(";")[0]
+            assert "Directory listing" in browser.get("/", headers={"Cookie": cookie}, timeout=patience(30)).text
+        (launcher,) = children(daemon.process.pid)
+        (gateway,) = [pid for pid in children(launcher) if status_of(pid)["Uid"].split()[0] == str(GATEWAY_ID)]
+        status = status_of(gateway)
+        assert {status[each] for each in ("CapPrm", "CapEff", "CapInh", "CapAmb")} == {NOTHING}
+        assert (status["NoNewPrivs"], status["Seccomp"], status["Groups"]) == ("1", "2", "")

@@ -180,6 +180,15 @@ async def test_a_link_is_answered_with_a_cookie(domain: str | None, cookie: str)
         assert heads == []
 
 
+async def test_a_link_with_a_void_token_leaves_a_good_cookie_alone() -> None:
+    """Such a link is refused, whatever cookie comes along, and sets none."""
+    async with gate() as daemon, inside(daemon, says(OK)):
+        target = "/?_sandkasten_token=void-void-void-void"
+        answer = await talk(daemon, get(daemon, f"Cookie: _sandkasten_preview={TOKEN}", target=target, token=None))
+        assert answer.startswith(b"HTTP/1.1 401")
+        assert b"Set-Cookie" not in answer
+
+
 async def test_a_second_request_needs_a_token_of_its_own() -> None:
     """Sent behind one that was let in, on the same connection, it is asked about anew and refused."""
     async with gate() as daemon, inside(daemon, says(OK)) as heads:
