@@ -38,7 +38,7 @@ async def test_the_network_of_a_session_whose_actor_died_of_a_bug_is_let_go(
     supervisor: LocalSupervisor, outside: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sockets of its way out would keep its network namespace; the log goes, too."""
-    monkeypatch.setattr(client, "_DENIALS_EVERY_S", 0.1)
+    monkeypatch.setattr(client, "_REFUSALS_EVERY_S", 0.1)
     other = await supervisor.create(SessionSpec(network=ALLOWED))
     before = descriptors(outside)
     session = await supervisor.create(SessionSpec(network=ALLOWED))
