@@ -144,6 +144,8 @@ _MAX_ATTENDANTS = 1024
 """Requests at a time that follow the session's events."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
+_WAY_OUT_PAUSE_S = 5.0
+"""Time until an adopted session asks for its way out again."""
 
 
 class SessionActor(Actor):
@@ -333,12 +335,18 @@ class SessionActor(Actor):
             await self._services.egress.ask_again(OpenWay(self.session_id, self.session.network))
 
     async def _open_way_again(self) -> None:
-        """Give an adopted session its way out. A session that can't have it any more goes on without one."""
-        try:
-            message = OpenWay(self.session_id, self.session.network)
-            await self._services.egress.ask_again(message, on=(EgressUnavailable, BuildFailed))
-        except SandkastenError as error:
-            log.error("way_out_not_restored", extra={"session_id": self.session_id, "error": str(error)})
+        """Give an adopted session its way out, when it can be had. A session whose network the configuration does not
+        take any more goes on without one."""
+        while self.session.network.has_way_out:
+            try:
+                message = OpenWay(self.session_id, self.session.network)
+                await self._services.egress.ask_again(message, on=(EgressUnavailable, BuildFailed))
+                break
+            except SandkastenError as error:
+                log.error("way_out_not_restored", extra={"session_id": self.session_id, "error": str(error)})
+                if not isinstance(error, Capacity | BuildFailed):  # it will not pass
+                    break
+            await trio.sleep(_WAY_OUT_PAUSE_S)
 
     async def _put_running(self) -> None:
         await self._own.put()
