@@ -21,7 +21,7 @@ from sandkasten.api.http.websocket import Opcode, encode_frame
 from sandkasten.api.openapi import Components
 from sandkasten.api.resources import fields, file_contents, run_output, sessions
 from sandkasten.api.routes import TABLE
-from sandkasten.config import PoolSettings, PoolSize
+from sandkasten.config import PoolSettings, PoolSize, PreviewSettings
 from sandkasten.model import SessionSpec, SessionStats
 from tests.api.described import DOCUMENT, Described
 from tests.api.harness import RunningTree, read_until, request_bytes, running_front
@@ -222,7 +222,8 @@ async def spoken(path: str, said: Sequence[Message]) -> Described:
 async def test_answers_are_as_described() -> None:
     """Of every route that answers with JSON; `running_front` compares them."""
     pool = PoolSettings(enabled=True, images={"python": PoolSize(1)})
-    async with running_front(pool=pool) as running, running.client() as client:
+    preview = PreviewSettings("127.0.0.1:0")
+    async with running_front(pool=pool, preview=preview) as running, running.client() as client:
         running.tree.scripts["echo x"] = Script()
         running.tree.scripts["top"] = Script(echo=True, ignores=frozenset({10}))
         process = {"cmd": "top", "process_id": "p", "tty": {"cols": 80, "rows": 24}}
@@ -245,6 +246,9 @@ async def test_answers_are_as_described() -> None:
                 for action, json in (("signal", {"signal": 10}), ("stdin", {"text": "x"}), ("resize", SIZE))
             ),
             *(("GET", f"{path}/{name}", None) for name in ("stats", "diagnostics", "ports", "network", "egress")),
+            ("POST", f"{path}/previews", {"port": 8000}),
+            ("GET", f"{path}/previews", None),
+            ("DELETE", f"{path}/previews/8000", None),
             *(("GET", f"{path}/{name}", None) for name in ("execs", "execs/e", "execs/e/output")),
             *(("GET", f"{path}/{name}", None) for name in ("shells", "processes", "processes/p", "processes/p/logs")),
             ("DELETE", f"{path}/shells/s", None),
