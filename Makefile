@@ -150,7 +150,7 @@ define apt
 endef
 
 # What some tests compare with. They skip, and say why, where a tool is missing.
-TOOLS := busybox:busybox-static dash:dash bwrap:bubblewrap runc:runc mmdebstrap:mmdebstrap curl:curl \
+TOOLS := ip:iproute2 busybox:busybox-static dash:dash bwrap:bubblewrap runc:runc mmdebstrap:mmdebstrap curl:curl \
          qemu-system-x86_64:qemu-system-x86 vim:vim chromium:chromium systemd-analyze:systemd \
          mkfs.btrfs:btrfs-progs mkfs.xfs:xfsprogs psql:postgresql-client redis-cli:redis-tools
 
