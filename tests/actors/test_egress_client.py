@@ -1,8 +1,13 @@
-"""The egress client over an nsinit that refuses: what a caller is told."""
+"""The egress client over an nsinit that refuses, or a process that is silent: what a caller is told."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +15,17 @@ import trio
 
 from nsinit.wire.protocol import NETWORK_STAGE
 from sandkasten.actors.core import Actor, Ref
+from sandkasten.actors.services import egress
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.egress import EgressClient, OpenWay
+from sandkasten.actors.services.nsinit import NetworkSockets
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit import ChildProcess, Role
-from sandkasten.model.errors import BuildFailed, NetworkNotSupported, SandkastenError
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.nsinit import ChildProcess, Role, StartEgress
+from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 
 
@@ -36,6 +44,19 @@ async def _never(role: Role = "egress") -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
+def _client(nsinit: Ref, start: StartEgress) -> EgressClient:
+    return EgressClient(
+        Ref("egress"),
+        nsinit=nsinit,
+        settings=EgressSettings(),
+        directory=SessionDirectory(),
+        logs=EgressLogs(),
+        journal=Journal(),
+        metrics=Metrics(),
+        start=start,
+    )
+
+
 @pytest.mark.parametrize(
     ("stage", "number", "told"),
     [
@@ -51,20 +72,56 @@ async def test_a_kernel_that_cannot_steer_is_told_from_a_failure(
     """The one will never do on this node; the other may pass."""
     failure = BuildFailed("failed", stage=f"{NETWORK_STAGE}{stage}", path="", errno=number)
     nsinit = RefusingNsinit(Ref("nsinit"), failure)
-    client = EgressClient(
-        Ref("egress"),
-        nsinit=nsinit.ref,
-        settings=EgressSettings(),
-        directory=SessionDirectory(),
-        logs=EgressLogs(),
-        journal=Journal(),
-        metrics=Metrics(),
-        start=_never,
-    )
+    client = _client(nsinit.ref, _never)
     async with trio.open_nursery() as nursery:
         await nursery.start(nsinit.run)
         await nursery.start(client.run)
         with pytest.raises(SandkastenError) as refused:
             await client.ref.ask(OpenWay("0" * 24, Network(NetworkMode.OPEN)))
         assert refused.type is told
+        nursery.cancel_scope.cancel()
+
+
+class GivingNsinit(Actor):
+    """An nsinit that gives descriptors of no use."""
+
+    async def handle(self, message: Any) -> NetworkSockets:
+        return NetworkSockets([OwnedFd(os.open("/dev/null", os.O_RDONLY)) for _ in range(3)])
+
+
+@pytest.fixture
+def silent() -> Iterator[StartEgress]:
+    """A way to start processes that answer nothing."""
+    ends: list[socket.socket] = []
+
+    async def start(role: Role = "egress") -> ChildProcess:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends.append(theirs)
+        log_read, log_write = os.pipe()
+        os.close(log_write)
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {})  # noqa: ASYNC221 - takes a millisecond
+        kill, reap = partial(os.kill, pid, signal.SIGKILL), partial(os.waitpid, pid, 0)
+        return ChildProcess(ours, OwnedFd(os.pidfd_open(pid)), OwnedFd(log_read), kill, reap)
+
+    yield start
+    for end in ends:
+        end.close()
+
+
+async def test_a_process_that_does_not_answer_costs_its_askers_alone(
+    silent: StartEgress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told, as often as the process is started; the client goes on."""
+    monkeypatch.setattr(egress, "_START_S", 0.1)
+    monkeypatch.setattr(egress, "_STOP_S", 0.05)
+    nsinit = GivingNsinit(Ref("nsinit"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(nsinit.run)
+        client = _client(nsinit.ref, silent)
+        await nursery.start(client.run)
+        for _ in range(2):
+            with pytest.raises(EgressUnavailable, match="does not answer"):
+                await client.ref.ask(OpenWay("0" * 24, Network(NetworkMode.OPEN)))
+            await trio.sleep(0.5)
+        assert client.ref.is_alive
         nursery.cancel_scope.cancel()

@@ -25,7 +25,7 @@ from egress import protocol
 from egress.policy import Reason
 from nsinit.wire.protocol import NETWORK_STAGE
 from sandkasten import logcontext
-from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.core import Actor, Ask, Ref, unwrap
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
 from sandkasten.admission.network import rules_in_force
@@ -52,8 +52,12 @@ _STEERING = frozenset(f"{NETWORK_STAGE}{stage}" for stage in ("map", "program", 
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP})
 """Errors of the steps in `_STEERING` on a kernel that has no such programs, or lets nobody load them (bpf(2))."""
 
+_START_S = 30.0
+"""Deadline for a process to answer first, and for a wish to be in force with one that is started for it: an interpreter
+and its libraries take a third of a second on a quick machine."""
+
 _IN_FORCE_S = 10.0
-"""Deadline for a wish to be in force, a restart of the process included."""
+"""Deadline for the answer to one request of a process that has answered."""
 
 PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before the process is started again, the last one again and again."""
@@ -225,7 +229,7 @@ class EgressClient(Actor):
             way.wish(policy, limits)
         self._logs.open(message.session_id, message.network.log)
         self._work.set()
-        with trio.move_on_after(_IN_FORCE_S) as patience:
+        with trio.move_on_after(_START_S) as patience:
             await way.settled.wait()
         refusal = way.refusal
         if patience.cancelled_caught:
@@ -310,22 +314,21 @@ class EgressClient(Actor):
         not be started or configured."""
         assert self._start is not None
         process = self._process = await self._start()
+        failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
                 link = EgressLink(process.sock, self._take)
                 nursery.start_soon(self._serve, link, process, nursery.cancel_scope)
                 settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
-                with trio.fail_after(_IN_FORCE_S):
+                with trio.fail_after(_START_S):
                     await link.request(settings, protocol.Configured)
                 self._link = link
                 self._logs.follow(link.catch_up)
                 log.info("egress_ready", extra={"sessions": len(self._ways)})
                 self._note_start()
                 await self._settle(link)
-        except* trio.TooSlowError:
-            raise EgressUnavailable("the egress process does not answer") from None
-        except* (EgressUnavailable, OSError) as group:
-            raise EgressUnavailable(str(group.exceptions[0])) from None
+        except* (trio.TooSlowError, EgressUnavailable, OSError) as group:
+            failure = unwrap(group)  # raised below: what is raised here would be put into another group
         finally:
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
@@ -335,6 +338,10 @@ class EgressClient(Actor):
                 way.note_attached(attached=False)
             while self._detached:
                 self._detached.popitem()[1].set()
+        if isinstance(failure, trio.TooSlowError):
+            raise EgressUnavailable("the egress process does not answer")
+        if failure is not None:
+            raise EgressUnavailable(str(failure))
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
