@@ -111,7 +111,7 @@ def silent() -> Iterator[StartEgress]:
 async def test_a_process_that_does_not_answer_costs_its_askers_alone(
     silent: StartEgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits is told, as often as the process is started; the client goes on."""
+    """Callers that wait are told, as often as the process is started; the client goes on."""
     monkeypatch.setattr(egress, "_START_S", 0.1)
     monkeypatch.setattr(egress, "_STOP_S", 0.05)
     nsinit = GivingNsinit(Ref("nsinit"))
