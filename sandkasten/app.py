@@ -33,7 +33,7 @@ from sandkasten.host.paths import DataPaths, read_boot_id
 from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
-from sandkasten.links.nsinit import StartEgress, StartNsinit, start_as_child, start_egress_as_child
+from sandkasten.links.processes import StartEgress, StartNsinit, start_as_child, start_egress_as_child
 from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store

@@ -79,7 +79,7 @@ from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
-from sandkasten.links.nsinit import StartEgress, StartNsinit, start_as_child, start_egress_as_child
+from sandkasten.links.processes import StartEgress, StartNsinit, start_as_child, start_egress_as_child
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model import (
     SESSION_ID,

@@ -29,7 +29,7 @@ from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, share_store
-from sandkasten.links.nsinit import (
+from sandkasten.links.processes import (
     Launcher,
     StartEgress,
     StartNsinit,

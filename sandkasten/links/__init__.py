@@ -1,5 +1,6 @@
-"""The daemon's ends of its two sockets: to nsinit (`nsinit.py`) and to PID 1 of each sandbox (`runner.py`).
+"""The daemon's ends of its sockets: to nsinit (`nsinit.py`), to the egress process (`egress.py`) and to PID 1 of each
+sandbox (`runner.py`).
 
-Owns descriptors (`fds.py`) and the kernel's out-of-memory notifications (`oom_event.py`). Imports `model` and the two
-wire contracts; `actors` imports it. Begin with `runner.py`.
+Owns the processes behind the first two (`processes.py`), descriptors (`fds.py`) and the kernel's out-of-memory
+notifications (`oom_event.py`). Imports `model` and the wire contracts; `actors` imports it. Begin with `runner.py`.
 """

@@ -24,7 +24,7 @@ from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import ChildProcess, Role, StartEgress
+from sandkasten.links.processes import ChildProcess, Role, StartEgress
 from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 

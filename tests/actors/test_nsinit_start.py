@@ -12,7 +12,7 @@ import trio
 from nsinit.wire import protocol
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.nsinit import NsinitClient
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.processes import ChildProcess
 from sandkasten.model.errors import BuildFailed
 from tests.waiting import patience
 

@@ -21,7 +21,7 @@ import trio
 from nsinit.wire import protocol
 from sandkasten.host.paths import RUNNER_SOCKET, DataPaths
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import ChildProcess
+from sandkasten.links.processes import ChildProcess
 from tests.fakes.files import ScriptedFiles
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
 

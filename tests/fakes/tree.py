@@ -18,7 +18,7 @@ from sandkasten.config import Config, ServerSettings
 from sandkasten.host.checks import CATALOGUE, works
 from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import HOST, Catalog, Image, now
-from sandkasten.links.nsinit import start_egress_as_child
+from sandkasten.links.processes import start_egress_as_child
 from sandkasten.model.node import Machine, System
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner

@@ -15,7 +15,7 @@ import trio
 from egress.protocol import EGRESS_ID, MAX_DATAGRAM_BYTES, Configure, Configured, decode_answer, encode
 from nsinit.wire.launching import LaunchForParent
 from sandkasten.links.fds import wait_ended
-from sandkasten.links.nsinit import (
+from sandkasten.links.processes import (
     ChildProcess,
     Launcher,
     StartEgress,

@@ -18,7 +18,7 @@ from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, EgressSettings, PoolSettings, PoolSize
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
-from sandkasten.links.nsinit import start_as_child
+from sandkasten.links.processes import start_as_child
 from sandkasten.model import Event, EventType, ExecResult, ExecSpec, Session, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict
 from sandkasten.model.network import EgressDenial, EgressVerdict, Network, NetworkLimits, NetworkMode

@@ -17,7 +17,7 @@ from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, PreviewSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
-from sandkasten.links.nsinit import start_as_child
+from sandkasten.links.processes import start_as_child
 from sandkasten.model import EventType, ProcessSpec, Session, SessionSpec, WaitFor
 from sandkasten.model.errors import PreviewNotFound, PreviewsOff
 from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview

@@ -20,7 +20,7 @@ import egress
 from egress import protocol
 from nsinit.kernel import syscalls
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import ChildProcess, Role
+from sandkasten.links.processes import ChildProcess, Role
 
 T = TypeVar("T")
 

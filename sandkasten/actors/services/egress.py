@@ -35,7 +35,7 @@ from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
+from sandkasten.links.processes import ChildProcess, StartEgress, forward_log
 from sandkasten.model import EventType, Session
 from sandkasten.model.errors import (
     BuildFailed,

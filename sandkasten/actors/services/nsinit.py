@@ -2,7 +2,7 @@
 
 `Call` carries one request of `nsinit.wire.protocol` to nsinit and brings back its answer, so a new privileged
 operation needs a protocol class, its handler in nsinit and its caller, and nothing here. How a connection is made is
-the matter of `links/nsinit.py`.
+the matter of `links/processes.py`.
 
 The client forwards nsinit's log and ends when nsinit dies; its supervisor starts both again, and running sandboxes
 don't notice. An nsinit that leaves a request unanswered for 30 s is killed, which fails every request in flight with
@@ -24,16 +24,8 @@ import trio
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.links.nsinit import (
-    ChildProcess,
-    NsinitAnswer,
-    NsinitLink,
-    StartNsinit,
-    failure_text,
-    forward_log,
-    is_passing,
-    start_as_child,
-)
+from sandkasten.links.nsinit import NsinitAnswer, NsinitLink, failure_text, is_passing
+from sandkasten.links.processes import ChildProcess, StartNsinit, forward_log, start_as_child
 from sandkasten.model.errors import BuildFailed, BuildInterrupted, NsinitLost
 
 P = ParamSpec("P")

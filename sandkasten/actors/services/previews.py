@@ -27,7 +27,7 @@ from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
 from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.nsinit import ChildProcess, StartEgress, forward_log
+from sandkasten.links.processes import ChildProcess, StartEgress, forward_log
 from sandkasten.model import Status
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import USABLE

@@ -1,0 +1,308 @@
+"""Our processes beside the daemon: how nsinit, the egress process and the preview gateway are started, and their logs.
+
+nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
+apart; the others come in the first two ways. Each way returns a `ChildProcess`: our end of the socket, and the means to
+watch, kill and reap the process. None gets a secret: an empty environment, and no descriptor but /dev/null, its log and
+its socket. Restarts are the matter of `actors/services`. `forward_log` passes log lines on.
+
+Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+import attrs
+import trio
+
+from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
+from nsinit.wire.launching import (
+    FAILED,
+    KILL,
+    KILL_EGRESS,
+    KILL_GATEWAY,
+    MAX_WORD_BYTES,
+    READY,
+    START,
+    START_EGRESS,
+    START_GATEWAY,
+    LaunchForParent,
+)
+from sandkasten.links.fds import OwnedFd, wait_ended
+from sandkasten.model.errors import EgressUnavailable, LauncherGone, NsinitLost
+
+log = logging.getLogger(__name__)
+_START_S = 20.0
+"""Longer than the launcher waits for the end of an nsinit that hangs, and than a service takes to restart."""
+
+_LAUNCHER_START_S = 10.0
+_LAUNCHER_STOP_S = 20.0
+_CONNECT_PAUSE_S = 0.1
+_STANDARD_ERROR = 2
+
+# Starting
+
+
+def _nothing() -> None:
+    pass
+
+
+@attrs.frozen
+class ChildProcess:
+    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also
+    its pidfd and its log's read end.
+
+    `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
+    """
+
+    sock: socket.socket
+    pidfd: OwnedFd | None = None
+    log: OwnedFd | None = None
+    kill: Callable[[], None] = _nothing
+    reap: Callable[[], object] = _nothing
+
+    def close(self) -> None:
+        self.sock.close()
+        for fd in (self.pidfd, self.log):
+            if fd is not None:
+                fd.close()
+
+
+StartNsinit = Callable[[], Awaitable[ChildProcess]]
+Role = Literal["egress", "gateway"]
+"""Roles of the program `egress`: the way out, and the way in."""
+
+
+class StartEgress(Protocol):
+    """A way to start the egress process or the preview gateway."""
+
+    async def __call__(self, role: Role = "egress") -> ChildProcess: ...
+
+
+async def start_as_child() -> ChildProcess:
+    """Start nsinit as a child of this process, with its privileges."""
+    with _Ends() as ends:
+        pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
+        return ends.give(pid, os.pidfd_open(pid))
+
+
+async def start_egress_as_child(role: Role = "egress") -> ChildProcess:
+    """Start the egress process or the preview gateway as a child of this process."""
+    with _Ends() as ends:
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role)
+        return ends.give(pid, os.pidfd_open(pid))
+
+
+class _Ends:
+    """A socket pair and a log pipe for a process about to start; ends that were not given away are closed."""
+
+    def __init__(self) -> None:
+        self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log_read, self.log_write = os.pipe2(os.O_CLOEXEC)
+        self._is_given = False
+
+    def __enter__(self) -> _Ends:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.their_socket.close()
+        os.close(self.log_write)
+        if not self._is_given:
+            self.our_socket.close()
+            os.close(self._log_read)
+
+    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> ChildProcess:
+        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap."""
+        self._is_given = True
+        owned = OwnedFd(pidfd)
+        ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
+        return ChildProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
+
+
+def _kill(pidfd: OwnedFd) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+_WORDS: Mapping[Role, tuple[bytes, bytes]] = {
+    "egress": (START_EGRESS, KILL_EGRESS),
+    "gateway": (START_GATEWAY, KILL_GATEWAY),
+}
+
+
+class Launcher:
+    """The daemon's way to its launcher, a child that stayed root. `close` ends the launcher."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self._socket, self._pid = sock, pid
+        self._one_start = trio.Lock()
+        self.pidfd = OwnedFd(os.pidfd_open(pid))
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def start_nsinit(self) -> ChildProcess:
+        """Have an nsinit started, after the end of the one before.
+
+        Raises:
+            LauncherGone: the launcher has ended, and no nsinit can be started any more.
+            NsinitLost: the launcher failed to start an nsinit.
+        """
+        return await self._start(START, KILL)
+
+    async def start_egress(self, role: Role = "egress") -> ChildProcess:
+        """Have an egress process or a preview gateway started, after the end of the one before.
+
+        Raises:
+            EgressUnavailable: the launcher failed to start one, or has ended.
+        """
+        try:
+            return await self._start(*_WORDS[role])
+        except (LauncherGone, NsinitLost) as error:
+            raise EgressUnavailable(str(error)) from error
+
+    async def _start(self, word: bytes, kill_word: bytes) -> ChildProcess:
+        """Have a process started by `word`. An answer names no process, so one start follows the other."""
+        async with self._one_start:
+            with _Ends() as ends, trio.move_on_after(_START_S):
+                try:
+                    self._drop_old_answers()
+                    socket.send_fds(self._socket, [word], [ends.their_socket.fileno(), ends.log_write])
+                    await trio.lowlevel.wait_readable(self._socket)
+                    said, fds, _flags, _address = socket.recv_fds(
+                        self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                except OSError as error:
+                    raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
+                if not said:
+                    raise LauncherGone("the launcher of the fork server is gone")
+                if said == FAILED or len(fds) != 1:
+                    raise NsinitLost("the launcher can't start a process")
+                return ends.give(int(said), fds[0], kill=partial(self._say, kill_word))
+            raise NsinitLost("the launcher does not answer")
+
+    async def wait_ended(self) -> None:
+        """Wait until the launcher has ended."""
+        await wait_ended(self.pidfd)
+
+    def close(self) -> None:
+        """End the launcher, which waits for nsinit, and reap it."""
+        self._socket.close()
+        if select.select([self.pidfd.fileno()], [], [], _LAUNCHER_STOP_S)[0]:
+            os.waitpid(self._pid, 0)
+        self.pidfd.close()
+
+    def _say(self, word: bytes) -> None:
+        try:
+            self._socket.send(word)
+        except OSError:
+            pass  # the launcher has ended, and its children with it
+
+    def _drop_old_answers(self) -> None:
+        """Drop answers to cancelled starts, whose nsinit has ended since its socket was closed."""
+        try:
+            while True:
+                word, fds, _flags, _address = socket.recv_fds(self._socket, MAX_WORD_BYTES, 1)
+                for fd in fds:
+                    os.close(fd)
+                if not word:
+                    return
+        except BlockingIOError:
+            return
+
+
+def open_launcher(what: LaunchForParent) -> Launcher:
+    """Start the launcher, as root. Blocking.
+
+    Raises:
+        NsinitLost: the launcher did not start.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        pid = spawn_launcher(theirs.fileno(), _STANDARD_ERROR, what.encode())
+    launcher = Launcher(ours, pid)
+    ours.settimeout(_LAUNCHER_START_S)
+    try:
+        if ours.recv(MAX_WORD_BYTES) != READY:
+            raise NsinitLost("the launcher of the fork server did not start")
+    except BaseException:
+        launcher.close()
+        raise
+    ours.setblocking(False)
+    return launcher
+
+
+def connect_to(path: Path) -> StartNsinit:
+    """Return the way to an nsinit at the socket of a service apart."""
+
+    async def connect() -> ChildProcess:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        failure: OSError | None = None
+        with trio.move_on_after(_START_S):
+            while True:
+                try:
+                    sock.setblocking(False)
+                    sock.connect(os.fspath(path))
+                    return ChildProcess(sock)
+                except OSError as error:
+                    failure = error
+                    if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
+                        break
+                await trio.sleep(_CONNECT_PAUSE_S)
+        sock.close()
+        raise NsinitLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
+
+    return connect
+
+
+# Logs
+
+_LINE_BYTES = 16 * 1024
+"""Longer lines are cut."""
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+async def forward_log(fd: int, program: str = "nsinit") -> None:
+    """Log each line of a pipe until its other end is closed, events and fields under the name of the program.
+
+    Neither program holds a secret or sees a command, so nothing is hidden. A line that is not of `nsinit/log.py`, such
+    as a traceback or a tool's message, is logged as it is.
+    """
+    buffer = b""
+    while True:
+        await trio.lowlevel.wait_readable(fd)
+        data = os.read(fd, _LINE_BYTES)
+        if not data:
+            return
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            _log_line(line, program)
+        if len(buffer) > _LINE_BYTES:
+            _log_line(buffer, program)
+            buffer = b""
+
+
+def _log_line(line: bytes, program: str) -> None:
+    try:
+        entry = json.loads(line)
+        level = _LEVELS.get(entry.pop("level", "info"), logging.INFO)
+        event = str(entry.pop("event", "message")).replace(" ", "_")
+        facts = {key if key == "session_id" else f"{program}_{key}": value for key, value in entry.items()}
+        log.log(level, "%s_%s", program, event, extra=facts)
+    except (ValueError, AttributeError):
+        if line.strip():
+            log.warning("%s_output", program, extra={"line": line.decode("utf-8", "replace")})
