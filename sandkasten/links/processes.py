@@ -3,7 +3,8 @@
 nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
 apart; the others come in the first two ways. Each way returns a `ChildProcess`: our end of the socket, and the means to
 watch, kill and reap the process. None gets a secret: an empty environment, and no descriptor but /dev/null, its log and
-its socket. Restarts are the matter of `actors/services`. `forward_log` passes log lines on.
+its socket. The actors in `actors/services` own the processes; `keep_running` starts one again after its end, and
+`forward_log` passes log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 """
@@ -17,10 +18,11 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import attrs
 import trio
@@ -39,7 +41,7 @@ from nsinit.wire.launching import (
     LaunchForParent,
 )
 from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.model.errors import EgressUnavailable, LauncherGone, NsinitLost
+from sandkasten.model.errors import EgressUnavailable, LauncherGone, NsinitLost, SandkastenError
 
 log = logging.getLogger(__name__)
 _START_S = 20.0
@@ -49,6 +51,14 @@ _LAUNCHER_START_S = 10.0
 _LAUNCHER_STOP_S = 20.0
 _CONNECT_PAUSE_S = 0.1
 _STANDARD_ERROR = 2
+
+_PAUSES_S = (0.05, 0.2, 1.0, 5.0)
+"""Pauses before a process is started again, the last one again and again."""
+
+_STEADY_S = 30.0
+"""A process that ran so long is started again after the first pause."""
+
+_LAST_WORDS_S = 1.0
 
 # Starting
 
@@ -71,11 +81,63 @@ class ChildProcess:
     kill: Callable[[], None] = _nothing
     reap: Callable[[], object] = _nothing
 
+    async def end(self, program: str, patience_s: float) -> None:
+        """Close the socket, which ends the process, wait for its end and reap it; kill it when that takes longer than
+        `patience_s`. A service apart has its own manager, and is not waited for."""
+        self.sock.close()
+        try:
+            if not await self._has_ended(patience_s):
+                log.error("%s_killed", program, extra={"waited_s": patience_s})
+                self.kill()
+                await self._has_ended(patience_s)
+        finally:
+            self.reap()
+            self.close()
+
+    async def _has_ended(self, patience_s: float) -> bool:
+        if self.pidfd is None:
+            return True
+        with trio.move_on_after(patience_s) as scope:
+            await wait_ended(self.pidfd)
+        return not scope.cancelled_caught
+
+    @asynccontextmanager
+    async def forwarding_log(self, program: str) -> AsyncIterator[None]:
+        """Pass the process's log on during the block, and what it says within a second of the block's end: the last
+        lines say why a process has ended."""
+        assert self.log is not None, "a service apart has a log of its own"
+        has_ended = trio.Event()
+
+        async def forward(fd: int) -> None:
+            await forward_log(fd, program)
+            has_ended.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(forward, self.log.fileno())
+            yield
+            with trio.move_on_after(_LAST_WORDS_S):
+                await has_ended.wait()
+            nursery.cancel_scope.cancel()
+
     def close(self) -> None:
         self.sock.close()
         for fd in (self.pidfd, self.log):
             if fd is not None:
                 fd.close()
+
+
+async def keep_running(program: str, run: Callable[[], Awaitable[None]]) -> NoReturn:
+    """Have `run` start a process and serve it to its end, and again after a pause, also if it could not be started."""
+    tries = 0
+    while True:
+        began = trio.current_time()
+        try:
+            await run()
+        except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
+            log.error("%s_not_started", program, extra={"error": str(error)})
+        tries = 0 if trio.current_time() - began > _STEADY_S else tries
+        await trio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+        tries += 1
 
 
 StartNsinit = Callable[[], Awaitable[ChildProcess]]

@@ -113,7 +113,7 @@ async def test_a_process_that_does_not_answer_costs_its_askers_alone(
 ) -> None:
     """Callers that wait are told, as often as the process is started; the client goes on."""
     monkeypatch.setattr(egress, "_START_S", 0.1)
-    monkeypatch.setattr(egress, "_STOP_S", 0.05)
+    monkeypatch.setattr(egress, "STOP_S", 0.05)
     nsinit = GivingNsinit(Ref("nsinit"))
     async with trio.open_nursery() as nursery:
         await nursery.start(nsinit.run)

@@ -34,8 +34,8 @@ from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
-from sandkasten.links.fds import OwnedFd, wait_ended
-from sandkasten.links.processes import ChildProcess, StartEgress, forward_log
+from sandkasten.links.fds import OwnedFd
+from sandkasten.links.processes import ChildProcess, StartEgress, keep_running
 from sandkasten.model import EventType, Session
 from sandkasten.model.errors import (
     BuildFailed,
@@ -59,15 +59,8 @@ and its libraries take a third of a second on a quick machine."""
 _IN_FORCE_S = 10.0
 """Deadline for the answer to one request of a process that has answered."""
 
-PAUSES_S = (0.05, 0.2, 1.0, 5.0)
-"""Pauses before the process is started again, the last one again and again."""
-
-STEADY_S = 30.0
-"""A process that ran so long is started again after the first pause."""
-
-_STOP_S = 2.0
-_LAST_WORDS_S = 1.0
-"""Time for reading the rest of the log after the end of the link."""
+STOP_S = 2.0
+"""Time for a process to end by itself, when its socket is closed."""
 
 _COUNT_S = 2.0
 """The longest wait for the counters of a way out; statistics are wanted without them, too."""
@@ -212,7 +205,7 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await end_process(self._process)
+            await self._process.end("egress", STOP_S)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
@@ -298,16 +291,7 @@ class EgressClient(Actor):
     async def _keep_process(self) -> None:
         """Start a process with the first way out, and another after its end, for as long as the actor runs."""
         await self._work.wait()
-        tries = 0
-        while True:
-            began = trio.current_time()
-            try:
-                await self._run_process()
-            except (SandkastenError, OSError) as error:  # OSError: no process or descriptor to be had at the moment
-                log.error("egress_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > STEADY_S else tries
-            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
-            tries += 1
+        await keep_running("egress", self._run_process)
 
     async def _run_process(self) -> None:
         """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
@@ -333,7 +317,7 @@ class EgressClient(Actor):
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
             with trio.CancelScope(shield=True):
-                await end_process(process)
+                await process.end("egress", STOP_S)
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -346,18 +330,9 @@ class EgressClient(Actor):
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
-        has_ended = trio.Event()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._forward_log, process, has_ended)
+        async with process.forwarding_log("egress"):
             await link.serve()
-            with trio.move_on_after(_LAST_WORDS_S):
-                await has_ended.wait()
-            running.cancel()
-
-    async def _forward_log(self, process: ChildProcess, has_ended: trio.Event) -> None:
-        assert process.log is not None, "only nsinit may be a service apart"
-        await forward_log(process.log.fileno(), "egress")
-        has_ended.set()
+        running.cancel()
 
     async def _settle(self, link: EgressLink) -> None:
         """Bring the process from wish to wish. Ends with a wish that is not answered in time."""
@@ -481,17 +456,3 @@ async def count_network(egress: Ref, session: Session) -> NetworkCounters | None
         with trio.move_on_after(_COUNT_S), suppress(EgressUnavailable, Unavailable):
             return await egress.ask(CountWay(session.id))
     return None
-
-
-async def end_process(process: ChildProcess) -> None:
-    """Close the socket, which ends the process; kill it when it takes too long, and reap it."""
-    assert process.pidfd is not None, "only nsinit may be a service apart"
-    process.sock.close()
-    with trio.move_on_after(_STOP_S) as patience:
-        await wait_ended(process.pidfd)
-    if patience.cancelled_caught:
-        process.kill()
-        with trio.move_on_after(_STOP_S):
-            await wait_ended(process.pidfd)
-    process.reap()
-    process.close()

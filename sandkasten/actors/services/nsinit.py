@@ -318,25 +318,10 @@ class NsinitClient(Actor):
         """Close the socket, which ends nsinit, and wait for it; kill it when it takes too long."""
         if self._process is None:
             return
-        self._process.sock.close()
         try:
-            if not await self._has_ended():
-                log.error("nsinit_killed", extra={"waited_s": _STOP_S})
-                self._process.kill()
-                await self._has_ended()
+            await self._process.end("nsinit", _STOP_S)
         finally:
-            self._process.reap()
             log.info("nsinit_ended")
-            self._process.close()
-
-    async def _has_ended(self) -> bool:
-        """Wait up to 10 s for nsinit's end; not at all for an nsinit that a service of its own looks after."""
-        assert self._process is not None
-        if self._process.pidfd is None:
-            return True
-        with trio.move_on_after(_STOP_S) as scope:
-            await wait_ended(self._process.pidfd)
-        return not scope.cancelled_caught
 
     async def handle(self, message: Message) -> Any:
         match message:

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, assert_never
 
 import attrs
@@ -22,12 +23,12 @@ from egress import knocking
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import Entry, SessionDirectory
-from sandkasten.actors.services.egress import PAUSES_S, STEADY_S, end_process
+from sandkasten.actors.services.egress import STOP_S
 from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
 from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, StartEgress, forward_log
+from sandkasten.links.processes import ChildProcess, StartEgress, keep_running
 from sandkasten.model import Status
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import USABLE
@@ -40,7 +41,6 @@ STOCK = 16
 
 _BACKLOG = 512
 _SEND_S = 10.0
-_LAST_WORDS_S = 1.0
 _SO_NETNS_COOKIE = 71
 """The number of a socket's network, unique on the machine (asm-generic/socket.h; Linux 5.14)."""
 
@@ -120,7 +120,8 @@ class PreviewClient(Actor):
         if self._settings.listen is not None and self._start is not None:
             self._listener = _listen(self._settings.listen)
             log.info("previews_listen", extra={"address": self._settings.listen})
-            self._nursery.start_soon(self._keep_process, self._start, self._listener)
+            run = partial(self._run_process, self._start, self._listener)
+            self._nursery.start_soon(keep_running, "gateway", run)
 
     async def handle(self, message: Message) -> Any:  # each message names its answer
         match message:
@@ -137,7 +138,7 @@ class PreviewClient(Actor):
         if self._listener is not None:
             self._listener.close()
         if self._process is not None:
-            await end_process(self._process)
+            await self._process.end("gateway", STOP_S)
 
     def _sign(self, session_id: str, preview: Preview) -> SignedPreview:
         assert self._listener is not None, "the node serves previews"
@@ -155,36 +156,20 @@ class PreviewClient(Actor):
 
     # The process ------------------------------------------------------------------------------------------------
 
-    async def _keep_process(self, start: StartEgress, listener: socket.socket) -> None:
-        """Start a gateway, and another after its end, for as long as the actor runs. Meanwhile clients wait."""
-        tries = 0
-        while True:
-            began = trio.current_time()
-            try:
-                await self._run_process(await start("gateway"), listener)
-            except SandkastenError as error:
-                log.error("gateway_not_started", extra={"error": str(error)})
-            tries = 0 if trio.current_time() - began > STEADY_S else tries
-            await trio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
-            tries += 1
-
-    async def _run_process(self, process: ChildProcess, listener: socket.socket) -> None:
-        self._process, self._knocks = process, 0
+    async def _run_process(self, start: StartEgress, listener: socket.socket) -> None:
+        """Start a gateway and serve it to its end. Meanwhile, and before the next one, clients wait."""
+        process = self._process = await start("gateway")
+        self._knocks = 0
         process.sock.setblocking(False)
         try:
-            async with trio.open_nursery() as nursery:
-                assert process.log is not None, "only nsinit may be a service apart"
-                has_ended = trio.Event()
-                nursery.start_soon(_forward_log, process.log.fileno(), has_ended)
+            async with process.forwarding_log("gateway"), trio.open_nursery() as nursery:
                 await self._send(process.sock, knocking.Open(self._settings.domain), [listener.fileno()])
                 await self._answer_knocks(process.sock, nursery)
-                with trio.move_on_after(_LAST_WORDS_S):
-                    await has_ended.wait()
                 nursery.cancel_scope.cancel()
         finally:
             self._process = None
             with trio.CancelScope(shield=True):
-                await end_process(process)
+                await process.end("gateway", STOP_S)
         log.warning("gateway_ended")
 
     async def _answer_knocks(self, sock: socket.socket, nursery: trio.Nursery) -> None:
@@ -296,11 +281,6 @@ class PreviewClient(Actor):
     def _drop(self, session_id: str) -> None:
         if (doors := self._doors.pop(session_id, None)) is not None:
             doors.close()
-
-
-async def _forward_log(fd: int, has_ended: trio.Event) -> None:
-    await forward_log(fd, "gateway")
-    has_ended.set()
 
 
 def _listen(address: str) -> socket.socket:
