@@ -12,14 +12,11 @@ Sources: RFC 9112; RFC 6455, 4; tcp(7) (keep-alive of connections whose other en
 
 from __future__ import annotations
 
-import array
-import errno
 import math
-import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +26,7 @@ import trio
 from egress import knocking as k
 from egress import relay
 from egress.preview import Site, Visit, VisitRefused, answer_outside
-from egress.server import log, log_fault
+from egress.server import close_all, log, log_fault, next_message
 
 MAX_CONNECTIONS = 1024
 MAX_OF_SESSION = 128
@@ -52,7 +49,6 @@ _OWN_DESCRIPTORS = 64
 _READ_BYTES = 16 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_DRAINED_BYTES = 256 * 1024
-_FD_BYTES = array.array("i").itemsize
 _ACCEPT_PAUSE_S = 0.1
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
@@ -86,7 +82,7 @@ class _Link:
                     await self._send(k.encode(k.Knock(seq, visit.session_id, visit.port, visit.tokens)))
                     await done.wait()
                 except trio.Cancelled:
-                    _close_all(fd for _, fds in answers for fd in fds)
+                    close_all(fd for _, fds in answers for fd in fds)
                     answers.clear()
                     raise
                 finally:
@@ -96,7 +92,7 @@ class _Link:
                 return lasts_s, socket.socket(fileno=fd)
             case [(k.NotAdmitted() as refused, [])]:
                 raise VisitRefused(refused.status, refused.code, refused.message)
-        _close_all(fd for _, fds in answers for fd in fds)
+        close_all(fd for _, fds in answers for fd in fds)
         raise VisitRefused(503, "CAPACITY", "the daemon does not answer; try again")
 
     async def _send(self, data: bytes) -> None:
@@ -113,7 +109,7 @@ class _Link:
         """Return the daemon's first message and the listener."""
         order, fds = await self._next()
         if not isinstance(order, k.Open) or len(fds) != 1:
-            _close_all(fds)
+            close_all(fds)
             raise k.ProtocolError("the first message is Open, with a listener")
         listener = socket.socket(fileno=fds[0])
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -132,34 +128,12 @@ class _Link:
                     waiting[1].append((order, fds))
                     waiting[0].set()
                     continue
-                _close_all(fds)  # of a request that did not wait so long
+                close_all(fds)  # of a request that did not wait so long
         except EOFError:
             return
 
     async def _next(self) -> tuple[k.Order, list[int]]:
-        while True:
-            await trio.lowlevel.wait_readable(self._channel)
-            try:
-                data, ancillary, flags, _ = self._channel.recvmsg(
-                    k.MAX_DATAGRAM_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
-                )
-                break
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:
-                raise EOFError from None  # closed with knocks unread (unix(7))
-        fds = array.array("i")
-        for _level, _kind, content in ancillary:
-            fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
-        try:
-            if not data:
-                raise EOFError
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise k.ProtocolError("a message is too long, or has too many descriptors")
-            return k.decode_order(data), list(fds)
-        except BaseException:
-            _close_all(fds)
-            raise
+        return await next_message(self._channel, k.decode_order, max_fds=1)
 
 
 class _Side:
@@ -405,13 +379,7 @@ async def _connect(sock: socket.socket, port: int) -> None:
     """Connect a socket of a session's network to a server there. Raises `VisitRefused`."""
     try:
         with trio.fail_after(CONNECT_S):
-            code = sock.connect_ex(("127.0.0.1", port))
-            if code == errno.EINPROGRESS:
-                await trio.lowlevel.wait_writable(sock)
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await relay.connect(sock, "127.0.0.1", port)
     except (OSError, trio.TooSlowError):
         raise VisitRefused(502, "PORT_NOT_LISTENING", f"nothing in this session listens on port {port}") from None
 
@@ -488,11 +456,6 @@ async def _exchange(client: _Visitor, inside: _Side) -> None:
         nursery.start_soon(copy, inside, client, first_down)
     if has_failed:
         raise _ClientGone
-
-
-def _close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 async def serve(channel: socket.socket) -> int:

@@ -163,17 +163,22 @@ async def dial(address: Address, port: int) -> socket.socket:
     family = socket.AF_INET6 if isinstance(address, IPv6Address) else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
-        code = sock.connect_ex((str(address), port))
-        if code == errno.EINPROGRESS:
-            await trio.lowlevel.wait_writable(sock)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await connect(sock, str(address), port)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def connect(sock: socket.socket, address: str, port: int) -> None:
+    """Connect a socket that does not block (connect(2), EINPROGRESS). Raises as `dial`."""
+    code = sock.connect_ex((address, port))
+    if code == errno.EINPROGRESS:
+        await trio.lowlevel.wait_writable(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def shut(sock: socket.socket) -> None:

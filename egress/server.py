@@ -18,8 +18,9 @@ import select
 import socket
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import ip_network
+from typing import TypeVar
 
 import attrs
 import trio
@@ -30,6 +31,8 @@ from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
 from egress.state import SharedState, WayOutState
 from egress.way_out import WayOut
+
+M = TypeVar("M")
 
 _FD_BYTES = array.array("i").itemsize
 _ANSWER_S = 30.0
@@ -122,37 +125,14 @@ class EgressServer:
             ProtocolError: what arrived is no request, or nobody reads the answers.
         """
         while True:
-            await trio.lowlevel.wait_readable(self._channel)
             try:
-                data, fds = self._receive()
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:
-                return  # closed with answers unread (unix(7))
-            if not data:
-                _close_all(fds)
+                request, fds = await next_message(self._channel, p.decode_request, max_fds=p.MAX_FDS)
+            except EOFError:
                 return
-            try:
-                request = p.decode_request(data)
-            except p.ProtocolError:
-                _close_all(fds)
-                raise
             answer = await self._answer(request, fds)
             if not await self._send(p.encode(answer), _ANSWER_S):
                 raise p.ProtocolError("the daemon does not read its answers")
             self._send_now()
-
-    def _receive(self) -> tuple[bytes, list[int]]:
-        data, ancillary, flags, _ = self._channel.recvmsg(
-            p.MAX_DATAGRAM_BYTES, socket.CMSG_SPACE(p.MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
-        )
-        fds = array.array("i")
-        for _level, _kind, content in ancillary:
-            fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            _close_all(fds)
-            raise p.ProtocolError("a request is too long, or has too many descriptors")
-        return data, list(fds)
 
     async def _answer(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
         """Serve a request. Descriptors that were not taken over are closed."""
@@ -161,7 +141,7 @@ class EgressServer:
         except _RequestFailed as failure:
             return p.EgressFailed(request.seq, failure.code, str(failure))
         finally:
-            _close_all(fds)
+            close_all(fds)
 
     async def _serve(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
         if isinstance(request, p.Configure):
@@ -324,7 +304,39 @@ def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
     return way_out
 
 
-def _close_all(fds: Sequence[int]) -> None:
+async def next_message(channel: socket.socket, decode: Callable[[bytes], M], *, max_fds: int) -> tuple[M, list[int]]:
+    """Return the daemon's next message and the descriptors that came with it, which the caller owns.
+
+    Raises:
+        EOFError: the daemon has closed its end.
+        ProtocolError: what arrived is no message, is too long, or has too many descriptors.
+    """
+    while True:
+        await trio.lowlevel.wait_readable(channel)
+        try:
+            data, ancillary, flags, _ = channel.recvmsg(
+                p.MAX_DATAGRAM_BYTES, socket.CMSG_SPACE(max_fds * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+            )
+            break
+        except BlockingIOError:
+            continue
+        except ConnectionResetError:
+            raise EOFError from None  # closed with messages of ours unread (unix(7))
+    fds = array.array("i")
+    for _level, _kind, content in ancillary:
+        fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise p.ProtocolError("a message is too long, or has too many descriptors")
+        if not data:
+            raise EOFError
+        return decode(data), list(fds)
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
