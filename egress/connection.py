@@ -422,7 +422,7 @@ class CarriedConnection:
         if self._entry:
             self._entry.uses -= 1
         if self._refusal:
-            self._state.denied += 1
+            self._state.counters.denied += 1
         self.ended.set()
 
     def _report(self) -> EgressEntry:

@@ -82,9 +82,11 @@ class WayOutLimits:
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
 
 
-@attrs.frozen
+@attrs.define
 class WayOutCounters:
-    """Counts since the session was attached; `connections_open` is of now. `denied`: connections, without DNS."""
+    """Counts since the session was attached; `connections_open` is of now. `denied`: connections, without DNS. The
+    process counts in one of these, and a message has the numbers of its moment.
+    """
 
     connections_open: int = 0
     connections: int = 0
@@ -95,10 +97,11 @@ class WayOutCounters:
     dns_denied: int = 0
 
 
-@attrs.frozen
+@attrs.define
 class EgressTotals:
-    """Counts of all sessions since the process began; `connections_open` is of now. A connection counts by its verdict
-    at its end, a question when it is answered. `pauses`: times that connections had to wait for descriptors.
+    """Counts of all sessions since the process began, made as `WayOutCounters` are; `connections_open` is of now. A
+    connection counts by its verdict at its end, a question when it is answered. `pauses`: times that connections had to
+    wait for descriptors.
     """
 
     connections_open: int = 0
@@ -228,7 +231,7 @@ class Entries:
 
     dropped: int
     entries: tuple[EgressEntry, ...]
-    totals: EgressTotals = EgressTotals()
+    totals: EgressTotals = attrs.field(factory=EgressTotals)
 
 
 REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)

@@ -108,6 +108,7 @@ class EgressServer:
         self._entries: deque[p.EgressEntry] = deque()
         self._dropped = 0
         self._has_news = trio.Event()
+        self._totals = p.EgressTotals()
         self._are_totals_news = False
         self._batching = trio.Lock()
 
@@ -157,7 +158,7 @@ class EgressServer:
             raise _RequestFailed("SESSION_UNKNOWN", f"there is no session {request.session_id}")
         match request:
             case p.DescribeSession():
-                return p.Described(request.seq, way_out.state.counters())
+                return p.Described(request.seq, way_out.state.counters)
             case p.SetPolicy(policy=text, limits=limits):
                 await way_out.set_policy(self._configuration.policy(text), limits)
             case p.DetachSession():
@@ -175,7 +176,7 @@ class EgressServer:
         except ValueError as error:
             raise _RequestFailed("INVALID", str(error)) from None
         check = AddressCheck(permit, self._own)
-        machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change)
+        machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change, self._totals)
         self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
@@ -193,17 +194,10 @@ class EgressServer:
         self._are_totals_news = True
         self._has_news.set()
 
-    def _totals(self) -> p.EgressTotals:
-        if self._configuration is None:
-            return p.EgressTotals()
-        machine = self._configuration.machine
-        return p.EgressTotals(machine.connections, **attrs.asdict(machine.tally))
-
     def _report(self, entry: p.EgressEntry) -> None:
-        if self._configuration is not None and entry.kind != "dns":
-            tally = self._configuration.machine.tally
-            tally.allowed += entry.verdict == "allowed"
-            tally.denied += entry.verdict == "denied"
+        if entry.kind != "dns":
+            self._totals.allowed += entry.verdict == "allowed"
+            self._totals.denied += entry.verdict == "denied"
         if len(self._entries) < MAX_QUEUED_ENTRIES:
             self._entries.append(entry)
             self._has_news.set()
@@ -257,7 +251,7 @@ class EgressServer:
         while True:
             batch = tuple(self._entries[index] for index in range(size))
             try:
-                data = p.encode(p.Entries(self._dropped, batch, self._totals()))
+                data = p.encode(p.Entries(self._dropped, batch, self._totals))
             except p.ProtocolError:
                 size //= 2
                 continue

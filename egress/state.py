@@ -14,7 +14,7 @@ import trio
 from egress.addresses import AddressCheck
 from egress.names import SyntheticName, SyntheticNames
 from egress.policy import Address, Policy, Reason
-from egress.protocol import MAX_FDS, EgressEntry, WayOutCounters, WayOutLimits
+from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
 
 PINNED_S = 300.0
@@ -59,23 +59,10 @@ class RateBucket:
         return 0.0
 
 
-@attrs.define
-class Tally:
-    """Counts of all sessions, named as in `EgressTotals`."""
-
-    allowed: int = 0
-    denied: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    dns_allowed: int = 0
-    dns_denied: int = 0
-    pauses: int = 0
-
-
 @attrs.define(eq=False)
 class SharedState:
-    """State that all sessions share. `connections`: open ones of all sessions; `fault` logs an error of our own;
-    `descriptors`: the most that the process may have; `changed` is called after a change of `tally` or `connections`.
+    """State that all sessions share. `fault` logs an error of our own; `descriptors`: the most that the process may
+    have; `changed` is called after a change of `totals`.
     """
 
     resolver: NameResolver
@@ -83,14 +70,13 @@ class SharedState:
     report: Callable[[EgressEntry], None]
     fault: Callable[[str, BaseException], None]
     changed: Callable[[], None] = attrs.field(default=lambda: None)
-    tally: Tally = attrs.field(factory=Tally)
+    totals: EgressTotals = attrs.field(factory=EgressTotals)
     descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sessions: int = 0
-    connections: int = 0
 
     def has_descriptors(self) -> bool:
         """Tell whether one more connection could be accepted and dialled."""
-        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * self.connections
+        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * self.totals.connections_open
         return used + 2 <= self.descriptors
 
 
@@ -111,17 +97,7 @@ class WayOutState:
     """Refusals that are told at once; the others are told with all that come within a moment."""
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     """Held while bytes of HTTP are read, which takes the processor for milliseconds."""
-    connections_open: int = 0
-    connections: int = 0
-    denied: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    dns_queries: int = 0
-    dns_denied: int = 0
-
-    def counters(self) -> WayOutCounters:
-        """Return the counters of now."""
-        return WayOutCounters(*(getattr(self, field.name) for field in attrs.fields(WayOutCounters)))
+    counters: WayOutCounters = attrs.field(factory=WayOutCounters)
 
     def judge(self, name: str | None, address: Address | None, port: int) -> str | None:
         """Return the text of the rule that allows a connection, None if the mode does; raise Refusal."""
@@ -159,21 +135,20 @@ class WayOutState:
         A session has at most as many as are left for all. So however many sessions take what they can get, there is
         some left for one that has none.
         """
-        left = MAX_CONNECTIONS - self.machine.connections
-        return self.connections_open < min(self.limits.connections, left) and not self.is_spent
+        left = MAX_CONNECTIONS - self.machine.totals.connections_open
+        return self.counters.connections_open < min(self.limits.connections, left) and not self.is_spent
 
     def spend(self, up: int, down: int) -> None:
         """Account for bytes that are about to be written; beyond the session's limits raise Refusal and cut all."""
         for limit, bytes_then in (
-            (self.limits.bytes_up, self.bytes_up + up),
-            (self.limits.bytes_down, self.bytes_down + down),
+            (self.limits.bytes_up, self.counters.bytes_up + up),
+            (self.limits.bytes_down, self.counters.bytes_down + down),
         ):
             if limit is not None and bytes_then > limit:
                 self.is_spent = True
                 self.cut_all("limit")
                 raise Refusal(Reason.LIMIT)
-        self.bytes_up += up
-        self.bytes_down += down
-        self.machine.tally.bytes_up += up
-        self.machine.tally.bytes_down += down
+        for counts in (self.counters, self.machine.totals):
+            counts.bytes_up += up
+            counts.bytes_down += down
         self.machine.changed()

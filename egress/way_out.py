@@ -137,7 +137,7 @@ class WayOut:
     async def _wait_for_descriptors(self) -> None:
         """Wait until a connection more would find descriptors; the backlog holds what comes meanwhile."""
         self.state.machine.fault(self.state.session_id, OSError(errno.EMFILE, "connections wait for descriptors"))
-        self.state.machine.tally.pauses += 1
+        self.state.machine.totals.pauses += 1
         self.state.machine.changed()
         while not self.state.machine.has_descriptors():  # noqa: ASYNC110 - of all sessions; nobody tells of each end
             await trio.sleep(_PAUSE_S)
@@ -155,17 +155,17 @@ class WayOut:
             relay.close(client, with_reset=True)
             return
         if not self.state.may_open():
-            self.state.denied += 1
+            self.state.counters.denied += 1
             self._report(Reason.LIMIT, "tcp", self._host_of(destination), port)
             relay.close(client, with_reset=True)
             return
-        self.state.connections_open += 1
-        self.state.machine.connections += 1
+        self.state.counters.connections_open += 1
+        self.state.machine.totals.connections_open += 1
         self.state.machine.changed()
         if port == DNS_PORT:
             nursery.start_soon(self._answer_stream, client)
         else:
-            self.state.connections += 1
+            self.state.counters.connections += 1
             nursery.start_soon(self._carry, CarriedConnection(self.state, client, destination, port))
 
     def _host_of(self, destination: IPv4Address) -> str:
@@ -181,8 +181,8 @@ class WayOut:
             self._count_closed()
 
     def _count_closed(self) -> None:
-        self.state.connections_open -= 1
-        self.state.machine.connections -= 1
+        self.state.counters.connections_open -= 1
+        self.state.machine.totals.connections_open -= 1
         self.state.machine.changed()
 
     # DNS
@@ -252,7 +252,7 @@ class WayOut:
             parsed = dns.parse_question(data)
             if not isinstance(parsed, dns.Question):
                 return parsed
-            self.state.dns_queries += 1
+            self.state.counters.dns_queries += 1
             if self._dns_rate.take(trio.current_time()):
                 return dns.answer_error(parsed, dns.Rcode.REFUSED, ede=dns.Ede.NOT_READY, text="too many questions")
             return await self._answer_question(parsed)
@@ -284,12 +284,12 @@ class WayOut:
         return dns.answer_address(question, entry.address, ANSWER_TTL_S)
 
     def _count_allowed(self) -> None:
-        self.state.machine.tally.dns_allowed += 1
+        self.state.machine.totals.dns_allowed += 1
         self.state.machine.changed()
 
     def _deny(self, question: dns.Question, reason: Reason, rule: str | None, ede: dns.Ede) -> bytes:
-        self.state.dns_denied += 1
-        self.state.machine.tally.dns_denied += 1
+        self.state.counters.dns_denied += 1
+        self.state.machine.totals.dns_denied += 1
         self.state.machine.changed()
         now = trio.current_time()
         if self._reported[0] != question.name or self._reported[1] + _REPEATED_S < now:
