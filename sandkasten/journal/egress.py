@@ -35,7 +35,7 @@ class SessionEgressLog:
     def __init__(self, logging: EgressLogging) -> None:
         self.logging = logging
         self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
-        self._first = self._last = time.time_ns() // 1000
+        self._last = time.time_ns() // 1000
         self._dropped = 0
 
     @property
@@ -43,10 +43,10 @@ class SessionEgressLog:
         """The number of the newest entry."""
         return self._last
 
-    def add(self, entry: protocol.EgressEntry) -> None:
-        """Keep an entry; one that is allowed is not kept where refusals alone are logged."""
+    def add(self, entry: protocol.EgressEntry) -> EgressEntry | None:
+        """Keep an entry and return it; one that is allowed is not kept where refusals alone are logged."""
         if entry.verdict == "allowed" and self.logging is EgressLogging.DENIED:
-            return
+            return None
         self._last += 1
         shown = {name: value for name, value in attrs.asdict(entry).items() if name not in ("session_id", "dial_ms")}
         shown |= {
@@ -56,7 +56,9 @@ class SessionEgressLog:
             "verdict": EgressVerdict(entry.verdict),
             "port": None if entry.kind == "dns" else entry.port,
         }
-        self._entries.append((self._last, EgressEntry(**shown)))
+        kept = EgressEntry(**shown)
+        self._entries.append((self._last, kept))
+        return kept
 
     def note_dropped(self, count: int) -> None:
         """Count entries that were lost on their way, of this session or another."""

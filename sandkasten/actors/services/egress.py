@@ -44,7 +44,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
-from sandkasten.model.network import Network, NetworkCounters
+from sandkasten.model.network import EgressEntry, EgressVerdict, Network, NetworkCounters
 
 log = logging.getLogger(__name__)
 
@@ -387,12 +387,11 @@ class EgressClient(Actor):
         for entry in notice.entries:
             if entry.dial_ms is not None:
                 self._metrics.egress_dials.observe(entry.dial_ms / 1000)
-            if (kept := self._logs.get(entry.session_id)) is None:
+            if (session_log := self._logs.get(entry.session_id)) is None:
                 continue  # the session has ended
-            kept.add(entry)
-            if entry.verdict == "denied":
-                is_limit = entry.reason == Reason.LIMIT
-                self._note_refusal(EventType.EGRESS_LIMITED if is_limit else EventType.EGRESS_DENIED, entry)
+            kept = session_log.add(entry)
+            if kept is not None and kept.verdict is EgressVerdict.DENIED:
+                self._note_refusal(entry.session_id, kept)
         if notice.dropped:
             self._logs.note_dropped(notice.dropped)
             self._metrics.egress_dropped.inc(notice.dropped)
@@ -405,11 +404,12 @@ class EgressClient(Actor):
         self._metrics.note_egress(self._totals, totals)
         self._totals = totals
 
-    def _note_refusal(self, type: EventType, entry: protocol.EgressEntry) -> None:
-        refusals = self._refusals.setdefault((type, entry.session_id), _Refusals())
+    def _note_refusal(self, session_id: str, entry: EgressEntry) -> None:
+        type = EventType.EGRESS_LIMITED if entry.reason == Reason.LIMIT else EventType.EGRESS_DENIED
+        refusals = self._refusals.setdefault((type, session_id), _Refusals())
         refusals.add(entry)
         if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
-            self._journal.emit(type, entry.session_id, **refusals.told())
+            self._journal.emit(type, session_id, **refusals.told())
 
     async def _tidy(self) -> None:
         """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without
@@ -431,21 +431,16 @@ class _Refusals:
 
     count: int = 0
     told_at: float = float("-inf")
-    last: protocol.EgressEntry | None = None
+    last: EgressEntry | None = None
 
-    def add(self, entry: protocol.EgressEntry) -> None:
+    def add(self, entry: EgressEntry) -> None:
         self.count, self.last = self.count + 1, entry
 
     def told(self) -> dict[str, object]:
         """Return the fields of an event about them, and begin to count anew."""
         assert self.last is not None, "an event tells of a refusal"
-        port = None if self.last.kind == "dns" else self.last.port
-        fields: dict[str, object] = {
-            "host": self.last.host,
-            "port": port,
-            "reason": self.last.reason,
-            "count": self.count,
-        }
+        names = ("host", "port", "reason")
+        fields = {name: getattr(self.last, name) for name in names} | {"count": self.count}
         self.count, self.told_at = 0, trio.current_time()
         return fields
 

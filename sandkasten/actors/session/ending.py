@@ -7,6 +7,7 @@ Called by the session's actor, which serves no message any more by then. Session
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 
@@ -58,21 +59,16 @@ async def let_stop(nsinit: Ref, session: Session, event: Trigger) -> int:
 async def _close_way(services: Services, session: Session) -> None:
     """End the way out of a session, also one that its record does not know of (any more): the log of one is there, and
     its sockets would keep the network namespace."""
-    if not session.network.has_way_out and services.egress_logs.get(session.id) is None:
-        return
-    session_id = session.id
-    try:
-        await services.egress.ask_again(CloseWay(session_id, forget=True))
-    except SandkastenError as error:
-        log.error("way_out_not_closed", extra={"session_id": session_id, "error": str(error)})
+    if session.network.has_way_out or services.egress_logs.get(session.id) is not None:
+        await _or_log(services.egress.ask_again(CloseWay(session.id, forget=True)), session, "way_out_not_closed")
 
 
-async def _close_doors(previews: Ref, session_id: str) -> None:
-    """End requests to previews of a session; sockets in stock would keep its network namespace, too."""
+async def _or_log(closing: Awaitable[None], session: Session, event: str) -> None:
+    """Wait for something of a session to close, whose end goes on without."""
     try:
-        await previews.ask_again(CloseDoors(session_id))
+        await closing
     except SandkastenError as error:
-        log.error("previews_not_closed", extra={"session_id": session_id, "error": str(error)})
+        log.error(event, extra={"session_id": session.id, "error": str(error)})
 
 
 async def end_member(
@@ -117,7 +113,8 @@ async def end_session(
     await _close_way(services, own.session)
     if own.session.previews:
         own.change(previews={})
-        await _close_doors(services.previews, own.session.id)
+        # Sockets in stock would keep the network namespace, too.
+        await _or_log(services.previews.ask_again(CloseDoors(host.session_id)), own.session, "previews_not_closed")
     try:
         async with services.expiries if has_waited else nullcontext():  # the turn of one that had not is its caller's
             torn_down = await ask_patiently(services.nsinit, teardown(host.session_id))
