@@ -6,10 +6,9 @@ descriptor that it gets is that namespace's and gives no other power over the se
 other process of ours may make: a filter is inherited, so the network maker is a fork of the seed (`forker`), which has
 none, and not of nsinit.
 
-For each order it enters the namespace, works, goes back, and sends the descriptors over the socket that came with the
-order. One that can't go back ends, and so does all that it held. If nsinit gave the order up, the descriptors are
-closed with that socket. Started when the first session wants a way out
-or a preview.
+For each order the network maker enters the namespace, works, goes back, and sends the descriptors over the socket that
+came with the order. One that can't go back ends, and so does all that it held. If nsinit gave the order up, the
+descriptors are closed with that socket. It is started when the first session wants a way out or a preview.
 Sources: setns(2), bpf(2), capabilities(7); unix(7) SCM_RIGHTS.
 """
 
