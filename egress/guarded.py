@@ -6,7 +6,6 @@ its request is still being sent, and a request that waited goes out when an answ
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 
 import trio
@@ -28,18 +27,15 @@ class GuardedRelay:
 
     def __init__(
         self,
-        name: str,
-        port: int,
-        client: socket.socket,
-        server: socket.socket,
+        http: HttpGuard,
+        client: relay.Stream,
+        server: relay.Stream,
         count: Callable[[int, int], None],
         turn: trio.Lock,
-        *,
-        is_proxy: bool = False,
     ) -> None:
         self.is_over = False
         self.refused: Reason | None = None
-        self._http = HttpGuard(name, port, is_proxy=is_proxy)
+        self._http = http
         self._client = client
         self._server = server
         self._count = count
@@ -62,11 +58,11 @@ class GuardedRelay:
             while await self._feed(data, self._http.from_client, self._to_server):
                 while self._is_client_waiting:
                     await self._answered.wait()
-                data = await relay.receive(self._client, _READ_BYTES)
+                data = await self._client.receive(_READ_BYTES)
 
     async def answers(self) -> None:
         """Read the server until its stream or the connection is over."""
-        while await self._feed(await relay.receive(self._server, _READ_BYTES), self._http.from_server, self._to_client):
+        while await self._feed(await self._server.receive(_READ_BYTES), self._http.from_server, self._to_client):
             pass
 
     async def _feed(self, data: bytes, feed: Callable[[bytes], Step], writer: relay.Writer) -> bool:

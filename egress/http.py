@@ -91,7 +91,9 @@ class Step:
     """Nothing more is to be read from the client until the server has answered."""
 
 
-class _Refused(Exception):
+class HttpRefused(Exception):
+    """A request or an answer goes no further; `status` and `message` are told to the client if they can be."""
+
     def __init__(self, reason: Reason, status: int, message: str) -> None:
         self.reason, self.status, self.message = reason, status, message
 
@@ -126,11 +128,34 @@ class HttpGuard:
     def from_server(self, data: bytes) -> Step:
         """Take bytes of the server; none are the end of its stream."""
         if self._is_raw or self._is_over:
-            return Step(to_client=b"" if self._is_over else data, is_over=self._is_over, wants_raw=self._is_raw)
+            return self._raw_step(data)
         if self._request is None:  # bytes that answer nothing, or the end of a connection that was kept open
             self._is_over = True
             return Step(is_over=True)
         return self._step(self._server, data)
+
+    def _raw_step(self, data: bytes) -> Step:
+        """Take plain bytes of the server, or what comes after the end of the connection."""
+        if self._is_over:
+            return Step(is_over=True, wants_raw=self._is_raw)
+        try:
+            return Step(to_client=self._plain_answer(data), wants_raw=True)
+        except HttpRefused as error:
+            self._is_over = True
+            return Step(is_over=True, wants_raw=True, refused=error.reason)
+
+    def _look_at_answer(self, event: object) -> None:
+        """Look at an event of the server before it is passed on; an event of h11, or one of its constants. A subclass
+        may raise HttpRefused."""
+
+    def _plain_answer(self, data: bytes) -> bytes:
+        """Return what of these bytes of an answer's body, or of the bytes after a 101, may go to the client now; none
+        are the end of them. A subclass may hold some back, or raise HttpRefused."""
+        return data
+
+    def _put_answer(self, data: bytes) -> None:
+        if data:
+            self._to_client.append(self._sent(self._client, h11.Data(data=data)))
 
     def _step(self, side: h11.Connection, data: bytes) -> Step:
         refused = None
@@ -141,7 +166,7 @@ class HttpGuard:
             else:
                 self._read_server()
                 self._is_over |= not data
-        except _Refused as error:
+        except HttpRefused as error:
             refused = error.reason
             self._refuse(error.status, error.message)
         except h11.RemoteProtocolError as error:
@@ -184,7 +209,7 @@ class HttpGuard:
                     self._to_server.append(self._sent(self._server, event))
                 case h11.EndOfMessage():
                     if _FRAMING.intersection(name for name, _ in event.headers):
-                        raise _Refused(Reason.BAD_HTTP, 400, "a trailer has a field that belongs into the head")
+                        raise HttpRefused(Reason.BAD_HTTP, 400, "a trailer has a field that belongs into the head")
                     self._to_server.append(self._sent(self._server, event))
                     self._finish()
                 case h11.ConnectionClosed():
@@ -196,10 +221,11 @@ class HttpGuard:
     def _read_server(self) -> None:
         while not self._is_over and self._request is not None:
             event = self._server.next_event()
+            self._look_at_answer(event)
             match event:
                 case h11.InformationalResponse(status_code=101):
                     self._to_client.append(self._sent(self._client, _as_http11(event)))
-                    self._to_client.append(self._server.trailing_data[0])
+                    self._to_client.append(self._plain_answer(self._server.trailing_data[0]))
                     self._to_server.append(self._client.trailing_data[0])
                     self._is_raw = True
                     return
@@ -211,8 +237,9 @@ class HttpGuard:
                         event = _as_last(event)
                     self._to_client.append(self._sent(self._client, _as_http11(event)))
                 case h11.Data():
-                    self._to_client.append(self._sent(self._client, event))
+                    self._put_answer(self._plain_answer(event.data))
                 case h11.EndOfMessage():
+                    self._put_answer(self._plain_answer(b""))
                     self._to_client.append(self._sent(self._client, event))
                     self._is_answered = True
                     self._finish()
@@ -240,22 +267,22 @@ class HttpGuard:
         self._read_client()
 
     def _checked(self, request: h11.Request) -> h11.Request:
-        """Return the request as it goes to the server, or raise `_Refused`."""
+        """Return the request as it goes to the server, or raise `HttpRefused`."""
         headers = list(request.headers.raw_items())
         names = [name for name, _ in request.headers]
         if request.http_version not in (b"1.0", b"1.1"):
-            raise _Refused(Reason.BAD_HTTP, 400, "neither HTTP/1.0 nor HTTP/1.1")
+            raise HttpRefused(Reason.BAD_HTTP, 400, "neither HTTP/1.0 nor HTTP/1.1")
         if names.count(b"host") != 1:  # h11 refuses two, and none in HTTP/1.1, as no HTTP
-            raise _Refused(Reason.HOST, 403, "a request names its Host once")
+            raise HttpRefused(Reason.HOST, 403, "a request names its Host once")
         self._check_host(dict(request.headers)[b"host"])
         target = request.target
         if self._is_proxy:
             target, headers = self._for_origin(target, headers)
         is_star = request.method == b"OPTIONS" and target == b"*"
         if request.method == b"CONNECT" or not (target.startswith(b"/") or is_star):
-            raise _Refused(Reason.BAD_HTTP, 403, "CONNECT and absolute targets are for proxies")
+            raise HttpRefused(Reason.BAD_HTTP, 403, "CONNECT and absolute targets are for proxies")
         if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
-            raise _Refused(Reason.BAD_HTTP, 400, "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
+            raise HttpRefused(Reason.BAD_HTTP, 400, "Transfer-Encoding beside a Content-Length, or in HTTP/1.0")
         upgrade = [value.strip().lower() for name, value in request.headers if name == b"upgrade"]
         if upgrade and (upgrade != [b"websocket"] or request.method != b"GET" or request.http_version == b"1.0"):
             headers = _without_upgrade(headers)  # as a server may ignore it (RFC 9110, 7.8): h2c would hide requests
@@ -264,9 +291,9 @@ class HttpGuard:
     def _check_host(self, value: bytes, default_port: int | None = None) -> None:
         name, port = split_authority(value) or ("", None)
         if name != self._name:
-            raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to {self._name}")
+            raise HttpRefused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to {self._name}")
         if (default_port if port is None else port) not in (None, self._port):
-            raise _Refused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to port {self._port}")
+            raise HttpRefused(Reason.HOST, 403, f"Host is {_shown(value)}, and this connection is to port {self._port}")
 
     def _for_origin(self, target: bytes, headers: Headers) -> tuple[bytes, Headers]:
         """Return the target and the headers of a proxy's request as the server takes them (RFC 9112, 3.2.2)."""

@@ -5,7 +5,7 @@ answer. Requests are served in order, `Configure` first. Notices come unasked. B
 connection, and with it the process. Values and their codec, without I/O; the daemon imports this module.
 
 Descriptors: `AttachSession` carries [TCP listener, UDP socket] of the session's network namespace, and the BPF link
-that steers to both where there is one. The egress process owns what it was sent and closes it at `DetachSession`.
+that steers to both where there is one; `UseBroker` carries a socket. The egress process owns what it was sent and closes it at `DetachSession`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ CHANNEL_FD = 3
 EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
 
+BROKER_ID = 61102
+"""User and group of the broker of secrets, the same program in another role."""
+
 GATEWAY_ID = 61103
-"""User and group of the preview gateway, the same program in another role."""
+"""User and group of the preview gateway, another role."""
 
 _TAG = "type"
 
@@ -80,6 +83,15 @@ class WayOutLimits:
     dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
     bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+
+
+@attrs.frozen
+class SecretUse:
+    """A secret that a session may use: the text that stands for it there, and the rules for its hosts."""
+
+    name: str
+    placeholder: str
+    hosts: tuple[str, ...]
 
 
 @attrs.define
@@ -161,6 +173,7 @@ class AttachSession:
     session_id: str
     policy: PolicyText
     limits: WayOutLimits = WayOutLimits()
+    secrets: tuple[SecretUse, ...] = ()
 
 
 @attrs.frozen
@@ -171,6 +184,14 @@ class SetPolicy:
     session_id: str
     policy: PolicyText
     limits: WayOutLimits = WayOutLimits()
+    secrets: tuple[SecretUse, ...] = ()
+
+
+@attrs.frozen
+class UseBroker:
+    """Hand connections to hosts of secrets to the broker, at the other end of the socket that comes along."""
+
+    seq: int
 
 
 @attrs.frozen
@@ -202,7 +223,7 @@ class Configured:
 
 @attrs.frozen
 class Accomplished:
-    """The answer to `AttachSession`, `SetPolicy` and `DetachSession`."""
+    """The answer to `AttachSession`, `SetPolicy`, `UseBroker` and `DetachSession`."""
 
     seq: int
 
@@ -234,10 +255,10 @@ class Entries:
     totals: EgressTotals = attrs.field(factory=EgressTotals)
 
 
-REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)
+REQUESTS = (Configure, AttachSession, SetPolicy, UseBroker, DetachSession, DescribeSession)
 ANSWERS = (Configured, Accomplished, Described, EgressFailed, Entries)
 
-EgressRequest = Configure | AttachSession | SetPolicy | DetachSession | DescribeSession
+EgressRequest = Configure | AttachSession | SetPolicy | UseBroker | DetachSession | DescribeSession
 EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
 
 

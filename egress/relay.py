@@ -15,7 +15,9 @@ import socket
 import struct
 from collections.abc import Callable
 from ipaddress import IPv6Address
+from typing import Protocol
 
+import attrs
 import trio
 
 from egress.policy import Address
@@ -95,14 +97,46 @@ async def _send_rest(target: socket.socket, rest: bytes) -> None:
         _Buffer.kept -= len(rest)
 
 
-class Writer:
-    """Bytes on their way to one socket, in the order of `put`, for which nobody waits but who wants to.
+class Stream(Protocol):
+    """Bytes both ways. Each method raises OSError when the other side is gone."""
 
-    A socket that can't be written to any more swallows what comes: what its other side still has to say is read.
+    async def receive(self, size: int) -> bytes:
+        """Return what there is, at most `size` bytes, as soon as there is something; nothing at the stream's end."""
+        ...
+
+    async def send_all(self, data: bytes) -> None:
+        """Write all of it."""
+        ...
+
+    async def shut(self) -> None:
+        """End the stream to the other side."""
+        ...
+
+
+@attrs.frozen
+class SocketStream:
+    """A socket as a stream."""
+
+    sock: socket.socket
+
+    async def receive(self, size: int) -> bytes:
+        return await receive(self.sock, size)
+
+    async def send_all(self, data: bytes) -> None:
+        await send_all(self.sock, data)
+
+    async def shut(self) -> None:
+        shut(self.sock)
+
+
+class Writer:
+    """Bytes on their way to one stream, in the order of `put`, for which nobody waits but who wants to.
+
+    A stream that can't be written to any more swallows what comes: what its other side still has to say is read.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._waiting = bytearray()
         self._is_ended = False
         self._is_idle = True
@@ -140,12 +174,12 @@ class Writer:
                     if self._waiting:
                         data, self._is_idle = bytes(self._waiting), False
                         self._waiting.clear()
-                        await send_all(self._sock, data)
+                        await self._stream.send_all(data)
                         self._is_idle = True
                         self._tell()
                     else:
                         await self._changed.wait()
-                shut(self._sock)
+                await self._stream.shut()
             except OSError:
                 self.drop()
 
