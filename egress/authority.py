@@ -37,20 +37,17 @@ _BUNDLES = (
 
 
 class Authority:
-    """Certificates for hosts. Raises `ValueError`: the kept authority is damaged; `OSError`."""
+    """Certificates for hosts, which pass through the file of `certificates_fd`. `kept`: key and certificate of the
+    authority in PEM. Raises `ValueError`: they are damaged."""
 
-    def __init__(self, safe: Safe) -> None:
-        kept = safe.read(AUTHORITY)
-        if kept is None:
-            kept = _new_authority()
-            safe.write(AUTHORITY, kept)
+    def __init__(self, kept: bytes, certificates_fd: int) -> None:
         key = serialization.load_pem_private_key(kept, None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError("the key of the authority is of another kind")
         self._key = key
         self._certificate = x509.load_pem_x509_certificate(kept)
         self._leaf_key = ec.generate_private_key(ec.SECP256R1())
-        self._file = os.memfd_create("certificate")  # closed to executed programs by default
+        self._file = certificates_fd
         self._contexts: OrderedDict[str, tuple[datetime.datetime, ssl.SSLContext]] = OrderedDict()
 
     @property
@@ -95,9 +92,7 @@ class Authority:
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False)
             .sign(self._key, hashes.SHA256())
         )
 
@@ -118,7 +113,17 @@ def outward_context(ca_file: str | None) -> ssl.SSLContext:
     return context
 
 
-def _new_authority() -> bytes:
+def kept_authority(safe: Safe) -> bytes:
+    """Return the key and the certificate of the installation's authority, which is made if there is none. Raises
+    `OSError`."""
+    kept = safe.read(AUTHORITY)
+    if kept is None:
+        kept = new_authority()
+        safe.write(AUTHORITY, kept)
+    return kept
+
+
+def new_authority() -> bytes:
     """Return the key and the certificate of a new authority, in PEM."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
     serial = x509.random_serial_number()

@@ -20,7 +20,7 @@ import os
 import platform
 import resource
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -106,6 +106,7 @@ _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x10000
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (linux/socket.h): getaddrinfo(3) needs the first and the last."""
+_LOCAL_FAMILIES = (1,)
 
 _LD_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 _NR, _ARCH, _ARGUMENT_0 = 0, 4, 16  # struct seccomp_data; both architectures are little-endian
@@ -115,6 +116,7 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 """Directories of name service modules: a change of nsswitch.conf(5) loads another."""
 
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3  # LANDLOCK_ACCESS_FS_*
+_REPLACE_FILES = _READ_FILE | _READ_DIR | 1 << 1 | 1 << 5 | 1 << 8  # and WRITE_FILE, REMOVE_FILE, MAKE_REG
 _FILE_RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Version of Landlock to the number of file rights it knows: REFER came with 2, TRUNCATE with 3, IOCTL_DEV with 5."""
 _LANDLOCK_VERSION = 1 << 0  # LANDLOCK_CREATE_RULESET_VERSION
@@ -123,10 +125,11 @@ _SCOPES = 0b11  # LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL, since 6
 _PATH_BENEATH = 1
 
 
-def confine(user_id: int, group_id: int) -> None:
+def confine(user_id: int, group_id: int, *, own_directory: int | None = None) -> None:
     """Give everything away. Irrevocable; to be called with one thread, when all modules are imported.
 
-    A process that was not started as root keeps its user.
+    A process that was not started as root keeps its user. With `own_directory`, a descriptor, files in that directory
+    can be replaced, and no socket of the internet be made: such a process dials nothing.
 
     Raises:
         OSError: a step failed; the process must end.
@@ -142,8 +145,8 @@ def confine(user_id: int, group_id: int) -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
     _check_nothing_is_left()
     if landlock_version():
-        _keep_files(readable_paths())
-    enter_filter()
+        _keep_files(readable_paths(), own_directory)
+    enter_filter(_FAMILIES if own_directory is None else _LOCAL_FAMILIES)
 
 
 def _check_nothing_is_left() -> None:
@@ -174,7 +177,7 @@ def readable_paths() -> list[str]:
     return [path for path in dict.fromkeys(("/etc", resolver, *_LIBRARIES)) if os.path.isdir(path) and path != "/"]
 
 
-def _keep_files(readable: Iterable[str]) -> None:
+def _keep_files(readable: Iterable[str], own_directory: int | None) -> None:
     version = landlock_version()
     files = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     attributes = struct.pack("=QQQ", files, _BIND_TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -188,6 +191,9 @@ def _keep_files(readable: Iterable[str]) -> None:
                 _syscall("landlock_add_rule", ruleset, _PATH_BENEATH, rule, 0)
             finally:
                 os.close(directory)
+        if own_directory is not None:
+            own = struct.pack("=Qi", _REPLACE_FILES & files, own_directory)
+            _syscall("landlock_add_rule", ruleset, _PATH_BENEATH, own, 0)
         _syscall("landlock_restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
@@ -196,8 +202,8 @@ def _keep_files(readable: Iterable[str]) -> None:
 # The filter ---------------------------------------------------------------------------------------------------------
 
 
-def filter_program(machine: str) -> bytes:
-    """Return the filter in classic BPF for an architecture, a key of `ARCHITECTURES`."""
+def filter_program(machine: str, families: Sequence[int] = _FAMILIES) -> bytes:
+    """Return the filter in classic BPF for an architecture, a key of `ARCHITECTURES`; sockets are of `families`."""
     column, arch = ARCHITECTURES[machine]
     eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [(_LD_ABS, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RET, 0, 0, _KILL_PROCESS), (_LD_ABS, 0, 0, _NR)]
@@ -209,17 +215,17 @@ def filter_program(machine: str) -> bytes:
     program += [(_JEQ, 0, 1, NUMBERS["clone3"][column]), (_RET, 0, 0, enosys)]
     thread = [(_LD_ABS, 0, 0, _ARGUMENT_0), (_JSET, 0, 1, _CLONE_THREAD), (_RET, 0, 0, _ALLOW), (_RET, 0, 0, eperm)]
     program += [(_JEQ, 0, len(thread), NUMBERS["clone"][column]), *thread]
-    families = [(_JEQ, len(_FAMILIES) - each, 0, family) for each, family in enumerate(_FAMILIES)]
-    program += [(_JEQ, 0, len(families) + 2, NUMBERS["socket"][column]), (_LD_ABS, 0, 0, _ARGUMENT_0), *families]
+    allowed = [(_JEQ, len(families) - each, 0, family) for each, family in enumerate(families)]
+    program += [(_JEQ, 0, len(allowed) + 2, NUMBERS["socket"][column]), (_LD_ABS, 0, 0, _ARGUMENT_0), *allowed]
     program += [(_RET, 0, 0, eperm), (_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def enter_filter() -> None:
+def enter_filter(families: Sequence[int] = _FAMILIES) -> None:
     """Put all threads of this process under the filter, for good. Needs no_new_privs."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"there is no system call filter for {platform.machine()}")
-    program = ctypes.create_string_buffer(filter_program(platform.machine()))
+    program = ctypes.create_string_buffer(filter_program(platform.machine(), families))
     size = (len(program) - 1) // 8  # struct sock_filter; create_string_buffer adds a byte
     fprog = struct.pack("@HP", size, ctypes.addressof(program))
     if _syscall("seccomp", _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, fprog):

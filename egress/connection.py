@@ -19,19 +19,21 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Address
 
 import trio
 
 from egress import relay
+from egress.brokering import Carry
 from egress.guarded import GuardedRelay
+from egress.handed import BrokerAway
 from egress.hello import CHANGE_CIPHER_SPEC, ClientHello, HelloReader, NotTls, is_retry
-from egress.http import MAX_FEED_BYTES, looks_like_http
+from egress.http import MAX_FEED_BYTES, HttpGuard, looks_like_http
 from egress.names import OWN_ADDRESS, RANGE, SyntheticName
 from egress.policy import Address, Reason
-from egress.protocol import EgressEntry
+from egress.protocol import EgressEntry, SecretUse
 from egress.proxy import ESTABLISHED, PROXY_PORT, BadProxyRequest, ProxyReader, ProxyRequest, refusal
 from egress.resolver import LookupFailed, NoSuchName
 from egress.state import Refusal, WayOutState
@@ -69,6 +71,10 @@ class CarriedConnection:
         self._guard: GuardedRelay | None = None
         self._hello_bytes = 0
         """Length of the ClientHello that the client's first bytes begin with; 0 is none."""
+        self._uses: Sequence[SecretUse] = ()
+        """Secrets that the host has in this session; with one, the connection is handed over to the broker."""
+        self._has_let_go = trio.Event()
+        """Set when nobody reads the server in the way of connections that are not handed over."""
         self._is_retry, self._has_answered = False, trio.Event()
         """Whether the server asks for a second ClientHello; known with the event."""
         self._rule: str | None = None
@@ -97,6 +103,8 @@ class CarriedConnection:
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:
+            self.cut("policy")
+        if self._uses and self._uses != self._uses_now():
             self.cut("policy")
 
     async def run(self) -> None:
@@ -262,7 +270,7 @@ class CarriedConnection:
                     case ClientHello(server_name=name):
                         if name != self._name:
                             raise Refusal(Reason.SNI)
-                        self._hello_bytes = hello.size
+                        self._hello_bytes, self._uses = hello.size, self._uses_now()
                         return first, "tls"
                     case NotTls():
                         is_http = looks_like_http(first)
@@ -274,6 +282,9 @@ class CarriedConnection:
             return first, "end"  # no request and no ClientHello ends before its first line, or record, does
         raise Refusal(Reason.TIMEOUT)
 
+    def _uses_now(self) -> Sequence[SecretUse]:
+        return self._state.uses_at(self._name, self._port) if self._name else ()
+
     # The relay
 
     async def _relay(self, first: bytes, kind: str | None) -> None:
@@ -283,9 +294,12 @@ class CarriedConnection:
         self._touch()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._in_relay, self._to_server, server, first, kind, nursery)
-            nursery.start_soon(self._in_relay, self._to_client, server)
-        if self._guard:
-            if self._guard.refused:
+            if self._uses:
+                self._has_let_go.set()
+            else:
+                nursery.start_soon(self._in_relay, self._to_client, server)
+        if self._guard or self._uses:
+            if self._guard and self._guard.refused:
                 self._refuse(Refusal(self._guard.refused))
             await self._farewell()
         if not self.is_cut:
@@ -309,6 +323,9 @@ class CarriedConnection:
             first, kind = await self._first_bytes(first)
         if kind == "http":
             await self._guard_requests(server, first, nursery)
+            return
+        if self._uses:
+            await self._hand_over(server, first)
             return
         if self._hello_bytes:
             await self._send_up(server, first[: self._hello_bytes])
@@ -342,7 +359,37 @@ class CarriedConnection:
                 first += data
         raise Refusal(Reason.TIMEOUT)
 
+    async def _hand_over(self, server: socket.socket, first: bytes) -> None:
+        """Have the broker open the TLS that begins with these bytes, to the connection's end."""
+        self._reading_server.cancel()
+        await self._has_let_go.wait()
+        if self._down:
+            raise Refusal(Reason.NOT_TLS)  # who has spoken before the ClientHello is no server of TLS
+        if self._has_server_ended:
+            raise ConnectionResetError(errno.ECONNRESET, "a ClientHello without a server")
+        machine = self._state.machine
+        if machine.broker is None or self._name is None:
+            raise Refusal(Reason.BROKER)
+        order = Carry(0, self._state.session_id, self._name, self._port, tuple(self._uses))
+        machine.handed += 1
+        try:
+            reason = await machine.broker.carry(
+                order, first, self._client, server, count_up=self._count_up, count_down=self._count_down
+            )
+        except BrokerAway:
+            raise Refusal(Reason.BROKER) from None
+        finally:
+            machine.handed -= 1
+        if reason is not None:
+            self._refuse(Refusal(reason))
+
     async def _to_client(self, server: socket.socket) -> None:
+        try:
+            await self._carry_answers(server)
+        finally:
+            self._has_let_go.set()
+
+    async def _carry_answers(self, server: socket.socket) -> None:
         with self._reading_server:
             self._has_server_ended = await relay.copy(
                 server, self._client, self._count_down, lambda: self._guard is not None or self._hello_bytes > 0
@@ -374,9 +421,8 @@ class CarriedConnection:
         if self._has_server_ended:
             raise ConnectionResetError(errno.ECONNRESET, "a request without a server")
         name, is_proxy = self._name or str(self._destination), self._request is not None and not self._request.is_tunnel
-        guard = self._guard = GuardedRelay(
-            name, self._port, self._client, server, self._count, self._state.turn, is_proxy=is_proxy
-        )
+        http, client = HttpGuard(name, self._port, is_proxy=is_proxy), relay.SocketStream(self._client)
+        guard = self._guard = GuardedRelay(http, client, relay.SocketStream(server), self._count, self._state.turn)
         for writer in guard.writers:
             nursery.start_soon(self._in_relay, writer.run)
         await guard.requests(first)

@@ -5,7 +5,8 @@ answer. Requests are served in order, `Configure` first. Notices come unasked. B
 connection, and with it the process. Values and their codec, without I/O; the daemon imports this module.
 
 Descriptors: `AttachSession` carries [TCP listener, UDP socket] of the session's network namespace, and the BPF link
-that steers to both where there is one; `UseBroker` carries a socket. The egress process owns what it was sent and closes it at `DetachSession`.
+that steers to both where there is one; `UseBroker` carries a socket. The process owns what it was sent, and closes
+what is a session's at `DetachSession`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ BROKER_ID = 61102
 
 GATEWAY_ID = 61103
 """User and group of the preview gateway, another role."""
+
+USER_IDS = {"egress": EGRESS_ID, "broker": BROKER_ID, "gateway": GATEWAY_ID}
 
 _TAG = "type"
 

@@ -27,9 +27,10 @@ import trio
 
 from egress import protocol as p
 from egress.addresses import AddressCheck
+from egress.handed import BrokerLink
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
-from egress.state import SharedState, WayOutState
+from egress.state import HostSecret, SharedState, WayOutState
 from egress.way_out import WayOut
 
 M = TypeVar("M")
@@ -150,6 +151,9 @@ class EgressServer:
             return p.Configured(request.seq, p.VERSION)
         if self._configuration is None:
             raise _RequestFailed("NOT_CONFIGURED", "the first request is Configure")
+        if isinstance(request, p.UseBroker):
+            self._use_broker(self._configuration.machine, fds)
+            return p.Accomplished(request.seq)
         if isinstance(request, p.AttachSession):
             self._attach(request, self._configuration, fds)
             return p.Accomplished(request.seq)
@@ -159,8 +163,8 @@ class EgressServer:
         match request:
             case p.DescribeSession():
                 return p.Described(request.seq, way_out.state.counters)
-            case p.SetPolicy(policy=text, limits=limits):
-                await way_out.set_policy(self._configuration.policy(text), limits)
+            case p.SetPolicy(policy=text, limits=limits, secrets=uses):
+                await way_out.set_policy(self._configuration.policy(text), limits, _host_secrets(uses))
             case p.DetachSession():
                 del self._ways_out[request.session_id]
                 await way_out.detach()
@@ -183,10 +187,23 @@ class EgressServer:
         if request.session_id in self._ways_out:
             raise _RequestFailed("SESSION_EXISTS", f"session {request.session_id} is attached")
         state = WayOutState(
-            request.session_id, configuration.policy(request.policy), request.limits, configuration.machine
+            request.session_id,
+            configuration.policy(request.policy),
+            request.limits,
+            configuration.machine,
+            secrets=_host_secrets(request.secrets),
         )
         way_out = self._ways_out[request.session_id] = _take_over(state, fds)
         self._nursery.start_soon(way_out.serve)
+
+    def _use_broker(self, machine: SharedState, fds: list[int]) -> None:
+        """Hand connections over the socket from now on, instead of the one before."""
+        if len(fds) != 1:
+            raise _RequestFailed("DESCRIPTORS", "expected a socket to the broker")
+        if machine.broker is not None:
+            machine.broker.close()
+        machine.broker = BrokerLink(socket.socket(fileno=fds.pop()))
+        self._nursery.start_soon(machine.broker.serve)
 
     # Log entries
 
@@ -274,6 +291,13 @@ class EgressServer:
                     else:
                         return True
         return False
+
+
+def _host_secrets(uses: tuple[p.SecretUse, ...]) -> tuple[HostSecret, ...]:
+    try:
+        return tuple(map(HostSecret.of, uses))
+    except InvalidRule as error:
+        raise _RequestFailed("INVALID", str(error)) from None
 
 
 def _take_over(state: WayOutState, fds: list[int]) -> WayOut:

@@ -12,9 +12,10 @@ import attrs
 import trio
 
 from egress.addresses import AddressCheck
+from egress.handed import BrokerLink
 from egress.names import SyntheticName, SyntheticNames
-from egress.policy import Address, Policy, Reason
-from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, WayOutCounters, WayOutLimits
+from egress.policy import Address, EgressRule, Policy, Reason, parse_rule
+from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, SecretUse, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
 
 PINNED_S = 300.0
@@ -62,7 +63,7 @@ class RateBucket:
 @attrs.define(eq=False)
 class SharedState:
     """State that all sessions share. `fault` logs an error of our own; `descriptors`: the most that the process may
-    have; `changed` is called after a change of `totals`.
+    have; `changed` is called after a change of `totals`; `handed` connections are with the broker now.
     """
 
     resolver: NameResolver
@@ -73,11 +74,26 @@ class SharedState:
     totals: EgressTotals = attrs.field(factory=EgressTotals)
     descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sessions: int = 0
+    broker: BrokerLink | None = None
+    handed: int = 0
 
     def has_descriptors(self) -> bool:
         """Tell whether one more connection could be accepted and dialled."""
-        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * self.totals.connections_open
-        return used + 2 <= self.descriptors
+        used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * (self.totals.connections_open + self.handed)
+        return used + 4 <= self.descriptors  # with those of a moment, of a connection that is handed over
+
+
+@attrs.frozen
+class HostSecret:
+    """A secret of a session, with the rules for its hosts."""
+
+    use: SecretUse
+    rules: tuple[EgressRule, ...]
+
+    @classmethod
+    def of(cls, use: SecretUse) -> HostSecret:
+        """Parse the rules. Raises `InvalidRule`."""
+        return cls(use, tuple(parse_rule(text) for text in use.hosts))
 
 
 @attrs.define(eq=False)
@@ -89,6 +105,7 @@ class WayOutState:
     limits: WayOutLimits
     machine: SharedState
     cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
+    secrets: tuple[HostSecret, ...] = ()
     is_spent: bool = False
     """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
@@ -105,6 +122,14 @@ class WayOutState:
         if not decision.is_allowed:
             raise Refusal(decision.reason or Reason.ERROR, decision.rule)
         return decision.rule
+
+    def uses_at(self, name: str, port: int) -> tuple[SecretUse, ...]:
+        """Return the secrets of the session that a connection to a port of a name may need."""
+        return tuple(
+            each.use
+            for each in self.secrets
+            if any(rule.is_for_name(name) and port in rule.ports for rule in each.rules)
+        )
 
     async def pin(self, entry: SyntheticName) -> Sequence[Address]:
         """Return the addresses of a name that may be dialled, looked up again if the last time is too long ago.

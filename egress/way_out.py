@@ -27,7 +27,7 @@ from egress.connection import CarriedConnection
 from egress.policy import Policy, Reason, Ruling
 from egress.protocol import EgressEntry, WayOutLimits
 from egress.resolver import LookupFailed, NoSuchName
-from egress.state import RateBucket, Refusal, WayOutState
+from egress.state import HostSecret, RateBucket, Refusal, WayOutState
 
 DNS_PORT = 53
 ANSWER_TTL_S = 5
@@ -99,9 +99,9 @@ class WayOut:
         for each in self._open:
             each.cut(cause)
 
-    async def set_policy(self, policy: Policy, limits: WayOutLimits) -> None:
-        """Replace policy and limits; return when the connections that are no longer allowed are reset."""
-        self.state.policy = policy
+    async def set_policy(self, policy: Policy, limits: WayOutLimits, secrets: tuple[HostSecret, ...] = ()) -> None:
+        """Replace all three; return when the connections that are no longer allowed are reset."""
+        self.state.policy, self.state.secrets = policy, secrets
         self.state.limits, self.state.is_spent = limits, False
         self._rate = RateBucket(limits.rate, limits.burst)
         before = set(self._open)
