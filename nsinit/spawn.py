@@ -1,4 +1,4 @@
-"""Starts nsinit's programs, and both roles of `egress` beside it: each with an empty environment and no descriptor but
+"""Starts nsinit's programs, and the roles of `egress` beside it: each with an empty environment and no descriptor but
 /dev/null, its log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave

@@ -6,6 +6,7 @@ can't redirect a write. Sources: openat2(2); hosts(5), hostname(5), resolv.conf(
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -17,6 +18,13 @@ HOME = "home/sandbox"
 WORKSPACE = "workspace"
 _MAX_ACCOUNT_FILE_BYTES = 1 << 20
 _ROOT_LINES = {"passwd": "root:x:0:0:root:/root:/bin/sh", "group": "root:x:0:"}
+_BUNDLES = (
+    ("etc/ssl/certs", "ca-certificates.crt"),
+    ("etc/pki/ca-trust/extracted/pem", "tls-ca-bundle.pem"),
+    ("var/lib/ca-certificates", "ca-bundle.pem"),
+)
+"""Authorities that an image's programs trust, as directory and name: Debian, Alpine and others; Fedora; openSUSE."""
+_MAX_BUNDLE_BYTES = 4 << 20
 NO_RESOLVER = "# This sandbox has no network but a loopback interface of its own: no name can be resolved.\n"
 _SANDBOX_LINES = {
     "passwd": f"sandbox:x:{SANDBOX_ID}:{SANDBOX_ID}::/{HOME}:/bin/sh",
@@ -76,6 +84,52 @@ def name_server(root_fd: int, base: int, address: str) -> None:
         os.close(etc_fd)
 
 
+def trust(root_fd: int, base: int, certificate: str) -> str | None:
+    """Have programs of a running session trust an authority, by a file of ours that holds the image's bundle, too, and
+    by that bundle itself. What is there may be anything by now: no link is followed. Return a sentence on why the
+    bundle was left as it is, if it was. Raises `OSError`: there is no file of ours."""
+    text, bundle, problem = certificate.encode(), b"", "the image has no bundle of authorities"
+    for directory, name in _BUNDLES:
+        try:
+            dir_fd = open_in_root(root_fd, directory, os.O_PATH | os.O_DIRECTORY)
+        except OSError:
+            continue
+        try:
+            bundle = _read_regular(dir_fd, name, _MAX_BUNDLE_BYTES)
+            if bundle and text not in bundle:
+                bundle = bundle.rstrip(b"\n") + b"\n" + text
+                _exchange_file(dir_fd, name, bundle, base)
+            problem = ""
+        except (OSError, UnsafeFile) as error:  # read-only, full, or the session's own doing
+            problem = str(error)
+        finally:
+            os.close(dir_fd)
+        if bundle:
+            break
+    content = bundle if text in bundle else bundle + text
+    try:
+        views.rewrite(root_fd, {views.TRUST: content})
+    except FileNotFoundError:
+        views.write(root_fd, {views.TRUST: content})
+    return problem or None
+
+
+def _exchange_file(dir_fd: int, name: str, content: bytes, owner: int) -> None:
+    """Put another file in the place of `name`, whole or not at all."""
+    fresh = f".{name}.new"
+    replace_file(dir_fd, fresh, "", owner)
+    fd = os.open(fresh, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        if os.write(fd, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    except OSError:
+        os.unlink(fresh, dir_fd=dir_fd)
+        raise
+    finally:
+        os.close(fd)
+    os.rename(fresh, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
 def replace_file(dir_fd: int, name: str, text: str, owner: int) -> None:
     """Make the file `name` anew in place of the present one; a directory of that name is an error."""
     try:
@@ -101,17 +155,20 @@ def _add_account(etc_fd: int, name: str, base: int) -> None:
     replace_file(etc_fd, name, f"{kept}\n{_SANDBOX_LINES[name]}\n", base)
 
 
-def _read_small(dir_fd: int, name: str) -> str:
+def _read_small(etc_fd: int, name: str) -> str:
+    return _read_regular(etc_fd, name, _MAX_ACCOUNT_FILE_BYTES).decode("utf-8", "surrogateescape")
+
+
+def _read_regular(dir_fd: int, name: str, most: int) -> bytes:
+    """Return a file's content, nothing if there is no such file. Raises `UnsafeFile`."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
-        return ""
+        return b""
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_ACCOUNT_FILE_BYTES:
-            raise UnsafeFile(
-                f"/etc/{name} of the image is not a regular file of at most {_MAX_ACCOUNT_FILE_BYTES} bytes"
-            )
-        return os.read(fd, _MAX_ACCOUNT_FILE_BYTES).decode("utf-8", "surrogateescape")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            raise UnsafeFile(f"{name} of the image is not a regular file of at most {most} bytes")
+        return os.read(fd, most)
     finally:
         os.close(fd)

@@ -27,6 +27,8 @@ PLACES = {
 """The files of a session, and where programs look for them."""
 RESOLVER = {"resolv.conf": "etc/resolv.conf"}
 """One more, of a session whose root is read-only: its name server may change all the same."""
+TRUST = "trust.pem"
+"""Another, of a session with secrets: the certificates of authorities that its programs are told to trust."""
 
 _OF_LIMIT = frozenset({b"MemTotal", b"MemFree", b"MemAvailable"})
 _OF_MACHINE = frozenset({b"Hugepagesize", b"VmallocTotal"})

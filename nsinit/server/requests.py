@@ -22,6 +22,7 @@ from nsinit.server.start import StartedNsinit
 from nsinit.wire import protocol as p
 from nsinit.wire.validate import (
     MIN_DISK_INODES,
+    check_certificate,
     check_disk,
     check_limits,
     check_plan,
@@ -171,6 +172,11 @@ def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
     return p.NetworkOpened(request.seq, request.session_id), fds
 
 
+def trust_authority(node: StartedNsinit, request: p.TrustAuthority) -> Answer:
+    node.sessions.trust(request.session_id, request.certificate)
+    return p.Ok(request.seq), []
+
+
 def open_sockets(node: StartedNsinit, request: p.OpenSockets) -> Work:
     fds = yield from node.sessions.open_sockets(request.session_id, request.count)
     return p.SocketsOpened(request.seq, request.session_id), fds
@@ -309,6 +315,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
     Row(p.OpenNetwork, _SESSION, _of_session, open_network),
+    Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),
     Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),

@@ -339,6 +339,20 @@ class Sessions:
             log("warning", "name server not written", session_id, reason=str(error))
         return fds
 
+    def trust(self, session_id: str, certificate: str) -> None:
+        """Have programs of a running session trust an authority. Raises `StepFailed`."""
+        stage = f"{NETWORK_STAGE}trust"
+        try:
+            identity = require_identity(self._cgroup(session_id), stage)
+            root_fd = open_root(identity)
+            try:
+                if problem := rootfs.trust(root_fd, identity.base_uid, certificate):
+                    log("info", "bundle of authorities not written", session_id, reason=problem)
+            finally:
+                os.close(root_fd)
+        except OSError as error:
+            raise failure_of(stage, error) from error
+
     def open_sockets(self, session_id: str, count: int) -> Generator[Wait, bool, list[int]]:
         """Make sockets in a running session's network; return their descriptors. Raises `StepFailed`."""
         try:

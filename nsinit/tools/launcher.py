@@ -1,11 +1,11 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
-the preview gateway, which start with these privileges and give them away themselves. Two ways of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process,
+the preview gateway and the broker, which start with these privileges and give them away themselves. Two ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
-  `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
+  `START_EGRESS` and the like, with the socket and the log of the process, `KILL` and the like, nothing else. The
   launcher ends soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
@@ -38,12 +38,14 @@ from nsinit.wire.launching import (
     FAILED,
     FDS_OF_START,
     KILL,
+    KILL_BROKER,
     KILL_EGRESS,
     KILL_GATEWAY,
     MAX_WORD_BYTES,
     NOTIFY_FD,
     READY,
     START,
+    START_BROKER,
     START_EGRESS,
     START_GATEWAY,
     Allowance,
@@ -59,7 +61,7 @@ OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_KILL
 """Capabilities to unlink a socket in a directory of the daemon's, and to kill an egress process, which has a user of
 its own."""
 
-_KILLS = {KILL: START, KILL_EGRESS: START_EGRESS, KILL_GATEWAY: START_GATEWAY}
+_KILLS = {KILL: START, KILL_EGRESS: START_EGRESS, KILL_GATEWAY: START_GATEWAY, KILL_BROKER: START_BROKER}
 """Each word that kills, and the one that starts the same program."""
 
 _STANDARD_ERROR = 2
@@ -177,7 +179,14 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
     gateway = Charge("preview gateway", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, "gateway"))
-    programs = {START: nsinit, START_EGRESS: Charge("egress process", spawn_egress), START_GATEWAY: gateway}
+    places = "broker", what.data_dir, what.ca_file
+    broker = Charge("broker", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, *places))
+    programs = {
+        START: nsinit,
+        START_EGRESS: Charge("egress process", spawn_egress),
+        START_GATEWAY: gateway,
+        START_BROKER: broker,
+    }
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)

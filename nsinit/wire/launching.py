@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, OpenNetwork, SandboxPlan, SeccompProfile
+from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, OpenNetwork, SandboxPlan, SeccompProfile, TrustAuthority
 from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir
 
 START, KILL = b"start", b"kill"
 START_EGRESS, KILL_EGRESS = b"start egress", b"kill egress"
 START_GATEWAY, KILL_GATEWAY = b"start gateway", b"kill gateway"
-"""The daemon's words to the launcher, about nsinit, the egress process and the preview gateway. The answer to a start
+START_BROKER, KILL_BROKER = b"start broker", b"kill broker"
+"""The daemon's words to the launcher, about nsinit, the egress process, the preview gateway and the broker. The answer to a start
 is the pid in decimal, with the pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
@@ -79,7 +80,7 @@ class Allowance:
 
     def check(self, request: object) -> None:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
-        if isinstance(request, OpenNetwork) and not self.way_out:
+        if isinstance(request, OpenNetwork | TrustAuthority) and not self.way_out:
             raise NotGranted("this daemon may not open a way out of a session's network")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
@@ -176,7 +177,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 @dataclass(frozen=True, slots=True)
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
-    the daemon, with device and inode; the launcher removes them when the daemon ends."""
+    the daemon, with device and inode; the launcher removes them when the daemon ends. `ca_file`: authorities of servers
+    besides the machine's, for the broker; root says which."""
 
     data_dir: str
     gid: int
@@ -184,6 +186,7 @@ class LaunchForParent:
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
     own_filters: bool = True
+    ca_file: str = ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -347,6 +347,19 @@ class OpenNetwork(Request["NetworkOpened"]):
 
 
 @dataclass(frozen=True, slots=True)
+class TrustAuthority(Request["Ok"]):
+    """Have programs of a running session trust an authority, whose certificate is in PEM: by a file of ours that its
+    environment may name, and by the image's bundle, unless that can't be written.
+
+    `Failed`, with a stage that begins with `NETWORK_STAGE`: there is no such file.
+    """
+
+    seq: int
+    session_id: str
+    certificate: str
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSockets(Request["SocketsOpened"]):
     """Make `count` TCP sockets in a running session's network, for connections to its own servers. A socket keeps the
     namespace for as long as it is open, also after the end of the session.
@@ -670,6 +683,7 @@ REQUESTS = Vocabulary(
         MakeRunCgroup,
         RemoveRunCgroup,
         OpenNetwork,
+        TrustAuthority,
         OpenSockets,
         FindOomKills,
         AskDisk,

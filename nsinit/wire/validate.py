@@ -21,6 +21,9 @@ from nsinit.wire.protocol import (
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
+_CERTIFICATE = re.compile(
+    r"-----BEGIN CERTIFICATE-----\n(?:[A-Za-z0-9+/=]{1,64}\n){1,64}-----END CERTIFICATE-----\n\Z"
+)
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
 _DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
 _RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
@@ -141,6 +144,11 @@ def check_stop_grace(grace_ms: int) -> None:
 def check_socket_count(count: int) -> None:
     """Raise `InvalidName` unless so many sockets may be asked for at once."""
     _range("sockets", count, 1, MAX_SOCKETS)
+
+
+def check_certificate(certificate: str) -> None:
+    """Raise `InvalidName` unless the text has the form of one certificate in PEM (RFC 7468)."""
+    _match(_CERTIFICATE, certificate, "certificate")
 
 
 def check_plan(plan: SandboxPlan) -> None:

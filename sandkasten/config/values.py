@@ -371,13 +371,15 @@ def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[st
 class EgressSettings:
     """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are private networks that may be
     reached, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are rules by
-    a name, which a session's rules call `@name`.
+    a name, which a session's rules call `@name`. `ca_file`: authorities besides the machine's, in PEM, that the hosts of
+    secrets may have their certificates of.
     """
 
     max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))
     permit: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_networks)
     always_deny: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_rules)
     groups: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_groups)
+    ca_file: Path | None = attrs.field(default=None, converter=_absolute_or_none)
 
     @property
     def groups_in_force(self) -> Mapping[str, tuple[str, ...]]:

@@ -1,8 +1,8 @@
-"""Our processes beside the daemon: how nsinit, the egress process and the preview gateway are started, and their logs.
+"""Our processes beside the daemon: how nsinit and the roles of the program `egress` are started, and their logs.
 
 nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
 apart; the others come in the first two ways. Each way returns a `ChildProcess`: our end of the socket, and the means to
-watch, kill and reap the process. None gets a secret: an empty environment, and no descriptor but /dev/null, its log and
+watch, kill and reap the process. None gets a secret at its start: an empty environment, and no descriptor but /dev/null, its log and
 its socket. The actors in `actors/services` own the processes; `keep_running` starts one again after its end, and
 `forward_log` passes log lines on.
 
@@ -31,11 +31,13 @@ from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import (
     FAILED,
     KILL,
+    KILL_BROKER,
     KILL_EGRESS,
     KILL_GATEWAY,
     MAX_WORD_BYTES,
     READY,
     START,
+    START_BROKER,
     START_EGRESS,
     START_GATEWAY,
     LaunchForParent,
@@ -141,14 +143,15 @@ async def keep_running(program: str, run: Callable[[], Awaitable[None]]) -> NoRe
 
 
 StartNsinit = Callable[[], Awaitable[ChildProcess]]
-Role = Literal["egress", "gateway"]
-"""Roles of the program `egress`: the way out, and the way in."""
+Role = Literal["egress", "gateway", "broker"]
+"""Roles of the program `egress`: the way out, the way in, and secrets."""
 
 
 class StartEgress(Protocol):
-    """A way to start the egress process or the preview gateway."""
+    """A way to start a role of the program `egress`. `places` are the broker's, the data directory and a file of
+    authorities; a launcher takes those that root has told it."""
 
-    async def __call__(self, role: Role = "egress") -> ChildProcess: ...
+    async def __call__(self, role: Role = "egress", *places: str) -> ChildProcess: ...
 
 
 async def start_as_child() -> ChildProcess:
@@ -158,10 +161,10 @@ async def start_as_child() -> ChildProcess:
         return ends.give(pid, os.pidfd_open(pid))
 
 
-async def start_egress_as_child(role: Role = "egress") -> ChildProcess:
-    """Start the egress process or the preview gateway as a child of this process."""
+async def start_egress_as_child(role: Role = "egress", *places: str) -> ChildProcess:
+    """Start a role of the program `egress` as a child of this process."""
     with _Ends() as ends:
-        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role)
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role, *places)
         return ends.give(pid, os.pidfd_open(pid))
 
 
@@ -201,6 +204,7 @@ def _kill(pidfd: OwnedFd) -> None:
 _WORDS: Mapping[Role, tuple[bytes, bytes]] = {
     "egress": (START_EGRESS, KILL_EGRESS),
     "gateway": (START_GATEWAY, KILL_GATEWAY),
+    "broker": (START_BROKER, KILL_BROKER),
 }
 
 
@@ -225,8 +229,8 @@ class Launcher:
         """
         return await self._start(START, KILL)
 
-    async def start_egress(self, role: Role = "egress") -> ChildProcess:
-        """Have an egress process or a preview gateway started, after the end of the one before.
+    async def start_egress(self, role: Role = "egress", *_places: str) -> ChildProcess:
+        """Have a role of the program `egress` started, after the end of the one before.
 
         Raises:
             EgressUnavailable: the launcher failed to start one, or has ended.
@@ -341,7 +345,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 async def forward_log(fd: int, program: str = "nsinit") -> None:
     """Log each line of a pipe until its other end is closed, events and fields under the name of the program.
 
-    Neither program holds a secret or sees a command, so nothing is hidden. A line that is not of `nsinit/log.py`, such
+    No program sees a command, and the broker's lines have no secret in them, so nothing is hidden. A line that is not of `nsinit/log.py`, such
     as a traceback or a tool's message, is logged as it is.
     """
     buffer = b""
