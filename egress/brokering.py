@@ -24,9 +24,10 @@ MAX_HOSTS, MAX_HOSTS_CHARS = 8, 512
 VALUE_CHARS = 8, 4096
 """Least and most characters of a value. A shorter one would be found in answers by accident."""
 PLACEHOLDER_CHARS = 16, 128
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRINTABLE = re.compile(r"[!-~]+(?: +[!-~]+)*")
-_VISIBLE = re.compile(r"[!-~]+")
+SECRET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+SECRET_NAME_RULE = "must be 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-', and begin with a letter or a digit"
+PRINTABLE = re.compile(r"[!-~]+(?: +[!-~]+)*")
+VISIBLE = re.compile(r"[!-~]+")
 
 BrokerFailureCode = Literal["INVALID", "FULL", "UNKNOWN", "STORAGE"]
 
@@ -34,9 +35,9 @@ BrokerFailureCode = Literal["INVALID", "FULL", "UNKNOWN", "STORAGE"]
 def secret_problem(name: str, value: str, hosts: tuple[str, ...], placeholder: str | None) -> tuple[str, str] | None:
     """Return the field that can't be that of a secret and a sentence on it, which never has the value; None if all
     can."""
-    if not _NAME.fullmatch(name):
-        return "name", "must be 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-', and begin with a letter or a digit"
-    if not VALUE_CHARS[0] <= len(value) <= VALUE_CHARS[1] or not _PRINTABLE.fullmatch(value):
+    if not SECRET_NAME.fullmatch(name):
+        return "name", SECRET_NAME_RULE
+    if not VALUE_CHARS[0] <= len(value) <= VALUE_CHARS[1] or not PRINTABLE.fullmatch(value):
         return "value", f"must be {VALUE_CHARS[0]} to {VALUE_CHARS[1]} printable ASCII characters, no space at an end"
     if not 1 <= len(hosts) <= MAX_HOSTS or sum(map(len, hosts)) > MAX_HOSTS_CHARS:
         return "hosts", f"must be 1 to {MAX_HOSTS} hosts of at most {MAX_HOSTS_CHARS} characters together"
@@ -47,7 +48,7 @@ def secret_problem(name: str, value: str, hosts: tuple[str, ...], placeholder: s
         return "hosts", str(error)
     if placeholder is not None:
         low, high = PLACEHOLDER_CHARS
-        if not low <= len(placeholder) <= high or not _VISIBLE.fullmatch(placeholder):
+        if not low <= len(placeholder) <= high or not VISIBLE.fullmatch(placeholder):
             return "placeholder", f"must be {low} to {high} visible ASCII characters"
         if placeholder in value or value in placeholder:
             return "placeholder", "must differ from the value"

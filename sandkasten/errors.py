@@ -96,6 +96,19 @@ class PreviewsOff(ClientError):
     scope = "node"
 
 
+class SecretsOff(ClientError):
+    """The node keeps no secrets; `details.extra` names the part that is missing, if it is one."""
+
+    code = "SECRETS_OFF"
+    scope = "node"
+
+
+class SecretNotFound(ClientError):
+    """There is no secret of that name."""
+
+    code = "SECRET_NOT_FOUND"
+
+
 class PreviewNotFound(ClientError):
     """The session has no preview of that port."""
 

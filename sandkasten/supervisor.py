@@ -47,7 +47,16 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
+from sandkasten.model.network import (
+    EgressPage,
+    EgressVerdict,
+    NetworkInfo,
+    NewSecret,
+    Preview,
+    PreviewSpec,
+    SecretInfo,
+    SignedPreview,
+)
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
     FileHead,
@@ -439,6 +448,24 @@ class Supervisor(WorkspaceSupervisor, Protocol):
     async def close_preview(self, session_id: str, port: int) -> None:
         """Close a preview and end what is under way to it. Raises `PreviewNotFound`, `SessionNotFound`,
         `SessionExpired`."""
+        ...
+
+    async def put_secret(self, secret: NewSecret) -> None:
+        """Keep a secret, in place of one of that name: connections that may use that one end.
+
+        Raises:
+            InvalidRequest: a field can't be that of a secret.
+            SecretsOff, EgressUnavailable, Capacity, StoreFailed.
+        """
+        ...
+
+    async def secrets(self) -> Sequence[SecretInfo]:
+        """Return the kept secrets, without their values. Raises `SecretsOff`, `EgressUnavailable`."""
+        ...
+
+    async def delete_secret(self, name: str) -> None:
+        """Forget a secret; connections that may use it end. Raises `SecretNotFound`, `SecretsOff`,
+        `EgressUnavailable`, `StoreFailed`."""
         ...
 
     async def egress_log(

@@ -2,7 +2,8 @@
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
 and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process,
-the preview gateway and the broker, which start with these privileges and give them away themselves. Two ways of life, by the argument:
+the preview gateway and the broker, which start with these privileges and give them away themselves. Two ways of life,
+by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
   `START_EGRESS` and the like, with the socket and the log of the process, `KILL` and the like, nothing else. The

@@ -13,15 +13,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from nsinit.wire.protocol import FILES_LIMITS, DiskLimits, Limits, OpenNetwork, SandboxPlan, SeccompProfile, TrustAuthority
+from nsinit.wire.protocol import (
+    FILES_LIMITS,
+    DiskLimits,
+    Limits,
+    OpenNetwork,
+    SandboxPlan,
+    SeccompProfile,
+    TrustAuthority,
+)
 from nsinit.wire.validate import InvalidName, check_cgroup_parent, check_data_dir
 
 START, KILL = b"start", b"kill"
 START_EGRESS, KILL_EGRESS = b"start egress", b"kill egress"
 START_GATEWAY, KILL_GATEWAY = b"start gateway", b"kill gateway"
 START_BROKER, KILL_BROKER = b"start broker", b"kill broker"
-"""The daemon's words to the launcher, about nsinit, the egress process, the preview gateway and the broker. The answer to a start
-is the pid in decimal, with the pidfd, or `FAILED`."""
+"""The daemon's words to the launcher, about nsinit, the egress process, the preview gateway and the broker. The answer
+to a start is the pid in decimal, with the pidfd, or `FAILED`."""
 
 READY, FAILED = b"ready", b"-"
 """The launcher's words: its first one, and that a process could not be started."""

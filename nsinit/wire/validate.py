@@ -21,9 +21,7 @@ from nsinit.wire.protocol import (
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
-_CERTIFICATE = re.compile(
-    r"-----BEGIN CERTIFICATE-----\n(?:[A-Za-z0-9+/=]{1,64}\n){1,64}-----END CERTIFICATE-----\n\Z"
-)
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----\n(?:[A-Za-z0-9+/=]{1,64}\n){1,64}-----END CERTIFICATE-----\n\Z")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
 _DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
 _RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")

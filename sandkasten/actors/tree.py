@@ -5,6 +5,7 @@
     ├── events     the journal's way to disk
     ├── spool      output and records of runs
     ├── nsinit     the one connection to the privileged process
+    ├── broker     the process that has the secrets
     ├── egress     the process that carries the connections of sessions
     ├── previews   the process that carries HTTP to servers in sessions
     ├── images     the image catalogue
@@ -40,7 +41,7 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import egress, events, images, nsinit, previews, store
+from sandkasten.actors.services import broker, egress, events, images, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
@@ -71,6 +72,7 @@ from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.network import resolve_network
 from sandkasten.admission.previews import check_previews, preview_key
 from sandkasten.admission.quotas import KeyShares
+from sandkasten.admission.secrets import placeholder_key
 from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.counters.node import session_bounds, terminals_of
@@ -99,7 +101,16 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
-from sandkasten.model.network import EgressPage, EgressVerdict, NetworkInfo, Preview, PreviewSpec, SignedPreview
+from sandkasten.model.network import (
+    EgressPage,
+    EgressVerdict,
+    NetworkInfo,
+    NewSecret,
+    Preview,
+    PreviewSpec,
+    SecretInfo,
+    SignedPreview,
+)
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import WorkspaceQuota
 from sandkasten.output.store import OutputStore
@@ -135,7 +146,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._profiles, self._start_nsinit, self._start_egress = profiles, start_nsinit, start_egress
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
-        self._previews = Ref("previews")
+        self._previews, self._broker = Ref("previews"), Ref("broker")
         self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
         spool_dir = DataPaths(config.data_dir).spool
         directory, metrics = SessionDirectory(), Metrics()
@@ -143,6 +154,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             store=self._store,
             nsinit=self._nsinit,
             egress=self._egress,
+            broker=self._broker,
             previews=self._previews,
             workspaces=self._workspaces,
             directory=directory,
@@ -179,6 +191,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("events", self._start_events),
             ChildSpec("spool", self._start_spool),
             ChildSpec("nsinit", self._start_nsinit_client, may_keep_failing=True),
+            ChildSpec("broker", self._start_broker_client, may_keep_failing=True),
             ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
             ChildSpec("previews", self._start_preview_client),
             ChildSpec("images", self._start_images),
@@ -230,10 +243,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         except* LauncherGone as gone:  # without root no other launcher can be started
             raise GiveUp(str(unwrap(gone))) from None
 
+    async def _start_broker_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        actor = broker.BrokerClient(
+            self._broker,
+            data_dir=self._config.data_dir,
+            ca_file=self._config.egress.ca_file,
+            key=placeholder_key(self._node.run_key),
+            start=self._start_egress,
+        )
+        await actor.run(task_status=task_status)
+
     async def _start_egress_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         actor = egress.EgressClient(
             self._egress,
             nsinit=self._nsinit,
+            broker=self._broker,
             settings=self._config.egress,
             directory=self._directory,
             logs=self._shared.egress_logs,
@@ -424,6 +448,18 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def close_preview(self, session_id: str, port: int) -> None:
         entry = await self._live(session_id)
         await entry.ref.ask(ClosePreview(port))
+
+    # Secrets ----------------------------------------------------------------------------------------------------
+
+    async def put_secret(self, secret: NewSecret) -> None:
+        await self._broker.ask_again(broker.PutSecret(secret))
+
+    async def secrets(self) -> Sequence[SecretInfo]:
+        found = await self._broker.ask_again(broker.ListSecrets())
+        return tuple(SecretInfo(each.name, each.hosts, each.placeholder) for each in found)
+
+    async def delete_secret(self, name: str) -> None:
+        await self._broker.ask_again(broker.DropSecret(name))
 
     # Files ------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ def resolve_network(asked: Network | None, config: Config) -> Network:
         InvalidRule: a rule is none, or there are too many.
     """
     network = Network(NetworkMode(config.defaults.network_mode)) if asked is None else asked
-    if not network.has_way_out and (given := [name for name in ("allow", "deny") if getattr(network, name)]):
+    bound = [name for name in ("allow", "deny", "secrets") if getattr(network, name)]
+    if not network.has_way_out and (given := bound):
         problems = {f"network.{name}": "must be empty in the mode 'none'" for name in given}
         raise InvalidRequest("a rule needs a way out", **problems)
     _check_limits(network.limits)

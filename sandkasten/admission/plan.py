@@ -16,6 +16,7 @@ import attrs
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ImageKind, SandboxPlan
 from sandkasten.admission.network import resolve_network
+from sandkasten.admission.secrets import NO_SECRETS, SecretTexts, check_secret_env
 from sandkasten.config import Config, Defaults, DiskSettings, Maximum
 from sandkasten.model import (
     EXEC_MODES,
@@ -66,6 +67,12 @@ class Resolved:
     shell: str
     options: SessionOptions
     network: Network
+    secrets: SecretTexts = NO_SECRETS
+    """Those that the network names, once they were asked for."""
+
+    def environment(self, session_id: str, spec: SessionSpec) -> Mapping[str, str]:
+        """Return the environment of a session that is made with these settings."""
+        return self.secrets.environment(session_id, self.network, spec.env, spec.secret_env)
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
@@ -104,6 +111,8 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
     check_disk_limits(limits, config.disk)
     limits = fill_fixed(limits, config.defaults)
     check_maximum(limits, config.maximum)
+    network = resolve_network(spec.network, config)
+    check_secret_env(spec.secret_env, network)
     return Resolved(
         image=image,
         ttl_s=spec.ttl_s or float(config.session_ttl_seconds),
@@ -112,7 +121,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         readonly_rootfs=config.defaults.readonly_rootfs if spec.readonly_rootfs is None else spec.readonly_rootfs,
         shell=spec.shell or config.defaults.shell_prefer,
         options=attrs.evolve(_options(spec, config, exec_mode), stop_grace_ms=stop_grace_ms),
-        network=resolve_network(spec.network, config),
+        network=network,
     )
 
 

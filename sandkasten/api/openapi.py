@@ -26,13 +26,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
+from egress import brokering
 from egress.policy import MAX_RULES
 from runner.wire.protocol import MAX_EDITS
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
 from sandkasten.api.http.routing import Messages, Route, RouteKind
-from sandkasten.api.resources import fields, file_contents, network, run_output, sessions
+from sandkasten.api.resources import fields, file_contents, network, run_output, secrets, sessions
 from sandkasten.api.resources.events import EventBody
 from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
@@ -40,6 +41,7 @@ from sandkasten.journal.fields import COMMON_FIELDS, EVENT_FIELDS, FIELD_TYPES
 from sandkasten.model import LIMIT_BOUNDS, EventType, errors
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.keys import Access
+from sandkasten.model.network import MAX_SESSION_SECRETS
 
 Schema = dict[str, Any]  # JSON values
 
@@ -315,6 +317,13 @@ def _edit_forms() -> Iterator[Schema]:
         }
 
 
+_SECRET_NAME: Schema = {"type": "string", "pattern": _anchored(brokering.SECRET_NAME.pattern)}
+_SECRET: Schema = {
+    "type": "object",
+    "properties": {"secret": _SECRET_NAME},
+    "required": ["secret"],
+    "additionalProperties": False,
+}
 _POSITION = _anchored(run_output.POSITION.pattern)
 _LOW_CORES, _HIGH_CORES = LIMIT_BOUNDS["cpu"]
 
@@ -330,10 +339,33 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.FileMode: {"type": "string", "pattern": _anchored(fields.MODE.pattern)},
     fields.Pattern: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATTERN_CHARS},
     fields.Environment: {"type": "object", "additionalProperties": _STRING, "maxProperties": fields.MAX_ENV_NAMES},
-    fields.EnvironmentPatch: {
+    fields.SessionEnvironment: {
         "type": "object",
-        "additionalProperties": {"type": ["string", "null"]},
+        "additionalProperties": {"anyOf": [_STRING, _SECRET]},
         "maxProperties": fields.MAX_ENV_NAMES,
+    },
+    fields.SessionEnvironmentPatch: {
+        "type": "object",
+        "additionalProperties": {"anyOf": [{"type": ["string", "null"]}, _SECRET]},
+        "maxProperties": fields.MAX_ENV_NAMES,
+    },
+    network.SecretNames: {
+        "type": "array",
+        "items": _SECRET_NAME,
+        "maxItems": MAX_SESSION_SECRETS,
+    },
+    secrets.SecretValue: {
+        "type": "string",
+        "minLength": brokering.VALUE_CHARS[0],
+        "maxLength": brokering.VALUE_CHARS[1],
+        "pattern": f"^(?:{brokering.PRINTABLE.pattern})$",
+    },
+    secrets.SecretHosts: {**_STRINGS, "minItems": 1, "maxItems": brokering.MAX_HOSTS},
+    secrets.Placeholder: {
+        "type": "string",
+        "minLength": brokering.PLACEHOLDER_CHARS[0],
+        "maxLength": brokering.PLACEHOLDER_CHARS[1],
+        "pattern": f"^(?:{brokering.VISIBLE.pattern})$",
     },
     fields.Labels: {
         "type": "object",

@@ -27,7 +27,19 @@ from sandkasten.api.http.json import encode_json
 from sandkasten.api.http.routing import Messages, Route, RouteKind, RouteTable
 from sandkasten.api.http.sse import ErrorEvent
 from sandkasten.api.openapi import document
-from sandkasten.api.resources import events, files, keys, mcp, network, node, previews, runs, sessions, workspaces
+from sandkasten.api.resources import (
+    events,
+    files,
+    keys,
+    mcp,
+    network,
+    node,
+    previews,
+    runs,
+    secrets,
+    sessions,
+    workspaces,
+)
 from sandkasten.api.resources import file_archives as archives
 from sandkasten.api.resources import file_changes as changes
 from sandkasten.api.resources import file_contents as contents
@@ -74,7 +86,10 @@ _PATH: _Errors = (
 )
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)
-_WAY_OUT: _Errors = (errors.InvalidRule, errors.EgressUnavailable, errors.NetworkNotSupported)
+_WAY_OUT: _Errors = (
+    *(errors.InvalidRule, errors.EgressUnavailable, errors.NetworkNotSupported),
+    *(errors.SecretNotFound, errors.SecretsOff),
+)
 """Errors of what needs a session's processes; begins a run, in a shell; names a path, that of one file; makes or takes
 up a workspace; asks for a network. `openapi.errors_of` adds those that follow from the needs."""
 
@@ -280,6 +295,22 @@ TABLE = RouteTable(
         _json("POST", "/v1/node/undrain", node.undrain, RULE_NODE, answer=node.NodeBody),
         _json("GET", "/v1/pools", node.pools, SEE_NODE, answer=list[PoolInfo]),
         _json("GET", "/v1/keys", keys.list_keys, RULE_NODE, answer=keys.KeysBody),
+        *_failing(
+            (errors.SecretsOff, errors.EgressUnavailable),
+            _json("GET", "/v1/secrets", secrets.list_secrets, RULE_NODE, answer=secrets.SecretsBody),
+            _json(
+                *("POST", "/v1/secrets", secrets.put_secret, RULE_NODE),
+                body=secrets.SecretRequest,
+                answer=secrets.SecretBody,
+                statuses=_CREATED,
+                errors=(errors.Capacity, errors.StoreFailed),
+            ),
+            _json(
+                *("DELETE", "/v1/secrets/{name}", secrets.delete_secret, RULE_NODE),
+                answer=sessions.DoneBody,
+                errors=(errors.SecretNotFound, errors.StoreFailed),
+            ),
+        ),
         *_event_routes("/v1/events", FIND),
         *(
             _raw(

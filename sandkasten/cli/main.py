@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "node": ("nodes", "show the node"),
     "drain": ("nodes", "refuse new sessions, or take them again"),
     "workspace": ("nodes", "look after workspaces"),
+    "secret": ("secrets", "look after values that sessions use and never see"),
     "mcp": ("nodes", "speak MCP on standard input and output"),
     "context": ("context", "choose the server that the verbs above speak to"),
     "completion": ("completion", "print the completion script of a shell"),

@@ -371,7 +371,7 @@ def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[st
 class EgressSettings:
     """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are private networks that may be
     reached, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are rules by
-    a name, which a session's rules call `@name`. `ca_file`: authorities besides the machine's, in PEM, that the hosts of
+    a name, which a session's rules call `@name`. `ca_file`: authorities besides the machine's, in PEM, that hosts of
     secrets may have their certificates of.
     """
 

@@ -2,9 +2,9 @@
 
 nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
 apart; the others come in the first two ways. Each way returns a `ChildProcess`: our end of the socket, and the means to
-watch, kill and reap the process. None gets a secret at its start: an empty environment, and no descriptor but /dev/null, its log and
-its socket. The actors in `actors/services` own the processes; `keep_running` starts one again after its end, and
-`forward_log` passes log lines on.
+watch, kill and reap the process. None gets a secret at its start: an empty environment, and no descriptor but
+/dev/null, its log and its socket. The actors in `actors/services` own the processes; `keep_running` starts one again
+after its end, and `forward_log` passes log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 """
@@ -61,6 +61,9 @@ _STEADY_S = 30.0
 """A process that ran so long is started again after the first pause."""
 
 _LAST_WORDS_S = 1.0
+
+STOP_S = 2.0
+"""Time for a process to end by itself, when its socket is closed."""
 
 # Starting
 
@@ -345,8 +348,8 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 async def forward_log(fd: int, program: str = "nsinit") -> None:
     """Log each line of a pipe until its other end is closed, events and fields under the name of the program.
 
-    No program sees a command, and the broker's lines have no secret in them, so nothing is hidden. A line that is not of `nsinit/log.py`, such
-    as a traceback or a tool's message, is logged as it is.
+    No program sees a command, and the broker's lines have no secret in them, so nothing is hidden. A line that is not
+    of `nsinit/log.py`, such as a traceback or a tool's message, is logged as it is.
     """
     buffer = b""
     while True:

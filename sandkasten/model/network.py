@@ -67,6 +67,28 @@ PROXY_VARIABLES: Mapping[str, str] = MappingProxyType(
 """Variables of the environment by which programs find the proxy of a session's way out (`egress/proxy.py`)."""
 
 
+TRUST_FILE = "/run/sandkasten/views/trust.pem"
+"""The file of a session with secrets that holds its image's authorities and the installation's
+(`nsinit/sandbox/views.py`)."""
+TRUST_VARIABLES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        (
+            "SSL_CERT_FILE",
+            "REQUESTS_CA_BUNDLE",
+            "NODE_EXTRA_CA_CERTS",
+            "GIT_SSL_CAINFO",
+            "CURL_CA_BUNDLE",
+            "PIP_CERT",
+        ),
+        TRUST_FILE,
+    )
+)
+"""Variables of the environment by which programs find the authorities to trust."""
+
+MAX_SESSION_SECRETS = 16
+"""Most secrets of one session."""
+
+
 def _texts(value: Iterable[str]) -> tuple[str, ...]:
     return tuple(value)
 
@@ -78,7 +100,8 @@ def _limits(value: NetworkLimits | Mapping[str, Any]) -> NetworkLimits:  # Any: 
 @attrs.frozen
 class Network:
     """The network of a session. `allow` and `deny` are rules; `deny` is asked before `allow`. With `proxy_env` the
-    session's environment names the proxy of its way out, for programs that can't do without.
+    session's environment names the proxy of its way out, for programs that can't do without. `secrets` are names of
+    values that the session may use and not read.
     """
 
     mode: NetworkMode = attrs.field(default=NetworkMode.NONE, converter=NetworkMode)
@@ -87,6 +110,7 @@ class Network:
     limits: NetworkLimits = attrs.field(factory=NetworkLimits, converter=_limits)
     log: EgressLogging = attrs.field(default=EgressLogging.ALL, converter=EgressLogging)
     proxy_env: bool = False
+    secrets: Sequence[str] = attrs.field(default=(), converter=_texts)
 
     @property
     def has_way_out(self) -> bool:
@@ -96,7 +120,10 @@ class Network:
     @property
     def variables(self) -> Mapping[str, str]:
         """Variables of the session's environment that come with the network; those of a caller go before."""
-        return PROXY_VARIABLES if self.proxy_env and self.has_way_out else {}
+        return {
+            **(PROXY_VARIABLES if self.proxy_env and self.has_way_out else {}),
+            **(TRUST_VARIABLES if self.secrets else {}),
+        }
 
 
 @attrs.frozen
@@ -181,6 +208,29 @@ class EgressDenial:
 
 MAX_DENIALS = 8
 """Most refusals in the end of one run."""
+
+
+# Secrets --------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class NewSecret:
+    """A secret to keep. Its text has no value in it. `hosts` are rules for names; `placeholder` stands for the value in
+    sessions, None: a text of each session's own."""
+
+    name: str
+    value: str = attrs.field(repr=False)
+    hosts: Sequence[str] = attrs.field(converter=_texts)
+    placeholder: str | None = None
+
+
+@attrs.frozen
+class SecretInfo:
+    """A kept secret; nothing gives its value back."""
+
+    name: str
+    hosts: Sequence[str]
+    placeholder: str | None = None
 
 
 # The way in ----------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class SessionSpec:
     `idempotency_key`: the same key with the same spec answers with the same session, with another spec it is a
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
     workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
-    configured one is added.
+    configured one is added. `secret_env`: from variables to names of secrets, whose placeholders they get.
     """
 
     image: str | None = None
@@ -256,6 +256,7 @@ class SessionSpec:
     workspace_within: Mapping[str, str] = attrs.field(factory=dict)
     labels: Mapping[str, str] = attrs.field(factory=dict)
     env: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    secret_env: Mapping[str, str] = attrs.field(factory=dict)
     limits: Limits | None = None
     max_lifetime_s: float | None = None
     readonly_rootfs: bool | None = None
@@ -274,7 +275,8 @@ class SessionSpec:
 
 @attrs.frozen
 class SessionPatch:
-    """Changes of a live session; `None` leaves a field as it is. In `env` a value of None removes the variable.
+    """Changes of a live session; `None` leaves a field as it is. In `env` a value of None removes the variable;
+    `secret_env` as in a spec.
 
     `network` replaces the present one whole. With `if_revision` the patch is a `Conflict`, whose details have the
     present `revision`, unless the network is at that revision.
@@ -285,6 +287,7 @@ class SessionPatch:
     labels: Mapping[str, str] | None = None
     limits: Limits | None = None
     env: Mapping[str, str | None] | None = attrs.field(default=None, repr=False)
+    secret_env: Mapping[str, str] = attrs.field(factory=dict)
     network: Network | None = None
     if_revision: int | None = None
 

@@ -332,7 +332,18 @@ class NetworkInfo(Taken):
     log: str
     revision: int
     proxy_env: bool = False
+    secrets: list[str] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class SecretInfo(Taken):
+    """Secret that the server keeps; its value is told to nobody. `placeholder` stands for it in sessions, None: a text
+    of each session's own."""
+
+    name: str
+    hosts: list[str]
+    placeholder: str | None = None
 
 
 @dataclass

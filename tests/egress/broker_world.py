@@ -104,7 +104,9 @@ def broker(data_dir: Path, ca_file: Path | None = None) -> Iterator[BrokerProces
         process.end()
 
 
-async def attach(egress: Egress, *allow: str, secrets: Sequence[str] = ("key",), hosts: Sequence[str] = (HOST,)) -> Inside:
+async def attach(
+    egress: Egress, *allow: str, secrets: Sequence[str] = ("key",), hosts: Sequence[str] = (HOST,)
+) -> Inside:
     """Attach a session that may use secrets, all for these hosts and with the same placeholder."""
     inside = Inside()
     egress._insides.append(inside)

@@ -6,11 +6,7 @@ The broker is the real program; the egress process runs in the test, in networks
 from __future__ import annotations
 
 import base64
-import json
-import os
-import signal
-import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,8 +14,6 @@ import attrs
 import pytest
 import trio
 
-from egress import brokering as b
-from egress import protocol as p
 from tests.egress.broker_world import (
     HOST,
     PLACEHOLDER,
@@ -32,7 +26,7 @@ from tests.egress.broker_world import (
     tls_server,
     trusting,
 )
-from tests.egress.harness import OTHER_PUBLIC, PUBLIC, Egress, Inside, Names, egress, is_reset, server
+from tests.egress.harness import PUBLIC, Egress, Inside, Names, egress, server
 from tests.waiting import patience
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -96,8 +90,8 @@ async def scene(
 async def test_the_value_arrives_in_a_header(tmp_path: Path) -> None:
     """The placeholder in a field is the value at the server; target and body are as they were."""
     async with scene(tmp_path) as world:
-        head = f"POST /v?q={PLACEHOLDER} HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Bearer {PLACEHOLDER}\r\nContent-Length: 0"
-        assert b"200 OK" in await world.ask(head.encode())
+        head = f"POST /v?q={PLACEHOLDER} HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 0\r\n"
+        assert b"200 OK" in await world.ask(f"{head}Authorization: Bearer {PLACEHOLDER}".encode())
     (request,) = world.api.requests
     assert f"Authorization: Bearer {VALUE}".encode() in request
     assert request.startswith(f"POST /v?q={PLACEHOLDER} ".encode())
@@ -116,9 +110,7 @@ async def test_the_value_arrives_inside_of_basic_credentials(tmp_path: Path) -> 
 async def test_another_host_gets_the_placeholder(tmp_path: Path) -> None:
     """Its TLS is not opened: the client meets the server's own certificate."""
     async with scene(tmp_path, HOST, "other.example", served_as="other.example") as world:
-        await world.ask(
-            f"GET / HTTP/1.1\r\nHost: other.example\r\nX-Key: {PLACEHOLDER}".encode(), "other.example"
-        )
+        await world.ask(f"GET / HTTP/1.1\r\nHost: other.example\r\nX-Key: {PLACEHOLDER}".encode(), "other.example")
     (request,) = world.api.requests
     assert PLACEHOLDER.encode() in request
     assert VALUE.encode() not in request
@@ -160,7 +152,8 @@ async def test_another_host_within_the_tls_is_refused(tmp_path: Path) -> None:
         f"HTTP/1.1 103 Early Hints\r\nLink: {VALUE}\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".encode(),
         f"HTTP/1.1 200 {VALUE}\r\nContent-Length: 0\r\n\r\n".encode(),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + f"X-T: {VALUE}\r\n\r\n".encode(),
-        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n\x81\x18" + VALUE.encode(),
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n\x81\x18"
+        + VALUE.encode(),
     ],
     ids=["body", "field", "redirect", "chunks of one byte", "early hints", "reason", "trailer", "after a 101"],
 )

@@ -35,8 +35,8 @@ class World:
 
     def __init__(self, net_fd: int, hosts: Path, undo: ExitStack) -> None:
         self._net_fd, self._hosts, self._undo = net_fd, hosts, undo
-        self.egress_pid = 0
-        """The egress process that was started last."""
+        self.pids: dict[Role, int] = {}
+        """The process of each role that was started last."""
         self.heard: list[tuple[str, int]] = []
         """The address and port of each connection that a server took."""
 
@@ -62,22 +62,27 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self, role: Role = "egress") -> ChildProcess:
-        """Start an egress process in the world; a `StartEgress`."""
+    async def start_egress(self, role: Role = "egress", *places: str) -> ChildProcess:
+        """Start a role of the program `egress` in the world; a `StartEgress`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_read, log_write = os.pipe2(os.O_CLOEXEC)
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
-                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role],
+                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role, *places],
                 stdin=subprocess.DEVNULL,
                 stderr=log_write,
                 pass_fds=(protocol.CHANNEL_FD,),
                 preexec_fn=lambda: self._enter(theirs.fileno()),
             )
         os.close(log_write)
-        self.egress_pid = process.pid
+        self.pids[role] = process.pid
         pidfd = OwnedFd(os.pidfd_open(process.pid))
         return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=process.wait)
+
+    @property
+    def egress_pid(self) -> int:
+        """The egress process that was started last."""
+        return self.pids["egress"]
 
     def _enter(self, channel_fd: int) -> None:
         """Enter the namespace and see its hosts file, in a child about to execute a program."""

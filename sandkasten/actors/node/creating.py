@@ -21,6 +21,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.node.sandbox_pool import MountedImage, SandboxPool
 from sandkasten.actors.node.session_pools import POOL, SessionPools
 from sandkasten.actors.services import images as images_actor
+from sandkasten.actors.services.broker import find_secrets
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.birth import Creation
 from sandkasten.actors.session.record import expiry
@@ -73,6 +74,7 @@ class Creating:
         node: NodeIdentity,
         *,
         images: Ref,
+        broker: Ref,
         workspaces: Ref,
         holds: Holds,
         budget: Budget,
@@ -81,7 +83,7 @@ class Creating:
         start: Callable[[SessionRecord, Creation], SessionActor],
         went_quiet: Callable[[], None],
     ) -> None:
-        self._config, self._node, self._images = config, node, images
+        self._config, self._node, self._images, self._broker = config, node, images, broker
         self._workspaces, self._holds = workspaces, holds
         self._budget, self._pools, self._sandbox_pool = budget, pools, sandbox_pool
         self._start, self._went_quiet = start, went_quiet
@@ -120,6 +122,7 @@ class Creating:
         began = trio.current_time()
         self._refuse_when_draining()
         resolved = resolve(spec, self._config)
+        resolved = attrs.evolve(resolved, secrets=await find_secrets(self._broker, resolved.network))
         reserve.check(self._config.data_dir, self._config.disk)
         image = await self._images.ask(images_actor.Resolve(resolved.image))
         self._refuse_when_draining()
@@ -149,7 +152,7 @@ class Creating:
                 self._budget.release(place)  # counted under its id from here
                 # A shell that starts in a crowd of creates takes the processor that they wait for.
                 shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
-                env = {**resolved.network.variables, **spec.env}
+                env = resolved.environment(record.session.id, spec)
                 creation = Creation(resolved, image.name, image.kind, prepared is not None, shell_ms, env)
                 session = await self._built(record, creation)
         finally:

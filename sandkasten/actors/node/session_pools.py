@@ -33,6 +33,7 @@ from sandkasten.actors.session.record import age_s
 from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved, resolve
+from sandkasten.admission.secrets import NO_SECRETS
 from sandkasten.config import Config, PoolSize
 from sandkasten.images.catalog import Image
 from sandkasten.model import EventType, Session, SessionSpec
@@ -152,7 +153,9 @@ def settings_of(resolved: Resolved) -> Resolved:
     others are the client's: times to live, choices that the daemon alone keeps, and the network, which a member gets
     with the claim."""
     options = attrs.evolve(resolved.options, exec_mode="", workspace_mode="", stop_grace_ms=0, streams=None)
-    return attrs.evolve(resolved, image="", ttl_s=0.0, max_lifetime_s=0.0, options=options, network=Network())
+    return attrs.evolve(
+        resolved, image="", ttl_s=0.0, max_lifetime_s=0.0, options=options, network=Network(), secrets=NO_SECRETS
+    )
 
 
 def digest_of(settings: Resolved, image: Image) -> str:
@@ -283,7 +286,7 @@ class SessionPool:
                 "acquire_source": POOL,
                 "acquire_detail": None,
             },
-            env={**resolved.network.variables, **spec.env},
+            env=resolved.environment(member.session_id, spec),
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
         )

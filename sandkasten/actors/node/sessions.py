@@ -187,6 +187,7 @@ class Sessions(Actor):
             self._config,
             self._node,
             images=self._images,
+            broker=self._shared.broker,
             workspaces=self._shared.workspaces,
             holds=self._holds,
             budget=self._budget,

@@ -147,6 +147,7 @@ class Shared:
     store: Ref
     nsinit: Ref
     egress: Ref
+    broker: Ref
     previews: Ref
     workspaces: Ref
     directory: SessionDirectory

@@ -23,11 +23,12 @@ import trio
 
 from egress import protocol
 from egress.policy import Reason
-from nsinit.wire.protocol import NETWORK_STAGE
+from nsinit.wire.protocol import NETWORK_STAGE, TrustAuthority
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref, unwrap
+from sandkasten.actors.services.broker import ConnectEgress, find_secrets
 from sandkasten.actors.services.directory import SessionDirectory
-from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, open_network
+from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, call, open_network
 from sandkasten.admission.network import rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
@@ -35,7 +36,7 @@ from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, StartEgress, keep_running
+from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_running
 from sandkasten.model import EventType, Session
 from sandkasten.model.errors import (
     BuildFailed,
@@ -59,8 +60,7 @@ and its libraries take a third of a second on a quick machine."""
 _IN_FORCE_S = 10.0
 """Deadline for the answer to one request of a process that has answered."""
 
-STOP_S = 2.0
-"""Time for a process to end by itself, when its socket is closed."""
+_JOIN_PAUSE_S = 1.0
 
 _COUNT_S = 2.0
 """The longest wait for the counters of a way out; statistics are wanted without them, too."""
@@ -77,6 +77,7 @@ class OpenWay(Ask[None]):
         EgressUnavailable: the process can't be started or does not answer. A new way out is closed then; one that was
             there before stays as it was, or closed.
         NetworkNotSupported: the kernel can't steer connections.
+        SecretNotFound, SecretsOff: a secret that the network names can't be had.
         BuildFailed: nsinit could not open the session's namespace.
         InvalidRequest, InvalidRule: the configuration has no such group any more, or a lower maximum.
     """
@@ -111,6 +112,7 @@ class _Way:
     session_id: str
     policy: protocol.PolicyText
     limits: protocol.WayOutLimits
+    secrets: tuple[protocol.SecretUse, ...] = ()
     fds: Sequence[OwnedFd] = ()
     """Empty until nsinit has made them."""
     is_attached: bool = False
@@ -136,8 +138,10 @@ class _Way:
         self.refusal = refusal
         self.settled.set()
 
-    def wish(self, policy: protocol.PolicyText, limits: protocol.WayOutLimits) -> None:
-        self.policy, self.limits = policy, limits
+    def wish(
+        self, policy: protocol.PolicyText, limits: protocol.WayOutLimits, secrets: tuple[protocol.SecretUse, ...]
+    ) -> None:
+        self.policy, self.limits, self.secrets = policy, limits, secrets
         self.settled, self.refusal = trio.Event(), None
 
     def close(self) -> None:
@@ -153,6 +157,7 @@ class EgressClient(Actor):
         ref: Ref,
         *,
         nsinit: Ref,
+        broker: Ref,
         settings: EgressSettings,
         directory: SessionDirectory,
         logs: EgressLogs,
@@ -161,7 +166,10 @@ class EgressClient(Actor):
         start: StartEgress | None,
     ) -> None:
         super().__init__(ref)
-        self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
+        self._nsinit, self._broker = nsinit, broker
+        self._directory, self._settings, self._start = directory, settings, start
+        self._wants_broker, self._joined = trio.Event(), trio.Event()
+        """`_joined` is set while the process has a broker to hand connections to."""
         self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
@@ -213,17 +221,24 @@ class EgressClient(Actor):
         if self._start is None:
             raise EgressUnavailable("this daemon has no way to start an egress process: its nsinit is a service apart")
         policy, limits = self._wish_of(message.network)
+        texts = await find_secrets(self._broker, message.network)
+        secrets = texts.uses(message.session_id)
+        if secrets:
+            await ask_patiently(self._nsinit, call(TrustAuthority, message.session_id, texts.certificate))
+            self._wants_broker.set()
         way = self._ways.get(message.session_id)
-        before = None if way is None else (way.policy, way.limits)
+        before = None if way is None else (way.policy, way.limits, way.secrets)
         if way is None:
-            way = self._ways[message.session_id] = _Way(message.session_id, policy, limits)
+            way = self._ways[message.session_id] = _Way(message.session_id, policy, limits, secrets)
             await self._make(way)
         else:
-            way.wish(policy, limits)
+            way.wish(policy, limits, secrets)
         self._logs.open(message.session_id, message.network.log)
         self._work.set()
         with trio.move_on_after(_START_S) as patience:
             await way.settled.wait()
+            if secrets and way.refusal is None:
+                await self._joined.wait()
         refusal = way.refusal
         if patience.cancelled_caught:
             refusal = EgressUnavailable("the egress process does not answer, or can't be started")
@@ -303,6 +318,7 @@ class EgressClient(Actor):
             async with trio.open_nursery() as nursery:
                 link = EgressLink(process.sock, self._take)
                 nursery.start_soon(self._serve, link, process, nursery.cancel_scope)
+                nursery.start_soon(self._join_brokers, link)
                 settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
                 with trio.fail_after(_START_S):
                     await link.request(settings, protocol.Configured)
@@ -327,6 +343,23 @@ class EgressClient(Actor):
         if failure is not None:
             raise EgressUnavailable(str(failure))
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
+
+    async def _join_brokers(self, link: EgressLink) -> None:
+        """Bring the process together with the broker, once a session has secrets, and with each one that follows."""
+        await self._wants_broker.wait()
+        while True:
+            try:
+                broker = await self._broker.ask_again(ConnectEgress())
+                with broker.fd:
+                    await self._request(link, protocol.UseBroker(0), [broker.fd.fileno()])
+                self._joined.set()
+                try:
+                    await broker.ended.wait()
+                finally:
+                    self._joined = trio.Event()
+            except (SandkastenError, trio.TooSlowError) as error:
+                log.error("broker_not_joined", extra={"error": str(error)})
+                await trio.sleep(_JOIN_PAUSE_S)
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
@@ -355,9 +388,9 @@ class EgressClient(Actor):
         settled, refusal, was_attached = way.settled, None, way.is_attached
         try:
             if way.is_attached:
-                await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits))
+                await self._request(link, protocol.SetPolicy(0, way.session_id, way.policy, way.limits, way.secrets))
             else:
-                order = protocol.AttachSession(0, way.session_id, way.policy, way.limits)
+                order = protocol.AttachSession(0, way.session_id, way.policy, way.limits, way.secrets)
                 way.note_attached(attached=True)  # also without an answer: it is detached later then
                 with ExitStack() as copies:  # of its own: the way may be closed before its turn to send has come
                     fds = [copies.enter_context(OwnedFd(os.dup(each.fileno()))).fileno() for each in way.fds]

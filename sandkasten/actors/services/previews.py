@@ -23,12 +23,11 @@ from egress import knocking
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import Entry, SessionDirectory
-from sandkasten.actors.services.egress import STOP_S
 from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
 from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, StartEgress, keep_running
+from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_running
 from sandkasten.model import Status
 from sandkasten.model.errors import SandkastenError
 from sandkasten.model.lifecycle import USABLE

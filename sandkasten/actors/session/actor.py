@@ -556,7 +556,8 @@ class SessionActor(Actor):
     async def _update(self, patch: SessionPatch) -> Session:
         self._require(WHOLE)
         check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
-        if patch.env is not None:
+        network = self.session.network if patch.network is None else patch.network
+        if patch.env is not None or patch.secret_env or network.variables != self.session.network.variables:
             await self._go_on(self._pausing.wake)
         await change_session(self, self._own, patch, services=self._services)
         self._own.renew()

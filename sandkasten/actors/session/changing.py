@@ -16,11 +16,13 @@ from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
+from sandkasten.actors.services.broker import find_secrets
 from sandkasten.actors.services.egress import CloseWay, OpenWay
 from sandkasten.actors.services.nsinit import call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
+from sandkasten.admission.secrets import check_secret_env
 from sandkasten.config import DiskSettings
 from sandkasten.model import EventType, Limits, Session, SessionPatch
 from sandkasten.model.errors import (
@@ -137,6 +139,8 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
     if patch.if_revision not in (None, revision):
         raise Conflict("the network was changed meanwhile", revision=revision)
     network = patch.network
+    if patch.secret_env:
+        patch = await _with_placeholders(services.broker, session, patch)
     if network is None:
         await _change_rest(host, own, patch, services=services)
         return
@@ -151,6 +155,15 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
         raise
     own.change(network=network, network_revision=revision + 1)
     host.emit(EventType.NETWORK_CHANGED, mode=network.mode.value, revision=revision + 1)
+
+
+async def _with_placeholders(broker: Ref, session: Session, patch: SessionPatch) -> SessionPatch:
+    """Return a patch whose environment has placeholders of the secrets that it names. Raises `InvalidRequest`, and as
+    `FindSecrets`."""
+    network = patch.network or session.network
+    check_secret_env(patch.secret_env, network)
+    placeholders = (await find_secrets(broker, network)).placeholders(session.id, patch.secret_env)
+    return attrs.evolve(patch, env={**(patch.env or {}), **placeholders})
 
 
 async def put_network(egress: Ref, session_id: str, network: Network) -> None:

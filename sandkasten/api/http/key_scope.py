@@ -16,7 +16,7 @@ from sandkasten.model.errors import Forbidden, SessionNotFound
 from sandkasten.model.keys import CONFIGURED_ID, LOCAL_ID, ApiKey
 from sandkasten.model.lifecycle import ENDED
 from sandkasten.model.listing import LabelSelector, SessionQuery
-from sandkasten.model.network import NetworkMode
+from sandkasten.model.network import Network, NetworkMode
 from sandkasten.model.workspace import EVERYWHERE, Within
 from sandkasten.supervisor import Supervisor, WorkspaceSupervisor
 
@@ -32,9 +32,10 @@ def owned_spec(key: ApiKey, spec: SessionSpec, *, default_network: NetworkMode) 
     `default_network` is the mode of a spec without a network.
 
     Raises:
-        Forbidden: the spec has another value for the key's label, or a network beyond the key's.
+        Forbidden: the spec has another value for the key's label, or a network beyond the key's, or a confined key
+            names secrets.
     """
-    _check_network(key, default_network if spec.network is None else spec.network.mode)
+    _check_network(key, Network(default_network) if spec.network is None else spec.network)
     return attrs.evolve(
         spec,
         labels=own_labels(key, spec.labels),
@@ -51,11 +52,14 @@ def owned_patch(key: ApiKey, patch: SessionPatch) -> SessionPatch:
         Forbidden: the change has another value for the key's label, or a network beyond the key's.
     """
     if patch.network is not None:
-        _check_network(key, patch.network.mode)
+        _check_network(key, patch.network)
     return patch if patch.labels is None else attrs.evolve(patch, labels=own_labels(key, patch.labels))
 
 
-def _check_network(key: ApiKey, mode: NetworkMode) -> None:
+def _check_network(key: ApiKey, network: Network) -> None:
+    mode = network.mode
+    if network.secrets and key.label is not None:  # secrets have no label: one would be for every tenant
+        raise Forbidden(f"this API key is confined to {key.label.name}={key.label.value}, and may name no secrets")
     if key.max_network is not None and mode.exceeds(key.max_network):
         message = f"this API key may ask for the network mode {key.max_network.value!r} at most"
         raise Forbidden(message, needs=mode.value, has=key.max_network.value)

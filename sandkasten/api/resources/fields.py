@@ -25,6 +25,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
+from egress.brokering import SECRET_NAME
 from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
@@ -112,7 +113,9 @@ Cells = NewType("Cells", int)
 SignalNumber = NewType("SignalNumber", int)
 PortNumber = NewType("PortNumber", int)
 Pattern = NewType("Pattern", str)
-EnvironmentPatch = NewType("EnvironmentPatch", dict[str, str | None])
+SessionEnvironment = NewType("SessionEnvironment", dict[str, Any])
+SessionEnvironmentPatch = NewType("SessionEnvironmentPatch", dict[str, Any])
+"""Variables of a session, whose values may be secrets: `{"secret": NAME}`. In a patch a value may be null."""
 ExecMode = NewType("ExecMode", str)
 SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
@@ -478,12 +481,28 @@ def _check_names(variables: Mapping[str, object]) -> None:
         raise ValueError(f"must not have more than {MAX_ENV_NAMES} names")
 
 
-def _environment_patch(value: object) -> dict[str, str | None]:
+def _session_environment(value: object, *, may_be_null: bool = False) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError("must be an object of strings and nulls")
+        raise ValueError("must be an object of strings and secrets")
     _check_names(value)
-    _environment({name: "" if content is None else content for name, content in value.items()})
+    _environment({name: _plain(content, may_be_null=may_be_null) for name, content in value.items()})
     return dict(value)
+
+
+def _plain(content: object, *, may_be_null: bool) -> object:
+    """Return a variable's own text; nothing for a secret, and for null where that is a value."""
+    if not isinstance(content, Mapping):
+        return "" if content is None and may_be_null else content
+    name = content.get("secret")
+    if len(content) != 1 or not isinstance(name, str) or not SECRET_NAME.match(name):
+        raise ValueError('must have strings, or {"secret": NAME} with the name of a secret')
+    return ""
+
+
+def split_environment(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the variables with values of their own, and those with names of secrets."""
+    named = {name: content["secret"] for name, content in env.items() if isinstance(content, Mapping)}
+    return {name: content for name, content in env.items() if name not in named}, named
 
 
 def _labels(value: object) -> dict[str, str]:
@@ -540,7 +559,8 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     SignalNumber: _signal_number,
     PortNumber: Between(1, 65_535),
     Pattern: _pattern,
-    EnvironmentPatch: _environment_patch,
+    SessionEnvironment: _session_environment,
+    SessionEnvironmentPatch: functools.partial(_session_environment, may_be_null=True),
     WaitTarget: Choice(("exit",)),
     ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),

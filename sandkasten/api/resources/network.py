@@ -7,6 +7,7 @@ from typing import ClassVar, NewType
 
 import attrs
 
+from egress.brokering import SECRET_NAME
 from egress.policy import MAX_RULES
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
@@ -21,6 +22,7 @@ from sandkasten.api.resources.fields import (
     read_query,
 )
 from sandkasten.model.network import (
+    MAX_SESSION_SECRETS,
     NETWORK_LIMIT_BOUNDS,
     EgressEntry,
     EgressLogging,
@@ -39,6 +41,7 @@ Rules = NewType("Rules", tuple[str, ...])
 Connections = NewType("Connections", int)
 ByteLimit = NewType("ByteLimit", int)
 Revision = NewType("Revision", int)
+SecretNames = NewType("SecretNames", tuple[str, ...])
 
 _MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "bridge", "host"))
 
@@ -52,6 +55,14 @@ def _rules(value: object) -> tuple[str, ...]:
     return rules
 
 
+def _secret_names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_SESSION_SECRETS:
+        raise ValueError(f"must be an array of at most {MAX_SESSION_SECRETS} names of secrets")
+    if not all(isinstance(name, str) and SECRET_NAME.match(name) for name in value):
+        raise ValueError("must hold names of secrets")
+    return tuple(dict.fromkeys(value))
+
+
 add_kinds(
     {
         NetworkMode: lambda value: NetworkMode(_MODE(value)),
@@ -61,6 +72,7 @@ add_kinds(
         Connections: Between(*NETWORK_LIMIT_BOUNDS["connections"]),
         ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
         Revision: Between(1, 2**53),
+        SecretNames: _secret_names,
     }
 )
 
@@ -92,6 +104,7 @@ class NetworkRequest:
     limits: NetworkLimitsRequest | None = None
     log: EgressLogging | None = None
     proxy_env: bool = False
+    secrets: SecretNames | None = None
 
     def over(self, default: NetworkMode) -> Network:
         """Return the model's network; `default` is the mode of a request that names none."""
@@ -102,6 +115,7 @@ class NetworkRequest:
             limits=NetworkLimits() if self.limits is None else self.limits.limits,
             log=self.log or EgressLogging.ALL,
             proxy_env=self.proxy_env,
+            secrets=self.secrets or (),
         )
 
 
@@ -135,6 +149,7 @@ class NetworkBody(Body):
     limits: NetworkLimits
     log: EgressLogging
     proxy_env: bool
+    secrets: Sequence[str]
     revision: int
 
 

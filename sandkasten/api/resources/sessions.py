@@ -17,8 +17,6 @@ from sandkasten.api.resources.fields import (
     Cores,
     DiskInodes,
     DiskMegabytes,
-    Environment,
-    EnvironmentPatch,
     ExecMode,
     Fixed,
     IdleTimeout,
@@ -32,6 +30,8 @@ from sandkasten.api.resources.fields import (
     Pids,
     Places,
     SeccompName,
+    SessionEnvironment,
+    SessionEnvironmentPatch,
     Shell,
     ShmMegabytes,
     StatusFilter,
@@ -47,6 +47,7 @@ from sandkasten.api.resources.fields import (
     read_head,
     read_query,
     read_request,
+    split_environment,
 )
 from sandkasten.api.resources.network import NetworkBody, NetworkChange, NetworkRequest, Revision
 from sandkasten.model import (
@@ -154,7 +155,7 @@ class CreateRequest:
     workspace_mode: WorkspaceModeName | None = None
     idempotency_key: Token | None = None
     labels: Labels | None = None
-    env: Environment | None = attrs.field(default=None, repr=False)
+    env: SessionEnvironment | None = attrs.field(default=None, repr=False)
     limits: LimitsRequest | None = None
     idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
     max_lifetime_seconds: Lifetime | None = _NO_LIFETIME
@@ -180,13 +181,15 @@ class CreateRequest:
         """
         if self.image is not None and not IMAGE_NAME.match(self.image):
             raise InvalidImage("the image name is malformed", image=self.image[:100])
+        env, secret_env = split_environment(self.env or {})
         return SessionSpec(
             image=self.image,
             ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
             workspace_id=self.workspace_id,
             workspace_mode=self.workspace_mode,
             labels=self.labels or {},
-            env=self.env or {},
+            env=env,
+            secret_env=secret_env,
             limits=None if self.limits is None else self.limits.over(default_limits),
             max_lifetime_s=_span(self.max_lifetime_seconds),
             readonly_rootfs=self.readonly_rootfs,
@@ -217,7 +220,7 @@ class PatchRequest:
     ttl_seconds: Ttl | None = None
     labels: Labels | None = None
     limits: LimitsChange | None = None
-    env: EnvironmentPatch | None = attrs.field(default=None, repr=False)
+    env: SessionEnvironmentPatch | None = attrs.field(default=None, repr=False)
     network: NetworkChange | None = None
     if_revision: Revision | None = None
     idle_timeout_seconds: IdleTimeout | None = _NO_IDLE_TIMEOUT
@@ -226,12 +229,14 @@ class PatchRequest:
     def to_patch(self, *, current: Limits) -> SessionPatch:
         """Return the model's change; `current` fills the limits that a partial `limits` leaves out. Raises
         `InvalidRequest` if two idle timeouts differ."""
+        env, secret_env = split_environment(self.env or {})
         return SessionPatch(
             ttl_s=_one_timeout(self.ttl_seconds, self.idle_timeout_seconds),
             max_lifetime_s=_span(self.max_lifetime_seconds),
             labels=self.labels,
             limits=None if self.limits is None else self.limits.over(current),
-            env=self.env,
+            env=env or None,
+            secret_env=secret_env,
             network=None if self.network is None else self.network.over(NetworkMode.NONE),
             if_revision=self.if_revision,
         )
