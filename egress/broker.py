@@ -48,7 +48,7 @@ T = TypeVar("T")
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError)
 
 
-class _Ended(Exception):
+class _NotOpened(Exception):
     """A connection is over before its relay began. `reason`: of a check that ended it."""
 
     def __init__(self, reason: Reason | None) -> None:
@@ -228,7 +228,7 @@ class Broker:
                 relay = GuardedRelay(guard, client, server, _count_nothing, turn)
                 await _relay(relay, client)
                 return relay.refused
-            except _Ended as ended:
+            except _NotOpened as ended:
                 return ended.reason
             finally:
                 del self._connections[scope]
@@ -237,17 +237,17 @@ class Broker:
 
 async def _opened(sock: socket.socket, context: ssl.SSLContext, host: str | None, reason: Reason) -> _TlsStream:
     """Return a side after its handshake; `host` is the name of a server, None for the side of the client. Raises
-    `_Ended`, for `reason` if it was TLS that failed."""
+    `_NotOpened`, for `reason` if it was TLS that failed."""
     transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
     tls = trio.SSLStream(transport, context, server_hostname=host, server_side=host is None, https_compatible=True)
     try:
         with trio.fail_after(HANDSHAKE_S):
             await tls.do_handshake()
     except trio.TooSlowError:
-        raise _Ended(Reason.TIMEOUT) from None
+        raise _NotOpened(Reason.TIMEOUT) from None
     except _BROKEN as error:
         is_of_tls = isinstance(error, ssl.SSLError) or isinstance(error.__cause__, ssl.SSLError)
-        raise _Ended(reason if is_of_tls else None) from None
+        raise _NotOpened(reason if is_of_tls else None) from None
     return _TlsStream(tls)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import attrs
@@ -141,7 +141,9 @@ async def _carry(
     count_up: Callable[[int], None],
     count_down: Callable[[int], None],
 ) -> None:
-    """Carry bytes between the network and the broker until the broker has ended both streams. Raises `OSError`."""
+    """Carry bytes between the network and the broker until the broker has ended both streams. Raises `OSError`, and what
+    a count raises."""
+    failures: list[Exception] = []
 
     async def inward(source: socket.socket, end: socket.socket) -> None:
         try:
@@ -158,13 +160,22 @@ async def _carry(
                 raise
             relay.shut(target)  # closed with bytes unread (unix(7)): all that it has said is there
 
+    async def one(work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        try:
+            await work(*arguments)
+        except Exception as error:  # noqa: BLE001 - raised below, where it is no group
+            failures.append(error)
+            inwards.cancel_scope.cancel()
+
     async with trio.open_nursery() as inwards:
-        inwards.start_soon(inward, client, client_end)
-        inwards.start_soon(inward, server, server_end)
+        inwards.start_soon(one, inward, client, client_end)
+        inwards.start_soon(one, inward, server, server_end)
         async with trio.open_nursery() as outwards:
-            outwards.start_soon(outward, server_end, server, count_up)
-            outwards.start_soon(outward, client_end, client, count_down)
+            outwards.start_soon(one, outward, server_end, server, count_up)
+            outwards.start_soon(one, outward, client_end, client, count_down)
         inwards.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
 
 
 def _has_hung_up(end: socket.socket) -> bool:

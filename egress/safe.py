@@ -1,4 +1,4 @@
-"""What the broker keeps on disk, in a directory of its user's: the secrets, and the key of the authority.
+"""Files of the broker, in a directory of its user's: the secrets, and the key of the authority.
 
 Everything is reached by the descriptor of that directory, which is opened while the process is still root. A file is
 replaced whole: written beside, synced, renamed, and the directory synced. A file that can't be read is an error and

@@ -68,7 +68,7 @@ class Resolved:
     options: SessionOptions
     network: Network
     secrets: SecretTexts = NO_SECRETS
-    """Those that the network names, once they were asked for."""
+    """Secrets that the network names, once they were asked for."""
 
     def environment(self, session_id: str, spec: SessionSpec) -> Mapping[str, str]:
         """Return the environment of a session that is made with these settings."""

@@ -339,12 +339,12 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.FileMode: {"type": "string", "pattern": _anchored(fields.MODE.pattern)},
     fields.Pattern: {"type": "string", "minLength": 1, "maxLength": fields.MAX_PATTERN_CHARS},
     fields.Environment: {"type": "object", "additionalProperties": _STRING, "maxProperties": fields.MAX_ENV_NAMES},
-    fields.SessionEnvironment: {
+    network.SessionEnvironment: {
         "type": "object",
         "additionalProperties": {"anyOf": [_STRING, _SECRET]},
         "maxProperties": fields.MAX_ENV_NAMES,
     },
-    fields.SessionEnvironmentPatch: {
+    network.SessionEnvironmentPatch: {
         "type": "object",
         "additionalProperties": {"anyOf": [{"type": ["string", "null"]}, _SECRET]},
         "maxProperties": fields.MAX_ENV_NAMES,

@@ -175,8 +175,8 @@ class SandboxClient:
     ) -> Session:
         """Make a session. docs/api.md#sessions explains the fields.
 
-        A value in `env` may be `{"secret": NAME}`, for a secret that `network` names: the variable holds what stands
-        for the secret. None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit.
+        None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit. A value in
+        `env` may be `{"secret": NAME}`, for a secret that `network` names: the variable holds what stands for it.
 
         The call is repeated when the connection is lost or the node has no room, for the client's timeout, and makes
         one session. With an `idempotency_key` of the caller's, a later call gets the same session. When the caller is

@@ -14,6 +14,7 @@ from sandkasten.sdk.types import (
     UNSET,
     ImageInfo,
     NodeInfo,
+    SecretInfo,
     SessionInfo,
     SystemInfo,
     UnpackedArchive,
@@ -156,7 +157,7 @@ class SandboxClient:
         ttl_seconds: int | None = None,
         workspace_id: str | None = None,
         labels: Mapping[str, str] | None = None,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | Mapping[str, str]] | None = None,
         limits: Mapping[str, float] | None = None,
         idle_timeout_seconds: float | Unset | None = UNSET,
         max_lifetime_seconds: float | Unset | None = UNSET,
@@ -175,7 +176,8 @@ class SandboxClient:
     ) -> Session:
         """Make a session. docs/api.md#sessions explains the fields.
 
-        None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit.
+        None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit. A value in
+        `env` may be `{"secret": NAME}`, for a secret that `network` names: the variable holds what stands for it.
 
         The call is repeated when the connection is lost or the node has no room, for the client's timeout, and makes
         one session. With an `idempotency_key` of the caller's, a later call gets the same session. When the caller is
@@ -315,6 +317,25 @@ class SandboxClient:
     def keys(self) -> list[dict[str, Any]]:  # JSON values
         """Return the API keys with quota and use, and no part of a secret. Needs an administrator's key."""
         return list((self._endpoint.ask("GET", "/v1/keys"))["keys"])
+
+    def put_secret(self, name: str, value: str, hosts: Sequence[str], *, placeholder: str | None = None) -> SecretInfo:
+        """Keep a secret on the server, in place of one of that name: sessions that name it use the value at these
+        hosts, and see what stands for it. Needs an administrator's key.
+
+        Raises:
+            InvalidRequest: a field can't be that of a secret.
+            SecretsOff: the server keeps none.
+        """
+        body = given(name=name, value=value, hosts=list(hosts), placeholder=placeholder)
+        return SecretInfo.take(self._endpoint.ask("POST", "/v1/secrets", body))
+
+    def secrets(self) -> list[SecretInfo]:
+        """Return the secrets without their values. Needs an administrator's key."""
+        return [SecretInfo.take(each) for each in (self._endpoint.ask("GET", "/v1/secrets"))["secrets"]]
+
+    def delete_secret(self, name: str) -> None:
+        """Forget a secret; connections that may use it end. Raises `SecretNotFound`."""
+        self._endpoint.ask("DELETE", f"/v1/secrets/{part(name)}")
 
     def healthz(self) -> bool:
         """Return whether the server answers."""

@@ -445,7 +445,7 @@ class Session:
         max_lifetime_seconds: float | Unset | None = UNSET,
         labels: Mapping[str, str] | Unset = UNSET,
         limits: Mapping[str, float] | Unset = UNSET,
-        env: Mapping[str, str | None] | Unset = UNSET,
+        env: Mapping[str, str | Mapping[str, str] | None] | Unset = UNSET,
         network: str | Mapping[str, Any] | Unset = UNSET,
         if_revision: int | Unset = UNSET,
     ) -> SessionInfo:

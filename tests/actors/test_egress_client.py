@@ -40,7 +40,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never(role: Role = "egress") -> ChildProcess:
+async def _never(role: Role = "egress", *places: str) -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
@@ -48,6 +48,7 @@ def _client(nsinit: Ref, start: StartEgress) -> EgressClient:
     return EgressClient(
         Ref("egress"),
         nsinit=nsinit,
+        broker=Ref("broker"),
         settings=EgressSettings(),
         directory=SessionDirectory(),
         logs=EgressLogs(),
@@ -94,7 +95,7 @@ def silent() -> Iterator[StartEgress]:
     """A way to start processes that answer nothing."""
     ends: list[socket.socket] = []
 
-    async def start(role: Role = "egress") -> ChildProcess:
+    async def start(role: Role = "egress", *places: str) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends.append(theirs)
         log_read, log_write = os.pipe()

@@ -38,6 +38,7 @@ CLIENT_NAMES = {
         "Events",
         "ExecResult",
         "FileInfo",
+        "SecretInfo",
         "FileStream",
         "Files",
         "NetworkInfo",

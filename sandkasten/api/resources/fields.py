@@ -25,7 +25,6 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from egress.brokering import SECRET_NAME
 from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCHED_BYTES
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
@@ -113,9 +112,6 @@ Cells = NewType("Cells", int)
 SignalNumber = NewType("SignalNumber", int)
 PortNumber = NewType("PortNumber", int)
 Pattern = NewType("Pattern", str)
-SessionEnvironment = NewType("SessionEnvironment", dict[str, Any])
-SessionEnvironmentPatch = NewType("SessionEnvironmentPatch", dict[str, Any])
-"""Variables of a session, whose values may be secrets: `{"secret": NAME}`. In a patch a value may be null."""
 ExecMode = NewType("ExecMode", str)
 SeccompName = NewType("SeccompName", str)
 Encoding = NewType("Encoding", str)
@@ -460,10 +456,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _RESERVED = "__sk_"
 
 
-def _environment(value: object) -> dict[str, str]:
+def check_environment(value: object) -> dict[str, str]:
+    """Return the variables of an environment. Raises `ValueError`."""
     if not isinstance(value, Mapping):
         raise ValueError("must be an object of strings")
-    _check_names(value)
+    check_names(value)
     for name, content in value.items():
         if not _VARIABLE.match(name):
             raise ValueError(f"{name[:100]!r} is not a variable name")
@@ -475,34 +472,10 @@ def _environment(value: object) -> dict[str, str]:
     return dict(value)
 
 
-def _check_names(variables: Mapping[str, object]) -> None:
-    """Refuse too many names before any is looked at."""
+def check_names(variables: Mapping[str, object]) -> None:
+    """Raise `ValueError` for too many names, before any is looked at."""
     if len(variables) > MAX_ENV_NAMES:
         raise ValueError(f"must not have more than {MAX_ENV_NAMES} names")
-
-
-def _session_environment(value: object, *, may_be_null: bool = False) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError("must be an object of strings and secrets")
-    _check_names(value)
-    _environment({name: _plain(content, may_be_null=may_be_null) for name, content in value.items()})
-    return dict(value)
-
-
-def _plain(content: object, *, may_be_null: bool) -> object:
-    """Return a variable's own text; nothing for a secret, and for null where that is a value."""
-    if not isinstance(content, Mapping):
-        return "" if content is None and may_be_null else content
-    name = content.get("secret")
-    if len(content) != 1 or not isinstance(name, str) or not SECRET_NAME.match(name):
-        raise ValueError('must have strings, or {"secret": NAME} with the name of a secret')
-    return ""
-
-
-def split_environment(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the variables with values of their own, and those with names of secrets."""
-    named = {name: content["secret"] for name, content in env.items() if isinstance(content, Mapping)}
-    return {name: content for name, content in env.items() if name not in named}, named
 
 
 def _labels(value: object) -> dict[str, str]:
@@ -544,7 +517,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     Text: _text,
     Path: check_path,
     Base64: _base64,
-    Environment: _environment,
+    Environment: check_environment,
     Labels: _labels,
     Shell: Choice(("bash", "sh")),
     ShellName: Matching(
@@ -559,8 +532,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     SignalNumber: _signal_number,
     PortNumber: Between(1, 65_535),
     Pattern: _pattern,
-    SessionEnvironment: _session_environment,
-    SessionEnvironmentPatch: functools.partial(_session_environment, may_be_null=True),
     WaitTarget: Choice(("exit",)),
     ExecMode: Choice(("stateful", "stateless")),
     SeccompName: Matching(SECCOMP_NAME, "must be the name of a system call filter, such as strict or debug"),

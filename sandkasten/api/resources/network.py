@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, NewType
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NewType
 
 import attrs
 
@@ -17,6 +18,8 @@ from sandkasten.api.resources.fields import (
     Choice,
     ListLimit,
     add_kinds,
+    check_environment,
+    check_names,
     encodable,
     member_of,
     read_query,
@@ -42,6 +45,9 @@ Connections = NewType("Connections", int)
 ByteLimit = NewType("ByteLimit", int)
 Revision = NewType("Revision", int)
 SecretNames = NewType("SecretNames", tuple[str, ...])
+SessionEnvironment = NewType("SessionEnvironment", dict[str, Any])
+SessionEnvironmentPatch = NewType("SessionEnvironmentPatch", dict[str, Any])
+"""Variables of a session, whose values may be secrets: `{"secret": NAME}`. In a patch a value may be null."""
 
 _MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "bridge", "host"))
 
@@ -63,6 +69,30 @@ def _secret_names(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
+def _session_environment(value: object, *, may_be_null: bool = False) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be an object of strings and secrets")
+    check_names(value)
+    check_environment({name: _plain(content, may_be_null=may_be_null) for name, content in value.items()})
+    return dict(value)
+
+
+def _plain(content: object, *, may_be_null: bool) -> object:
+    """Return a variable's own text; nothing for a secret, and for null where that is a value."""
+    if not isinstance(content, Mapping):
+        return "" if content is None and may_be_null else content
+    name = content.get("secret")
+    if len(content) != 1 or not isinstance(name, str) or not SECRET_NAME.match(name):
+        raise ValueError('must have strings, or {"secret": NAME} with the name of a secret')
+    return ""
+
+
+def split_environment(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the variables with values of their own, and those with names of secrets."""
+    named = {name: content["secret"] for name, content in env.items() if isinstance(content, Mapping)}
+    return {name: content for name, content in env.items() if name not in named}, named
+
+
 add_kinds(
     {
         NetworkMode: lambda value: NetworkMode(_MODE(value)),
@@ -73,6 +103,8 @@ add_kinds(
         ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
         Revision: Between(1, 2**53),
         SecretNames: _secret_names,
+        SessionEnvironment: _session_environment,
+        SessionEnvironmentPatch: partial(_session_environment, may_be_null=True),
     }
 )
 

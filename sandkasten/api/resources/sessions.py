@@ -30,8 +30,6 @@ from sandkasten.api.resources.fields import (
     Pids,
     Places,
     SeccompName,
-    SessionEnvironment,
-    SessionEnvironmentPatch,
     Shell,
     ShmMegabytes,
     StatusFilter,
@@ -47,9 +45,16 @@ from sandkasten.api.resources.fields import (
     read_head,
     read_query,
     read_request,
+)
+from sandkasten.api.resources.network import (
+    NetworkBody,
+    NetworkChange,
+    NetworkRequest,
+    Revision,
+    SessionEnvironment,
+    SessionEnvironmentPatch,
     split_environment,
 )
-from sandkasten.api.resources.network import NetworkBody, NetworkChange, NetworkRequest, Revision
 from sandkasten.model import (
     FOREVER_S,
     IMAGE_NAME,
