@@ -36,7 +36,7 @@ class _Handed:
     reason: str | None = None
 
 
-class BrokerLink:
+class HandOverLink:
     """The socket to the broker. `serve` runs until the broker goes away, after which nothing is handed over."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -141,8 +141,8 @@ async def _carry(
     count_up: Callable[[int], None],
     count_down: Callable[[int], None],
 ) -> None:
-    """Carry bytes between the network and the broker until the broker has ended both streams. Raises `OSError`, and what
-    a count raises."""
+    """Carry bytes between the network and the broker until the broker has ended both streams. Raises `OSError`, and
+    what a count raises."""
     failures: list[Exception] = []
 
     async def inward(source: socket.socket, end: socket.socket) -> None:
@@ -167,15 +167,17 @@ async def _carry(
             failures.append(error)
             inwards.cancel_scope.cancel()
 
-    async with trio.open_nursery() as inwards:
-        inwards.start_soon(one, inward, client, client_end)
-        inwards.start_soon(one, inward, server, server_end)
-        async with trio.open_nursery() as outwards:
-            outwards.start_soon(one, outward, server_end, server, count_up)
-            outwards.start_soon(one, outward, client_end, client, count_down)
-        inwards.cancel_scope.cancel()
-    if failures:
-        raise failures[0]
+    try:
+        async with trio.open_nursery() as inwards:
+            inwards.start_soon(one, inward, client, client_end)
+            inwards.start_soon(one, inward, server, server_end)
+            async with trio.open_nursery() as outwards:
+                outwards.start_soon(one, outward, server_end, server, count_up)
+                outwards.start_soon(one, outward, client_end, client, count_down)
+            inwards.cancel_scope.cancel()
+    finally:
+        if failures:  # also instead of a cancellation: a count that refuses cuts the connection, too
+            raise failures[0]
 
 
 def _has_hung_up(end: socket.socket) -> bool:

@@ -27,7 +27,7 @@ import trio
 
 from egress import protocol as p
 from egress.addresses import AddressCheck
-from egress.handed import BrokerLink
+from egress.handed import HandOverLink
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
 from egress.resolver import KEPT_S, Lookup, NameResolver, ask_machine, watch_own_addresses
 from egress.state import HostSecret, SharedState, WayOutState
@@ -202,7 +202,7 @@ class EgressServer:
             raise _RequestFailed("DESCRIPTORS", "expected a socket to the broker")
         if machine.broker is not None:
             machine.broker.close()
-        machine.broker = BrokerLink(socket.socket(fileno=fds.pop()))
+        machine.broker = HandOverLink(socket.socket(fileno=fds.pop()))
         self._nursery.start_soon(machine.broker.serve)
 
     # Log entries

@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from egress.addresses import AddressCheck
-from egress.handed import BrokerLink
+from egress.handed import HandOverLink
 from egress.names import SyntheticName, SyntheticNames
 from egress.policy import Address, EgressRule, Policy, Reason, parse_rule
 from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, SecretUse, WayOutCounters, WayOutLimits
@@ -74,7 +74,7 @@ class SharedState:
     totals: EgressTotals = attrs.field(factory=EgressTotals)
     descriptors: int = attrs.field(factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sessions: int = 0
-    broker: BrokerLink | None = None
+    broker: HandOverLink | None = None
     handed: int = 0
 
     def has_descriptors(self) -> bool:

@@ -221,7 +221,7 @@ async def test_a_secret_that_is_not_there_makes_no_session(supervisor: LocalSupe
 
 
 async def test_the_next_broker_has_the_values(supervisor: LocalSupervisor, outside: Outside, config: Config) -> None:
-    """They are in files of the broker's user alone; after its end a session's connections work again."""
+    """Values are in files of the broker's user alone; after a broker's end a session's connections work again."""
     session = await supervisor.create(SPEC)
     directory = config.data_dir / "broker"
     for path in (directory, *directory.iterdir()):
@@ -240,7 +240,7 @@ async def test_the_next_broker_has_the_values(supervisor: LocalSupervisor, outsi
 
 
 async def test_a_deleted_secret_is_used_no_more(supervisor: LocalSupervisor, outside: Outside) -> None:
-    """What goes out then is the placeholder; its name is free."""
+    """The placeholder goes out then as it is, and the secret is unknown."""
     session = await supervisor.create(SPEC)
     await supervisor.delete_secret("key")
     with pytest.raises(SecretNotFound):
