@@ -211,7 +211,7 @@ class Broker:
             log_fault(carry.session_id, error)
         finally:
             close_all(fds)
-        await channel.send(b.Carried(carry.seq, reason))
+        await channel.send(b.CarryEnded(carry.seq, reason))
 
     async def _carry(self, carry: b.Carry, client_end: socket.socket, server_end: socket.socket) -> Reason | None:
         """Carry a connection; return the reason of the check that ended it, if one did."""

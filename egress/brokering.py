@@ -2,7 +2,7 @@
 
 The daemon keeps secrets with the broker and asks for their names; a value goes one way. It brings the broker together
 with the egress process, by one end of a socket pair for each (`JoinEgress`, `protocol.UseBroker`). There the egress
-process hands over connections: `Carry` brings one end of a pair for the client and one for the server, and `Carried`
+process hands over connections: `Carry` brings one end of a pair for the client and one for the server, and `CarryEnded`
 is the connection's end. The daemon imports this.
 """
 
@@ -146,7 +146,7 @@ class Carry:
 
 
 @attrs.frozen
-class Carried:
+class CarryEnded:
     """A connection has ended. `reason`: a `policy.Reason`, if a check ended it."""
 
     seq: int
@@ -171,7 +171,7 @@ def decode_carry(data: bytes) -> Carry:
     return carry  # type: ignore[no-any-return]
 
 
-def decode_carried(data: bytes) -> Carried:
+def decode_carried(data: bytes) -> CarryEnded:
     """Return the broker's message to the egress process in a datagram; raise ProtocolError if there is none."""
-    carried: Any = decode(data, (Carried,))
+    carried: Any = decode(data, (CarryEnded,))
     return carried  # type: ignore[no-any-return]

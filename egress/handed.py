@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from egress import relay
-from egress.brokering import Carried, Carry, decode_carried, encode
+from egress.brokering import CarryEnded, Carry, decode_carried, encode
 from egress.policy import Reason
 from egress.protocol import ProtocolError
 
@@ -55,7 +55,7 @@ class HandOverLink:
                 try:
                     if not (data := self._sock.recv(4096)):
                         return
-                    carried: Carried = decode_carried(data)
+                    carried: CarryEnded = decode_carried(data)
                 except BlockingIOError:
                     continue
                 if (handed := self._handed.get(carried.seq)) is not None:
