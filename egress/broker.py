@@ -82,7 +82,7 @@ class _Channel:
 
 @attrs.frozen
 class _TlsStream:
-    """One side of a connection as `relay.Stream`; whatever breaks is an OSError."""
+    """One side of a connection as `relay.ByteStream`; whatever breaks is an OSError."""
 
     tls: trio.SSLStream[trio.SocketStream]
 

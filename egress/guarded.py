@@ -28,8 +28,8 @@ class GuardedRelay:
     def __init__(
         self,
         http: HttpGuard,
-        client: relay.Stream,
-        server: relay.Stream,
+        client: relay.ByteStream,
+        server: relay.ByteStream,
         count: Callable[[int, int], None],
         turn: trio.Lock,
     ) -> None:

@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from egress import relay
-from egress.brokering import CarryEnded, Carry, decode_carried, encode
+from egress.brokering import Carry, CarryEnded, decode_carried, encode
 from egress.policy import Reason
 from egress.protocol import ProtocolError
 

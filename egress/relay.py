@@ -97,7 +97,7 @@ async def _send_rest(target: socket.socket, rest: bytes) -> None:
         _Buffer.kept -= len(rest)
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Bytes both ways. Each method raises OSError when the other side is gone."""
 
     async def receive(self, size: int) -> bytes:
@@ -135,7 +135,7 @@ class Writer:
     A stream that can't be written to any more swallows what comes: what its other side still has to say is read.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self._waiting = bytearray()
         self._is_ended = False

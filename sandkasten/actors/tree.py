@@ -452,14 +452,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     # Secrets ----------------------------------------------------------------------------------------------------
 
     async def put_secret(self, secret: NewSecret) -> None:
-        await self._broker.ask_again(broker.PutSecret(secret))
+        await self._broker.ask_again(broker.KeepSecret(secret))
 
     async def secrets(self) -> Sequence[SecretInfo]:
-        found = await self._broker.ask_again(broker.ListSecrets())
+        found = await self._broker.ask_again(broker.AskSecrets())
         return tuple(SecretInfo(each.name, each.hosts, each.placeholder) for each in found)
 
     async def delete_secret(self, name: str) -> None:
-        await self._broker.ask_again(broker.DropSecret(name))
+        await self._broker.ask_again(broker.ForgetSecret(name))
 
     # Files ------------------------------------------------------------------------------------------------------
 

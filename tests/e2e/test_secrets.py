@@ -46,16 +46,14 @@ def has_in_memory(pid: int, text: bytes) -> bool:
 
 def broker_of(daemon: Daemon) -> int:
     """Return the broker of a daemon."""
-    (found,) = (
-        pid for pid in descendants(daemon.process.pid) if status_of(pid)["Uid"].split()[0] == str(BROKER_ID)
-    )
+    (found,) = (pid for pid in descendants(daemon.process.pid) if status_of(pid)["Uid"].split()[0] == str(BROKER_ID))
     return found
 
 
 def test_the_value_is_with_the_broker_alone(data_dir: Path) -> None:
-    """Nothing of it is in the session, in a process's memory, arguments or environment, in a log, in the database, which
-    has the events, or in another file. The daemon is one that was started later: memory that was freed may hold what
-    passed through it."""
+    """Nothing of it is in the session, in a process's memory, arguments or environment, in a log, in the database,
+    which has the events, or in another file. The daemon is one that was started later: memory that was freed may hold
+    what passed through it."""
     with running_daemon(data_dir) as first, first.client() as client:
         assert client.post("/v1/secrets", json=SECRET).raise_for_status().status_code == 201
         bad = client.post("/v1/secrets", json=SECRET | {"hosts": ["192.0.2.1"]})

@@ -25,6 +25,7 @@ GOOD: dict[str, object] = {
     "plan": SandboxPlan(ID, "base", "host", LIMITS),
     "after": "",
     "leftover": protocol.Leftover("trash", "x"),
+    "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
 }
 BAD: dict[str, object] = {
     "session_id": "../../etc",
@@ -36,6 +37,7 @@ BAD: dict[str, object] = {
     "size_bytes": -1,
     "grace_ms": 10_001,
     "count": 17,
+    "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\nand more\n",
     "plan": SandboxPlan("../x", "base", "host", LIMITS),
 }
 

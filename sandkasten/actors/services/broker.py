@@ -37,7 +37,7 @@ _ANSWER_S = 30.0
 
 
 @attrs.frozen
-class PutSecret(Ask[None]):
+class KeepSecret(Ask[None]):
     """Have the broker keep a secret, in place of one of that name. Raises `InvalidRequest`, `Capacity`, `StoreFailed`,
     and as `FindSecrets`."""
 
@@ -45,14 +45,14 @@ class PutSecret(Ask[None]):
 
 
 @attrs.frozen
-class DropSecret(Ask[None]):
+class ForgetSecret(Ask[None]):
     """Have the broker forget a secret. Raises `StoreFailed`, and as `FindSecrets`."""
 
     name: str
 
 
 @attrs.frozen
-class ListSecrets(Ask[Sequence[SecretFacts]]):
+class AskSecrets(Ask[Sequence[SecretFacts]]):
     """Ask for all secrets, without their values. Raises as `FindSecrets`."""
 
 
@@ -82,7 +82,7 @@ class ConnectEgress(Ask[BrokerSocket]):
     """Ask for a socket for the egress process. Raises as `FindSecrets`."""
 
 
-Message = PutSecret | DropSecret | ListSecrets | FindSecrets | ConnectEgress
+Message = KeepSecret | ForgetSecret | AskSecrets | FindSecrets | ConnectEgress
 
 
 class BrokerClient(Actor):
@@ -107,11 +107,11 @@ class BrokerClient(Actor):
 
     async def handle(self, message: Message) -> Any:  # each message names its answer
         match message:
-            case PutSecret(secret):
+            case KeepSecret(secret):
                 return self.defer(self._put, secret)
-            case DropSecret(name):
+            case ForgetSecret(name):
                 return self.defer(self._request, brokering.DropSecret(0, name), brokering.BrokerDone)
-            case ListSecrets():
+            case AskSecrets():
                 return self.defer(self._list)
             case FindSecrets(names):
                 return self.defer(self._find, names)
