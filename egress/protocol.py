@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import attrs
 
+from egress.policy import PolicyMode
+
 MAX_DATAGRAM_BYTES = 64 * 1024
 """Room for the longest policy that `egress.policy` takes."""
 
@@ -46,9 +48,8 @@ class ProtocolError(Exception):
 
 # Values -------------------------------------------------------------------------------------------------------------
 
-Mode = Literal["allow", "open"]
-EntryKind = Literal["tcp", "http", "dns"]
-EntryVerdict = Literal["allowed", "denied"]
+EntryKind = Literal["tcp", "http", "proxy", "dns"]
+EntryVerdict = Literal["allowed", "denied", "asked"]
 FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", "SESSION_EXISTS", "SESSION_UNKNOWN"]
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
@@ -62,7 +63,7 @@ _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 class PolicyText:
     """A policy as rule texts that `egress.policy` parses; groups are expanded already."""
 
-    mode: Mode
+    mode: PolicyMode
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
 
@@ -70,7 +71,8 @@ class PolicyText:
 @attrs.frozen
 class WayOutLimits:
     """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
-    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit.
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `ask_s`: the
+    longest time that a connection waits for the policy which decides on its host, in the mode `ask`.
     """
 
     connections: int = attrs.field(default=256, validator=_AT_LEAST_1)
@@ -80,6 +82,7 @@ class WayOutLimits:
     dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
     bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+    ask_s: float = attrs.field(default=30.0, validator=_POSITIVE)
 
 
 @attrs.define
@@ -116,7 +119,8 @@ class EgressTotals:
 
 @attrs.frozen
 class EgressEntry:
-    """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
+    """A connection at its end, a refusal, or (`asked`) a host and port that the policy has not decided on, while a
+    connection to it waits. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
     refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
