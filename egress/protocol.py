@@ -71,8 +71,8 @@ class PolicyText:
 @attrs.frozen
 class WayOutLimits:
     """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
-    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `ask_s`: the
-    longest time that a connection waits for the policy which decides on its host, in the mode `ask`.
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `ask_s`:
+    the longest time that a connection waits for the policy which decides on its host, in the mode `ask`.
     """
 
     connections: int = attrs.field(default=256, validator=_AT_LEAST_1)

@@ -25,6 +25,9 @@ class NetworkMode(enum.StrEnum):
     ALLOW = "allow"
     """Hosts that `allow` names and `deny` does not."""
 
+    ASK = "ask"
+    """Hosts as in `allow`. A connection to a host that neither `allow` nor `deny` names waits for a change of these."""
+
     OPEN = "open"
     """Every public address by TCP that `deny` does not name; never private addresses, the host or metadata services."""
 
@@ -122,23 +125,25 @@ class NetworkInfo:
 
 
 class EgressKind(enum.StrEnum):
-    """Kinds of entry: a connection, one that is HTTP in plain text, a question to the resolver."""
+    """Kinds of entry: a connection, one that is HTTP in plain text, one to the proxy, a question to the resolver."""
 
     TCP = "tcp"
     HTTP = "http"
+    PROXY = "proxy"
     DNS = "dns"
 
 
 class EgressVerdict(enum.StrEnum):
-    """Verdicts on a connection or a question."""
+    """Verdicts on a connection or a question; `ASKED`: none yet, and a connection waits for one."""
 
     ALLOWED = "allowed"
     DENIED = "denied"
+    ASKED = "asked"
 
 
 @attrs.frozen
 class EgressEntry:
-    """A connection at its end, a refused one, or a question to the resolver.
+    """A connection at its end, a refused one, a question to the resolver, or a host that connections wait for.
 
     `host` is the name that was asked for, or the address where the program used one; `address` was dialled. `rule`
     decided, `reason` is the reason of a refusal, `cause` of the connection's end. Never has a path, a header or a body.

@@ -10,6 +10,7 @@ import trio
 
 from egress import protocol as p
 from egress import state
+from egress.policy import PolicyMode
 from tests.egress.harness import (
     METADATA,
     OTHER_PUBLIC,
@@ -38,7 +39,7 @@ async def asking(*allow: str, **limits: float) -> AsyncIterator[tuple[Egress, In
     """A session in the mode `ask`, with its daemon and the names outside."""
     outside = Names(**{"new.example": [PUBLIC], "known.example": [OTHER_PUBLIC], "private.example": [PRIVATE]})
     async with egress(outside) as daemon:
-        yield daemon, await daemon.attach(*allow, mode="ask", **limits), outside
+        yield daemon, await daemon.attach(*allow, mode="ask", **limits), outside  # type: ignore[arg-type]
 
 
 def asked(daemon: Egress) -> list[tuple[str, int]]:
@@ -144,7 +145,7 @@ async def test_an_answer_about_another_host_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("allow", "not_allowed"), ("open", None)])
-async def test_another_mode_is_an_answer_to_all(mode: p.PolicyMode, reason: str | None) -> None:
+async def test_another_mode_is_an_answer_to_all(mode: PolicyMode, reason: str | None) -> None:
     """Held connections are judged by it."""
     async with asking() as (daemon, inside, _outside), server(PUBLIC, 5000):
         stream = await held(daemon, inside, "new.example")

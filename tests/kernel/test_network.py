@@ -43,10 +43,12 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 @asynccontextmanager
 async def served(
-    config: Config, outside: World, *, ends_sessions: bool = True, max_mode: str = "open"
+    config: Config, outside: World, *, ends_sessions: bool = True, max_mode: str = "open", ask_timeout_s: int = 30
 ) -> AsyncIterator[LocalSupervisor]:
     """A tree whose egress process is in the world."""
-    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=(f"{SITE}/32", f"{OTHER}/32")))
+    permit = f"{SITE}/32", f"{OTHER}/32"
+    settings = EgressSettings(max_mode=max_mode, permit=permit, ask_timeout_s=ask_timeout_s)
+    config = attrs.evolve(config, egress=settings)
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
@@ -79,9 +81,11 @@ async def measured(supervisor: LocalSupervisor) -> dict[tuple[str, ...], float]:
     }
 
 
-async def told(supervisor: LocalSupervisor, type: EventType, session_id: str | None = None) -> Event:
+async def told(
+    supervisor: LocalSupervisor, type: EventType, session_id: str | None = None, *, after: str = "0"
+) -> Event:
     """Wait for an event of this type; return it."""
-    async with supervisor.events(session_id=session_id, after="0") as events:
+    async with supervisor.events(session_id=session_id, after=after) as events:
         with trio.fail_after(patience()):
             while (event := await anext(aiter(events))).type is not type:
                 pass
