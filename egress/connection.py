@@ -149,6 +149,7 @@ class CarriedConnection:
     async def _connect(self) -> None:
         began = trio.current_time()
         self._server = await self._dial()
+        self._state.pacing.add(self._client, self._server)
         self._dial_ms = round((trio.current_time() - began) * 1000, 3)
 
     async def _decide(self) -> None:
@@ -448,6 +449,8 @@ class CarriedConnection:
     def _close(self) -> None:
         self._refusal = self._refusal or self._held
         self._state.machine.report(self._report())  # before the client can know of it
+        if self._server is not None:
+            self._state.pacing.remove(self._client, self._server)
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)

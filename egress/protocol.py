@@ -56,6 +56,8 @@ _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
 _TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
 """Before the year 10000: a date can be made of it."""
+_NONE_OR_MBIT: Any = attrs.validators.optional(attrs.validators.and_(_AT_LEAST_1, attrs.validators.le(10_000)))
+"""Bytes in a second are a number of 32 bits (`egress/pacing.py`)."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -71,8 +73,9 @@ class PolicyText:
 @attrs.frozen
 class WayOutLimits:
     """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
-    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `ask_s`:
-    the longest time that a connection waits for the policy which decides on its host, in the mode `ask`.
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `mbit_up`,
+    `mbit_down`: Mbit/s of all connections, in equal shares; None is no limit. `ask_s`: the longest time that a
+    connection waits for the policy which decides on its host, in the mode `ask`.
     """
 
     connections: int = attrs.field(default=256, validator=_AT_LEAST_1)
@@ -82,6 +85,8 @@ class WayOutLimits:
     dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
     bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+    mbit_up: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
+    mbit_down: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
     ask_s: float = attrs.field(default=30.0, validator=_POSITIVE)
 
 

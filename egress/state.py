@@ -14,6 +14,7 @@ import trio
 
 from egress.addresses import AddressCheck
 from egress.names import SyntheticName, SyntheticNames
+from egress.pacing import Pacing
 from egress.policy import Address, Policy, Reason
 from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
@@ -102,6 +103,9 @@ class WayOutState:
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     """Held while bytes of HTTP are read, which takes the processor for milliseconds."""
     counters: WayOutCounters = attrs.field(factory=WayOutCounters)
+    pacing: Pacing = attrs.field(
+        default=attrs.Factory(lambda self: Pacing(self.limits.mbit_up, self.limits.mbit_down), takes_self=True)
+    )
     policy_changed: trio.Event = attrs.field(factory=trio.Event)
     """Set when the policy is replaced; there is another event then."""
     _asked: dict[tuple[str | Address, int], float] = attrs.field(factory=dict)
@@ -110,6 +114,7 @@ class WayOutState:
     def change(self, policy: Policy, limits: WayOutLimits) -> None:
         """Replace policy and limits; what the new policy decides is not asked for any more."""
         self.policy, self.limits, self.is_spent = policy, limits, False
+        self.pacing.limit(limits.mbit_up, limits.mbit_down)
         for host, port in list(self._asked):
             name, address = (host, None) if isinstance(host, str) else (None, host)
             if policy.judge(name, address, port).reason is not Reason.UNANSWERED:

@@ -45,7 +45,11 @@ class EgressLogging(enum.StrEnum):
 
 
 NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"connections": (1, 8192), "bytes_up": (1, 2**53), "bytes_down": (1, 2**53)}
+    {
+        "connections": (1, 8192),
+        **dict.fromkeys(("mbit_up", "mbit_down"), (1, 10_000)),
+        **dict.fromkeys(("bytes_up", "bytes_down"), (1, 2**53)),
+    }
 )
 """Lowest and highest value of each field of `NetworkLimits`."""
 
@@ -53,11 +57,14 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process."""
+    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process.
+    `mbit_up` and `mbit_down` are Mbit/s of all connections together, each of which has an equal share."""
 
     connections: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
+    mbit_up: int | None = None
+    mbit_down: int | None = None
 
 
 _PROXY = "http://198.18.0.1:3128"

@@ -15,7 +15,7 @@ from sandkasten.model.network import MAX_DENIALS, EgressDenial, NetworkMode
 from tests.api.harness import running_front
 from tests.api.keys import issue
 
-NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
+NO_LIMITS = dict.fromkeys(("connections", "bytes_up", "bytes_down", "mbit_up", "mbit_down"))
 NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
 NO_COUNTS = dict.fromkeys(
     ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
@@ -66,6 +66,7 @@ async def test_a_change_replaces_the_network_whole() -> None:
         ({"mode": "allow", "allow": ["*"]}, "INVALID_RULE", {"rule"}),
         ({"mode": "allow", "allow": ["@python", "@nobody"]}, "INVALID_RULE", {"rule"}),
         ("open", "INVALID_REQUEST", {"network.mode"}),
+        ({"mode": "ask"}, "INVALID_REQUEST", {"network.mode"}),
         ("bridge", "INVALID_REQUEST", {"network"}),
         ({"mode": "proxy"}, "INVALID_REQUEST", {"network.mode"}),
     ],

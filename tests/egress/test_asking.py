@@ -158,7 +158,7 @@ async def test_another_mode_is_an_answer_to_all(mode: PolicyMode, reason: str | 
 
 
 async def test_an_allowed_name_is_checked_as_any_other() -> None:
-    """Its addresses, its existence and what the client sends first: an answer opens what a rule opens, and no more."""
+    """An answer opens what a rule opens: addresses, existence, and what the client sends first are checked."""
     async with asking() as (daemon, inside, _outside), server(PUBLIC, 443):
         streams = {
             "private.example": (await held(daemon, inside, "private.example"), "bad_address"),
@@ -173,7 +173,7 @@ async def test_an_allowed_name_is_checked_as_any_other() -> None:
 
 
 async def test_a_rule_that_goes_cuts_what_it_allowed() -> None:
-    """What carries bytes is not held again."""
+    """A connection that carries bytes is not held again."""
     async with asking("new.example:5000") as (daemon, inside, _outside), server(PUBLIC, 5000):
         stream = await inside.connect_to("new.example", 5000)
         await echoes(stream)
@@ -183,7 +183,7 @@ async def test_a_rule_that_goes_cuts_what_it_allowed() -> None:
 
 
 async def test_a_literal_address_is_asked_about() -> None:
-    """If it may be dialled at all; a rule for it is the answer."""
+    """A rule for the address is the answer, if the address may be dialled at all."""
     async with asking() as (daemon, inside, _outside), server(PUBLIC, 5000):
         stream = await inside.connect(PUBLIC, 5000)
         await daemon.entry(verdict="asked", host=PUBLIC)

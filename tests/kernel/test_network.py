@@ -161,6 +161,20 @@ async def test_what_a_limit_stops_is_told_as_that(supervisor: LocalSupervisor) -
     assert EventType.EGRESS_DENIED not in {each.type for each in recent}
 
 
+async def test_bandwidth_changes_on_a_live_session(supervisor: LocalSupervisor, outside: World) -> None:
+    """A download is slower with a bound than, in the same session, without one."""
+    outside.serve(OTHER, 80, http(bytes(6 * 1024 * 1024)))
+    network = Network(NetworkMode.ALLOW, allow=["other.example"])
+    session = await supervisor.create(SessionSpec(network=attrs.evolve(network, limits=NetworkLimits(mbit_down=16))))
+    fetch = "import time; began = time.monotonic(); size = len(urllib.request.urlopen('http://other.example/').read())"
+    fetch += "; print(size, time.monotonic() - began)"
+    bounded = (await python(supervisor, session, fetch)).stdout.split()
+    await supervisor.update(session.id, SessionPatch(network=network))
+    free = (await python(supervisor, session, fetch)).stdout.split()
+    assert bounded[0] == free[0] == b"%d" % (6 * 1024 * 1024)
+    assert float(bounded[1]) > 2 * float(free[1])
+
+
 async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:
     """A rule with a port is for that port; the connection ends before the server hears of it."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
