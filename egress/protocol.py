@@ -4,6 +4,9 @@
 answer. Requests are served in order, `Configure` first. Notices come unasked. Bytes that are no message end the
 connection, and with it the process. Values and their codec, without I/O; the daemon imports this module.
 
+The process serves one daemon after the other. A session stays attached when its daemon ends; the next one says
+`Configure` anew and takes copies of the descriptors with `TakeSession`, until there is no session left to take.
+
 Descriptors: `AttachSession` carries [TCP listener, UDP socket] of the session's network namespace, and the BPF link
 that steers to both where there is one; `UseBroker` carries a socket. The process owns what it was sent, and closes
 what is a session's at `DetachSession`.
@@ -21,6 +24,8 @@ from typing import Any, Literal
 
 import attrs
 
+from egress.policy import PolicyMode
+
 MAX_DATAGRAM_BYTES = 64 * 1024
 """Room for the longest policy that `egress.policy` takes."""
 
@@ -29,8 +34,10 @@ MAX_ENTRIES = 256
 """Log entries in one notice."""
 
 VERSION = 1
+"""To be raised when this module, or what it means, changes: a process of another version is replaced."""
+
 CHANNEL_FD = 3
-"""The descriptor of the daemon's socket in the egress process."""
+"""The descriptor, in the egress process, of its socket: one that listens for daemons, or leads to the only one."""
 
 EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
@@ -52,15 +59,16 @@ class ProtocolError(Exception):
 
 # Values -------------------------------------------------------------------------------------------------------------
 
-Mode = Literal["allow", "open"]
-EntryKind = Literal["tcp", "http", "dns"]
-EntryVerdict = Literal["allowed", "denied"]
+EntryKind = Literal["tcp", "http", "proxy", "dns"]
+EntryVerdict = Literal["allowed", "denied", "asked"]
 FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", "SESSION_EXISTS", "SESSION_UNKNOWN"]
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
 _TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
 """Before the year 10000: a date can be made of it."""
+_NONE_OR_MBIT: Any = attrs.validators.optional(attrs.validators.and_(_AT_LEAST_1, attrs.validators.le(10_000)))
+"""Bytes in a second are a number of 32 bits (`egress/pacing.py`)."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -68,7 +76,7 @@ _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 class PolicyText:
     """A policy as rule texts that `egress.policy` parses; groups are expanded already."""
 
-    mode: Mode
+    mode: PolicyMode
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
 
@@ -76,7 +84,9 @@ class PolicyText:
 @attrs.frozen
 class WayOutLimits:
     """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
-    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit.
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `mbit_up`,
+    `mbit_down`: Mbit/s of all connections, in equal shares; None is no limit. `ask_s`: the longest time that a
+    connection waits for the policy which decides on its host, in the mode `ask`.
     """
 
     connections: int = attrs.field(default=256, validator=_AT_LEAST_1)
@@ -86,6 +96,9 @@ class WayOutLimits:
     dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
     bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+    mbit_up: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
+    mbit_down: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
+    ask_s: float = attrs.field(default=30.0, validator=_POSITIVE)
 
 
 @attrs.frozen
@@ -131,7 +144,8 @@ class EgressTotals:
 
 @attrs.frozen
 class EgressEntry:
-    """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
+    """A connection at its end, a refusal, or (`asked`) a host and port that the policy has not decided on, while a
+    connection to it waits. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
     refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
@@ -159,13 +173,28 @@ class EgressEntry:
 
 @attrs.frozen
 class Configure:
-    """The first request. `permit`: networks that may be dialled although they are private; `always_deny`: rules that
-    come before those of every session.
+    """The first request of a daemon. `permit`: networks that may be dialled although they are private; `always_deny`:
+    rules that come before those of every session. A pipe for the log may come along, in place of the one before.
     """
 
     seq: int
     permit: tuple[str, ...] = ()
     always_deny: tuple[str, ...] = ()
+    version: int = VERSION
+
+
+@attrs.frozen
+class TakeSession:
+    """Ask for copies of the descriptors of some session that this daemon has not taken yet."""
+
+    seq: int
+
+
+@attrs.frozen
+class EndProcess:
+    """End everything. Answered before."""
+
+    seq: int
 
 
 @attrs.frozen
@@ -218,15 +247,26 @@ class DescribeSession:
 
 @attrs.frozen
 class Configured:
-    """The answer to `Configure`. `version`: of this contract."""
+    """The answer to `Configure`. `is_as_asked`: the process works so; it goes on as another daemon configured it
+    otherwise, and serves nothing but `TakeSession` and `EndProcess`. `totals`: of the moment."""
 
     seq: int
-    version: int
+    is_as_asked: bool = True
+    totals: EgressTotals = attrs.field(factory=EgressTotals)
+
+
+@attrs.frozen
+class SessionTaken:
+    """The answer to `TakeSession`, with the descriptors as `AttachSession` has them. Without an id and descriptors: all
+    are taken."""
+
+    seq: int
+    session_id: str = ""
 
 
 @attrs.frozen
 class Accomplished:
-    """The answer to `AttachSession`, `SetPolicy`, `UseBroker` and `DetachSession`."""
+    """The answer to a request that asks for no facts."""
 
     seq: int
 
@@ -258,11 +298,12 @@ class Entries:
     totals: EgressTotals = attrs.field(factory=EgressTotals)
 
 
-REQUESTS = (Configure, AttachSession, SetPolicy, UseBroker, DetachSession, DescribeSession)
-ANSWERS = (Configured, Accomplished, Described, EgressFailed, Entries)
+REQUESTS = (Configure, TakeSession, AttachSession, SetPolicy, UseBroker, DetachSession, DescribeSession, EndProcess)
+ANSWERS = (Configured, SessionTaken, Accomplished, Described, EgressFailed, Entries)
 
-EgressRequest = Configure | AttachSession | SetPolicy | UseBroker | DetachSession | DescribeSession
-EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
+SessionRequest = AttachSession | SetPolicy | DetachSession | DescribeSession
+EgressRequest = Configure | TakeSession | UseBroker | SessionRequest | EndProcess
+EgressAnswer = Configured | SessionTaken | Accomplished | Described | EgressFailed | Entries
 
 
 # Codec --------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
         notifier.beat_s or 0.0,
         config.security.own_filters,
         arguments.cgroup or AUTO,
+        str(config.egress.ca_file or ""),
     )
     command = launcher_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)

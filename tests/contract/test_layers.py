@@ -96,7 +96,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("connection"),
         Layer("guarded", "state"),
         Layer("handed", "substitution"),
-        Layer("relay", "resolver", "names"),
+        Layer("relay", "resolver", "names", "pacing"),
         Layer("preview"),
         Layer("knocking", "brokering"),
         Layer("protocol"),

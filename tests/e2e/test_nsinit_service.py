@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.daemon import SCRIPT, Daemon, create_patiently, running_daemon
-from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
+from tests.e2e.test_privilege import children, denied, egress_processes_of, must_end, status_of, uid_of
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
     ):
         assert client.post("/v1/sessions", json={}).status_code == 201
         assert uid_of(daemon) > 0
-        (nsinit,) = map(int, children_of(first.process.pid))
+        (nsinit,) = children(first.process.pid)
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
         assert client.post("/v1/sessions", json={}).status_code == 201
         with running_service(data_dir, path), must_end(nsinit):
@@ -145,32 +145,31 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
     assert list((data_dir / "sessions").iterdir()) == []
 
 
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-CONNECT = """
-import socket
-sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-sock.settimeout(20)
-try:
-    sock.connect({path!r})
-    print("connected", sock.recv(100))
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
-    """The socket's mode keeps other users out; were it open, their connection would be closed unheard."""
-    with running_service(data_dir, path):
-        assert try_as(12345, CONNECT.format(path=str(path))) == "Permission denied\n"
-        path.chmod(0o666)
-        assert try_as(12345, CONNECT.format(path=str(path))) == "connected b''\n"
-
-
-def test_a_daemon_that_was_never_root_says_what_it_lacks(data_dir: Path, path: Path) -> None:
-    """A daemon that was never root can't start without the service, and says so."""
-    with running_unprivileged(data_dir, path) as daemon:
-        assert daemon.process.wait(patience(60)) == 1
-    assert any("sandkasten nsinit" in line for line in daemon.log)
+def test_its_launcher_starts_the_egress_process(data_dir: Path, path: Path) -> None:
+    """A session of a daemon that was never root has a way out. Its process is touched neither by a restart of the
+    service nor by a killed daemon; after its end the launcher of the day starts another.
+    """
+    with (
+        running_service(data_dir, path) as first,
+        running_unprivileged(data_dir, path) as daemon,
+        daemon.client() as client,
+    ):
+        session = client.post("/v1/sessions", json={"network": "open"}).json()["id"]
+        assert denied(client, session) == ["10.0.0.1:80"]
+        (egress,) = egress_processes_of(first.process.pid)
+        assert status_of(egress)["CapPrm"] == f"{0:016x}"
+        assert first.stop() == 0
+        with running_service(data_dir, path) as second:
+            create_patiently(client)
+            assert denied(client, session) == ["10.0.0.1:80"]
+            with must_end(egress):
+                os.kill(egress, signal.SIGKILL)
+            assert denied(client, session) == ["10.0.0.1:80"]
+            follower = egress_processes_of(second.process.pid)
+            daemon.process.kill()
+            daemon.process.wait()
+            with running_unprivileged(data_dir, path) as successor, successor.client() as again:
+                assert denied(again, session) == ["10.0.0.1:80"]
+                assert egress_processes_of(second.process.pid) == follower
+                with must_end(*follower):
+                    assert successor.stop() == 0

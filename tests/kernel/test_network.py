@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -43,10 +44,11 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 @asynccontextmanager
 async def served(
-    config: Config, outside: World, *, ends_sessions: bool = True, max_mode: str = "open"
-) -> AsyncIterator[LocalSupervisor]:
+    config: Config, outside: World, *, ends_sessions: bool = True, **settings: Any
+) -> AsyncIterator[LocalSupervisor]:  # Any: fields of `EgressSettings`
     """A tree whose egress process is in the world."""
-    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=(f"{SITE}/32", f"{OTHER}/32")))
+    permit = f"{SITE}/32", f"{OTHER}/32"
+    config = attrs.evolve(config, egress=EgressSettings(**{"max_mode": "open", "permit": permit, **settings}))
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
@@ -79,9 +81,11 @@ async def measured(supervisor: LocalSupervisor) -> dict[tuple[str, ...], float]:
     }
 
 
-async def told(supervisor: LocalSupervisor, type: EventType, session_id: str | None = None) -> Event:
+async def told(
+    supervisor: LocalSupervisor, type: EventType, session_id: str | None = None, *, after: str = "0"
+) -> Event:
     """Wait for an event of this type; return it."""
-    async with supervisor.events(session_id=session_id, after="0") as events:
+    async with supervisor.events(session_id=session_id, after=after) as events:
         with trio.fail_after(patience()):
             while (event := await anext(aiter(events))).type is not type:
                 pass
@@ -157,6 +161,20 @@ async def test_what_a_limit_stops_is_told_as_that(supervisor: LocalSupervisor) -
     assert EventType.EGRESS_DENIED not in {each.type for each in recent}
 
 
+async def test_bandwidth_changes_on_a_live_session(supervisor: LocalSupervisor, outside: World) -> None:
+    """A download is slower with a bound than, in the same session, without one."""
+    outside.serve(OTHER, 80, http(bytes(6 * 1024 * 1024)))
+    network = Network(NetworkMode.ALLOW, allow=["other.example"])
+    session = await supervisor.create(SessionSpec(network=attrs.evolve(network, limits=NetworkLimits(mbit_down=16))))
+    fetch = "import time; began = time.monotonic(); size = len(urllib.request.urlopen('http://other.example/').read())"
+    fetch += "; print(size, time.monotonic() - began)"
+    bounded = (await python(supervisor, session, fetch)).stdout.split()
+    await supervisor.update(session.id, SessionPatch(network=network))
+    free = (await python(supervisor, session, fetch)).stdout.split()
+    assert bounded[0] == free[0] == b"%d" % (6 * 1024 * 1024)
+    assert float(bounded[1]) > 2 * float(free[1])
+
+
 async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:
     """A rule with a port is for that port; the connection ends before the server hears of it."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
@@ -229,19 +247,6 @@ async def test_connects_wait_for_an_egress_process_that_was_killed(supervisor: L
     assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
     assert (await told(supervisor, EventType.EGRESS_RESTARTED)).data["count"] == 1
     assert (await measured(supervisor))["restarts_total",] == 1
-
-
-async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: World) -> None:
-    """The next daemon opens it again with the policy of the record."""
-    async with served(config, outside, ends_sessions=False) as supervisor:
-        session = await supervisor.create(SessionSpec(network=ALLOWED))
-    async with served(config, outside) as supervisor:
-
-        async def is_reached() -> bool:
-            return (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
-
-        await until(is_reached)
-        assert (await python(supervisor, session, FETCH.format("secret.example"))).end.egress_denied
 
 
 async def test_the_end_of_a_session_leaves_no_descriptor(supervisor: LocalSupervisor, outside: World) -> None:

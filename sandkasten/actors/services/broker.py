@@ -158,7 +158,7 @@ class BrokerClient(Actor):
 
     async def _request(self, request: brokering.BrokerRequest, answer: type[A], fds: Sequence[int] = ()) -> A:
         if self._start is None:
-            raise SecretsOff("this daemon has no way to start a broker: its nsinit is a service apart")
+            raise SecretsOff("this daemon has no way to start a broker")
         if find_spec(_LIBRARY) is None:
             raise SecretsOff("secrets need an extra: pip install 'sandkasten-runtime[secrets]'", extra="secrets")
         self._is_wanted.set()
@@ -177,7 +177,7 @@ class BrokerClient(Actor):
     async def _run_process(self) -> None:
         """Start a broker and serve it to its end."""
         assert self._start is not None
-        process = self._process = await self._start("broker", *self._places)
+        process = self._process = await self._start("broker", None, *self._places)
         assert process.pidfd is not None, "a broker is nobody's service apart"
         try:
             async with process.forwarding_log("broker"):
