@@ -85,7 +85,7 @@ class SharedState:
     def has_descriptors(self) -> bool:
         """Tell whether one more connection could be accepted and dialled."""
         used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * (self.totals.connections_open + self.handed)
-        return used + 4 <= self.descriptors  # with those of a moment, of a connection that is handed over
+        return used + 2 <= self.descriptors
 
 
 @attrs.frozen
