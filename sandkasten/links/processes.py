@@ -2,9 +2,9 @@
 
 They come as children of this process, from its launcher (a child that stayed root), or from the launcher of a service
 apart, at its socket, where nsinit itself is at the other end. Each way returns a `ChildProcess`: our end of the socket,
-and the means to watch, kill and reap the process. None gets a secret at its start: an empty
-environment, and no descriptor but /dev/null, its log and its socket. The actors in `actors/services` own the processes; `keep_running` starts one again
-after its end, and `forward_log` passes log lines on.
+and the means to watch, kill and reap the process. None gets a secret at its start: an empty environment, and no
+descriptor but /dev/null, its log and its socket. The actors in `actors/services` own the processes; `keep_running`
+starts one again after its end, and `forward_log` passes log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 """
