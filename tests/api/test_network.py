@@ -20,7 +20,7 @@ from tests.api.harness import KEY, running_front
 from tests.api.keys import issue
 
 NO_LIMITS = dict.fromkeys(("connections", "bytes_up", "bytes_down", "mbit_up", "mbit_down"))
-NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
+NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False, "secrets": []}
 NO_COUNTS = dict.fromkeys(
     ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
 )
@@ -149,7 +149,7 @@ async def test_rules_come_to_those_that_are_there(monkeypatch: pytest.MonkeyPatc
     async with running_front() as running, SandboxClient(base_url=running.url, api_key=KEY) as client:
         session = await client.create_session()
         limits = {"connections": 5, "bytes_up": 7, "bytes_down": None, "mbit_up": 2, "mbit_down": None}
-        network = {"mode": "ask", "limits": limits, "log": "denied", "proxy_env": True}
+        network = {"mode": "ask", "limits": limits, "log": "denied", "proxy_env": True, "secrets": []}
         await session.update(network={**network, "allow": ["a.example"], "deny": ["b.example"]})
         async with trio.open_nursery() as nursery:
             for number in range(5):
