@@ -68,7 +68,7 @@ from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.network import resolve_network
+from sandkasten.admission.network import fit_network, resolve_network
 from sandkasten.admission.previews import check_previews, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
@@ -241,6 +241,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             metrics=self._metrics,
             start=self._start_egress,
             path=DataPaths(self._config.data_dir).egress,
+            steers=self._machine.steers,
         )
         await actor.run(task_status=task_status)
 
@@ -332,8 +333,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def create(self, spec: SessionSpec) -> Session:
         began = trio.current_time()
         outcome, timings_ms = "bug", dict[str, float]()
+        network = fit_network(spec.network, self._config, steers=self._machine.steers)
         try:
-            session = await self._sessions.ask(sessions.Create(spec))
+            session = await self._sessions.ask(sessions.Create(attrs.evolve(spec, network=network)))
             outcome, timings_ms = "ok", dict(session.timings_ms)
         except SandkastenError as error:
             outcome = error.code
@@ -359,6 +361,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
         if patch.network is not None:
+            patch = attrs.evolve(patch, network=fit_network(patch.network, self._config, steers=self._machine.steers))
             resolve_network(patch.network, self._config)
         return await entry.ref.ask(Update(patch))
 

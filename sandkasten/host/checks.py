@@ -480,7 +480,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "sk_lookup": CheckRow(
             "way out",
             "",
-            "no session can have a network: creates that ask for one are refused",
+            "a session with a network has a proxy, for programs that obey its variables, and no other connection",
             _since("5.9", "CONFIG_BPF_SYSCALL=y, CONFIG_INET"),
         ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),

@@ -56,6 +56,7 @@ def _client(nsinit: Ref, start: StartEgress) -> EgressClient:
         metrics=Metrics(),
         start=start,
         path=Path("/nowhere/egress.sock"),
+        steers=True,
     )
 
 

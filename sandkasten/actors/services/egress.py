@@ -156,7 +156,8 @@ class _Way:
 
 
 class EgressClient(Actor):
-    """See the module's docstring. Without `start` the node has no way to an egress process."""
+    """See the module's docstring. Without `start` the node has no way to an egress process. `steers`: the kernel can
+    steer connections; otherwise sessions have a proxy alone."""
 
     def __init__(
         self,
@@ -170,10 +171,11 @@ class EgressClient(Actor):
         metrics: Metrics,
         start: StartEgress | None,
         path: Path,
+        steers: bool,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
-        self._path = path
+        self._path, self._steers = path, steers
         self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
@@ -275,7 +277,7 @@ class EgressClient(Actor):
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         sockets = None
         try:
-            sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
+            sockets = await ask_patiently(self._nsinit, open_network(way.session_id, steers=self._steers))
         except BuildFailed as error:
             if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
