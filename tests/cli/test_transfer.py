@@ -199,6 +199,25 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
     assert len(command.json("info", session)["runs"]) == 1
 
 
+def test_a_port_is_published(command: Command, session: str) -> None:
+    """With `--publish` a port of the server's machine leads inside until ^C, and is free again then; one that is taken
+    is a sentence."""
+    command.out("exec", "-d", session, "--", "python3", "-c", SERVER)
+    _wait_listening(command, session)
+    with command.started("port", "--publish", session, "0:8000") as process:
+        assert process.stdout is not None
+        port = int(re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", process.stdout.readline())[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link:
+            link.sendall(b"abc")
+            link.shutdown(socket.SHUT_WR)
+            assert b"".join(iter(lambda: link.recv(65536), b"")) == b"cba"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+    with socket.create_server(("127.0.0.1", port)):
+        done = command.run("port", "--publish", session, f"{port}:8000")
+    assert (done.returncode, done.stderr.count("\n"), "Address already in use" in done.stderr) == (125, 1, True), done
+
+
 def test_a_port_has_a_link(command: Command, session: str) -> None:
     """With `--preview` each port of the session is a URL with its token, and no local port is taken for one."""
     links = command.out("port", "--preview", session, "8000", "8001").splitlines()
