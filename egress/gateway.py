@@ -66,7 +66,7 @@ class _ClientGone(Exception):
 class _Link:
     """The socket to the daemon. `receive` must run while somebody knocks."""
 
-    def __init__(self, channel: socket.socket, obey: Callable[[k.Publish | k.Revoke, list[int]], None]) -> None:
+    def __init__(self, channel: socket.socket, obey: Callable[[k.PublishedPort | k.Revoke, list[int]], None]) -> None:
         self._channel, self._obey = channel, obey
         self._seq = 0
         self._waiting: dict[int, tuple[trio.Event, list[tuple[k.Admitted | k.NotAdmitted, list[int]]]]] = {}
@@ -124,7 +124,7 @@ class _Link:
         try:
             while True:
                 order, fds = await self._next()
-                if isinstance(order, k.Publish | k.Revoke):
+                if isinstance(order, k.PublishedPort | k.Revoke):
                     self._obey(order, fds)
                     continue
                 if not isinstance(order, k.Open) and (waiting := self._waiting.get(order.seq)) is not None:
@@ -249,8 +249,8 @@ class Gateway:
             await self._link.receive()
             self._nursery.cancel_scope.cancel()
 
-    def _obey(self, order: k.Publish | k.Revoke, fds: list[int]) -> None:
-        if isinstance(order, k.Publish):
+    def _obey(self, order: k.PublishedPort | k.Revoke, fds: list[int]) -> None:
+        if isinstance(order, k.PublishedPort):
             place = order.session_id, order.port
             if (before := self._published.pop(place, None)) is not None:
                 before.cancel()

@@ -3,7 +3,7 @@
 Here the gateway asks and the daemon answers: for each request of HTTP the gateway knocks with the tokens that came
 along, and is given a socket in the session's network or told why not. So it holds no key, and knows of no preview. A
 connection to a published port is a request without tokens. `Open` is the daemon's first message and brings the listener
-for HTTP; `Publish` brings one for plain TCP, `Admitted` the socket. The daemon imports this.
+for HTTP; `PublishedPort` brings one for plain TCP, `Admitted` the socket. The daemon imports this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Open:
 
 
 @attrs.frozen
-class Publish:
+class PublishedPort:
     """Carry what connects to the listener that comes along to a port of a session, as it comes; in place of a listener
     that the port has."""
 
@@ -84,8 +84,8 @@ class Revoke:
     port: int
 
 
-Order = Open | Publish | Admitted | NotAdmitted | Revoke
-_ORDERS = (Open, Publish, Admitted, NotAdmitted, Revoke)
+Order = Open | PublishedPort | Admitted | NotAdmitted | Revoke
+_ORDERS = (Open, PublishedPort, Admitted, NotAdmitted, Revoke)
 
 
 def decode_order(data: bytes) -> Order:

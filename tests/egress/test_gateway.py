@@ -405,7 +405,7 @@ async def test_requests_of_one_session_are_bounded(monkeypatch: pytest.MonkeyPat
 async def published(daemon: Daemon) -> AsyncIterator[socket.socket]:
     """A listener of the daemon's, from which the gateway carries to the server inside."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        daemon.say(knocking.Publish(SESSION, daemon.port), listener.fileno())
+        daemon.say(knocking.PublishedPort(SESSION, daemon.port), listener.fileno())
         yield listener
 
 
@@ -459,7 +459,7 @@ async def test_a_published_port_on_which_nothing_listens_is_reset() -> None:
 
 
 async def test_a_revoked_port_has_no_listener_and_no_connection() -> None:
-    """What is under way is reset, and the daemon's shutdown of its listener ends the copy of the gateway's."""
+    """Connections are reset, and the daemon's shutdown of its listener ends the gateway's copy."""
     async with gate() as daemon, plain_server(daemon, echoes), published(daemon) as listener:
         stream = await trio.open_tcp_stream(*listener.getsockname())
         async with stream:
@@ -478,7 +478,7 @@ async def test_a_listener_that_ended_on_its_way_is_no_fault() -> None:
     async with gate() as daemon, plain_server(daemon, echoes):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.shutdown(socket.SHUT_RDWR)
-            daemon.say(knocking.Publish(SESSION, daemon.port), listener.fileno())
+            daemon.say(knocking.PublishedPort(SESSION, daemon.port), listener.fileno())
         async with published(daemon) as listener:
             stream = await trio.open_tcp_stream(*listener.getsockname())
             async with stream:
@@ -509,7 +509,7 @@ async def test_connections_to_published_ports_are_bounded(monkeypatch: pytest.Mo
 
 
 async def test_published_ports_leave_room_for_previews(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have half of the gateway's connections at most; the next one is reset, and a preview answers meanwhile."""
+    """Half of the gateway's connections are theirs at most; the next is reset, and a preview answers meanwhile."""
     monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 4)
     async with AsyncExitStack() as held:
         daemon = await held.enter_async_context(gate())

@@ -61,7 +61,7 @@ class SignPreview(Ask[SignedPreview]):
 
 
 @attrs.frozen
-class Publish(Ask[int]):
+class PublishPort(Ask[int]):
     """Listen on a port of the node for connections to a session's port; return it. `host_port`: 0 is any free one. A
     port that is published already stays as it is. Raises `Conflict`, `Capacity`."""
 
@@ -79,7 +79,7 @@ class CloseDoors(Ask[None]):
     port: int = knocking.ALL_PORTS
 
 
-Message = SignPreview | Publish | CloseDoors
+Message = SignPreview | PublishPort | CloseDoors
 
 
 @attrs.define(eq=False)
@@ -164,7 +164,7 @@ class PreviewClient(Actor):
         match message:
             case SignPreview(session_id, preview):
                 return self._sign(session_id, preview)
-            case Publish(session_id, port, host_port):
+            case PublishPort(session_id, port, host_port):
                 return self._publish(session_id, port, host_port)
             case CloseDoors(session_id, port):
                 return self.defer(self._close, session_id, port)
@@ -237,7 +237,7 @@ class PreviewClient(Actor):
 
     async def _tell_published(self, sock: socket.socket, session_id: str, port: int, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
-            await self._send(sock, knocking.Publish(session_id, port), [listener.fileno()])
+            await self._send(sock, knocking.PublishedPort(session_id, port), [listener.fileno()])
 
     async def _answer_knocks(self, sock: socket.socket, nursery: trio.Nursery) -> None:
         """Answer until the gateway goes away, or breaks the protocol."""

@@ -15,7 +15,7 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services.previews import CloseDoors, Publish
+from sandkasten.actors.services.previews import CloseDoors, PublishPort
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.log import rfc3339
 from sandkasten.model import EventType
@@ -49,16 +49,18 @@ class SessionPreviews:
         if replaced is not None and is_local != (replaced.host_port is not None):
             raise Conflict("the port has a preview of the other kind: close that first", port=spec.port)
         if is_local:
-            host_port = await self._client.ask_again(Publish(self._host.session_id, spec.port, spec.host_port))
+            host_port = await self._client.ask_again(PublishPort(self._host.session_id, spec.port, spec.host_port))
         end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
         epoch = secrets.token_hex(_EPOCH_BYTES)
         preview = Preview(spec.port, spec.access, epoch, end, spec.keep_alive, spec.resume, host_port)
+        is_recorded = False
         try:
             await self._put({**before, spec.port: preview})
-        except SandkastenError:
-            if is_local and replaced is None:
-                await self._revoke(spec.port)
-            raise
+            is_recorded = True
+        finally:
+            if not is_recorded and is_local and replaced is None:
+                with trio.CancelScope(shield=True):
+                    await self._revoke(spec.port)
         self._host.start_task(self._close_in_time, preview)
         if is_local and replaced is not None:
             return preview
@@ -96,7 +98,7 @@ class SessionPreviews:
 
     async def _publish_again(self, preview: Preview, host_port: int) -> None:
         try:
-            await self._client.ask_again(Publish(self._host.session_id, preview.port, host_port))
+            await self._client.ask_again(PublishPort(self._host.session_id, preview.port, host_port))
         except SandkastenError as error:
             log.warning("not_published", extra={"session_id": self._host.session_id, "error": str(error)})
             await self._close_soon(preview, "its port of the node can't be had")
