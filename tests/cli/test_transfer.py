@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -9,7 +10,10 @@ import signal
 import socket
 import struct
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -199,14 +203,32 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
     assert len(command.json("info", session)["runs"]) == 1
 
 
+@contextmanager
+def _published(command: Command, session: str, remote: int) -> Iterator[tuple[int, Popen[bytes]]]:
+    """Have a port published; yield the port of the server's machine, and the command, which is ended."""
+    with command.started("port", "--publish", session, f"0:{remote}") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield int(re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", line)[0]), process
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def _network_maker(command: Command) -> None:
+    """A helper of nsinit's, which is there from the first connection on and is no leak of a test."""
+    session = command.out("run", "-d").strip()
+    with contextlib.suppress(ConnectionResetError), _published(command, session, 9) as (port, _):
+        socket.create_connection(("127.0.0.1", port), timeout=patience(20)).recv(1)
+    command.out("rm", session)
+
+
+@pytest.mark.usefixtures("_network_maker")
 def test_a_port_is_published(command: Command, session: str) -> None:
     """With `--publish` a port of the server's machine leads inside until ^C, and is free again then; one that is taken
     is a sentence."""
     command.out("exec", "-d", session, "--", "python3", "-c", SERVER)
     _wait_listening(command, session)
-    with command.started("port", "--publish", session, "0:8000") as process:
-        assert process.stdout is not None
-        port = int(re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", process.stdout.readline())[0])
+    with _published(command, session, 8000) as (port, process):
         with socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link:
             link.sendall(b"abc")
             link.shutdown(socket.SHUT_WR)
