@@ -250,7 +250,7 @@ class Gateway:
             self._nursery.cancel_scope.cancel()
 
     def _obey(self, order: k.PublishedPort | k.Revoke, fds: list[int]) -> None:
-        if isinstance(order, k.PublishedPort):
+        if isinstance(order, k.PublishedPort) and fds:
             place = order.session_id, order.port
             if (before := self._published.pop(place, None)) is not None:
                 before.cancel()
