@@ -250,10 +250,12 @@ class Gateway:
             self._nursery.cancel_scope.cancel()
 
     def _obey(self, order: k.PublishedPort | k.Revoke, fds: list[int]) -> None:
-        if isinstance(order, k.PublishedPort) and fds:
+        if isinstance(order, k.PublishedPort):
             place = order.session_id, order.port
             if (before := self._published.pop(place, None)) is not None:
                 before.cancel()
+            if not fds:  # it did not arrive, which the log tells
+                return
             scope = self._published[place] = trio.CancelScope()
             self._nursery.start_soon(self._accept_plain, _listener(fds), place, scope)
             return

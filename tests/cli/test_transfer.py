@@ -217,8 +217,12 @@ def _published(command: Command, session: str, remote: int) -> Iterator[tuple[in
 def _network_maker(command: Command) -> None:
     """A helper of nsinit's, which is there from the first connection on and is no leak of a test."""
     session = command.out("run", "-d").strip()
-    with contextlib.suppress(ConnectionResetError), _published(command, session, 9) as (port, _):
-        socket.create_connection(("127.0.0.1", port), timeout=patience(20)).recv(1)
+    with (
+        contextlib.suppress(ConnectionResetError),
+        _published(command, session, 9) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link,
+    ):
+        link.recv(1)
     command.out("rm", session)
 
 

@@ -185,9 +185,9 @@ async def test_sessions_whose_names_hang_leave_threads_for_others(
         assert sessions <= held <= resolver.MAX_THREADS - least_left
         with trio.fail_after(patience()):
             async with trio.open_nursery() as others:
-                for each in range(least_left):
-                    outside.addresses[f"good{each}.example"] = ("203.0.113.7",)
-                    others.start_soon(asked.resolve, f"good{each}.example", LookupShare())
+                for number in range(least_left):
+                    outside.addresses[f"good{number}.example"] = ("203.0.113.7",)
+                    others.start_soon(asked.resolve, f"good{number}.example", LookupShare())
         outside.go_on.set()
     assert {name for each in hanging for name in each} <= set(outside.asked)
 
