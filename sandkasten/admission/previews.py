@@ -26,7 +26,7 @@ def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: 
     if spec.host_port and not is_local:
         raise InvalidRequest("a port of the node is for the access local", host_port='needs "access": "local"')
     if not has_gateway:
-        raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
+        raise PreviewsOff("this daemon has no way to start a gateway")
 
 
 def preview_key(node_key: bytes) -> bytes:
