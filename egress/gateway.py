@@ -95,7 +95,7 @@ class _Link:
                     del self._waiting[seq]
         match answers:
             case [(k.Admitted(lasts_s=lasts_s), [fd])]:
-                return lasts_s, socket.socket(fileno=fd)
+                return math.inf if lasts_s is None else lasts_s, socket.socket(fileno=fd)
             case [(k.NotAdmitted() as refused, [])]:
                 raise VisitRefused(refused.status, refused.code, refused.message)
         close_all(fd for _, fds in answers for fd in fds)

@@ -60,10 +60,11 @@ class Knock:
 
 @attrs.frozen
 class Admitted:
-    """The request may. A socket comes along, not connected yet; `lasts_s`: seconds until the preview ends."""
+    """The request may. A socket comes along, not connected yet; `lasts_s`: seconds until the preview ends; None: until
+    it is revoked, for its end may be put off."""
 
     seq: int
-    lasts_s: float
+    lasts_s: float | None
 
 
 @attrs.frozen

@@ -28,7 +28,7 @@ class Daemon:
     port: int = 0
     """The port of the server inside, which the name of its preview has."""
     knocks: list[knocking.Knock] = attrs.field(factory=list)
-    lasts_s: float = 60.0
+    lasts_s: float | None = 60.0
 
     @property
     def host(self) -> str:

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -218,13 +219,15 @@ async def test_a_published_port_leads_to_its_session_alone(supervisor: LocalSupe
 
 
 async def test_a_port_of_the_node_is_published_once(supervisor: LocalSupervisor) -> None:
-    """A repeat has the same port and keeps the connections; a port that is taken, another kind of preview and a port
-    out of range are refused, and a closed one is free at once."""
+    """A repeat has the same port and keeps the connections, beyond the first end; a port that is taken, another kind of
+    preview and a port out of range are refused, and a closed one is free at once."""
     session, other = await with_server(supervisor), await supervisor.create(SessionSpec())
-    port = (await supervisor.open_preview(session.id, LOCAL)).preview.host_port or 0
+    first = (await supervisor.open_preview(session.id, attrs.evolve(LOCAL, ttl_s=round(patience(3))))).preview
+    port = first.host_port or 0
     with socket.create_connection(("127.0.0.1", port), timeout=patience(30)) as link:
-        again = await supervisor.open_preview(session.id, attrs.evolve(LOCAL, ttl_s=60))
+        again = await supervisor.open_preview(session.id, attrs.evolve(LOCAL, ttl_s=600))
         assert again.preview.host_port == port
+        await trio.sleep((first.expires_at - datetime.now(UTC)).total_seconds() + 0.1)
         await trio.to_thread.run_sync(link.sendall, b"GET /held HTTP/1.0\r\nHost: x\r\n\r\n")
         assert b"/held" in await trio.to_thread.run_sync(lambda: b"".join(iter(lambda: link.recv(65536), b"")))
     for session_id, refused in (

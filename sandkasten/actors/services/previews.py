@@ -138,6 +138,8 @@ class PreviewClient(Actor):
         self._key, self._use, self._wake, self._start = key, use, wake, start
         self._listener: socket.socket | None = None
         self._process: ChildProcess | None = None
+        self._gateway: socket.socket | None = None
+        """The socket of a gateway that has its first message."""
         self._sending = trio.Lock()
         self._doors: dict[str, _Doors] = {}
         self._knocks = 0
@@ -194,8 +196,8 @@ class PreviewClient(Actor):
             self._drop(session_id)
         elif (doors := self._doors.get(session_id)) is not None:
             doors.unpublish(port)
-        if (process := self._process) is not None:
-            await self._send(process.sock, knocking.Revoke(session_id, port))
+        if (gateway := self._gateway) is not None:
+            await self._send(gateway, knocking.Revoke(session_id, port))
 
     def _publish(self, session_id: str, port: int, host_port: int) -> int:
         if self._settings.publish is None or self._start is None or (entry := self._directory.get(session_id)) is None:
@@ -209,8 +211,8 @@ class PreviewClient(Actor):
         if sum(len(each.published) for each in self._doors.values()) >= knocking.MAX_PUBLISHED:
             raise Capacity("the node has too many published ports", limit=knocking.MAX_PUBLISHED)
         doors.published[port] = listener = _listen_within(self._settings, host_port)
-        if (process := self._process) is not None:
-            self._nursery.start_soon(self._tell_published, process.sock, session_id, port, listener)
+        if (gateway := self._gateway) is not None:
+            self._nursery.start_soon(self._tell_published, gateway, session_id, port, listener)
         return int(listener.getsockname()[1])
 
     # The process ------------------------------------------------------------------------------------------------
@@ -224,20 +226,22 @@ class PreviewClient(Actor):
             async with process.forwarding_log("gateway"), trio.open_nursery() as nursery:
                 fds = [] if self._listener is None else [self._listener.fileno()]
                 await self._send(process.sock, knocking.Open(self._settings.domain), fds)
+                self._gateway = process.sock
                 for session_id, doors in list(self._doors.items()):
                     for port, listener in list(doors.published.items()):
                         await self._tell_published(process.sock, session_id, port, listener)
                 await self._answer_knocks(process.sock, nursery)
                 nursery.cancel_scope.cancel()
         finally:
-            self._process = None
+            self._process = self._gateway = None
             with trio.CancelScope(shield=True):
                 await process.end("gateway", STOP_S)
         log.warning("gateway_ended")
 
     async def _tell_published(self, sock: socket.socket, session_id: str, port: int, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
-            await self._send(sock, knocking.PublishedPort(session_id, port), [listener.fileno()])
+            with OwnedFd(os.dup(listener.fileno())) as fd:  # it may be closed while the message waits for its turn
+                await self._send(sock, knocking.PublishedPort(session_id, port), [fd.fileno()])
 
     async def _answer_knocks(self, sock: socket.socket, nursery: trio.Nursery) -> None:
         """Answer until the gateway goes away, or breaks the protocol."""
@@ -288,8 +292,8 @@ class PreviewClient(Actor):
 
     # Leave ------------------------------------------------------------------------------------------------------
 
-    async def _admit(self, knock: knocking.Knock) -> tuple[float, OwnedFd]:
-        """Return the seconds that a request may last, and a socket for it. Raises `_NoLeave`."""
+    async def _admit(self, knock: knocking.Knock) -> tuple[float | None, OwnedFd]:
+        """Return the seconds that a request may last, None for no end, and a socket for it. Raises `_NoLeave`."""
         entry, preview = self._find(knock)
         try:
             if entry.session.status is Status.PAUSED and preview.resume:
@@ -308,11 +312,13 @@ class PreviewClient(Actor):
             log.warning("preview_not_reached", extra={"session_id": knock.session_id, "error": str(error)})
             raise _NoLeave(503, "CAPACITY", "the session can't be reached now") from None
         try:
-            if self._find(knock)[1] is not preview:  # it was closed meanwhile
+            if self._find(knock)[1].epoch != preview.epoch:  # it was closed meanwhile
                 raise _NoLeave(*_UNKNOWN)
         except _NoLeave:
             fd.close()
             raise
+        if knock.is_plain:  # its session closes it in time, or puts off the end
+            return None, fd
         return max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0.0), fd
 
     def _find(self, knock: knocking.Knock) -> tuple[Entry, Preview]:

@@ -51,7 +51,7 @@ class SessionPreviews:
         if is_local:
             host_port = await self._client.ask_again(PublishPort(self._host.session_id, spec.port, spec.host_port))
         end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
-        epoch = secrets.token_hex(_EPOCH_BYTES)
+        epoch = replaced.epoch if is_local and replaced is not None else secrets.token_hex(_EPOCH_BYTES)
         preview = Preview(spec.port, spec.access, epoch, end, spec.keep_alive, spec.resume, host_port)
         is_recorded = False
         try:

@@ -74,7 +74,7 @@ while True:
 
 
 @attrs.define
-class _Site:
+class _Visited:
     """A session with a server and a preview of it."""
 
     field: Field
@@ -108,7 +108,7 @@ class _Site:
 
 
 @asynccontextmanager
-async def _site(field: Field, answers: Sequence[str]) -> AsyncIterator[_Site]:
+async def _site(field: Field, answers: Sequence[str]) -> AsyncIterator[_Visited]:
     """Make a session whose server gives these answers in turn.
 
     Raises:
@@ -128,7 +128,7 @@ async def _site(field: Field, answers: Sequence[str]) -> AsyncIterator[_Site]:
         except PreviewsOff as error:
             raise NotApplicable(str(error)) from None
         place = urlsplit(opened.url)
-        yield _Site(field, session_id, place.port or 0, place.netloc, opened.token or "")
+        yield _Visited(field, session_id, place.port or 0, place.netloc, opened.token or "")
 
 
 @attempt("previews.server", "confuse or crash the gateway by what a server answers, and add a second answer",
