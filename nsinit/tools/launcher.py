@@ -1,8 +1,9 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
-the preview gateway, which start with these privileges and give them away themselves. Two ways of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the preview gateway and the
+egress process, which start with these privileges and give them away themselves; the last may outlive the daemon. Two
+ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
   `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
@@ -202,8 +203,9 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    for program in programs.values():
-        program.end(patience_s=STOP_S)
+    for word, program in programs.items():
+        if word != START_EGRESS:  # that serves sessions until the next daemon comes, or ends by itself without any
+            program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 
@@ -244,12 +246,12 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    Service(listener, what.uid, _programs(grant), manager).serve(stop_read)
+    LauncherService(listener, what.uid, _programs(grant), manager).serve(stop_read)
     manager.tell(b"STOPPING=1")
     listener.close()
 
 
-class Service:
+class LauncherService:
     """The launcher of a service: one connection at a time has an nsinit, and others may say the words that start and
     kill another program, one a connection.
     """

@@ -19,8 +19,7 @@ from typing import TypeVar
 import egress
 from egress import protocol
 from nsinit.kernel import syscalls
-from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, Role
+from sandkasten.links.processes import ChildProcess, Ends, Role
 
 T = TypeVar("T")
 
@@ -62,22 +61,20 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self, role: Role = "egress") -> ChildProcess:
+    async def start_egress(self, role: Role = "egress", path: Path | None = None) -> ChildProcess:
         """Start an egress process in the world; a `StartEgress`."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log_read, log_write = os.pipe2(os.O_CLOEXEC)
-        with theirs:
+        with Ends(path) as ends:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
                 [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role],
                 stdin=subprocess.DEVNULL,
-                stderr=log_write,
+                stderr=ends.log_write,
                 pass_fds=(protocol.CHANNEL_FD,),
-                preexec_fn=lambda: self._enter(theirs.fileno()),
+                preexec_fn=lambda: self._enter(ends.their_socket.fileno()),
             )
-        os.close(log_write)
-        self.egress_pid = process.pid
-        pidfd = OwnedFd(os.pidfd_open(process.pid))
-        return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=process.wait)
+            self.egress_pid = process.pid
+            self._undo.callback(process.wait)
+            self._undo.callback(process.kill)  # one that serves sessions outlives its daemon
+            return ends.give(process.pid, os.pidfd_open(process.pid))
 
     def _enter(self, channel_fd: int) -> None:
         """Enter the namespace and see its hosts file, in a child about to execute a program."""
