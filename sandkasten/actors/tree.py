@@ -56,6 +56,7 @@ from sandkasten.actors.session.messages import (
     ResumeSession,
     Stats,
     Update,
+    Wake,
 )
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
@@ -69,7 +70,7 @@ from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.network import fit_network, resolve_network
-from sandkasten.admission.previews import check_previews, preview_key
+from sandkasten.admission.previews import check_preview, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
@@ -253,6 +254,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._directory,
             key=preview_key(self._node.run_key),
             use=_use,
+            wake=_wake,
             start=self._start_egress,
         )
         try:
@@ -418,7 +420,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def open_preview(self, session_id: str, spec: PreviewSpec) -> SignedPreview:
         entry = await self._live(session_id)
-        check_previews(self._config.preview, has_gateway=self._start_egress is not None)
+        check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         preview = await entry.ref.ask(OpenPreview(spec))
         return await self._previews.ask_again(previews.SignPreview(session_id, preview))
 
@@ -562,6 +564,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def sweep(self) -> int:
         """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
+
+
+async def _wake(entry: Entry) -> None:
+    await entry.ref.ask(Wake())
 
 
 async def _use(entry: Entry) -> None:

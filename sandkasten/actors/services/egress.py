@@ -450,9 +450,9 @@ class EgressClient(Actor):
         for entry in notice.entries:
             if entry.dial_ms is not None:
                 self._metrics.egress_dials.observe(entry.dial_ms / 1000)
-            if (session_log := self._logs.get(entry.session_id)) is None:
+            if self._logs.get(entry.session_id) is None:
                 continue  # the session has ended
-            kept = session_log.add(entry)
+            kept = self._logs.add(entry)
             if kept is not None and kept.verdict is EgressVerdict.DENIED:
                 self._note_refusal(entry.session_id, kept)
             elif kept is not None and kept.verdict is EgressVerdict.ASKED:
