@@ -2,7 +2,8 @@
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
 and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
-the preview gateway, which start with these privileges and give them away themselves. Two ways of life, by the argument:
+the preview gateway, which start with these privileges and give them away themselves; it names and removes their
+cgroups. Two ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
   `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
@@ -11,7 +12,8 @@ the preview gateway, which start with these privileges and give them away themse
   own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
   launcher.
 
-Reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
+Reads what the kernel says of its cgroups and no other file, and parses nothing else but its argument. Sources: unix(7)
+SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_KILL
 from nsinit.kernel.syscalls import capget, capset
@@ -67,10 +70,11 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Charge:
-    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid."""
+    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid; `tidy`
+    is called when it has been reaped."""
 
-    def __init__(self, name: str, spawn: Callable[[int, int], int]) -> None:
-        self.name, self._spawn = name, spawn
+    def __init__(self, name: str, spawn: Callable[[int, int], int], tidy: Callable[[], None] = lambda: None) -> None:
+        self.name, self._spawn, self._tidy = name, spawn, tidy
         self._pid = 0
         self.pidfd = -1
 
@@ -101,11 +105,22 @@ class Charge:
             log("warning", f"{self.name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
         os.close(self.pidfd)
         self.pidfd = -1
+        self._tidy()
 
 
 def _nsinit(grant: Grant) -> Charge:
     argument = grant.encode()
     return Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
+
+
+def _beside(name: str, role: str, permit: Iterable[str] = ()) -> Charge:
+    cgroups: list[str] = []
+
+    def spawn(channel_fd: int, log_fd: int) -> int:
+        cgroups[:] = name_cgroups(role)
+        return spawn_egress(channel_fd, log_fd, role, cgroups=cgroups, permit=permit)
+
+    return Charge(name, spawn, lambda: remove_cgroups(cgroups))
 
 
 class ServiceManager:
@@ -176,8 +191,8 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    gateway = Charge("preview gateway", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, "gateway"))
-    programs = {START: nsinit, START_EGRESS: Charge("egress process", spawn_egress), START_GATEWAY: gateway}
+    egress, gateway = _beside("egress process", "egress", what.permit), _beside("preview gateway", "gateway")
+    programs = {START: nsinit, START_EGRESS: egress, START_GATEWAY: gateway}
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)

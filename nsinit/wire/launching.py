@@ -176,7 +176,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 @dataclass(frozen=True, slots=True)
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
-    the daemon, with device and inode; the launcher removes them when the daemon ends."""
+    the daemon, with device and inode; the launcher removes them when the daemon ends. `permit`: private networks that
+    the kernel lets the egress process reach."""
 
     data_dir: str
     gid: int
@@ -184,6 +185,7 @@ class LaunchForParent:
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
     own_filters: bool = True
+    permit: tuple[str, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

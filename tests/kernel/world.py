@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import egress
 from egress import protocol
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel import syscalls
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess, Role
@@ -62,13 +63,16 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self, role: Role = "egress") -> ChildProcess:
+    async def start_egress(self, role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
         """Start an egress process in the world; a `StartEgress`."""
+        cgroups = name_cgroups(role)
+        program = Path(egress.__file__).parent / "__main__.py"
+        words = [f"cgroup={each}" for each in cgroups] + [f"permit={each}" for each in permit]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_read, log_write = os.pipe2(os.O_CLOEXEC)
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
-                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role],
+                [sys.executable, "-I", "-B", str(program), role, *words],
                 stdin=subprocess.DEVNULL,
                 stderr=log_write,
                 pass_fds=(protocol.CHANNEL_FD,),
@@ -77,7 +81,12 @@ class World:
         os.close(log_write)
         self.egress_pid = process.pid
         pidfd = OwnedFd(os.pidfd_open(process.pid))
-        return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=process.wait)
+
+        def reap() -> None:
+            process.wait()
+            remove_cgroups(cgroups)
+
+        return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=reap)
 
     def _enter(self, channel_fd: int) -> None:
         """Enter the namespace and see its hosts file, in a child about to execute a program."""

@@ -22,7 +22,6 @@ from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.kernel import syscalls
 from nsinit.kernel.files import write_file
-from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.tools.trials.attempt import Answer, FallsBack, Room, Seen, Trial, answer_of
 from nsinit.wire.protocol import Limits
 
@@ -43,7 +42,7 @@ class Tried:
 
 def try_all(room: Room) -> dict[str, Answer]:
     """Return the answers by name of the check. Where no cgroup can be made, "cgroups" is the only one."""
-    located = _locate()
+    located = cgroup_tree.locate_process()
     made: list[cgroup_tree.Tree] = []
     answers = {"cgroups": answer_of(lambda _room: _claim(located, made), room)}
     if made:
@@ -55,12 +54,6 @@ def try_all(room: Room) -> dict[str, Answer]:
         finally:
             cgroup_tree.release(made[0], located)
     return answers
-
-
-def _locate() -> cgroup_tree.Located:
-    with open("/proc/self/mountinfo", "rb") as info, open("/proc/self/cgroup", "rb") as own:
-        mounted = parse_mountinfo(os.fsdecode(info.read()))
-        return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 
 
 def _claim(located: cgroup_tree.Located, made: list[cgroup_tree.Tree]) -> Seen:

@@ -297,7 +297,7 @@ class EgressClient(Actor):
         """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
         not be started or configured."""
         assert self._start is not None
-        process = self._process = await self._start()
+        process = self._process = await self._start(permit=self._settings.permit)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:

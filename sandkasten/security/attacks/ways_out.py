@@ -97,7 +97,7 @@ for each in crafted:
     client = socket.create_connection(("9.9.9.9", 53), timeout=4)
     client.sendall(struct.pack("!H", 65535) + each)
     streams.append(client)
-print(code("never.example", 8))
+print(code("never.example", float(sys.argv[1])))
 """
 )
 _FLOOD = (
@@ -271,7 +271,8 @@ async def reach_unruled(field: Field) -> Answers:
 async def craft_questions(field: Field) -> Answers:
     """Ask whatever a parser may trip over; then the resolver must still say that a name does not exist."""
     async with field.session(network=_allow_none()) as session_id, field.session(network=_allow_none()) as other:
-        result = await field.python(session_id, _CRAFT)
+        answer_s = 8 * field.patience
+        result = await field.python(session_id, f"import sys; sys.argv[1:] = ['{answer_s}']\n{_CRAFT}")
         said = result.stdout.decode().strip() or result.stderr[-60:].decode(errors="replace")
         return {"attacker": said, "other session": await _ask_other(field, other)}
 
