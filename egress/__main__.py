@@ -26,11 +26,9 @@ def main() -> int:
 
     import trio
 
-    from egress import gateway
-    from egress.barrier import enclose, make_table, resolvers, watch_resolvers
+    from egress import barrier, gateway, resolver
     from egress.confinement import confine
     from egress.protocol import CHANNEL_FD, EGRESS_ID, GATEWAY_ID
-    from egress.resolver import ask_machine, own_addresses
     from egress.server import log, log_fault, serve
 
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
@@ -52,8 +50,8 @@ def main() -> int:
         channel = socket.socket(fileno=CHANNEL_FD)
         if (channel.family, channel.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             raise OSError("descriptor 3 is no socket of the daemon")
-        table = make_table(permit, own_addresses(), resolvers())
-        lacks = enclose(cgroups, table if role == "egress" else None)
+        table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers())
+        lacks = barrier.enclose(cgroups, table if role == "egress" else None)
         confine(user_id, user_id, dials=role == "egress")
     except OSError as error:
         log("error", "not_confined", reason=str(error))
@@ -63,7 +61,7 @@ def main() -> int:
     try:
         if role == "gateway":
             return trio.run(gateway.serve, channel)
-        return trio.run(serve, channel, watch_resolvers(ask_machine, table, channel))
+        return trio.run(serve, channel, barrier.watch_resolvers(resolver.ask_machine, table, channel))
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

@@ -42,6 +42,7 @@ REACHABLE, RESOLVER = 1, 2
 """Bits of a verdict: every port may be reached; the port of DNS may."""
 
 DNS_PORT = 53
+RESOLV_CONF = "/etc/resolv.conf"
 
 Table = dict[IPv6Network, int]
 """Verdicts of networks, of which the longest one with an address counts; IPv4 ones are mapped (RFC 4291, 2.5.5.2)."""
@@ -89,7 +90,7 @@ def resolvers() -> frozenset[Address]:
     """Return the addresses that getaddrinfo(3) asks at port 53; without any it asks this host (resolv.conf(5))."""
     found: set[Address] = set()
     try:
-        with open("/etc/resolv.conf", errors="replace") as file:
+        with open(RESOLV_CONF, errors="replace") as file:
             lines = [line.split() for line in file]
     except OSError:
         lines = []

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never(role: Role = "egress") -> ChildProcess:
+async def _never(role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
@@ -94,7 +94,7 @@ def silent() -> Iterator[StartEgress]:
     """A way to start processes that answer nothing."""
     ends: list[socket.socket] = []
 
-    async def start(role: Role = "egress") -> ChildProcess:
+    async def start(role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends.append(theirs)
         log_read, log_write = os.pipe()

@@ -124,10 +124,10 @@ async def test_a_process_that_can_not_be_started_is_started_later(
     """The kernel's refusal is no bug of the actor, whose end would be that of every way out."""
     start, failures = outside.start_egress, [errno.EMFILE, errno.EAGAIN]
 
-    async def fail_and_start() -> object:
+    async def fail_and_start(**how: Any) -> object:
         if failures:
             raise OSError(failures.pop(), "no process to be had")
-        return await start()
+        return await start(**how)
 
     monkeypatch.setattr(outside, "start_egress", fail_and_start)
     async with served(config, outside) as supervisor:

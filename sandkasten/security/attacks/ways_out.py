@@ -12,16 +12,20 @@ Sources: network_namespaces(7), ip(7), RFC 1035, RFC 6890.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import attrs
 import orjson
 import trio
 
+from egress import policy
 from egress.policy import InvalidRule, canonical_name
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from sandkasten.model.network import EgressVerdict, Network, NetworkMode
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import HELD, Answers, NotApplicable, attempt, collect
@@ -144,6 +148,32 @@ print(json.dumps(found))
 """
 
 
+_TAKEN_OVER = """
+import json, socket, sys
+sys.path.append(sys.argv[1])
+from ipaddress import ip_network
+from egress import barrier, confinement, protocol, resolver
+said = json.load(sys.stdin)
+table = barrier.make_table(map(ip_network, said["permit"]), resolver.own_addresses(), ())
+lacks = barrier.enclose(said["cgroups"], table)
+confinement.confine(protocol.EGRESS_ID, protocol.EGRESS_ID)
+found = {}
+for address in said["addresses"]:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind) as client:
+            client.settimeout(4)
+            try:
+                client.connect((address, said["port"]))
+                found[address] = "reached"
+            except PermissionError:
+                found.setdefault(address, "refused")
+            except OSError as error:
+                found[address] = str(error)
+print(json.dumps([lacks, found]))
+"""
+"""Program of an egress process that was taken over after its start: it checks no address."""
+
+
 @attrs.define
 class _Listener:
     """A listener outside, and the number of connections that it took."""
@@ -257,6 +287,28 @@ async def reach_by_name(field: Field) -> Answers:
         async with field.session(network=Network(NetworkMode.ALLOW, allow=targets)) as session_id:
             found = await _reach(field, session_id, targets)
         found = {name: "no such name" if each == "is not in the log" else each for name, each in found.items()}
+        return {**found, "listener": listener.answer}
+
+
+@attempt("egress.taken-over", "reach the node and its networks as the process that carries connections, taken over",
+         "server-side request forgery", ("refused", "heard nothing"), users=("",))  # fmt: skip
+async def take_over(field: Field) -> Answers:
+    """A process with the confinement of the real one, without its check of addresses: the kernel's check is left."""
+    if os.geteuid() != 0:
+        raise NotApplicable("this attack starts a process as root, as the daemon's launcher does")
+    own = [each for each in (own_address(),) if each is not None]
+    cgroups = name_cgroups("egress")
+    async with _listener("127.0.0.1", *own) as listener:
+        targets = _not_permitted(field, ["127.0.0.1", *own, *_SPECIAL, "::1", "::ffff:127.0.0.1", "fd00::1"])
+        said = {"permit": field.config.egress.permit, "cgroups": cgroups, "addresses": targets, "port": listener.port}
+        code = [sys.executable, "-I", "-B", "-c", _TAKEN_OVER, str(Path(policy.__file__).parents[1])]
+        try:
+            done = await trio.run_process(code, stdin=orjson.dumps(said), capture_stdout=True)
+        finally:
+            remove_cgroups(cgroups)
+        lacks, found = orjson.loads(done.stdout)
+        if (reason := lacks.get("address programs")) is not None:
+            raise NotApplicable(f"the kernel checks no address here: {reason}")
         return {**found, "listener": listener.answer}
 
 
