@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
@@ -24,6 +26,7 @@ from egress import barrier
 from egress.addresses import SPECIAL_V4, SPECIAL_V6, AddressCheck
 from egress.barrier import HOOKS, MEMORY_BYTES, REACHABLE, RESOLVER, make_table, verdict
 from egress.policy import Address
+from egress.resolver import LookupFailed
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups, sweep
 from nsinit.cgroup.tree import BESIDE, Tree, locate_process
 from nsinit.kernel import constants as k
@@ -264,3 +267,61 @@ def test_what_a_killed_starter_leaves_is_swept_and_nothing_in_use() -> None:
             sleeper.wait(patience())
             remove_cgroups((*left, *used, *others))
     assert os.path.basename(left[0]).startswith(BESIDE)
+
+
+# Resolvers
+
+
+@pytest.mark.usefixtures("outside")
+async def test_the_machines_resolver_is_asked_though_it_is_private() -> None:
+    """A name is looked up in the real process, at the resolver that the machine has, wherever that is."""
+    if "dns" not in Path("/etc/nsswitch.conf").read_text():  # noqa: ASYNC240 - a file of the machine's own
+        pytest.skip("this machine asks no resolver by DNS")
+    address = min(barrier.resolvers(), key=lambda each: each.version)
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as server:
+        server.bind((str(address), barrier.DNS_PORT))
+
+        def answer() -> None:
+            while (asked := server.recvfrom(512))[0] != b"end":
+                data, client = asked
+                is_a = data[-3] == 1
+                head = data[:2] + struct.pack("!5H", 0x8180, 1, is_a, 0, 0)
+                record = b"\xc0\x0c" + struct.pack("!HHIH", 1, 1, 60, 4) + IPv4Address(PUBLIC).packed
+                server.sendto(head + data[12:] + (record if is_a else b""), client)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            async with program() as process:
+                inside = await process.daemon.attach("good.example")
+                assert (await inside.ask("good.example")).address is not None
+        finally:
+            with socket.socket(family, socket.SOCK_DGRAM) as client:
+                client.sendto(b"end", server.getsockname())
+            thread.join()
+
+
+def test_resolvers_that_change_end_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up that fails shuts the daemon's socket if the programs refuse a resolver of now, and only then."""
+    conf = tmp_path / "resolv.conf"
+    conf.write_text(f"nameserver {SERVER}\n")
+    monkeypatch.setattr(barrier, "RESOLV_CONF", str(conf))
+
+    def fail(name: str) -> Sequence[Address]:
+        raise LookupFailed(name)
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        look_up = barrier.watch_resolvers(fail, make_table([], (), barrier.resolvers()), ours)
+        for text in (f"nameserver {SERVER}\n", "nameserver 9.9.9.9\n"):
+            conf.write_text(text)
+            with pytest.raises(LookupFailed):
+                look_up("good.example")
+            with pytest.raises(BlockingIOError):
+                ours.recv(1)
+        conf.write_text(f"nameserver {PRIVATE}\n")
+        with pytest.raises(LookupFailed):
+            look_up("good.example")
+        assert ours.recv(1) == b""
