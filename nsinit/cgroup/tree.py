@@ -287,7 +287,7 @@ def has_sessions(directory: str) -> bool:
 
 
 BESIDE = "sandkasten-beside-"
-"""How the names of cgroups of processes beside the daemon begin (`beside.py`)."""
+"""Beginning of the names of cgroups of processes beside the daemon (`beside.py`)."""
 
 
 def is_ours(name: str) -> bool:

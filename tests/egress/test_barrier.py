@@ -139,7 +139,7 @@ def test_permits_and_resolvers_are_reached(cgroups: list[str]) -> None:
 
 @pytest.mark.usefixtures("outside")
 def test_the_process_can_not_undo_it(cgroups: list[str]) -> None:
-    """It can't leave its cgroup, nor detach a program: files and bpf(2) are closed to it."""
+    """No way leads out of its cgroup, and no program can be detached: files and bpf(2) are closed to the process."""
     found = taken_over(cgroups)["found"]
     assert (found["leave"], found["detach"]) == (f"errno {errno.EACCES}", f"errno {errno.EPERM}")
 
@@ -226,7 +226,7 @@ def test_resolvers_are_those_of_the_c_library(
 
 @pytest.mark.usefixtures("outside")
 async def test_the_process_lives_in_its_cgroups_with_limits() -> None:
-    """It is there alone, with a memory limit and a weight below the usual one; the programs are attached there and
+    """The process is there alone, with a memory limit and a weight below the usual one; the programs are attached there and
     nowhere above; all is gone with the process."""
     above = unified_above()
     before = attached(above)
@@ -241,7 +241,7 @@ async def test_the_process_lives_in_its_cgroups_with_limits() -> None:
 
 
 async def test_a_process_that_is_killed_leaves_no_cgroup() -> None:
-    """Its starter removes the cgroups after its end, whichever that was."""
+    """After its end, whichever that was, its starter removes the cgroups."""
     async with program() as process:
         os.kill(process.pid, signal.SIGKILL)
         assert (await process.ended())[0] == -signal.SIGKILL

@@ -91,7 +91,7 @@ def test_the_filter_refuses(attempt: str) -> None:
 
 
 def test_the_gateway_makes_no_socket_and_reads_no_file() -> None:
-    """It is handed its sockets, and looks no name up."""
+    """Sockets are handed to the gateway, and it looks no name up."""
     found = inside(dials=False)
     assert {found[each] for each in ("internet", "internet6", "netlink", "unix")} == {"errno 1"}
     if confinement.landlock_version():

@@ -101,7 +101,10 @@ for each in crafted:
     client = socket.create_connection(("9.9.9.9", 53), timeout=4)
     client.sendall(struct.pack("!H", 65535) + each)
     streams.append(client)
-print(code("never.example", float(sys.argv[1])))
+ends = time.monotonic() + float(sys.argv[1])
+while (said := code("never.example")) == "TimeoutError" and time.monotonic() < ends:
+    pass  # the question may have been lost among those before (udp(7))
+print(said)
 """
 )
 _FLOOD = (
