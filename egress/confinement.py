@@ -1,8 +1,9 @@
 """The egress process gives away what it was started with, for good, before it reads its first foreign byte.
 
-In order: descriptors as many as the hard limit grants, no core dumps; no groups, a user and a group of its own, and
-with them no capability; no new privileges; not dumpable; Landlock, where the kernel has it; a system call filter. A
-step that fails is an OSError, and its caller ends the process: only Landlock, where a kernel lacks it, is left out.
+In order: descriptors as many as the hard limit grants, no core dumps, no spared place when memory runs out; no groups,
+a user and a group of its own, and with them no capability; no new privileges; not dumpable; Landlock, where the kernel
+has it; a system call filter. A step that fails is an OSError, and its caller ends the process: only Landlock, where a
+kernel lacks it, is left out.
 
 The filter refuses what a taken-over process would go on with: other programs and processes, mounts, namespaces, BPF,
 other processes' memory, io_uring, keys, sockets other than TCP and UDP, of the machine and of routing. Threads go on,
@@ -139,6 +140,9 @@ def confine(user_id: int, group_id: int, *, dials: bool = True) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    score = Path("/proc/self/oom_score_adj")
+    if int(score.read_text()) < 0:  # that of a service which the kernel spares (proc_pid_oom_score_adj(5))
+        score.write_text("0")
     if os.geteuid() == 0:
         os.setgroups(())
         os.setresgid(group_id, group_id, group_id)

@@ -25,7 +25,8 @@ def main(command: list[str]) -> int:
     """Run `command`, clean up after it, and return its exit status."""
     ground = Ground.claim()
     before = leaks.Snapshot.take(ground)
-    for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup(1) or a shell's `&` had them ignored: tests send them
+    # nohup(1) or a shell's `&` had them ignored: tests send them.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     process = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -9,8 +9,9 @@ cgroups. Two ways of life, by the argument:
   `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
   launcher ends soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
-  own at the other end; the next one waits until that nsinit has ended. SIGTERM ends nsinit in good order, and the
-  launcher.
+  own at the other end; the next one waits until that nsinit has ended. If it says one of the words for the other two
+  programs first, that is done at once, and answered on this connection. SIGTERM ends nsinit in good order, and the
+  launcher; the other two end with the daemon's end of their sockets.
 
 Reads what the kernel says of its cgroups and no other file, and parses nothing else but its argument. Sources: unix(7)
 SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
@@ -57,6 +58,9 @@ from nsinit.wire.launching import (
 
 STOP_S = 15.0
 """Longer than nsinit takes to end by itself."""
+
+FIRST_WORD_S = 2.0
+"""The longest wait for the first bytes of a connection."""
 
 OWN_CAPABILITIES = 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_KILL
 """Capabilities to unlink a socket in a directory of the daemon's, and to kill an egress process, which has a user of
@@ -108,19 +112,24 @@ class Charge:
         self._tidy()
 
 
-def _nsinit(grant: Grant) -> Charge:
+def _programs(grant: Grant, permit: Iterable[str]) -> dict[bytes, Charge]:
+    """Return what the launcher starts, by the words for it."""
     argument = grant.encode()
-    return Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument))
 
+    def beside(name: str, role: str) -> Charge:
+        cgroups: list[str] = []
 
-def _beside(name: str, role: str, permit: Iterable[str] = ()) -> Charge:
-    cgroups: list[str] = []
+        def spawn(channel_fd: int, log_fd: int) -> int:
+            cgroups[:] = name_cgroups(role, grant.cgroup_parent)
+            return spawn_egress(channel_fd, log_fd, role, cgroups=cgroups, permit=permit)
 
-    def spawn(channel_fd: int, log_fd: int) -> int:
-        cgroups[:] = name_cgroups(role)
-        return spawn_egress(channel_fd, log_fd, role, cgroups=cgroups, permit=permit)
+        return Charge(name, spawn, lambda: remove_cgroups(cgroups))
 
-    return Charge(name, spawn, lambda: remove_cgroups(cgroups))
+    return {
+        START: Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument)),
+        START_EGRESS: beside("egress process", "egress"),
+        START_GATEWAY: beside("preview gateway", "gateway"),
+    }
 
 
 class ServiceManager:
@@ -190,9 +199,8 @@ def become_small() -> None:
 
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
-    nsinit = _nsinit(Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters))
-    egress, gateway = _beside("egress process", "egress", what.permit), _beside("preview gateway", "gateway")
-    programs = {START: nsinit, START_EGRESS: egress, START_GATEWAY: gateway}
+    grant = Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters)
+    programs = _programs(grant, what.permit)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
@@ -236,7 +244,7 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, programs: Mapping
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [program.pidfd]))]
         channel.sendmsg([str(pid).encode()], rights, socket.MSG_NOSIGNAL)
-    elif word in _KILLS:
+    elif word in _KILLS and _KILLS[word] in programs:
         programs[_KILLS[word]].kill()
     else:
         log("error", "the daemon said something unknown")
@@ -244,38 +252,89 @@ def _obey(word: bytes, fds: list[int], channel: socket.socket, programs: Mapping
 
 
 def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
-    """Serve processes that connect as the allowed user, one after the other, until SIGTERM."""
-    nsinit = _nsinit(
-        Grant(what.data_dir, what.gid, what.allowance, (os.getpid(),), what.own_filters, what.cgroup_parent)
-    )
+    """Serve processes that connect as the allowed user until SIGTERM."""
+    grant = Grant(what.data_dir, what.gid, what.allowance, (os.getpid(),), what.own_filters, what.cgroup_parent)
     manager = ServiceManager(what.notify_fd, what.beat_s)
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    while stop_read not in manager.wait({stop_read: select.POLLIN, listener.fileno(): select.POLLIN}):
-        connection, _ = listener.accept()
-        with connection:
-            _pid, uid, _gid = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            if uid in (0, what.uid):
-                _serve_connection(connection, nsinit, stop_read, manager)
-            else:
-                log("warning", "refused a connection", uid=uid)
+    Service(listener, what.uid, _programs(grant, what.permit), manager).serve(stop_read)
     manager.tell(b"STOPPING=1")
     listener.close()
 
 
-def _serve_connection(connection: socket.socket, nsinit: Charge, stop_fd: int, manager: ServiceManager) -> None:
-    """Start nsinit at this end of the connection, and wait until it has ended, which follows the end of the
-    other side."""
-    nsinit.start(connection.fileno(), _STANDARD_ERROR)
-    manager.wait({connection.fileno(): 0, nsinit.pidfd: select.POLLIN, stop_fd: select.POLLIN})
-    try:
-        connection.shutdown(socket.SHUT_RDWR)  # what nsinit reads then is the end, if there was none before
-    except OSError:
-        pass  # the other side has gone
-    nsinit.end(patience_s=STOP_S)
+class Service:
+    """The launcher of a service: one connection at a time has an nsinit, and others may say the words that start and
+    kill another program, one a connection.
+    """
+
+    def __init__(
+        self, listener: socket.socket, uid: int, programs: Mapping[bytes, Charge], manager: ServiceManager
+    ) -> None:
+        self._listener, self._uid, self._manager = listener, uid, manager
+        self._nsinit = programs[START]
+        self._others = {word: program for word, program in programs.items() if word != START}
+        self._served: socket.socket | None = None
+        """The connection whose other end has the present nsinit."""
+        self._next: socket.socket | None = None
+        """A connection that waits for the end of the present nsinit; no other is accepted meanwhile."""
+
+    def serve(self, stop_fd: int) -> None:
+        """Serve until `stop_fd` is readable."""
+        while True:
+            wanted = {each.pidfd: select.POLLIN for each in (self._nsinit, *self._others.values()) if each.pidfd >= 0}
+            if self._served is not None:
+                wanted[self._served.fileno()] = 0
+            if self._next is None:
+                wanted[self._listener.fileno()] = select.POLLIN
+            happened = self._manager.wait(wanted | {stop_fd: select.POLLIN})
+            for other in self._others.values():
+                if other.pidfd in happened:
+                    other.reap()
+            if self._served is not None and {self._served.fileno(), self._nsinit.pidfd, stop_fd} & {*happened}:
+                self._end_nsinit(self._served)
+            if stop_fd in happened:
+                return
+            if self._listener.fileno() in happened:
+                self._accept()
+            if self._served is None and self._next is not None:
+                self._served, self._next = self._next, None
+                self._nsinit.start(self._served.fileno(), _STANDARD_ERROR)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        _pid, uid, _gid = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid not in (0, self._uid):
+            log("warning", "refused a connection", uid=uid)
+            connection.close()
+            return
+        # Both kinds speak first, and a request to nsinit is longer than any word.
+        is_there = bool(select.select([connection], [], [], FIRST_WORD_S)[0])
+        word = connection.recv(MAX_WORD_BYTES + 1, socket.MSG_PEEK) if is_there else b""
+        if word not in _KILLS and word not in self._others:
+            self._next = connection
+            return
+        with connection:
+            _data, fds, _flags, _address = socket.recv_fds(connection, MAX_WORD_BYTES, FDS_OF_START)
+            try:
+                _obey(word, fds, connection, self._others)
+            except OSError as error:
+                log("warning", "a word had no effect", reason=str(error))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _end_nsinit(self, connection: socket.socket) -> None:
+        """End nsinit, which follows the end of its socket's other side."""
+        try:
+            connection.shutdown(socket.SHUT_RDWR)  # what nsinit reads then is the end, if there was none before
+        except OSError:
+            pass  # the other side has gone
+        self._nsinit.end(patience_s=STOP_S)
+        connection.close()
+        self._served = None
 
 
 def _open_parent(path: str) -> int:

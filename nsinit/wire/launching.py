@@ -195,7 +195,7 @@ class LaunchForParent:
 class LaunchForUser:
     """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
     socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none.
-    `cgroup_parent`: as in `Grant`."""
+    `cgroup_parent`: as in `Grant`. `permit`: as in `LaunchForParent`."""
 
     data_dir: str
     gid: int
@@ -205,6 +205,7 @@ class LaunchForUser:
     beat_s: float = 0.0
     own_filters: bool = True
     cgroup_parent: str = AUTO
+    permit: tuple[str, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

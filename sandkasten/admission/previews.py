@@ -21,7 +21,7 @@ def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:
     if settings.listen is None:
         raise PreviewsOff("this node serves no previews: preview.listen is not set", setting="preview.listen")
     if not has_gateway:
-        raise PreviewsOff("this daemon has no way to start a gateway: its nsinit is a service apart")
+        raise PreviewsOff("this daemon has no way to start a gateway")
 
 
 def preview_key(node_key: bytes) -> bytes:

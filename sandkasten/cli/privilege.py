@@ -37,6 +37,7 @@ from sandkasten.links.processes import (
     open_launcher,
     start_as_child,
     start_egress_as_child,
+    start_egress_at,
 )
 from sandkasten.model import SECCOMP_PROFILES
 from sandkasten.model.network import NetworkMode
@@ -48,7 +49,7 @@ class Means:
 
     start_nsinit: StartNsinit
     start_egress: StartEgress | None = None
-    """None beside an nsinit that is a service apart."""
+    """None where nobody is root, and there is no service apart."""
     early: EarlySockets | None = None
     launcher: Launcher | None = None
 
@@ -82,7 +83,7 @@ def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bo
     """
     if os.geteuid() != 0:
         _confine(config)
-        yield Means(_start_nsinit(config))
+        yield _of_service(config)
         return
     account = account_of(config)
     if account.is_root:
@@ -92,7 +93,7 @@ def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bo
         hand_over(config, account)
         _drop(config, account)
         _confine(config)
-        yield Means(_start_nsinit(config))
+        yield _of_service(config)
     else:
         set_up(config, account)
         with _kept(config, account, allowance_of(config, profiles), config.listen if serves else ()) as kept:
@@ -119,6 +120,11 @@ def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowanc
         merge_pages=config.isolation.merge_pages,
         way_out=NetworkMode(config.egress.max_mode) is not NetworkMode.NONE,
     )
+
+
+def _of_service(config: Config) -> Means:
+    path = config.nsinit_socket
+    return Means(_start_nsinit(config), None if path is None else start_egress_at(path))
 
 
 def _start_nsinit(config: Config) -> StartNsinit:

@@ -1,10 +1,10 @@
 """Our processes beside the daemon: how nsinit, the egress process and the preview gateway are started, and their logs.
 
-nsinit comes as a child of this process, from its launcher (a child that stayed root), or at the socket of a service
-apart; the others come in the first two ways. Each way returns a `ChildProcess`: our end of the socket, and the means to
-watch, kill and reap the process. None gets a secret: an empty environment, and no descriptor but /dev/null, its log and
-its socket. The actors in `actors/services` own the processes; `keep_running` starts one again after its end, and
-`forward_log` passes log lines on.
+They come as children of this process, from its launcher (a child that stayed root), or from the launcher of a service
+apart, at its socket, where nsinit itself is at the other end. Each way returns a `ChildProcess`: our end of the socket,
+and the means to watch, kill and reap the process. None gets a secret: an empty environment, and no descriptor but
+/dev/null, its log and its socket. The actors in `actors/services` own the processes; `keep_running` starts one again
+after its end, and `forward_log` passes log lines on.
 
 Sources: unix(7), posix_spawn(3), pidfd_open(2); nsinit/tools/launcher.py.
 """
@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
@@ -70,8 +70,8 @@ def _nothing() -> None:
 
 @attrs.frozen
 class ChildProcess:
-    """A started nsinit, egress process or preview gateway: our end of its socket; unless it is a service apart, also
-    its pidfd and its log's read end.
+    """A started nsinit, egress process or preview gateway: our end of its socket; but for an nsinit that is a service
+    apart, also its pidfd and its log's read end.
 
     `kill` is for one that hangs: running sandboxes go on without it. `reap` is called when it has ended.
     """
@@ -251,22 +251,8 @@ class Launcher:
     async def _start(self, word: bytes, kill_word: bytes) -> ChildProcess:
         """Have a process started by `word`. An answer names no process, so one start follows the other."""
         async with self._one_start:
-            with _Ends() as ends, trio.move_on_after(_START_S):
-                try:
-                    self._drop_old_answers()
-                    socket.send_fds(self._socket, [word], [ends.their_socket.fileno(), ends.log_write])
-                    await trio.lowlevel.wait_readable(self._socket)
-                    said, fds, _flags, _address = socket.recv_fds(
-                        self._socket, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                except OSError as error:
-                    raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
-                if not said:
-                    raise LauncherGone("the launcher of the fork server is gone")
-                if said == FAILED or len(fds) != 1:
-                    raise NsinitLost("the launcher can't start a process")
-                return ends.give(int(said), fds[0], kill=partial(self._say, kill_word))
-            raise NsinitLost("the launcher does not answer")
+            self._drop_old_answers()
+            return await _have_started(self._socket, word, kill=partial(self._say, kill_word))
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
@@ -298,6 +284,28 @@ class Launcher:
             return
 
 
+async def _have_started(launcher: socket.socket, word: bytes, *, kill: Callable[[], None]) -> ChildProcess:
+    """Have a process started by `word`.
+
+    Raises:
+        LauncherGone: the launcher has ended.
+        NsinitLost: the launcher can't start a process, or does not answer.
+    """
+    with _Ends() as ends, trio.move_on_after(_START_S):
+        try:
+            socket.send_fds(launcher, [word], [ends.their_socket.fileno(), ends.log_write])
+            await trio.lowlevel.wait_readable(launcher)
+            said, fds, _flags, _address = socket.recv_fds(launcher, MAX_WORD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise LauncherGone(f"the launcher of the fork server is gone: {error.strerror}") from error
+        if not said:
+            raise LauncherGone("the launcher of the fork server is gone")
+        if said == FAILED or len(fds) != 1:
+            raise NsinitLost("the launcher can't start a process")
+        return ends.give(int(said), fds[0], kill=kill)
+    raise NsinitLost("the launcher does not answer")
+
+
 def open_launcher(what: LaunchForParent) -> Launcher:
     """Start the launcher, as root. Blocking.
 
@@ -323,23 +331,48 @@ def connect_to(path: Path) -> StartNsinit:
     """Return the way to an nsinit at the socket of a service apart."""
 
     async def connect() -> ChildProcess:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        failure: OSError | None = None
-        with trio.move_on_after(_START_S):
-            while True:
-                try:
-                    sock.setblocking(False)
-                    sock.connect(os.fspath(path))
-                    return ChildProcess(sock)
-                except OSError as error:
-                    failure = error
-                    if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
-                        break
-                await trio.sleep(_CONNECT_PAUSE_S)
-        sock.close()
-        raise NsinitLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
+        return ChildProcess(await _connect(path))
 
     return connect
+
+
+def start_egress_at(path: Path) -> StartEgress:
+    """Return the way to have an egress process or a preview gateway started by the launcher of a service apart."""
+
+    def kill(word: bytes) -> None:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setblocking(False)
+            sock.connect(os.fspath(path))
+            sock.send(word)
+
+    async def start(role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:  # as `Launcher.start_egress`
+        word, kill_word = _WORDS[role]
+        try:
+            with await _connect(path) as launcher:
+                return await _have_started(launcher, word, kill=partial(kill, kill_word))
+        except (LauncherGone, NsinitLost) as error:
+            raise EgressUnavailable(str(error)) from error
+
+    return start
+
+
+async def _connect(path: Path) -> socket.socket:
+    """Connect to a launcher that is a service, which may be restarting. Raises `NsinitLost`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    failure: OSError | None = None
+    with trio.move_on_after(_START_S):
+        while True:
+            try:
+                sock.connect(os.fspath(path))
+                return sock
+            except OSError as error:
+                failure = error
+                if error.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
+                    break
+            await trio.sleep(_CONNECT_PAUSE_S)
+    sock.close()
+    raise NsinitLost(f"no fork server at {path}: {failure.strerror if failure else 'no answer'}")
 
 
 # Logs

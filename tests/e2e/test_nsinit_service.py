@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from egress.protocol import EGRESS_ID
 from tests.e2e.daemon import SCRIPT, Daemon, create_patiently, running_daemon
 from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
 from tests.waiting import patience
@@ -143,6 +144,42 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
             create_patiently(client)
             assert daemon.stop() == 0
     assert list((data_dir / "sessions").iterdir()) == []
+
+
+def test_its_launcher_starts_the_egress_process(data_dir: Path, path: Path) -> None:
+    """A session of a daemon that was never root has a way out. Its process is not touched by a restart of the service,
+    and after its end the launcher of the day starts another.
+    """
+    with (
+        running_service(data_dir, path) as first,
+        running_unprivileged(data_dir, path) as daemon,
+        daemon.client() as client,
+    ):
+        session = client.post("/v1/sessions", json={"network": "open"}).json()["id"]
+        assert denied(client, session) == ["10.0.0.1:80"]
+        (egress,) = egress_processes_of(first.process.pid)
+        assert status_of(egress)["CapPrm"] == f"{0:016x}"
+        assert first.stop() == 0
+        with running_service(data_dir, path) as second:
+            create_patiently(client)
+            assert denied(client, session) == ["10.0.0.1:80"]
+            with must_end(egress):
+                os.kill(egress, signal.SIGKILL)
+            assert denied(client, session) == ["10.0.0.1:80"]
+            (follower,) = egress_processes_of(second.process.pid)
+            with must_end(follower):
+                assert daemon.stop() == 0
+
+
+def denied(client: httpx.Client, session: str) -> list[str]:
+    """Return where a session's command was refused to connect to, of an address that no session may reach."""
+    command = "exec 3<>/dev/tcp/10.0.0.1/80 && read -t 5 -u 3"  # looks connected until the first byte is waited for
+    answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": f"bash -c '{command}'"})
+    return [f"{each['host']}:{each['port']}" for each in answer.json()["egress_denied"]]
+
+
+def egress_processes_of(pid: int) -> list[int]:
+    return [int(each) for each in children_of(pid) if int(status_of(each)["Uid"].split()[0]) == EGRESS_ID]
 
 
 def children_of(pid: int) -> list[str]:

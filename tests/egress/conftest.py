@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from trio._core import _thread_cache
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import netlink, syscalls
 from nsinit.sandbox.network import loopback_up
+from tests.waiting import patience
 
 OWN = "45.33.32.156"
 _LO = 1
@@ -54,7 +58,32 @@ def world() -> Iterator[None]:
         )
         assert netlink.ask(netlink.NETLINK_ROUTE, requests, 2) == [0, 0]
         add_own_address(OWN)
+        with _threads_that_end():
+            yield
+
+
+@contextmanager
+def _threads_that_end() -> Iterator[None]:
+    """Wait, at the end, for the threads that began in the present network: trio keeps an idle thread for ten seconds
+    for whoever asks next, who would then be in a network that is not theirs.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_thread_cache, "IDLE_TIMEOUT", 0.01)
         yield
+        until = time.monotonic() + patience()
+        while threads := _other_threads_here():
+            assert time.monotonic() < until, f"threads {threads} stay in the network of the test"
+            time.sleep(0.01)
+
+
+def _other_threads_here() -> list[str]:
+    """Return the ids of the threads of this process that are in this thread's network."""
+    here, others = os.readlink("/proc/thread-self/ns/net"), []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError):
+            if thread != str(threading.get_native_id()) and os.readlink(f"/proc/self/task/{thread}/ns/net") == here:
+                others.append(thread)
+    return others
 
 
 def add_own_address(text: str) -> None:

@@ -226,8 +226,8 @@ def test_resolvers_are_those_of_the_c_library(
 
 @pytest.mark.usefixtures("outside")
 async def test_the_process_lives_in_its_cgroups_with_limits() -> None:
-    """The process is there alone, with a memory limit and a weight below the usual one; the programs are attached there and
-    nowhere above; all is gone with the process."""
+    """The process is there alone, with a memory limit and a weight below the usual one; the programs are attached there
+    and nowhere above; all is gone with the process."""
     above = unified_above()
     before = attached(above)
     async with program() as process:

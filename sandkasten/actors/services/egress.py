@@ -211,7 +211,7 @@ class EgressClient(Actor):
 
     async def _open(self, message: OpenWay) -> None:
         if self._start is None:
-            raise EgressUnavailable("this daemon has no way to start an egress process: its nsinit is a service apart")
+            raise EgressUnavailable("this daemon has no way to start an egress process")
         policy, limits = self._wish_of(message.network)
         way = self._ways.get(message.session_id)
         before = None if way is None else (way.policy, way.limits)

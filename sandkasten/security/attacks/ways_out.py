@@ -47,9 +47,14 @@ def question(name, kind=1):
     return struct.pack("!6H", os.getpid() & 0xffff, 0x0100, 1, 0, 0, 0) + labels + struct.pack("!BHH", 0, kind, 1)
 def ask(name, seconds=4):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(seconds)
-        client.sendto(question(name), RESOLVER)
-        return client.recv(2048)
+        client.settimeout(1)
+        for turn in range(seconds):  # a datagram is lost where too many wait: resolvers ask again
+            client.sendto(question(name), RESOLVER)
+            try:
+                return client.recv(2048)
+            except TimeoutError:
+                if turn == seconds - 1:
+                    raise
 def code(name, seconds=4):
     try:
         return "code %d" % (ask(name, seconds)[3] & 15)
