@@ -258,12 +258,12 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    Service(listener, what.uid, _programs(grant, what.permit), manager).serve(stop_read)
+    LauncherService(listener, what.uid, _programs(grant, what.permit), manager).serve(stop_read)
     manager.tell(b"STOPPING=1")
     listener.close()
 
 
-class Service:
+class LauncherService:
     """The launcher of a service: one connection at a time has an nsinit, and others may say the words that start and
     kill another program, one a connection.
     """
