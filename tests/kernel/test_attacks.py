@@ -35,6 +35,7 @@ ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
     *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives", "egress"),
+    "egress-process",
 )
 """The classes that there must be."""
 
