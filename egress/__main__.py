@@ -58,10 +58,11 @@ def main() -> int:
         return 1
     if lacks:
         log("warning", "less_protected", **lacks)
+    lookup = barrier.watch_resolvers(resolver.ask_machine, table, lambda: os._exit(1))
     try:
         if role == "gateway":
             return trio.run(gateway.serve, channel)
-        return trio.run(serve, channel, barrier.watch_resolvers(resolver.ask_machine, table, channel))
+        return trio.run(serve, channel, lookup)
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

@@ -20,7 +20,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 from egress.addresses import SPECIAL_V4, SPECIAL_V6, UNICAST_V6
@@ -103,9 +103,9 @@ def resolvers() -> frozenset[Address]:
     return frozenset(found or {ip_address("127.0.0.1")})
 
 
-def watch_resolvers(lookup: Lookup, table: Table, channel: socket.socket) -> Lookup:
-    """Return a look-up that ends the process, by its socket, when the machine's resolvers are others now and the
-    programs refuse them. The daemon starts a process that knows them."""
+def watch_resolvers(lookup: Lookup, table: Table, end: Callable[[], object]) -> Lookup:
+    """Return a look-up that calls `end` when it fails and the machine's resolvers are others now, which the programs
+    refuse. The daemon starts a process that knows them."""
 
     def look_up(name: str) -> Sequence[Address]:
         try:
@@ -113,7 +113,7 @@ def watch_resolvers(lookup: Lookup, table: Table, channel: socket.socket) -> Loo
         except LookupFailed:
             if not all(verdict(table, each) for each in resolvers()):
                 log("warning", "resolvers_changed")
-                channel.shutdown(socket.SHUT_RD)
+                end()
             raise
 
     return look_up

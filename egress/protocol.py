@@ -4,6 +4,9 @@
 answer. Requests are served in order, `Configure` first. Notices come unasked. Bytes that are no message end the
 connection, and with it the process. Values and their codec, without I/O; the daemon imports this module.
 
+The process serves one daemon after the other. A session stays attached when its daemon ends; the next one says
+`Configure` anew and takes copies of the descriptors with `TakeSession`, until there is no session left to take.
+
 Descriptors: `AttachSession` carries [TCP listener, UDP socket] of the session's network namespace, and the BPF link
 that steers to both where there is one. The egress process owns what it was sent and closes it at `DetachSession`.
 """
@@ -28,8 +31,10 @@ MAX_ENTRIES = 256
 """Log entries in one notice."""
 
 VERSION = 1
+"""To be raised when this module, or what it means, changes: a process of another version is replaced."""
+
 CHANNEL_FD = 3
-"""The descriptor of the daemon's socket in the egress process."""
+"""The descriptor, in the egress process, of its socket: one that listens for daemons, or leads to the only one."""
 
 EGRESS_ID = 61101
 """The user and the group that the egress process runs as."""
@@ -144,13 +149,28 @@ class EgressEntry:
 
 @attrs.frozen
 class Configure:
-    """The first request. `permit`: networks that may be dialled although they are private; `always_deny`: rules that
-    come before those of every session.
+    """The first request of a daemon. `permit`: networks that may be dialled although they are private; `always_deny`:
+    rules that come before those of every session. A pipe for the log may come along, in place of the one before.
     """
 
     seq: int
     permit: tuple[str, ...] = ()
     always_deny: tuple[str, ...] = ()
+    version: int = VERSION
+
+
+@attrs.frozen
+class TakeSession:
+    """Ask for copies of the descriptors of some session that this daemon has not taken yet."""
+
+    seq: int
+
+
+@attrs.frozen
+class EndProcess:
+    """End everything. Answered before."""
+
+    seq: int
 
 
 @attrs.frozen
@@ -194,15 +214,26 @@ class DescribeSession:
 
 @attrs.frozen
 class Configured:
-    """The answer to `Configure`. `version`: of this contract."""
+    """The answer to `Configure`. `is_as_asked`: the process works so; it goes on as another daemon configured it
+    otherwise, and serves nothing but `TakeSession` and `EndProcess`. `totals`: of the moment."""
 
     seq: int
-    version: int
+    is_as_asked: bool = True
+    totals: EgressTotals = attrs.field(factory=EgressTotals)
+
+
+@attrs.frozen
+class SessionTaken:
+    """The answer to `TakeSession`, with the descriptors as `AttachSession` has them. Without an id and descriptors: all
+    are taken."""
+
+    seq: int
+    session_id: str = ""
 
 
 @attrs.frozen
 class Accomplished:
-    """The answer to `AttachSession`, `SetPolicy` and `DetachSession`."""
+    """The answer to a request that asks for no facts."""
 
     seq: int
 
@@ -234,11 +265,12 @@ class Entries:
     totals: EgressTotals = attrs.field(factory=EgressTotals)
 
 
-REQUESTS = (Configure, AttachSession, SetPolicy, DetachSession, DescribeSession)
-ANSWERS = (Configured, Accomplished, Described, EgressFailed, Entries)
+REQUESTS = (Configure, TakeSession, AttachSession, SetPolicy, DetachSession, DescribeSession, EndProcess)
+ANSWERS = (Configured, SessionTaken, Accomplished, Described, EgressFailed, Entries)
 
-EgressRequest = Configure | AttachSession | SetPolicy | DetachSession | DescribeSession
-EgressAnswer = Configured | Accomplished | Described | EgressFailed | Entries
+SessionRequest = AttachSession | SetPolicy | DetachSession | DescribeSession
+EgressRequest = Configure | TakeSession | AttachSession | SetPolicy | DetachSession | DescribeSession | EndProcess
+EgressAnswer = Configured | SessionTaken | Accomplished | Described | EgressFailed | Entries
 
 
 # Codec --------------------------------------------------------------------------------------------------------------

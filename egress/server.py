@@ -1,9 +1,12 @@
 """The egress process as its daemon sees it: requests on a socket, answers, log entries, and the sessions' ways out.
 
-Requests are served one after the other. When the socket ends, everything does; so it does, with an error, when bytes
-arrive that are no request. A daemon that does not read stops nothing that is carried: log entries are dropped, and
-counted. Entries of a session come before the answer to `SetPolicy` and `DetachSession` that they belong to, and a
-refusal before the session can know of it, unless the session has many.
+Requests are served one after the other. Everything ends, with an error, when bytes arrive that are no request. A daemon
+that does not read stops nothing that is carried: log entries are dropped, and counted. Entries of a session come before
+the answer to `SetPolicy` and `DetachSession` that they belong to, and a refusal before the session can know of it,
+unless the session has many.
+
+When a daemon's socket ends, sessions are served on as it said last, and log entries are kept for the next daemon, as
+many as the queue holds. Without a session there is nothing to wait for; no daemon for `ORPHAN_S` seconds ends it all.
 
 Sources: unix(7) (SOCK_SEQPACKET, SCM_RIGHTS), recvmsg(2).
 """
@@ -16,6 +19,7 @@ import json
 import os
 import select
 import socket
+import struct
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +41,13 @@ M = TypeVar("M")
 _FD_BYTES = array.array("i").itemsize
 _ANSWER_S = 30.0
 """The longest time that the daemon may take to read an answer it has asked for."""
+
+ORPHAN_S = 900.0
+"""The longest time that sessions are served without a daemon."""
+
+_BACKLOG = 4
+_CREDENTIALS = struct.Struct("=iII")
+"""`struct ucred`: pid, user, group."""
 
 _ENTRIES_S = 5.0
 _BATCH_S = 0.1
@@ -81,8 +92,14 @@ class _RequestFailed(Exception):
 
 @attrs.define(eq=False)
 class _Configuration:
+    """The first `Configure`, and what follows of it."""
+
+    said: p.Configure
     always_deny: tuple[EgressRule, ...]
     machine: SharedState
+
+    def is_as(self, other: p.Configure) -> bool:
+        return attrs.evolve(other, seq=self.said.seq) == self.said
 
     def policy(self, text: p.PolicyText) -> Policy:
         """Return a session's policy; the operator's rules that deny come before the session's."""
@@ -94,11 +111,16 @@ class _Configuration:
 
 
 class EgressServer:
-    """The server on one socket. `lookup` finds the addresses of names; tests bring their own."""
+    """The server of one daemon after the other. `lookup` finds the addresses of names; tests bring their own."""
 
-    def __init__(self, channel: socket.socket, nursery: trio.Nursery, lookup: Lookup, kept_s: float) -> None:
-        channel.setblocking(False)
-        self._channel = channel
+    def __init__(self, nursery: trio.Nursery, lookup: Lookup, kept_s: float) -> None:
+        self._channel: socket.socket | None = None
+        """The socket to the present daemon."""
+        self._is_connected = trio.Event()
+        self._is_as_asked: bool | None = None
+        """Whether the process works as the present daemon has configured it; None before it has."""
+        self._untaken: list[str] = []
+        """Sessions that the present daemon has not taken yet."""
         self._nursery = nursery
         self._sending = trio.Lock()
         self._resolver = NameResolver(nursery, lookup, kept_s)
@@ -119,39 +141,90 @@ class EgressServer:
 
     # Requests
 
-    async def serve_requests(self) -> None:
-        """Serve until the daemon's end of the socket is closed.
+    @property
+    def sessions(self) -> int:
+        """The number of attached sessions."""
+        return len(self._ways_out)
+
+    async def serve_daemon(self, channel: socket.socket) -> bool:
+        """Serve a daemon until its end of the socket is closed, or it ends the process; tell whether it did not.
 
         Raises:
             ProtocolError: what arrived is no request, or nobody reads the answers.
         """
+        channel.setblocking(False)
+        self._channel, self._is_as_asked, self._untaken = channel, None, list(self._ways_out)
+        self._is_connected.set()
+        try:
+            return await self._serve_requests(channel)
+        finally:
+            self._channel, self._is_connected = None, trio.Event()
+            trio.lowlevel.notify_closing(channel)
+            channel.close()
+
+    async def _serve_requests(self, channel: socket.socket) -> bool:
         while True:
             try:
-                request, fds = await next_message(self._channel, p.decode_request, max_fds=p.MAX_FDS)
+                request, fds = await next_message(channel, p.decode_request, max_fds=p.MAX_FDS)
             except EOFError:
-                return
-            answer = await self._answer(request, fds)
-            if not await self._send(p.encode(answer), _ANSWER_S):
+                return True
+            answer, to_send = await self._answer(request, fds)
+            if not await self._send(p.encode(answer), _ANSWER_S, to_send):
                 raise p.ProtocolError("the daemon does not read its answers")
             self._send_now()
+            if isinstance(request, p.EndProcess):
+                return False
 
-    async def _answer(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
-        """Serve a request. Descriptors that were not taken over are closed."""
+    async def _answer(self, request: p.EgressRequest, fds: list[int]) -> tuple[p.EgressAnswer, Sequence[int]]:
+        """Serve a request; return the answer, and descriptors of ours to send. Descriptors that were not taken over are
+        closed."""
         try:
-            return await self._serve(request, fds)
+            if isinstance(request, p.Configure):
+                return self._configure(request, fds), ()
+            if self._configuration is None or self._is_as_asked is None:
+                raise _RequestFailed("NOT_CONFIGURED", "the first request is Configure")
+            if isinstance(request, p.TakeSession):
+                return self._take(request)
+            if isinstance(request, p.EndProcess):
+                return p.Accomplished(request.seq), ()
+            if not self._is_as_asked:
+                raise _RequestFailed("CONFIGURED", "another daemon has configured the process in another way")
+            return await self._serve(request, self._configuration, fds), ()
         except _RequestFailed as failure:
-            return p.EgressFailed(request.seq, failure.code, str(failure))
+            return p.EgressFailed(request.seq, failure.code, str(failure)), ()
         finally:
             close_all(fds)
 
-    async def _serve(self, request: p.EgressRequest, fds: list[int]) -> p.EgressAnswer:
-        if isinstance(request, p.Configure):
-            self._configure(request)
-            return p.Configured(request.seq, p.VERSION)
+    def _configure(self, request: p.Configure, fds: Sequence[int]) -> p.Configured:
+        if self._is_as_asked is not None:
+            raise _RequestFailed("CONFIGURED", "Configure comes once")
         if self._configuration is None:
-            raise _RequestFailed("NOT_CONFIGURED", "the first request is Configure")
+            self._configuration = self._read(request)
+        self._is_as_asked = self._configuration.is_as(request)
+        for fd in fds[:1]:
+            os.dup2(fd, 2)
+        return p.Configured(request.seq, self._is_as_asked, self._totals)
+
+    def _read(self, request: p.Configure) -> _Configuration:
+        try:
+            permit = [ip_network(text) for text in request.permit]
+            always_deny = tuple(parse_rule(text) for text in request.always_deny)
+        except ValueError as error:
+            raise _RequestFailed("INVALID", str(error)) from None
+        check = AddressCheck(permit, self._own)
+        machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change, self._totals)
+        return _Configuration(request, always_deny, machine)
+
+    def _take(self, request: p.TakeSession) -> tuple[p.SessionTaken, Sequence[int]]:
+        while self._untaken:
+            session_id = self._untaken.pop()
+            if (way_out := self._ways_out.get(session_id)) is not None:
+                return p.SessionTaken(request.seq, session_id), way_out.fds()
+        return p.SessionTaken(request.seq), ()
+
+    async def _serve(self, request: p.SessionRequest, configuration: _Configuration, fds: list[int]) -> p.EgressAnswer:
         if isinstance(request, p.AttachSession):
-            self._attach(request, self._configuration, fds)
+            self._attach(request, configuration, fds)
             return p.Accomplished(request.seq)
         way_out = self._ways_out.get(request.session_id)
         if way_out is None:
@@ -160,24 +233,12 @@ class EgressServer:
             case p.DescribeSession():
                 return p.Described(request.seq, way_out.state.counters)
             case p.SetPolicy(policy=text, limits=limits):
-                await way_out.set_policy(self._configuration.policy(text), limits)
+                await way_out.set_policy(configuration.policy(text), limits)
             case p.DetachSession():
                 del self._ways_out[request.session_id]
                 await way_out.detach()
         await self._send_entries()
         return p.Accomplished(request.seq)
-
-    def _configure(self, request: p.Configure) -> None:
-        if self._configuration is not None:
-            raise _RequestFailed("CONFIGURED", "Configure comes once")
-        try:
-            permit = [ip_network(text) for text in request.permit]
-            always_deny = tuple(parse_rule(text) for text in request.always_deny)
-        except ValueError as error:
-            raise _RequestFailed("INVALID", str(error)) from None
-        check = AddressCheck(permit, self._own)
-        machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change, self._totals)
-        self._configuration = _Configuration(always_deny, machine)
 
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
         if request.session_id in self._ways_out:
@@ -210,10 +271,11 @@ class EgressServer:
     def _send_now(self) -> None:
         """Send what there is without waiting; what finds no room stays for the next batch. Who sends anything else
         calls this afterwards, for it does nothing meanwhile."""
-        while self._entries and not self._batching.locked() and not self._sending.locked():
+        channel = self._channel
+        while channel and self._entries and not self._batching.locked() and not self._sending.locked():
             batch, told, data = self._next_batch()
             try:
-                self._channel.send(data)
+                channel.send(data)
             except OSError:  # no room, or nobody is there: the next read says so
                 self._entries.extendleft(reversed(batch))
                 self._are_totals_news = True
@@ -223,6 +285,7 @@ class EgressServer:
     async def batch_entries(self) -> None:
         """Send log entries and totals, those of `_BATCH_S` together."""
         while True:
+            await self._is_connected.wait()
             await self._has_news.wait()
             if len(self._entries) < p.MAX_ENTRIES:
                 await trio.sleep(_BATCH_S)
@@ -232,7 +295,7 @@ class EgressServer:
         """Send what there is now; what the daemon does not read in time is dropped."""
         async with self._batching:
             left, are_totals_due = len(self._entries), self._are_totals_news
-            while are_totals_due or (left > 0 and self._entries):
+            while self._channel and (are_totals_due or (left > 0 and self._entries)):
                 are_totals_due = False
                 batch, told, data = self._next_batch()
                 left -= len(batch)
@@ -260,19 +323,20 @@ class EgressServer:
             self._are_totals_news = False
             return batch, self._dropped, data
 
-    async def _send(self, data: bytes, deadline_s: float) -> bool:
+    async def _send(self, data: bytes, deadline_s: float, fds: Sequence[int] = ()) -> bool:
         """Send a datagram; tell whether it is under way."""
+        channel = self._channel
         with trio.move_on_after(deadline_s):
             async with self._sending:
-                while True:
+                while channel is not None:
                     try:
-                        self._channel.send(data)
+                        socket.send_fds(channel, [data], fds)
+                        break
                     except BlockingIOError:
-                        await trio.lowlevel.wait_writable(self._channel)
+                        await trio.lowlevel.wait_writable(channel)
                     except (BrokenPipeError, ConnectionResetError):
-                        return True  # nobody is there: the next read says so
-                    else:
-                        return True
+                        break  # nobody is there: the next read says so
+                return True
         return False
 
 
@@ -336,17 +400,47 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 async def serve(channel: socket.socket, lookup: Lookup = ask_machine, kept_s: float = KEPT_S) -> int:
-    """Serve a daemon on its socket; return the status to end with: 0 when the daemon has closed it."""
+    """Serve the daemon at the other end of a socket, or, at a socket that listens, one after the other. Return the
+    status to end with: 0 when there is none any more."""
     status = 0
     async with trio.open_nursery() as nursery:
-        server = EgressServer(channel, nursery, lookup, kept_s)
+        server = EgressServer(nursery, lookup, kept_s)
         await nursery.start(watch_own_addresses, server.set_own_addresses)
         nursery.start_soon(server.batch_entries)
         log("info", "started")
         try:
-            await server.serve_requests()
+            if channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                await _serve_daemons(channel, server)
+            else:
+                await server.serve_daemon(channel)
         except p.ProtocolError as error:
             log("error", "protocol", reason=str(error))
             status = 1
         nursery.cancel_scope.cancel()
     return status
+
+
+async def _serve_daemons(listener: socket.socket, server: EgressServer) -> None:
+    """Serve one daemon after the other while there are sessions, until none has come for `ORPHAN_S`. All have the first
+    one's user: others can't open the socket file, unless they are root."""
+    listener.setblocking(False)
+    listener.listen(_BACKLOG)  # again: SO_PEERCRED tells a daemon of who called this last
+    user: int | None = None
+    while True:
+        with trio.move_on_after(ORPHAN_S) as patience:
+            await trio.lowlevel.wait_readable(listener)
+        if patience.cancelled_caught:
+            log("warning", "given_up", sessions=server.sessions)
+            return
+        try:
+            daemon, _ = listener.accept()
+        except OSError:
+            continue  # gone before it was accepted
+        credentials = daemon.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _pid, found, _group = _CREDENTIALS.unpack(credentials)
+        user = found if user is None else user
+        if found not in (0, user):
+            log("warning", "refused_a_peer", uid=found)
+            daemon.close()
+        elif not await server.serve_daemon(daemon) or not server.sessions:
+            return

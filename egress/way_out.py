@@ -72,6 +72,11 @@ class WayOut:
         state.cut_all = self._cut_all
         self._reported: tuple[str, float] = ("", 0.0)
 
+    def fds(self) -> list[int]:
+        """Return the descriptors, which stay this object's: listener, questions, and the link if there is one."""
+        sockets = [self._listener.fileno(), self._questions.fileno()]
+        return sockets if self._link_fd is None else [*sockets, self._link_fd]
+
     async def serve(self) -> None:
         """Serve until `detach`; then all is closed."""
         self.state.machine.sessions += 1

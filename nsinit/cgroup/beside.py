@@ -2,9 +2,9 @@
 
 The starter of a process names them, the process makes and enters them while it is root, and the starter removes them
 when the process has ended. They are below the cgroups of the starter, or where root's configuration has the sandboxes:
-no message says the path. What a killed starter leaves is removed by an nsinit in the same place, at its start and at
-its end: the kernel removes no cgroup with a process in it. Sources: cgroups(7);
-Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint".
+no message says the path. What a killed starter leaves, or a process that has outlived it, is removed by the next one
+in the same place, and by an nsinit there at its start and at its end: the kernel removes no cgroup with a process in
+it. Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint".
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def name_cgroups(role: str, parent: str = "auto") -> list[str]:
     if os.geteuid() != 0:
         return []
     name = f"{BESIDE}{role}-{os.getpid()}-{next(_numbers)}"
-    return [f"{place}/{name}" for place in _places(locate_process(), parent)]
+    places = _places(locate_process(), parent)
+    _sweep(*places)
+    return [f"{place}/{name}" for place in places]
 
 
 def remove_cgroups(paths: Iterable[str]) -> None:
@@ -48,8 +50,12 @@ def remove_cgroups(paths: Iterable[str]) -> None:
 
 
 def sweep(located: Located, tree: Tree) -> None:
-    """Remove what starters in the same place as this process have left."""
-    for place in dict.fromkeys((*_places(located), *tree.unique, *map(os.path.dirname, tree.unique))):
+    """Remove what starters in the same place as this process have left, or in the place of a node's directories."""
+    _sweep(*_places(located), *tree.unique, *map(os.path.dirname, tree.unique))
+
+
+def _sweep(*places: str) -> None:
+    for place in dict.fromkeys(places):
         try:
             names = [name for name in os.listdir(place) if name.startswith(BESIDE)]
         except FileNotFoundError:

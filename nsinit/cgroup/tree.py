@@ -282,8 +282,9 @@ def _make(base: str, name: str) -> str:
 
 
 def has_sessions(directory: str) -> bool:
-    """Whether a node's directory holds a cgroup other than ours."""
-    return any(entry.is_dir() and not is_ours(entry.name) for entry in os.scandir(directory))
+    """Whether a node's directory holds a cgroup other than the daemon's: a session's, or one of a process beside the
+    daemon, which may outlive it."""
+    return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(directory))
 
 
 BESIDE = "sandkasten-beside-"

@@ -1,9 +1,9 @@
 """Starts nsinit for a daemon that gave root away. Entry: `python -I -S -B launcher.py ARGUMENT`.
 
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
-and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the egress process and
-the preview gateway, which start with these privileges and give them away themselves; it names and removes their
-cgroups. Two ways of life, by the argument:
+and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the preview gateway and the
+egress process, which start with these privileges and give them away themselves; the last may outlive the daemon. Names
+the cgroups of the two, and removes them. Two ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
   `START_EGRESS` and `START_GATEWAY`, with the socket and the log of the process, `KILL` and the like, nothing else. The
@@ -88,6 +88,11 @@ class Charge:
         self._pid = self._spawn(channel_fd, log_fd)
         self.pidfd = os.pidfd_open(self._pid)
         return self._pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended and is to be reaped."""
+        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
 
     def kill(self) -> None:
         if self.pidfd >= 0:
@@ -216,8 +221,11 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
                     os.close(fd)
     except ConnectionError:
         pass  # it died while being answered
-    for program in programs.values():
-        program.end(patience_s=STOP_S)
+    for word, program in programs.items():
+        if (
+            word != START_EGRESS or program.has_ended
+        ):  # that serves sessions until the next daemon comes, or ends by itself without any
+            program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
 

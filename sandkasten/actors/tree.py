@@ -240,6 +240,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             journal=self._journal,
             metrics=self._metrics,
             start=self._start_egress,
+            path=DataPaths(self._config.data_dir).egress,
         )
         await actor.run(task_status=task_status)
 

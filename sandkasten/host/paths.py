@@ -62,6 +62,11 @@ class DataPaths:
         return self.root / "lock"
 
     @property
+    def egress(self) -> Path:
+        """The socket at which the egress process listens for the next daemon."""
+        return self.root / "egress.sock"
+
+    @property
     def spool(self) -> Path:
         """Output of runs that memory has no room for, and records of runs for the next daemon."""
         return self.root / "spool"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import array
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import attrs
 import trio
 
 from egress import protocol
+from sandkasten.links.fds import OwnedFd
 from sandkasten.model.errors import EgressUnavailable
 
 A = TypeVar("A")
@@ -29,6 +31,8 @@ class EgressLink:
         self._take = take
         self._seq = 0
         self._waiting: dict[int, tuple[trio.Event, list[protocol.EgressAnswer]]] = {}
+        self._taken: list[OwnedFd] = []
+        """Descriptors that came with the last `SessionTaken`."""
         self._send_lock = trio.Lock()
         self._lost: str | None = None
 
@@ -66,6 +70,13 @@ class EgressLink:
                 raise EgressUnavailable(self._lost or "the egress process is gone")
         raise EgressUnavailable(f"the egress process answered with {type(answers[0]).__name__}")
 
+    async def take_session(self) -> tuple[str, list[OwnedFd]]:
+        """Return a session of an earlier daemon, and its descriptors, which the caller owns; an empty id, when there is
+        no more. Raises as `request`."""
+        answer = await self.request(protocol.TakeSession(0), protocol.SessionTaken)
+        taken, self._taken = self._taken, []
+        return answer.session_id, taken
+
     async def serve(self) -> None:
         """Hand on answers and notices until the process goes away; return then, and fail every request."""
         try:
@@ -82,21 +93,30 @@ class EgressLink:
         so what was refused to a run that has ended is known after this."""
         try:
             for _ in range(_MOST_AT_ONCE):
-                self._hand_on(self._stdlib.recv(protocol.MAX_DATAGRAM_BYTES))
+                data, fds, _flags, _address = socket.recv_fds(
+                    self._stdlib, protocol.MAX_DATAGRAM_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                self._hand_on(data, list(map(OwnedFd, fds)))
         except BlockingIOError:
             pass
         except (OSError, protocol.ProtocolError) as error:
             self._lose(f"the egress process is gone: {error}")
 
-    def _hand_on(self, data: bytes) -> None:
-        if not data:
-            raise protocol.ProtocolError("it closed the connection")
-        message = protocol.decode_answer(data)
-        if isinstance(message, protocol.Entries):
-            self._take(message)
-        elif (waiting := self._waiting.get(message.seq)) is not None:
-            waiting[1].append(message)
-            waiting[0].set()
+    def _hand_on(self, data: bytes, fds: list[OwnedFd]) -> None:
+        with ExitStack() as unused:
+            for each in fds:
+                unused.callback(each.close)
+            if not data:
+                raise protocol.ProtocolError("it closed the connection")
+            message = protocol.decode_answer(data)
+            if isinstance(message, protocol.Entries):
+                self._take(message)
+            elif (waiting := self._waiting.get(message.seq)) is not None:
+                if isinstance(message, protocol.SessionTaken) and not self._taken:
+                    self._taken = fds
+                    unused.pop_all()
+                waiting[1].append(message)
+                waiting[0].set()
 
     def _lose(self, reason: str) -> None:
         """Fail every request; a process that broke the protocol is hung up on, which ends it."""
@@ -104,5 +124,7 @@ class EgressLink:
             self._lost = reason
             trio.lowlevel.notify_closing(self._stdlib)
             self._stdlib.close()
+            for fd in self._taken:
+                fd.close()
         for done, _ in self._waiting.values():
             done.set()

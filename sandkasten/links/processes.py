@@ -18,8 +18,9 @@ import os
 import select
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
@@ -52,6 +53,8 @@ _LAUNCHER_START_S = 10.0
 _LAUNCHER_STOP_S = 20.0
 _CONNECT_PAUSE_S = 0.1
 _STANDARD_ERROR = 2
+_CREDENTIALS = struct.Struct("=iII")
+"""`struct ucred` (unix(7)): pid, user, group."""
 
 _PAUSES_S = (0.05, 0.2, 1.0, 5.0)
 """Pauses before a process is started again, the last one again and again."""
@@ -147,36 +150,93 @@ Role = Literal["egress", "gateway"]
 
 
 class StartEgress(Protocol):
-    """A way to start the egress process or the preview gateway. `permit`: private networks that the kernel lets the
-    process reach; a launcher knows them from root, and takes none from the daemon."""
+    """A way to start the egress process or the preview gateway. With a path it listens there, so that it can outlive
+    its daemon, and the socket of the `ChildProcess` is the first connection. `permit`: private networks that the kernel
+    lets the process reach; a launcher knows them from root, and takes none from the daemon.
+    """
 
-    async def __call__(self, role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess: ...
+    async def __call__(
+        self, role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+    ) -> ChildProcess: ...
 
 
 async def start_as_child() -> ChildProcess:
     """Start nsinit as a child of this process, with its privileges."""
-    with _Ends() as ends:
+    with Ends() as ends:
         pid = spawn_nsinit(ends.their_socket.fileno(), ends.log_write)
         return ends.give(pid, os.pidfd_open(pid))
 
 
-async def start_egress_as_child(role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
+async def start_egress_as_child(
+    role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+) -> ChildProcess:
     """Start the egress process or the preview gateway as a child of this process."""
-    with _Ends() as ends:
+    with Ends(path) as ends:
         cgroups = name_cgroups(role)
         pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role, cgroups=cgroups, permit=permit)
         return ends.give(pid, os.pidfd_open(pid), cgroups=cgroups)
 
 
-class _Ends:
-    """A socket pair and a log pipe for a process about to start; ends that were not given away are closed."""
+def find_egress(path: Path) -> tuple[ChildProcess, OwnedFd] | None:
+    """Connect to an egress process of an earlier daemon, if one listens at `path`. Return it with the write end of its
+    new log, which the caller sends and closes. Only root can kill it."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    try:
+        with _near(path) as near:
+            sock.connect(near)
+        pid, _uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pidfd = OwnedFd(os.pidfd_open(pid))
+    except OSError:  # nobody listens there, or not any more
+        sock.close()
+        return None
+    log_read, log_write = os.pipe2(os.O_CLOEXEC)
+    return ChildProcess(sock, pidfd, OwnedFd(log_read), lambda: _kill(pidfd)), OwnedFd(log_write)
 
-    def __init__(self) -> None:
-        self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+@contextmanager
+def _near(path: Path) -> Iterator[str]:
+    """Yield a path to the same file, as short as an address of a socket must be (unix(7))."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+def _listen_at(path: Path) -> socket.socket:
+    """Listen at a path; nobody else can connect but root. The file of an earlier process is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # bind(2) gives the file this mode
+        with _near(path) as near:
+            with suppress(FileNotFoundError):
+                os.unlink(near)
+            listener.bind(near)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+class Ends:
+    """Sockets and a log pipe for a process about to start; ends that were not given away are closed. Their socket is
+    the other end of ours, or, with a path, listens there.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self.our_socket, self.their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        else:
+            self.their_socket = _listen_at(path)
+            self.our_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with _near(path) as near:
+                self.our_socket.connect(near)
         self._log_read, self.log_write = os.pipe2(os.O_CLOEXEC)
         self._is_given = False
 
-    def __enter__(self) -> _Ends:
+    def __enter__(self) -> Ends:
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -207,6 +267,8 @@ def _kill(pidfd: OwnedFd) -> None:
         signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
     except ProcessLookupError:
         pass
+    except PermissionError:  # it has a user of its own, and this is no child of a process of ours
+        log.error("egress_not_killed")
 
 
 _WORDS: Mapping[Role, tuple[bytes, bytes]] = {
@@ -236,7 +298,9 @@ class Launcher:
         """
         return await self._start(START, KILL)
 
-    async def start_egress(self, role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
+    async def start_egress(
+        self, role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+    ) -> ChildProcess:
         """Have an egress process or a preview gateway started, after the end of the one before. Of no account is
         `permit`: the launcher has it from root.
 
@@ -244,15 +308,15 @@ class Launcher:
             EgressUnavailable: the launcher failed to start one, or has ended.
         """
         try:
-            return await self._start(*_WORDS[role])
+            return await self._start(*_WORDS[role], path)
         except (LauncherGone, NsinitLost) as error:
             raise EgressUnavailable(str(error)) from error
 
-    async def _start(self, word: bytes, kill_word: bytes) -> ChildProcess:
+    async def _start(self, word: bytes, kill_word: bytes, path: Path | None = None) -> ChildProcess:
         """Have a process started by `word`. An answer names no process, so one start follows the other."""
         async with self._one_start:
             self._drop_old_answers()
-            return await _have_started(self._socket, word, kill=partial(self._say, kill_word))
+            return await _have_started(self._socket, word, path, kill=partial(self._say, kill_word))
 
     async def wait_ended(self) -> None:
         """Wait until the launcher has ended."""
@@ -284,14 +348,16 @@ class Launcher:
             return
 
 
-async def _have_started(launcher: socket.socket, word: bytes, *, kill: Callable[[], None]) -> ChildProcess:
+async def _have_started(
+    launcher: socket.socket, word: bytes, path: Path | None, *, kill: Callable[[], None]
+) -> ChildProcess:
     """Have a process started by `word`.
 
     Raises:
         LauncherGone: the launcher has ended.
         NsinitLost: the launcher can't start a process, or does not answer.
     """
-    with _Ends() as ends, trio.move_on_after(_START_S):
+    with Ends(path) as ends, trio.move_on_after(_START_S):
         try:
             socket.send_fds(launcher, [word], [ends.their_socket.fileno(), ends.log_write])
             await trio.lowlevel.wait_readable(launcher)
@@ -336,20 +402,20 @@ def connect_to(path: Path) -> StartNsinit:
     return connect
 
 
-def start_egress_at(path: Path) -> StartEgress:
+def start_egress_at(service: Path) -> StartEgress:
     """Return the way to have an egress process or a preview gateway started by the launcher of a service apart."""
 
     def kill(word: bytes) -> None:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setblocking(False)
-            sock.connect(os.fspath(path))
+            sock.connect(os.fspath(service))
             sock.send(word)
 
-    async def start(role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:  # as `Launcher.start_egress`
+    async def start(role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()) -> ChildProcess:
         word, kill_word = _WORDS[role]
         try:
-            with await _connect(path) as launcher:
-                return await _have_started(launcher, word, kill=partial(kill, kill_word))
+            with await _connect(service) as launcher:
+                return await _have_started(launcher, word, path, kill=partial(kill, kill_word))
         except (LauncherGone, NsinitLost) as error:
             raise EgressUnavailable(str(error)) from error
 

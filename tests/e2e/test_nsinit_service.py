@@ -14,9 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from egress.protocol import EGRESS_ID
 from tests.e2e.daemon import SCRIPT, Daemon, create_patiently, running_daemon
-from tests.e2e.test_privilege import must_end, status_of, try_as, uid_of
+from tests.e2e.test_privilege import children, denied, egress_processes_of, must_end, status_of, uid_of
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +135,7 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
     ):
         assert client.post("/v1/sessions", json={}).status_code == 201
         assert uid_of(daemon) > 0
-        (nsinit,) = map(int, children_of(first.process.pid))
+        (nsinit,) = children(first.process.pid)
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
         assert client.post("/v1/sessions", json={}).status_code == 201
         with running_service(data_dir, path), must_end(nsinit):
@@ -147,8 +146,8 @@ def test_a_killed_service_leaves_the_daemon_its_nsinit(data_dir: Path, path: Pat
 
 
 def test_its_launcher_starts_the_egress_process(data_dir: Path, path: Path) -> None:
-    """A session of a daemon that was never root has a way out. Its process is not touched by a restart of the service,
-    and after its end the launcher of the day starts another.
+    """A session of a daemon that was never root has a way out. Its process is touched neither by a restart of the
+    service nor by a killed daemon; after its end the launcher of the day starts another.
     """
     with (
         running_service(data_dir, path) as first,
@@ -166,48 +165,11 @@ def test_its_launcher_starts_the_egress_process(data_dir: Path, path: Path) -> N
             with must_end(egress):
                 os.kill(egress, signal.SIGKILL)
             assert denied(client, session) == ["10.0.0.1:80"]
-            (follower,) = egress_processes_of(second.process.pid)
-            with must_end(follower):
-                assert daemon.stop() == 0
-
-
-def denied(client: httpx.Client, session: str) -> list[str]:
-    """Return where a session's command was refused to connect to, of an address that no session may reach."""
-    command = "exec 3<>/dev/tcp/10.0.0.1/80 && read -t 5 -u 3"  # looks connected until the first byte is waited for
-    answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": f"bash -c '{command}'"})
-    return [f"{each['host']}:{each['port']}" for each in answer.json()["egress_denied"]]
-
-
-def egress_processes_of(pid: int) -> list[int]:
-    return [int(each) for each in children_of(pid) if int(status_of(each)["Uid"].split()[0]) == EGRESS_ID]
-
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-CONNECT = """
-import socket
-sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-sock.settimeout(20)
-try:
-    sock.connect({path!r})
-    print("connected", sock.recv(100))
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def test_only_the_daemons_user_may_connect(data_dir: Path, path: Path) -> None:
-    """The socket's mode keeps other users out; were it open, their connection would be closed unheard."""
-    with running_service(data_dir, path):
-        assert try_as(12345, CONNECT.format(path=str(path))) == "Permission denied\n"
-        path.chmod(0o666)
-        assert try_as(12345, CONNECT.format(path=str(path))) == "connected b''\n"
-
-
-def test_a_daemon_that_was_never_root_says_what_it_lacks(data_dir: Path, path: Path) -> None:
-    """A daemon that was never root can't start without the service, and says so."""
-    with running_unprivileged(data_dir, path) as daemon:
-        assert daemon.process.wait(patience(60)) == 1
-    assert any("sandkasten nsinit" in line for line in daemon.log)
+            follower = egress_processes_of(second.process.pid)
+            daemon.process.kill()
+            daemon.process.wait()
+            with running_unprivileged(data_dir, path) as successor, successor.client() as again:
+                assert denied(again, session) == ["10.0.0.1:80"]
+                assert egress_processes_of(second.process.pid) == follower
+                with must_end(*follower):
+                    assert successor.stop() == 0

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from egress.protocol import GATEWAY_ID
+from egress.protocol import EGRESS_ID, GATEWAY_ID
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, START_CAPABILITIES
 from nsinit.spawn import CHANNEL_FD
 from nsinit.tools.launcher import OWN_CAPABILITIES
@@ -40,10 +40,9 @@ _SYS_PIDFD_GETFD = 438
 
 
 def helpers(daemon: Daemon) -> tuple[int, int]:
-    """Return the pids of the launcher and of nsinit, which is the launcher's only child."""
+    """Return the pids of the launcher and of nsinit, which is the launcher's first child."""
     (launcher,) = children(daemon.process.pid)
-    (nsinit,) = children(launcher)
-    return launcher, nsinit
+    return launcher, children(launcher)[0]
 
 
 def children(pid: int) -> list[int]:
@@ -201,6 +200,32 @@ def test_with_a_killed_daemon_launcher_and_nsinit_go_and_sessions_stay(data_dir:
         assert answer["output"] == "on\n"
         assert uid_of(second) > 0
         assert second.stop() == 0
+
+
+def test_the_egress_process_outlives_a_killed_daemon_while_a_session_does(data_dir: Path) -> None:
+    """The next daemon, whose launcher has not started it, goes on with it; it ends with the last session."""
+    with running_daemon(data_dir) as first, first.client() as client:
+        session = client.post("/v1/sessions", json={"network": "open"}).json()["id"]
+        (launcher, nsinit), (egress,) = helpers(first), egress_processes_of(helpers(first)[0])
+        with must_end(launcher, nsinit):
+            first.process.kill()
+            first.process.wait()
+    with running_daemon(data_dir) as second, second.client() as client:
+        assert denied(client, session) == ["10.0.0.1:80"]
+        assert egress_processes_of(helpers(second)[0]) == []
+        with must_end(egress):
+            assert second.stop() == 0
+
+
+def denied(client: httpx.Client, session: str) -> list[str]:
+    """Return where a session's command was refused to connect to, of an address that no session may reach."""
+    command = "exec 3<>/dev/tcp/10.0.0.1/80 && read -t 5 -u 3"  # looks connected until the first byte is waited for
+    answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": f"bash -c '{command}'"})
+    return [f"{each['host']}:{each['port']}" for each in answer.json()["egress_denied"]]
+
+
+def egress_processes_of(pid: int) -> list[int]:
+    return [each for each in children(pid) if status_of(each)["Uid"].split()[0] == str(EGRESS_ID)]
 
 
 def test_a_killed_launcher_is_missed_only_when_nsinit_ends(data_dir: Path) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import array
 import os
 import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -73,7 +78,7 @@ async def test_nothing_is_served_before_the_configuration() -> None:
             assert await failure(daemon, p.DescribeSession(0, "s-1")) == "NOT_CONFIGURED"
             assert await failure(daemon, p.Configure(0, permit=("10.0.0.1/8",))) == "INVALID"
             assert await failure(daemon, p.Configure(0, always_deny=("*",))) == "INVALID"
-            assert await daemon.ask(lambda seq: p.Configure(seq)) == p.Configured(4, p.VERSION)
+            assert await daemon.ask(lambda seq: p.Configure(seq)) == p.Configured(4)
             daemon.reading.cancel()
             daemon.close()
 
@@ -230,3 +235,134 @@ async def answers(stream: trio.SocketStream) -> bool:
     await stream.send_all(b"\x01")
     with trio.fail_after(patience()):
         return await stream.receive_some(1) == b"\x01"
+
+
+# One daemon after the other -------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def listening(names: Names) -> AsyncIterator[tuple[bytes, Callable[[], int | None]]]:
+    """Run the server at a socket that listens; yield its address, and what tells the status it has ended with."""
+    address = b"\0egress of a test %d" % os.getpid()
+    statuses: list[int] = []
+
+    async def run(listener: socket.socket) -> None:
+        statuses.append(await egress_server.serve(listener, names))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, listener)
+            yield address, lambda: statuses[0] if statuses else None
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def connected(address: bytes) -> AsyncIterator[Egress]:
+    """Be a daemon at a server."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(address)
+    daemon = Egress(channel)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.read)
+        yield daemon
+        daemon.reading.cancel()
+    daemon.channel.close()
+
+
+async def taken(daemon: Egress) -> list[str]:
+    """Take all sessions; return their ids."""
+    found: list[str] = []
+    while True:
+        answer = await daemon.ask(p.TakeSession)
+        assert isinstance(answer, p.SessionTaken)
+        if not answer.session_id:
+            return sorted(found)
+        found.append(answer.session_id)
+
+
+async def has_ended(status: Callable[[], int | None]) -> bool:
+    return status() is not None
+
+
+async def test_sessions_are_served_on_between_two_daemons() -> None:
+    """Open connections live, names are answered, and what is not allowed stays so. The next daemon is told what was
+    refused meanwhile, counts on from there, and says what holds from then on."""
+    async with listening(names()) as (address, status), server(PUBLIC, 5000):
+        async with connected(address) as first:
+            assert await first.ask(p.Configure) == p.Configured(1)
+            inside, other = [await first.attach("good.example:5000", name=name) for name in ("s-1", "s-2")]
+            stream = await inside.connect_to("good.example", 5000)
+        await stream.send_all(b"\x01")
+        assert await stream.receive_some(1) == b"\x01"
+        assert (await other.ask("bad.example")).code == 3
+        async with await inside.connect_to("good.example", 5000) as second_stream:
+            await second_stream.send_all(b"\x02")
+            assert await second_stream.receive_some(1) == b"\x02"
+        async with connected(address) as second:
+            configured = await second.ask(p.Configure)
+            assert isinstance(configured, p.Configured)
+            assert (configured.is_as_asked, configured.totals.dns_denied) == (True, 1)
+            await second.entry(session_id="s-2", host="bad.example")
+            assert await taken(second) == ["s-1", "s-2"]
+            async with stream:
+                await second.set_policy("other.example")
+                assert await is_reset(stream)
+            for name in ("s-1", "s-2"):
+                await second.done(lambda seq, name=name: p.DetachSession(seq, name))  # type: ignore[misc]
+        await until(partial(has_ended, status))  # nothing is left to serve
+        assert status() == 0
+        inside.close()
+        other.close()
+
+
+async def test_sessions_without_a_daemon_end_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all descriptors are closed, and connects are refused."""
+    async with listening(names()) as (address, status):
+        async with connected(address) as daemon:
+            await daemon.done(p.Configure)
+            inside = await daemon.attach("good.example:5000")
+            synthetic = await inside.address_of("good.example")
+            inside.close_copies()
+            monkeypatch.setattr(egress_server, "ORPHAN_S", 0.1)
+        await until(partial(has_ended, status))
+        with pytest.raises(ConnectionRefusedError):
+            await inside.connect(synthetic, 5000)
+        inside.close()
+
+
+@pytest.mark.parametrize("change", [{"permit": ("10.0.0.0/8",)}, {"always_deny": ("a.example",)}, {"version": 2}])
+async def test_a_process_that_was_configured_otherwise_gives_its_sessions_away(change: dict[str, Any]) -> None:
+    """Nothing changes for a daemon that wants something else, which takes the descriptors and ends the process."""
+    async with listening(names()) as (address, status):
+        async with connected(address) as first:
+            await first.done(p.Configure)
+            inside = await first.attach("good.example:5000")
+        async with connected(address) as second:
+            configured = await second.ask(lambda seq: p.Configure(seq, **change))
+            assert isinstance(configured, p.Configured)
+            assert not configured.is_as_asked
+            assert await failure(second, p.SetPolicy(0, "s-1", p.PolicyText("open"))) == "CONFIGURED"
+            assert await failure(second, p.DetachSession(0, "s-1")) == "CONFIGURED"
+            assert await taken(second) == ["s-1"]
+            await second.done(p.EndProcess)
+            await until(partial(has_ended, status))
+        inside.close()
+
+
+async def test_another_user_is_no_daemon() -> None:
+    """A connection of another user than the first daemon's, and not of root's, is closed."""
+    program = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+    program += "s.connect(chr(0) + sys.argv[1]); s.settimeout(20); sys.exit(len(s.recv(1)))"
+    async with listening(names()) as (address, _):
+        async with connected(address) as daemon:
+            await daemon.done(p.Configure)
+            inside = await daemon.attach("good.example")
+        command = [sys.executable, "-I", "-S", "-c", program, address[1:].decode()]
+        done = await trio.run_process(command, check=False)
+        assert done.returncode == 0
+        async with connected(address) as daemon:
+            await daemon.done(p.Configure)
+            assert await taken(daemon) == ["s-1"]
+        inside.close()

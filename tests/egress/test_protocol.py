@@ -18,9 +18,12 @@ MESSAGES = (
     p.SetPolicy(3, "s-1", p.PolicyText("open", deny=("192.0.2.0/24",))),
     p.DetachSession(4, "s-1"),
     p.DescribeSession(5, "s-1"),
+    p.TakeSession(6),
+    p.EndProcess(7),
 )
 REPLIES = (
-    p.Configured(1, p.VERSION),
+    p.Configured(1, False),
+    p.SessionTaken(2, "s-1"),
     p.Accomplished(2),
     p.Described(5, p.WayOutCounters(connections=7)),
     p.EgressFailed(6, "SESSION_UNKNOWN", "there is no such session"),

@@ -152,7 +152,7 @@ async def test_two_starts_at_once_get_a_process_each(tmp_path: Path) -> None:
         async def egress() -> None:
             process, status = await served(launcher.start_egress)
             check_rights(status)
-            process.close()
+            await process.end("egress", patience(PATIENCE_S))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(egress)
@@ -175,7 +175,7 @@ async def test_the_launcher_takes_permits_from_root_alone(tmp_path: Path) -> Non
     async with launched(tmp_path, permit=("10.77.0.0/16",)) as launcher:
         process = await launcher.start_egress(permit=("10.0.0.0/8",))
         assert permits_of(process) == ["permit=10.77.0.0/16"]
-        process.close()
+        await process.end("egress", patience(PATIENCE_S))
 
 
 async def test_the_gateway_has_a_cgroup_too() -> None:

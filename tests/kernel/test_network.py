@@ -43,10 +43,16 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 @asynccontextmanager
 async def served(
-    config: Config, outside: World, *, ends_sessions: bool = True, max_mode: str = "open"
+    config: Config,
+    outside: World,
+    *,
+    ends_sessions: bool = True,
+    max_mode: str = "open",
+    always_deny: tuple[str, ...] = (),
 ) -> AsyncIterator[LocalSupervisor]:
     """A tree whose egress process is in the world."""
-    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=(f"{SITE}/32", f"{OTHER}/32")))
+    permit = f"{SITE}/32", f"{OTHER}/32"
+    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=permit, always_deny=always_deny))
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
@@ -229,19 +235,6 @@ async def test_connects_wait_for_an_egress_process_that_was_killed(supervisor: L
     assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
     assert (await told(supervisor, EventType.EGRESS_RESTARTED)).data["count"] == 1
     assert (await measured(supervisor))["restarts_total",] == 1
-
-
-async def test_an_adopted_session_keeps_its_way_out(config: Config, outside: World) -> None:
-    """The next daemon opens it again with the policy of the record."""
-    async with served(config, outside, ends_sessions=False) as supervisor:
-        session = await supervisor.create(SessionSpec(network=ALLOWED))
-    async with served(config, outside) as supervisor:
-
-        async def is_reached() -> bool:
-            return (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
-
-        await until(is_reached)
-        assert (await python(supervisor, session, FETCH.format("secret.example"))).end.egress_denied
 
 
 async def test_the_end_of_a_session_leaves_no_descriptor(supervisor: LocalSupervisor, outside: World) -> None:

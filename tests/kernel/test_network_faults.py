@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import attrs
 import pytest
+import trio
 
 from sandkasten.actors.core import Tell
 from sandkasten.actors.services import egress as client
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, PoolSettings, PoolSize
-from sandkasten.model import SessionPatch, SessionSpec, Status
+from sandkasten.model import ExecSpec, Session, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import EgressUnavailable
 from sandkasten.model.network import Network
 from tests.kernel.test_network import ALLOWED, FETCH, outside, python, served, supervisor
@@ -124,16 +128,117 @@ async def test_a_process_that_can_not_be_started_is_started_later(
     """The kernel's refusal is no bug of the actor, whose end would be that of every way out."""
     start, failures = outside.start_egress, [errno.EMFILE, errno.EAGAIN]
 
-    async def fail_and_start(**how: Any) -> object:
+    async def fail_and_start(*arguments: Any) -> object:  # Any: of a `StartEgress`
         if failures:
             raise OSError(failures.pop(), "no process to be had")
-        return await start(**how)
+        return await start(*arguments)
 
     monkeypatch.setattr(outside, "start_egress", fail_and_start)
     async with served(config, outside) as supervisor:
         session = await supervisor.create(SessionSpec(network=ALLOWED))
         assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
         assert (failures, supervisor._egress.incarnation) == ([], 1)
+
+
+_GO_ON = """
+import pathlib, socket, time, urllib.request
+held, turns = socket.create_connection(("other.example", 7), timeout=20), 0
+while True:
+    urllib.request.urlopen("http://site.example/", timeout=20).read()
+    held.sendall(b"\\1")
+    assert held.recv(1) == b"\\1"
+    turns += 1
+    pathlib.Path("turns").write_text(str(turns))
+    time.sleep(0.02)
+"""
+
+
+async def _turns(supervisor: LocalSupervisor, session: Session) -> int:
+    """Return how often `_GO_ON` has gone round, which goes on until something fails."""
+    result = await supervisor.exec(session.id, ExecSpec(argv=("cat", "/workspace/turns")))
+    return int(result.stdout or b"0")
+
+
+async def test_connections_go_on_while_the_daemon_is_replaced(config: Config, outside: World) -> None:
+    """The egress process serves the session on: an open connection lives, new ones are made, none fails. The next
+    daemon has the same process, and the descriptors, so that connects wait for another one when that is killed.
+    """
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+        await first.exec(session.id, ExecSpec(f"cat >go-on.py <<'END'{_GO_ON}END\npython3 go-on.py >failure 2>&1 &"))
+
+        async def goes_on() -> bool:
+            return await _turns(first, session) > 2
+
+        try:
+            await until(goes_on)
+        except trio.TooSlowError:
+            raise AssertionError((await first.exec(session.id, ExecSpec("ls -la; cat failure"))).output) from None
+    pid = outside.egress_pid
+    async with served(config, outside) as second:
+        before = await _turns(second, session)
+
+        async def has_gone_on() -> bool:
+            return await _turns(second, session) > before + 5
+
+        await until(has_gone_on)
+        assert outside.egress_pid == pid
+        assert (await second.exec(session.id, ExecSpec(argv=("cat", "/workspace/failure")))).stdout == b""
+        assert (await python(second, session, FETCH.format("secret.example"))).end.egress_denied
+        os.kill(pid, signal.SIGKILL)
+        assert (await python(second, session, FETCH.format("site.example"))).stdout == b"hello\n"
+        assert outside.egress_pid != pid
+
+
+async def test_a_way_out_is_made_anew_when_daemon_and_process_are_gone(config: Config, outside: World) -> None:
+    """Nobody has the descriptors any more: connects are refused until the next daemon has opened the way again."""
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+    os.kill(outside.egress_pid, signal.SIGKILL)
+    async with served(config, outside) as second:
+
+        async def is_reached() -> bool:
+            return (await python(second, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+        await until(is_reached)
+
+
+async def test_a_daemon_with_another_configuration_replaces_the_process(config: Config, outside: World) -> None:
+    """Nothing that the operator forbids by then is reached any more."""
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+        assert (await python(first, session, FETCH.format("site.example"))).stdout == b"hello\n"
+    pid = outside.egress_pid
+    async with served(config, outside, always_deny=("site.example",)) as second:
+        outside.heard.clear()
+
+        async def is_refused() -> bool:
+            return bool((await python(second, session, FETCH.format("site.example"))).end.egress_denied)
+
+        await until(is_refused)
+        assert (outside.heard, outside.egress_pid != pid) == ([], True)
+
+
+async def test_a_way_out_that_no_session_claims_is_closed(
+    config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a session whose record is gone; its sockets would keep the network namespace."""
+    monkeypatch.setattr(client, "_REFUSALS_EVERY_S", 0.1)
+    monkeypatch.setattr(client, "_CLAIM_S", 0.1)
+    async with served(config, outside, ends_sessions=False) as first:
+        kept = await first.create(SessionSpec(network=ALLOWED))
+        assert (await python(first, kept, FETCH.format("site.example"))).stdout == b"hello\n"
+        before = descriptors(outside)
+        lost = await first.create(SessionSpec(network=ALLOWED))
+    with closing(sqlite3.connect(config.db_path)) as database, database:
+        database.execute("DELETE FROM sessions WHERE id = ?", (lost.id,))
+    async with served(config, outside) as second:
+
+        async def is_closed() -> bool:
+            return descriptors(outside) == before
+
+        await until(is_closed)
+        assert (await python(second, kept, FETCH.format("site.example"))).stdout == b"hello\n"
 
 
 async def test_an_adopted_session_is_within_the_maximum_of_now(config: Config, outside: World) -> None:

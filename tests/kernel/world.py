@@ -20,8 +20,7 @@ import egress
 from egress import protocol
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel import syscalls
-from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, Role
+from sandkasten.links.processes import ChildProcess, Ends, Role
 
 T = TypeVar("T")
 
@@ -63,30 +62,26 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self, role: Role = "egress", permit: Sequence[str] = ()) -> ChildProcess:
+    async def start_egress(
+        self, role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+    ) -> ChildProcess:
         """Start an egress process in the world; a `StartEgress`."""
         cgroups = name_cgroups(role)
         program = Path(egress.__file__).parent / "__main__.py"
         words = [f"cgroup={each}" for each in cgroups] + [f"permit={each}" for each in permit]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log_read, log_write = os.pipe2(os.O_CLOEXEC)
-        with theirs:
+        with Ends(path) as ends:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
                 [sys.executable, "-I", "-B", str(program), role, *words],
                 stdin=subprocess.DEVNULL,
-                stderr=log_write,
+                stderr=ends.log_write,
                 pass_fds=(protocol.CHANNEL_FD,),
-                preexec_fn=lambda: self._enter(theirs.fileno()),
+                preexec_fn=lambda: self._enter(ends.their_socket.fileno()),
             )
-        os.close(log_write)
-        self.egress_pid = process.pid
-        pidfd = OwnedFd(os.pidfd_open(process.pid))
-
-        def reap() -> None:
-            process.wait()
-            remove_cgroups(cgroups)
-
-        return ChildProcess(ours, pidfd, OwnedFd(log_read), kill=process.kill, reap=reap)
+            self.egress_pid = process.pid
+            self._undo.callback(remove_cgroups, cgroups)
+            self._undo.callback(process.wait)
+            self._undo.callback(process.kill)  # one that serves sessions outlives its daemon
+            return ends.give(process.pid, os.pidfd_open(process.pid), cgroups=cgroups)
 
     def _enter(self, channel_fd: int) -> None:
         """Enter the namespace and see its hosts file, in a child about to execute a program."""

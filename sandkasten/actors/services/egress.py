@@ -5,6 +5,10 @@ serves them; the originals stay here, so that a process that follows another get
 listener's backlog. The process starts with the first way out. Nothing is reached without it: closing every copy of the
 descriptors is how a way out ends.
 
+The process outlives this daemon while sessions do, and serves them by what it was told last. The next daemon finds it
+at its socket, takes copies of the descriptors, and says of each session what holds from then on. A way that no session
+claims is closed.
+
 Each session has one wish, its policy or none, and one task brings the process from wish to wish in order. Askers wait
 until their wish is in force. What the process tells is kept in `journal/egress.py`, and told to clients as events.
 """
@@ -16,6 +20,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, assert_never
 
 import attrs
@@ -35,7 +40,7 @@ from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
 from sandkasten.links.fds import OwnedFd
-from sandkasten.links.processes import ChildProcess, StartEgress, keep_running
+from sandkasten.links.processes import ChildProcess, StartEgress, find_egress, keep_running
 from sandkasten.model import EventType, Session
 from sandkasten.model.errors import (
     BuildFailed,
@@ -60,7 +65,10 @@ _IN_FORCE_S = 10.0
 """Deadline for the answer to one request of a process that has answered."""
 
 STOP_S = 2.0
-"""Time for a process to end by itself, when its socket is closed."""
+"""Time for a process without sessions to end by itself, when its socket is closed."""
+
+_CLAIM_S = 60.0
+"""Time for sessions of an earlier daemon to claim their ways out."""
 
 _COUNT_S = 2.0
 """The longest wait for the counters of a way out; statistics are wanted without them, too."""
@@ -114,6 +122,8 @@ class _Way:
     fds: Sequence[OwnedFd] = ()
     """Empty until nsinit has made them."""
     is_attached: bool = False
+    unclaimed_since: float | None = None
+    """The time when it was taken from a process of an earlier daemon, until a session has it."""
     settled: trio.Event = attrs.field(factory=trio.Event)
     """Set when the wish is in force, or was refused."""
     refusal: SandkastenError | None = None
@@ -138,7 +148,7 @@ class _Way:
 
     def wish(self, policy: protocol.PolicyText, limits: protocol.WayOutLimits) -> None:
         self.policy, self.limits = policy, limits
-        self.settled, self.refusal = trio.Event(), None
+        self.settled, self.refusal, self.unclaimed_since = trio.Event(), None, None
 
     def close(self) -> None:
         for fd in self.fds:
@@ -159,13 +169,19 @@ class EgressClient(Actor):
         journal: Journal,
         metrics: Metrics,
         start: StartEgress | None,
+        path: Path,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._directory, self._settings, self._start = nsinit, directory, settings, start
+        self._path = path
         self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
+        self._found: tuple[ChildProcess, OwnedFd] | None = None
+        """The process of an earlier daemon, before it is asked what it has, and its new log."""
+        self._has_taken = trio.Event()
+        """Set when no process can have the descriptors of a session that this actor does not know of."""
         self._link: EgressLink | None = None
         self._process: ChildProcess | None = None
         self._work = trio.Event()
@@ -178,6 +194,11 @@ class EgressClient(Actor):
     async def on_start(self) -> None:
         """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
         logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
+        self._found = None if self._start is None else find_egress(self._path)
+        if self._found is None:
+            self._has_taken.set()
+        else:
+            self._work.set()
         self._nursery.start_soon(self._keep_process)
         self._nursery.start_soon(self._tidy)
         for entry in self._directory:
@@ -205,15 +226,29 @@ class EgressClient(Actor):
         for way in self._ways.values():
             way.close()
         if self._process is not None:
-            await self._process.end("egress", STOP_S)
+            await self._leave(self._process)
+
+    async def _leave(self, process: ChildProcess) -> None:
+        """End a process, but one that serves sessions, which the next daemon finds."""
+        if self._ways:
+            process.close()
+        else:
+            await process.end("egress", STOP_S)
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
     async def _open(self, message: OpenWay) -> None:
         if self._start is None:
             raise EgressUnavailable("this daemon has no way to start an egress process")
-        policy, limits = self._wish_of(message.network)
+        with trio.move_on_after(_START_S):
+            await self._has_taken.wait()
         way = self._ways.get(message.session_id)
+        try:
+            policy, limits = self._wish_of(message.network)
+        except SandkastenError:
+            if way is not None and way.unclaimed_since is not None:  # an earlier daemon allowed more
+                self._nursery.start_soon(self._close, message.session_id, False)
+            raise
         before = None if way is None else (way.policy, way.limits)
         if way is None:
             way = self._ways[message.session_id] = _Way(message.session_id, policy, limits)
@@ -297,27 +332,34 @@ class EgressClient(Actor):
         """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
         not be started or configured."""
         assert self._start is not None
-        process = self._process = await self._start(permit=self._settings.permit)
+        (process, log_write), self._found = (
+            self._found or (await self._start("egress", self._path, self._settings.permit), None),
+            None,
+        )
+        self._process = process
         failure: BaseException | None = None
+        is_over = False
         try:
             async with trio.open_nursery() as nursery:
                 link = EgressLink(process.sock, self._take)
                 nursery.start_soon(self._serve, link, process, nursery.cancel_scope)
-                settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
                 with trio.fail_after(_START_S):
-                    await link.request(settings, protocol.Configured)
-                self._link = link
-                self._logs.follow(link.catch_up)
-                log.info("egress_ready", extra={"sessions": len(self._ways)})
-                self._note_start()
-                await self._settle(link)
+                    is_ours = await self._configure(link, log_write)
+                if is_ours:
+                    self._link = link
+                    self._logs.follow(link.catch_up)
+                    log.info("egress_ready", extra={"sessions": len(self._ways)})
+                    self._note_start()
+                    await self._settle(link)
+            is_over = True
         except* (trio.TooSlowError, EgressUnavailable, OSError) as group:
             failure = unwrap(group)  # raised below: what is raised here would be put into another group
         finally:
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
+            self._has_taken.set()
             with trio.CancelScope(shield=True):
-                await process.end("egress", STOP_S)
+                await (process.end("egress", STOP_S) if is_over or failure is not None else self._leave(process))
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -327,6 +369,27 @@ class EgressClient(Actor):
         if failure is not None:
             raise EgressUnavailable(str(failure))
         log.warning("egress_ended", extra={"sessions": len(self._ways)})
+
+    async def _configure(self, link: EgressLink, log_write: OwnedFd | None) -> bool:
+        """Configure the process and take the descriptors that it has; tell whether it works as it was told. One that
+        was told something else by another daemon has ended then."""
+        settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
+        with ExitStack() as copies:
+            fds = [copies.enter_context(log_write).fileno()] if log_write is not None else []
+            configured = await link.request(settings, protocol.Configured, fds)
+        self._totals = configured.totals
+        while (taken := await link.take_session())[0]:
+            session_id, sockets = taken
+            # Until the session claims it: what it may reach, if another process has to serve it.
+            nothing = protocol.PolicyText("allow"), protocol.WayOutLimits()
+            way = _Way(session_id, *nothing, sockets, configured.is_as_asked, unclaimed_since=trio.current_time())
+            way.settle()
+            self._ways[session_id] = way
+        self._has_taken.set()
+        if not configured.is_as_asked:
+            log.warning("egress_replaced", extra={"sessions": len(self._ways)})
+            await link.request(protocol.EndProcess(0), protocol.Accomplished)
+        return configured.is_as_asked
 
     async def _serve(self, link: EgressLink, process: ChildProcess, running: trio.CancelScope) -> None:
         """Serve the link to its end; the last lines of the log say why it ended."""
@@ -416,13 +479,19 @@ class EgressClient(Actor):
         a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
             await trio.sleep(_REFUSALS_EVERY_S)
-            for session_id in (*self._ways, *self._logs):
-                if not self._directory.owns(session_id):
+            for session_id in {*self._ways, *self._logs}:
+                if self._is_left(session_id):
                     log.warning("way_out_left", extra={"session_id": session_id})
                     self._nursery.start_soon(self._close, session_id, True)
             for (type, session_id), refusals in self._refusals.items():
                 if refusals.count:
                     self._journal.emit(type, session_id, **refusals.told())
+
+    def _is_left(self, session_id: str) -> bool:
+        way = self._ways.get(session_id)
+        if way is not None and way.unclaimed_since is not None:
+            return way.unclaimed_since + _CLAIM_S < trio.current_time()
+        return not self._directory.owns(session_id)
 
 
 @attrs.define

@@ -298,7 +298,7 @@ async def reach_by_name(field: Field) -> Answers:
         return {**found, "listener": listener.answer}
 
 
-@attempt("egress-process.taken-over", "reach the node and its networks as the process that carries connections, taken over",
+@attempt("egress-process.taken-over", "reach the node as the process that carries connections, taken over",
          "server-side request forgery", ("refused", "heard nothing"), users=("",))  # fmt: skip
 async def take_over(field: Field) -> Answers:
     """A process with the confinement of the real one, without its check of addresses: the kernel's check is left."""
