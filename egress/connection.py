@@ -10,6 +10,9 @@ to name the host, and so does each request of HTTP. So has a second ClientHello,
 else goes through as it is: an explicit rule allowed the port. A destination that is an address has no name that could
 be compared.
 
+In the mode `ask` a connection to a host that no rule decides on is held, before a byte of it is read or its name is
+looked up, until a policy decides or the time for that has passed.
+
 A connection to the session's proxy gets its destination from the client's first request. Until the proxy has answered,
 a refusal is an answer.
 """
@@ -56,8 +59,9 @@ class CarriedConnection:
         self._server: socket.socket | None = None
         self._destination: Address = destination
         self._port = port
+        self._is_to_proxy = (destination, port) == (OWN_ADDRESS, PROXY_PORT)
         self._request: ProxyRequest | None = None
-        """Request to the proxy, if the connection is to it."""
+        """Request to the proxy, once it is read."""
         self._is_answer_due = False
         """Whether a refusal is to be told to the proxy's client."""
         self._bad_request: str | None = None
@@ -72,6 +76,8 @@ class CarriedConnection:
         self._is_retry, self._has_answered = False, trio.Event()
         """Whether the server asks for a second ClientHello; known with the event."""
         self._rule: str | None = None
+        self._held: Refusal | None = None
+        """The refusal of a connection that ends while it waits for a decision; None if it does not wait."""
         self._refusal: Refusal | None = None
         self._reason: Reason | None = None
         self._cause: str | None = None
@@ -92,8 +98,8 @@ class CarriedConnection:
 
     def judge_again(self) -> None:
         """Cut the connection if the session's policy, which has changed, no longer allows it."""
-        if self._literal == OWN_ADDRESS:
-            return  # the proxy was not asked for anything yet
+        if self._held or self._literal == OWN_ADDRESS:
+            return  # it judges for itself when it goes on, or the proxy was not asked for anything yet
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:
@@ -132,10 +138,10 @@ class CarriedConnection:
         return None if self._name else self._destination
 
     async def _carry(self) -> None:
-        if (self._destination, self._port) == (OWN_ADDRESS, PROXY_PORT):
+        if self._is_to_proxy:
             await self._carry_request(await self._proxy_request())
             return
-        self._decide()
+        await self._decide()
         first, kind = await self._awaited_hello() if self._port == TLS_PORT else (b"", None)
         await self._connect()
         await self._relay(first, kind)
@@ -143,15 +149,41 @@ class CarriedConnection:
     async def _connect(self) -> None:
         began = trio.current_time()
         self._server = await self._dial()
+        self._state.pacing.add(self._client, self._server)
         self._dial_ms = round((trio.current_time() - began) * 1000, 3)
 
-    def _decide(self) -> None:
+    async def _decide(self) -> None:
         """Find the name that the destination stands for, and the rule that allows it."""
         if not self._name and self._destination in RANGE:
             self._use(self._state.names.find(IPv4Address(self._destination)), Reason.UNKNOWN_ADDRESS)
-        self._rule = self._state.judge(self._name, self._literal, self._port)
+        self._rule = await self._allowing_rule()
         if self._request and isinstance(self._request.host, str):
             self._use(self._state.names.give(self._request.host), Reason.LIMIT)
+
+    async def _allowing_rule(self) -> str | None:
+        """Return the text of the rule that allows the destination, None if the mode does; wait while nothing decides.
+
+        Raises:
+            Refusal: a rule denies it, nothing has decided in time, or it is an address that no rule opens.
+        """
+        while True:
+            changed = self._state.policy_changed
+            try:
+                rule = self._state.judge(self._name, self._literal, self._port)
+            except Refusal as refusal:
+                if refusal.reason is not Reason.UNANSWERED:
+                    raise
+                self._held = refusal
+            else:
+                self._held = None
+                return rule
+            host = self._name or self._destination
+            if not isinstance(host, str) and self._state.machine.check.refusal(host) is not None:
+                raise Refusal(Reason.BAD_ADDRESS)
+            with trio.move_on_at(self._state.ask(host, self._port)) as patience:
+                await changed.wait()
+            if patience.cancelled_caught:
+                raise self._held
 
     def _use(self, entry: SyntheticName | None, otherwise: Reason) -> None:
         if entry is None:
@@ -186,7 +218,7 @@ class CarriedConnection:
         self._request, self._port = request, request.port
         if not isinstance(request.host, str):
             self._destination = request.host
-        self._decide()
+        await self._decide()
         await self._connect()
         self._is_answer_due = False
         if not request.is_tunnel:
@@ -415,7 +447,10 @@ class CarriedConnection:
         self._state.machine.fault(self._state.session_id, error)
 
     def _close(self) -> None:
+        self._refusal = self._refusal or self._held
         self._state.machine.report(self._report())  # before the client can know of it
+        if self._server is not None:
+            self._state.pacing.remove(self._client, self._server)
         relay.close(self._client, with_reset=not self._is_orderly)
         if self._server is not None:
             relay.close(self._server, with_reset=not self._is_orderly or self._refusal is not None)
@@ -430,7 +465,7 @@ class CarriedConnection:
         return EgressEntry(
             session_id=self._state.session_id,
             time=self._began_at,
-            kind="http" if self._guard else "tcp",
+            kind="proxy" if self._is_to_proxy else "http" if self._guard else "tcp",
             host=self._name or str(self._destination),
             port=self._port,
             verdict="denied" if refusal else "allowed",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Literal
@@ -29,6 +30,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 _PREFIX = re.compile(r"0|[1-9][0-9]{0,2}", re.ASCII)
 _V4 = re.compile(r"[0-9]+(?:\.[0-9]+){3}", re.ASCII)
 
+PolicyMode = Literal["allow", "ask", "open"]
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
@@ -60,6 +62,8 @@ class Reason(enum.StrEnum):
     """The Host of a request is another."""
     BAD_HTTP = "bad_http"
     """A request or an answer that two readers may read in two ways."""
+    UNANSWERED = "unanswered"
+    """No rule allows or denies it; in the mode `ask` nobody has said which, or did not in time."""
     LIMIT = "limit"
     RESOLVER = "resolver"
     """The resolver outside gave no answer."""
@@ -213,9 +217,11 @@ class Ruling:
 
 @attrs.frozen
 class Policy:
-    """Bounds of a session: what a rule allows in the mode `allow`, and all that no rule denies in the mode `open`."""
+    """Bounds of a session: what a rule allows in the modes `allow` and `ask`, and all that no rule denies in the mode
+    `open`. In the mode `ask` a refusal for want of a rule has the reason `UNANSWERED`: a later policy may decide.
+    """
 
-    mode: Literal["allow", "open"]
+    mode: PolicyMode
     allow: tuple[EgressRule, ...] = ()
     deny: tuple[EgressRule, ...] = ()
 
@@ -229,14 +235,16 @@ class Policy:
         for rule in denying:
             if rule.is_bare:
                 return Ruling(False, Reason.DENIED, str(rule))
-        if self.mode != "allow":
-            return self._unless_closed(None)
+        if self.mode == "open":
+            return Ruling(True)
         denied_ports = {port for rule in denying for port in rule.ports}
         allowing = [rule for rule in self.allow if rule.is_for_name(name)]
         for rule in allowing:
             if not denied_ports.issuperset(rule.ports):
                 return Ruling(True, None, str(rule))
-        return Ruling(False, Reason.DENIED, str(denying[0])) if allowing else Ruling(False, Reason.NOT_ALLOWED)
+        if allowing and self.mode != "ask":
+            return Ruling(False, Reason.DENIED, str(denying[0]))
+        return self._unless_closed(None)
 
     def judge(self, name: str | None, address: Address | None, port: int) -> Ruling:
         """Decide on a connection to a port of a name, or of an address without a name.
@@ -264,6 +272,8 @@ class Policy:
         """Return the decision where no rule decided."""
         if self.mode == "open":
             return Ruling(True)
+        if self.mode == "ask":
+            return Ruling(False, Reason.UNANSWERED)
         if other_ports is not None:
             return Ruling(False, Reason.PORT, str(other_ports))
         return Ruling(False, Reason.NOT_ALLOWED)
@@ -279,9 +289,10 @@ def parse_policy(mode: str, allow: Sequence[str], deny: Sequence[str]) -> Policy
         raise InvalidRule(f"{len(allow) + len(deny)} rules: at most {MAX_RULES}")
     if sum(map(len, (*allow, *deny))) > MAX_POLICY_CHARS:
         raise InvalidRule(f"all rules together have more than {MAX_POLICY_CHARS} characters")
-    if mode not in ("allow", "open"):
-        raise InvalidRule(f"mode {_short(mode)}: neither `allow` nor `open`")
-    return Policy("allow" if mode == "allow" else "open", _parsed(allow), _parsed(deny))
+    for known in typing.get_args(PolicyMode):
+        if mode == known:
+            return Policy(known, _parsed(allow), _parsed(deny))
+    raise InvalidRule(f"mode {_short(mode)}: none of {', '.join(typing.get_args(PolicyMode))}")
 
 
 def _parsed(texts: Iterable[str]) -> tuple[EgressRule, ...]:

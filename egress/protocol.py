@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 import attrs
 
+from egress.policy import PolicyMode
+
 MAX_DATAGRAM_BYTES = 64 * 1024
 """Room for the longest policy that `egress.policy` takes."""
 
@@ -51,15 +53,16 @@ class ProtocolError(Exception):
 
 # Values -------------------------------------------------------------------------------------------------------------
 
-Mode = Literal["allow", "open"]
-EntryKind = Literal["tcp", "http", "dns"]
-EntryVerdict = Literal["allowed", "denied"]
+EntryKind = Literal["tcp", "http", "proxy", "dns"]
+EntryVerdict = Literal["allowed", "denied", "asked"]
 FailureCode = Literal["NOT_CONFIGURED", "CONFIGURED", "INVALID", "DESCRIPTORS", "SESSION_EXISTS", "SESSION_UNKNOWN"]
 
 _AT_LEAST_1: Any = attrs.validators.ge(1)
 _POSITIVE: Any = attrs.validators.gt(0)
 _TIME: Any = attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(253_402_300_800))
 """Before the year 10000: a date can be made of it."""
+_NONE_OR_MBIT: Any = attrs.validators.optional(attrs.validators.and_(_AT_LEAST_1, attrs.validators.le(10_000)))
+"""Bytes in a second are a number of 32 bits (`egress/pacing.py`)."""
 _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 
 
@@ -67,7 +70,7 @@ _NONE_OR_0: Any = attrs.validators.optional(attrs.validators.ge(0))
 class PolicyText:
     """A policy as rule texts that `egress.policy` parses; groups are expanded already."""
 
-    mode: Mode
+    mode: PolicyMode
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
 
@@ -75,7 +78,9 @@ class PolicyText:
 @attrs.frozen
 class WayOutLimits:
     """Limits of one session. `rate`: new connections in a second, `burst` of them at once. `idle_s`: no byte in either
-    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit.
+    direction. `bytes_up`, `bytes_down`: of all connections since the session was attached; None is no limit. `mbit_up`,
+    `mbit_down`: Mbit/s of all connections, in equal shares; None is no limit. `ask_s`: the longest time that a
+    connection waits for the policy which decides on its host, in the mode `ask`.
     """
 
     connections: int = attrs.field(default=256, validator=_AT_LEAST_1)
@@ -85,6 +90,9 @@ class WayOutLimits:
     dial_s: float = attrs.field(default=10.0, validator=_POSITIVE)
     bytes_up: int | None = attrs.field(default=None, validator=_NONE_OR_0)
     bytes_down: int | None = attrs.field(default=None, validator=_NONE_OR_0)
+    mbit_up: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
+    mbit_down: int | None = attrs.field(default=None, validator=_NONE_OR_MBIT)
+    ask_s: float = attrs.field(default=30.0, validator=_POSITIVE)
 
 
 @attrs.define
@@ -121,7 +129,8 @@ class EgressTotals:
 
 @attrs.frozen
 class EgressEntry:
-    """A connection at its end, or a refusal. `time`: of its beginning, in seconds since the epoch.
+    """A connection at its end, a refusal, or (`asked`) a host and port that the policy has not decided on, while a
+    connection to it waits. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
     refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.

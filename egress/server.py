@@ -265,7 +265,7 @@ class EgressServer:
         else:
             self._dropped += 1
         way_out = self._ways_out.get(entry.session_id)
-        if entry.verdict == "denied" and way_out and not way_out.state.prompt.take(trio.current_time()):
+        if entry.verdict != "allowed" and way_out and not way_out.state.prompt.take(trio.current_time()):
             self._send_now()
 
     def _send_now(self) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -13,6 +14,7 @@ import trio
 
 from egress.addresses import AddressCheck
 from egress.names import SyntheticName, SyntheticNames
+from egress.pacing import Pacing
 from egress.policy import Address, Policy, Reason
 from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, WayOutCounters, WayOutLimits
 from egress.resolver import LookupShare, NameResolver
@@ -26,6 +28,9 @@ MAX_CONNECTIONS = 8192
 
 PROMPT_RATE, PROMPT_BURST = 20.0, 50.0
 """Refusals of a session in a second that are told at once, so that a run that ends then knows of them."""
+
+MAX_ASKED = 64
+"""Hosts and ports of a session that the daemon is asked about within the time of one answer."""
 
 OWN_DESCRIPTORS = 32
 """Room for those of the process itself, and of look-ups."""
@@ -98,6 +103,39 @@ class WayOutState:
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     """Held while bytes of HTTP are read, which takes the processor for milliseconds."""
     counters: WayOutCounters = attrs.field(factory=WayOutCounters)
+    pacing: Pacing = attrs.field(
+        default=attrs.Factory(lambda self: Pacing(self.limits.mbit_up, self.limits.mbit_down), takes_self=True)
+    )
+    policy_changed: trio.Event = attrs.field(factory=trio.Event)
+    """Set when the policy is replaced; there is another event then."""
+    _asked: dict[tuple[str | Address, int], float] = attrs.field(factory=dict)
+    """Hosts and ports that the daemon was asked about, with the end of the time for an answer."""
+
+    def change(self, policy: Policy, limits: WayOutLimits) -> None:
+        """Replace policy and limits; what the new policy decides is not asked for any more."""
+        self.policy, self.limits, self.is_spent = policy, limits, False
+        self.pacing.limit(limits.mbit_up, limits.mbit_down)
+        for host, port in list(self._asked):
+            name, address = (host, None) if isinstance(host, str) else (None, host)
+            if policy.judge(name, address, port).reason is not Reason.UNANSWERED:
+                del self._asked[host, port]
+        self.policy_changed.set()
+        self.policy_changed = trio.Event()
+
+    def ask(self, host: str | Address, port: int) -> float:
+        """Return the time until which a connection waits for a decision. The daemon is asked, unless it was already.
+
+        Raises:
+            Refusal: too much is asked at one time. What nobody waits for any more counts to the end of its time, too.
+        """
+        now = trio.current_time()
+        self._asked = {key: until for key, until in self._asked.items() if until > now}
+        if (host, port) not in self._asked:
+            if len(self._asked) >= MAX_ASKED:
+                raise Refusal(Reason.LIMIT)
+            self._asked[host, port] = now + self.limits.ask_s
+            self.machine.report(EgressEntry(self.session_id, time.time(), "tcp", str(host), port, "asked"))
+        return self._asked[host, port]
 
     def judge(self, name: str | None, address: Address | None, port: int) -> str | None:
         """Return the text of the rule that allows a connection, None if the mode does; raise Refusal."""

@@ -4,7 +4,8 @@ Who asks is the socket that a question or a connection arrived at. Owns the sess
 session's network namespace alive, and the BPF link is held for it alone: what is not closed here, stays.
 
 A connection to port 53 of any address is DNS over TCP (RFC 7766). A name that is not allowed does not exist, and the
-question for it never leaves the machine; one that is allowed gets the address that stands for it.
+question for it never leaves the machine; one that is allowed gets the address that stands for it. So does, in the mode
+`ask`, a name that no rule decides on: whether it exists is asked for outside when it is allowed, and not before.
 
 Sources: ip(7) (IP_PKTINFO), accept(2), udp(7); RFC 1035, 4.2.2; RFC 8914.
 """
@@ -16,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import IPv4Address
 from typing import Literal
@@ -24,7 +26,7 @@ import trio
 
 from egress import dns, relay
 from egress.connection import CarriedConnection
-from egress.policy import Policy, Reason, Ruling
+from egress.policy import Address, Policy, Reason, Ruling
 from egress.protocol import EgressEntry, WayOutLimits
 from egress.resolver import LookupFailed, NoSuchName
 from egress.state import RateBucket, Refusal, WayOutState
@@ -106,8 +108,7 @@ class WayOut:
 
     async def set_policy(self, policy: Policy, limits: WayOutLimits) -> None:
         """Replace policy and limits; return when the connections that are no longer allowed are reset."""
-        self.state.policy = policy
-        self.state.limits, self.state.is_spent = limits, False
+        self.state.change(policy, limits)
         self._rate = RateBucket(limits.rate, limits.burst)
         before = set(self._open)
         for each in before:
@@ -267,6 +268,9 @@ class WayOut:
 
     async def _answer_question(self, question: dns.Question) -> bytes:
         decision = self.state.policy.judge_name(question.name) if question.name else Ruling(False, Reason.BAD_NAME)
+        if decision.reason is Reason.UNANSWERED:
+            self._count_allowed()
+            return self._stand_in(question)
         if not decision.is_allowed:
             return self._deny(question, decision.reason or Reason.ERROR, decision.rule, dns.Ede.FILTERED)
         try:
@@ -280,12 +284,17 @@ class WayOut:
         except Refusal as refusal:
             return self._deny(question, refusal.reason, None, dns.Ede.BLOCKED)
         self._count_allowed()
-        if question.type != dns.TYPE_A or not addresses:
+        return self._stand_in(question, addresses) if addresses else dns.answer_nothing(question)
+
+    def _stand_in(self, question: dns.Question, addresses: Sequence[Address] = ()) -> bytes:
+        """Answer with the address that stands for a name, whose addresses, if they are known, are dialled then."""
+        if question.type != dns.TYPE_A:
             return dns.answer_nothing(question)
         entry = self.state.names.give(question.name)
         if entry is None:
             return dns.answer_error(question, dns.Rcode.SERVFAIL, ede=dns.Ede.NOT_READY, text="too many names in use")
-        self.state.keep(entry, addresses)
+        if addresses:
+            self.state.keep(entry, addresses)
         return dns.answer_address(question, entry.address, ANSWER_TTL_S)
 
     def _count_allowed(self) -> None:

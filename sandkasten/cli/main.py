@@ -26,6 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "pause": ("sessions", "freeze sessions"),
     "resume": ("sessions", "let paused sessions go on"),
     "extend": ("sessions", "let a session live longer"),
+    "network": ("sessions", "let a session reach a host, or not"),
     "logs": ("runs", "show the output of runs"),
     "cp": ("transfer", "copy files and directories into a session and out of it"),
     "port": ("transfer", "forward local ports to those of a session"),

@@ -69,9 +69,10 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("-l", "--label", action="append", default=[], metavar="NAME=VALUE")
     made.add_argument("--cpus", type=float, metavar="CORES")
     made.add_argument("-m", "--memory", type=memory_mb, metavar="SIZE", help="512m, 2g")
-    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), open; see docs/network.md")
+    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), ask, open")
     made.add_argument("--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group")
     made.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
+    made.add_argument("--proxy-env", action="store_true", help="name the network's proxy in the environment")
     made.add_argument("--idle", type=_span, metavar="SPAN", help="end of a session that nobody uses: 90s, 30m, 12h, 7d")
     made.add_argument("--keep", action="store_true", help="leave the session when the command has ended")
     made.add_argument("--rm", action="store_true", help=argparse.SUPPRESS)  # docker's habit, and the default here
@@ -113,7 +114,7 @@ def labels_of(given: Sequence[str]) -> dict[str, str]:
 def network_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the network that the options of a new session ask for; empty for the server's default."""
     mode = arguments.network or ("allow" if arguments.allow else None)
-    given = {"mode": mode, "allow": arguments.allow, "deny": arguments.deny}
+    given = {"mode": mode, "allow": arguments.allow, "deny": arguments.deny, "proxy_env": arguments.proxy_env}
     return {name: value for name, value in given.items() if value}
 
 

@@ -1,4 +1,4 @@
-"""`sandkasten ps | info | top | rm | pause | resume | extend`: sessions, by name."""
+"""`sandkasten ps | info | top | rm | pause | resume | extend | network`: sessions, by name."""
 
 from __future__ import annotations
 
@@ -371,4 +371,28 @@ async def extend(arguments: argparse.Namespace, client: SandboxClient) -> int:
         print_json(info)
     else:
         print(printable_line(f"{info.id[:SHORT_ID]} ends {_end_text(info)}"))
+    return 0
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    add_session(parser)
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group"
+    )
+    parser.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
+    add_client_options(parser)
+    parser.set_defaults(command=verb(change_network))
+
+
+async def change_network(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Add rules to those of a session's network, and show it."""
+    session = await find_session(client, arguments.session)
+    if arguments.allow or arguments.deny:
+        info = await session.add_rules(allow=arguments.allow, deny=arguments.deny)
+    else:
+        info = await session.info()
+    if arguments.json:
+        print_json(info.network)
+    else:
+        print(printable_line(f"{info.id[:SHORT_ID]} {_network_text(info.network)}"))
     return 0

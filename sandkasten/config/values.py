@@ -371,10 +371,12 @@ def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[st
 class EgressSettings:
     """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are private networks that may be
     reached, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are rules by
-    a name, which a session's rules call `@name`.
+    a name, which a session's rules call `@name`. `ask_timeout_s` is the longest time that a connection waits in the
+    mode `ask`.
     """
 
     max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))
+    ask_timeout_s: int = attrs.field(default=30, validator=_between(1, 600))
     permit: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_networks)
     always_deny: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_rules)
     groups: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_groups)

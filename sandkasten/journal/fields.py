@@ -54,6 +54,7 @@ EVENT_FIELDS: Mapping[EventType, frozenset[str]] = MappingProxyType(
         EventType.PORT_OPENED: frozenset({"port", "address"}),
         EventType.PORT_CLOSED: frozenset({"port", "address"}),
         EventType.NETWORK_CHANGED: frozenset({"mode", "revision"}),
+        EventType.EGRESS_ASK: frozenset({"host", "port", "exec_id", "remaining_s"}),
         EventType.EGRESS_DENIED: frozenset({"host", "port", "reason", "count"}),
         EventType.EGRESS_LIMITED: frozenset({"host", "port", "reason", "count"}),
         EventType.EGRESS_RESTARTED: frozenset({"count"}),

@@ -32,6 +32,7 @@ class EventType(enum.StrEnum):
     PORT_OPENED = "port.opened"
     PORT_CLOSED = "port.closed"
     NETWORK_CHANGED = "network.changed"
+    EGRESS_ASK = "egress.ask"
     EGRESS_DENIED = "egress.denied"
     EGRESS_LIMITED = "egress.limited"
     EGRESS_RESTARTED = "egress.restarted"

@@ -25,6 +25,9 @@ class NetworkMode(enum.StrEnum):
     ALLOW = "allow"
     """Hosts that `allow` names and `deny` does not."""
 
+    ASK = "ask"
+    """Hosts as in `allow`. A connection to a host that neither `allow` nor `deny` names waits for a change of these."""
+
     OPEN = "open"
     """Every public address by TCP that `deny` does not name; never private addresses, the host or metadata services."""
 
@@ -42,7 +45,11 @@ class EgressLogging(enum.StrEnum):
 
 
 NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"connections": (1, 8192), "bytes_up": (1, 2**53), "bytes_down": (1, 2**53)}
+    {
+        "connections": (1, 8192),
+        **dict.fromkeys(("mbit_up", "mbit_down"), (1, 10_000)),
+        **dict.fromkeys(("bytes_up", "bytes_down"), (1, 2**53)),
+    }
 )
 """Lowest and highest value of each field of `NetworkLimits`."""
 
@@ -50,11 +57,14 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process."""
+    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process.
+    `mbit_up` and `mbit_down` are Mbit/s of all connections together, each of which has an equal share."""
 
     connections: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
+    mbit_up: int | None = None
+    mbit_down: int | None = None
 
 
 _PROXY = "http://198.18.0.1:3128"
@@ -122,23 +132,25 @@ class NetworkInfo:
 
 
 class EgressKind(enum.StrEnum):
-    """Kinds of entry: a connection, one that is HTTP in plain text, a question to the resolver."""
+    """Kinds of entry: a connection, one that is HTTP in plain text, one to the proxy, a question to the resolver."""
 
     TCP = "tcp"
     HTTP = "http"
+    PROXY = "proxy"
     DNS = "dns"
 
 
 class EgressVerdict(enum.StrEnum):
-    """Verdicts on a connection or a question."""
+    """Verdicts on a connection or a question; `ASKED`: none yet, and a connection waits for one."""
 
     ALLOWED = "allowed"
     DENIED = "denied"
+    ASKED = "asked"
 
 
 @attrs.frozen
 class EgressEntry:
-    """A connection at its end, a refused one, or a question to the resolver.
+    """A connection at its end, a refused one, a question to the resolver, or a host that connections wait for.
 
     `host` is the name that was asked for, or the address where the program used one; `address` was dialled. `rule`
     decided, `reason` is the reason of a refusal, `cause` of the connection's end. Never has a path, a header or a body.

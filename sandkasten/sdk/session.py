@@ -473,11 +473,29 @@ class Session:
         """Return the session's network and the counters of its way out."""
         return NetworkInfo.take(await self._endpoint.ask("GET", "/network"))
 
+    async def add_rules(self, *, allow: Sequence[str] = (), deny: Sequence[str] = ()) -> SessionInfo:
+        """Add rules to those of the session's network, as an answer to an event `egress.ask` does; the rest of the
+        network stays as it is, also when somebody else changes it meanwhile.
+
+        Raises:
+            InvalidRule: one is no rule, or they are too many together.
+        """
+        while True:
+            network = dict(await self._endpoint.ask("GET", "/network"))
+            revision = network.pop("revision")
+            del network["counters"]
+            for name, more in (("allow", allow), ("deny", deny)):
+                network[name] = list(dict.fromkeys((*network[name], *more)))
+            try:
+                return await self.update(network=network, if_revision=revision)
+            except errors.Conflict:
+                continue
+
     async def egress_log(
         self,
         *,
         after: str | None = None,
-        verdict: Literal["allowed", "denied"] | None = None,
+        verdict: Literal["allowed", "denied", "asked"] | None = None,
         host: str | None = None,
         limit: int | None = None,
     ) -> EgressPage:

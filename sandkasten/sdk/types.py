@@ -357,8 +357,8 @@ class Preview(Taken):
 
 @dataclass
 class EgressEntry(Taken):
-    """Connection of a session at its end, a refused one, or a question to the resolver. `kind` is `tcp`, `http` or
-    `dns`, `verdict` `allowed` or `denied`."""
+    """Connection of a session at its end, a refused one, a question to the resolver, or a host that a connection waits
+    for. `kind` is `tcp`, `http`, `proxy` or `dns`, `verdict` `allowed`, `denied` or `asked`."""
 
     cursor: str
     time: str

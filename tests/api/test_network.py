@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 
+from sandkasten import errors
+from sandkasten.actors.session import changing
 from sandkasten.api.http.sse import MAX_EVENT_BYTES, event, short_end
 from sandkasten.api.resources.run_output import EndBody
 from sandkasten.config import Defaults, EgressSettings
 from sandkasten.model import Cause, EventType, ExecEnd, SessionSpec, Usage
 from sandkasten.model.keys import Access
 from sandkasten.model.network import MAX_DENIALS, EgressDenial, NetworkMode
-from tests.api.harness import running_front
+from sandkasten.sdk import SandboxClient
+from tests.api.harness import KEY, running_front
 from tests.api.keys import issue
 
-NO_LIMITS = {"connections": None, "bytes_up": None, "bytes_down": None}
+NO_LIMITS = dict.fromkeys(("connections", "bytes_up", "bytes_down", "mbit_up", "mbit_down"))
 NONE = {"mode": "none", "allow": [], "deny": [], "limits": NO_LIMITS, "log": "all", "proxy_env": False}
 NO_COUNTS = dict.fromkeys(
     ("connections_open", "connections", "denied", "bytes_up", "bytes_down", "dns_queries", "dns_denied"), 0
@@ -66,6 +70,7 @@ async def test_a_change_replaces_the_network_whole() -> None:
         ({"mode": "allow", "allow": ["*"]}, "INVALID_RULE", {"rule"}),
         ({"mode": "allow", "allow": ["@python", "@nobody"]}, "INVALID_RULE", {"rule"}),
         ("open", "INVALID_REQUEST", {"network.mode"}),
+        ({"mode": "ask"}, "INVALID_REQUEST", {"network.mode"}),
         ("bridge", "INVALID_REQUEST", {"network"}),
         ({"mode": "proxy"}, "INVALID_REQUEST", {"network.mode"}),
     ],
@@ -132,3 +137,26 @@ async def test_a_key_may_not_ask_beyond_its_own_mode() -> None:
             assert (answer.status_code, answer.json()["details"]) == (403, {"needs": "allow", "has": "none"})
             assert (await client.patch(url, json={"network": "none"})).status_code == 200
             assert (await client.post("/v1/sessions", json={"network": "none"})).status_code == 201
+
+
+async def test_rules_come_to_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else of the network changes, and of several who add a rule at once none takes away another's."""
+
+    async def put_nothing(*_arguments: Any) -> None:
+        await trio.lowlevel.checkpoint()  # no way out is opened here: the claim is about requests
+
+    monkeypatch.setattr(changing, "put_network", put_nothing)
+    async with running_front() as running, SandboxClient(base_url=running.url, api_key=KEY) as client:
+        session = await client.create_session()
+        limits = {"connections": 5, "bytes_up": 7, "bytes_down": None, "mbit_up": 2, "mbit_down": None}
+        network = {"mode": "ask", "limits": limits, "log": "denied", "proxy_env": True}
+        await session.update(network={**network, "allow": ["a.example"], "deny": ["b.example"]})
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(lambda rule: session.add_rules(allow=[rule]), f"n{number}.example")
+        info = await session.add_rules(allow=["a.example"], deny=["c.example:22"])
+        allowed = info.network.pop("allow")
+        assert info.network == {**network, "deny": ["b.example", "c.example:22"], "revision": 8}
+        assert (allowed[0], sorted(allowed)) == ("a.example", ["a.example", *(f"n{each}.example" for each in range(5))])
+        with pytest.raises(errors.InvalidRule):
+            await session.add_rules(allow=["*"])

@@ -108,6 +108,14 @@ def test_a_session_is_paused_resumed_and_extended(command: Command, session: str
     assert command.run("extend", session, "soon").returncode == 2
 
 
+def test_rules_are_added_to_a_network(command: Command, session: str) -> None:
+    """Each that is given; without any the network is shown. The mode `none` takes none, and says so."""
+    assert command.out("network", session) == f"{session[:12]} none\n"
+    done = command.run("network", session, "--allow", "a.example:443", "--deny", "b.example")
+    assert (done.returncode, "network.allow" in done.stderr) == (125, True), done
+    assert command.json("network", session)["revision"] == 1
+
+
 def test_all_sessions_end_only_if_a_person_says_so(command: Command, api: httpx.Client) -> None:
     """With a label those that have it; nobody to ask is a refusal, and `--yes` is an answer."""
     made = [api.post("/v1/sessions", json={"labels": {"n": str(number % 2)}}).json()["id"] for number in range(3)]

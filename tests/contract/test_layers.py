@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("way_out"),
         Layer("connection"),
         Layer("guarded", "state"),
-        Layer("relay", "resolver", "names"),
+        Layer("relay", "resolver", "names", "pacing"),
         Layer("preview"),
         Layer("knocking"),
         Layer("protocol"),

@@ -25,7 +25,7 @@ import trio
 
 import egress as egress_package
 from egress import protocol as p
-from egress.policy import Address
+from egress.policy import Address, PolicyMode
 from egress.resolver import KEPT_S, NoSuchName
 from egress.server import serve
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups
@@ -50,9 +50,12 @@ class Inside:
         with new_network() as here:
             self._network = os.dup(here)
             self.fds = make(here)
+        self._sockets: list[trio.socket.SocketType] = []
 
     def close(self) -> None:
-        """Close the daemon's copies; the namespace itself stays as long as it is asked for sockets."""
+        """Close the daemon's copies, and the session's sockets that a test left open."""
+        for each in self._sockets:
+            each.close()
         self.close_copies()
         os.close(self._network)
 
@@ -68,7 +71,8 @@ class Inside:
         try:
             syscalls.setns(self._network, k.CLONE_NEWNET)
             try:
-                return trio.socket.from_stdlib_socket(socket.socket(socket.AF_INET, kind))
+                self._sockets.append(trio.socket.from_stdlib_socket(socket.socket(socket.AF_INET, kind)))
+                return self._sockets[-1]
             finally:
                 syscalls.setns(back, k.CLONE_NEWNET)
         finally:
@@ -215,7 +219,7 @@ class Egress:
     async def attach(
         self,
         *allow: str,
-        mode: p.Mode = "allow",
+        mode: PolicyMode = "allow",
         deny: Sequence[str] = (),
         name: str = "s-1",
         inside: Inside | None = None,
@@ -228,10 +232,12 @@ class Egress:
         await self.done(lambda seq: p.AttachSession(seq, name, policy, p.WayOutLimits(**limits)), inside.fds)  # type: ignore[arg-type]
         return inside
 
-    async def set_policy(self, *allow: str, **limits: int) -> None:
+    async def set_policy(
+        self, *allow: str, mode: PolicyMode = "allow", deny: Sequence[str] = (), **limits: float
+    ) -> None:
         """Replace the first session's policy."""
-        policy = p.PolicyText("allow", allow)
-        await self.done(lambda seq: p.SetPolicy(seq, "s-1", policy, p.WayOutLimits(**limits)))
+        policy = p.PolicyText(mode, allow, tuple(deny))
+        await self.done(lambda seq: p.SetPolicy(seq, "s-1", policy, p.WayOutLimits(**limits)))  # type: ignore[arg-type]
 
     async def counters(self, name: str = "s-1") -> p.WayOutCounters:
         """Return a session's counters."""

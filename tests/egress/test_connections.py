@@ -502,7 +502,7 @@ async def test_no_byte_more_than_allowed(limit: str) -> None:
     """Over all connections of a session, in each direction: who wants more has all cut, and none opened any more."""
     async with egress(names()) as daemon, server(PUBLIC, 5000):
         inside = await daemon.attach("good.example:5000")
-        await daemon.set_policy("good.example:5000", **{limit: 20})
+        await daemon.set_policy("good.example:5000", **{limit: 20})  # type: ignore[arg-type]
         synthetic = await inside.address_of("good.example")
         assert await echoes(inside, synthetic, 5000)
         stream, silent = [await inside.connect(synthetic, 5000) for _ in range(2)]

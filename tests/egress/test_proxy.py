@@ -170,7 +170,7 @@ async def test_a_request_with_an_absolute_target_is_forwarded() -> None:
             assert answer.endswith(b"ok")
             lines = seen.pop().split(b"\r\n")
             assert lines == [b"GET /a?b=http://c HTTP/1.1", f"Host: {host}".encode(), b"X: y"]
-        entry = await daemon.entry(kind="http", host="good.example")
+        entry = await daemon.entry(kind="proxy", host="good.example")
         assert (entry.verdict, entry.port, entry.address) == ("allowed", 8080, PUBLIC)
 
 

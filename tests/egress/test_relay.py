@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import partial
 
 import pytest
 import trio
@@ -194,3 +195,59 @@ async def test_hostile_chunks_hold_up_no_other_session() -> None:
                 waited.append(trio.current_time() - begin)
             nursery.cancel_scope.cancel()
         assert sorted(waited)[len(waited) // 2] < patience(0.5)
+
+
+class Counted:
+    """Bytes that arrived at one side."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._grown = trio.Event()
+
+    async def receive(self, stream: trio.SocketStream) -> None:
+        """Count what comes, to the stream's end."""
+        async for data in stream:
+            self.size += len(data)
+            self._grown.set()
+            self._grown = trio.Event()
+
+    async def next(self, size: int) -> None:
+        """Wait until so many bytes more have come."""
+        wanted = self.size + size
+        while self.size < wanted:
+            await self._grown.wait()
+
+
+async def flood(stream: trio.SocketStream, counted: Counted) -> None:
+    """Send without an end, and count what comes."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(counted.receive, stream)
+        while True:
+            await stream.send_all(bytes(relay.SMALL_CHUNK_BYTES))
+
+
+async def test_bandwidth_is_what_the_limits_say() -> None:
+    """Each direction has its own rate beside the other at another; a change counts for the open connection."""
+    came, heard = Counted(), Counted()
+
+    async def measured(size: int) -> tuple[float, float]:
+        """Return bytes in a second that came down and went up, while `size` bytes came down."""
+        began, down, up = trio.current_time(), came.size, heard.size
+        await came.next(size)
+        span = trio.current_time() - began
+        return (came.size - down) / span, (heard.size - up) / span
+
+    async with egress(names()) as daemon, server(PUBLIC, 5000, partial(flood, counted=heard)):
+        inside = await daemon.attach("good.example:5000", mbit_up=16, mbit_down=64)
+        async with await inside.connect_to("good.example", 5000) as stream, trio.open_nursery() as nursery:
+            nursery.start_soon(flood, stream, came)
+            with trio.fail_after(patience(60)):
+                await came.next(4 * _PIECE)  # the beginning is faster, and so is what fills the buffers
+                await heard.next(4 * _PIECE)
+                down, up = await measured(8 * _PIECE)
+                await daemon.set_policy("good.example:5000", mbit_up=64, mbit_down=16)
+                await came.next(2 * _PIECE)
+                down_then, up_then = await measured(3 * _PIECE)
+            nursery.cancel_scope.cancel()
+    for quick, slow in ((down, up), (up_then, down_then), (down, down_then), (up_then, up)):
+        assert 2.5 < quick / slow < 6

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -43,16 +44,11 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 @asynccontextmanager
 async def served(
-    config: Config,
-    outside: World,
-    *,
-    ends_sessions: bool = True,
-    max_mode: str = "open",
-    always_deny: tuple[str, ...] = (),
-) -> AsyncIterator[LocalSupervisor]:
+    config: Config, outside: World, *, ends_sessions: bool = True, **settings: Any
+) -> AsyncIterator[LocalSupervisor]:  # Any: fields of `EgressSettings`
     """A tree whose egress process is in the world."""
     permit = f"{SITE}/32", f"{OTHER}/32"
-    config = attrs.evolve(config, egress=EgressSettings(max_mode=max_mode, permit=permit, always_deny=always_deny))
+    config = attrs.evolve(config, egress=EgressSettings(**{"max_mode": "open", "permit": permit, **settings}))
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
@@ -85,9 +81,11 @@ async def measured(supervisor: LocalSupervisor) -> dict[tuple[str, ...], float]:
     }
 
 
-async def told(supervisor: LocalSupervisor, type: EventType, session_id: str | None = None) -> Event:
+async def told(
+    supervisor: LocalSupervisor, type: EventType, session_id: str | None = None, *, after: str = "0"
+) -> Event:
     """Wait for an event of this type; return it."""
-    async with supervisor.events(session_id=session_id, after="0") as events:
+    async with supervisor.events(session_id=session_id, after=after) as events:
         with trio.fail_after(patience()):
             while (event := await anext(aiter(events))).type is not type:
                 pass
@@ -161,6 +159,20 @@ async def test_what_a_limit_stops_is_told_as_that(supervisor: LocalSupervisor) -
     assert (event.data["host"], event.data["reason"], event.data["count"]) == ("site.example", "limit", 1)
     recent = supervisor._journal.recent(session.id, limit=9)
     assert EventType.EGRESS_DENIED not in {each.type for each in recent}
+
+
+async def test_bandwidth_changes_on_a_live_session(supervisor: LocalSupervisor, outside: World) -> None:
+    """A download is slower with a bound than, in the same session, without one."""
+    outside.serve(OTHER, 80, http(bytes(6 * 1024 * 1024)))
+    network = Network(NetworkMode.ALLOW, allow=["other.example"])
+    session = await supervisor.create(SessionSpec(network=attrs.evolve(network, limits=NetworkLimits(mbit_down=16))))
+    fetch = "import time; began = time.monotonic(); size = len(urllib.request.urlopen('http://other.example/').read())"
+    fetch += "; print(size, time.monotonic() - began)"
+    bounded = (await python(supervisor, session, fetch)).stdout.split()
+    await supervisor.update(session.id, SessionPatch(network=network))
+    free = (await python(supervisor, session, fetch)).stdout.split()
+    assert bounded[0] == free[0] == b"%d" % (6 * 1024 * 1024)
+    assert float(bounded[1]) > 2 * float(free[1])
 
 
 async def test_a_port_that_is_not_allowed_is_reset(supervisor: LocalSupervisor, outside: World) -> None:

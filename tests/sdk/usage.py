@@ -273,6 +273,9 @@ async def the_rest(client: SandboxClient) -> None:
         network = await box.network()
         assert (network.mode, network.log, network.revision) == ("none", "denied", changed.network["revision"])
         assert (await box.egress_log(verdict="denied", limit=5)).entries == []
+        with pytest.raises(errors.ClientError):  # the mode none takes no rules
+            await box.add_rules(allow=["a.example"])
+        assert (await box.add_rules()).network == {**changed.network, "revision": network.revision + 1}
         assert await box.previews() == []
         with pytest.raises(errors.PreviewsOff):
             await box.preview(8000, ttl_seconds=60, access="public")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def rule_texts(draw: st.DrawFn) -> str:
 RULES = rule_texts().map(parse_rule)
 POLICIES = st.builds(
     Policy,
-    mode=st.sampled_from(["allow", "open"]),
+    mode=st.sampled_from(["allow", "ask", "open"]),
     allow=st.lists(RULES, max_size=4).map(tuple),
     deny=st.lists(RULES, max_size=3).map(tuple),
 )
@@ -138,7 +139,7 @@ def test_what_is_no_rule_is_refused(text: str) -> None:
 
 @given(POLICIES, st.one_of(st.none(), NAMES), st.one_of(st.none(), ADDRESSES), PORT_NUMBERS)
 def test_a_rule_that_denies_wins(policy: Policy, name: str | None, address: Address | None, port: int) -> None:
-    """Nothing is allowed that a rule denies, and in the mode `allow` nothing that no rule allows."""
+    """Nothing is allowed that a rule denies, and nothing that no rule allows but in the mode `open`."""
     ruling = policy.judge(name, address, port)
     denied = [each for each in policy.deny if matches(each, name, address) and (each.is_bare or port in each.ports)]
     allowed = [
@@ -161,6 +162,22 @@ def test_a_name_is_resolved_if_a_port_of_it_is_allowed(policy: Policy, name: str
     assert policy.judge_name(name).is_allowed is any(by_port.values())
     for port in ports:
         assert not policy.judge(name, address, port).is_allowed or by_port[port]
+
+
+@given(POLICIES, NAMES, ADDRESSES, PORT_NUMBERS)
+def test_asking_allows_and_denies_what_rules_do(policy: Policy, name: str, address: Address, port: int) -> None:
+    """The mode `ask` allows what `allow` does, denies what `open` does, and leaves open the rest. A name with a port
+    that is left open is no name that does not exist."""
+    ask, allow, open_ = (attrs.evolve(policy, mode=mode) for mode in ("ask", "allow", "open"))
+    for target in ((name, None, port), (name, address, port), (None, address, port)):
+        asking, allowing, opening = (each.judge(*target) for each in (ask, allow, open_))
+        assert asking.is_allowed is allowing.is_allowed
+        assert (asking.reason is Reason.DENIED) is (not opening.is_allowed)
+        assert (asking.reason is Reason.UNANSWERED) is (opening.is_allowed and not allowing.is_allowed)
+    by_name = ask.judge_name(name)
+    assert by_name.is_allowed is allow.judge_name(name).is_allowed
+    if ask.judge(name, None, port).reason is Reason.UNANSWERED:
+        assert by_name.is_allowed or by_name.reason is Reason.UNANSWERED
 
 
 def test_ports_that_are_left_out() -> None:

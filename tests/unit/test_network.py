@@ -21,7 +21,8 @@ GROUPS = EgressSettings(groups={"python": ("mirror.example:8443",), "own": ("a.e
 def test_modes_are_ordered_by_reach() -> None:
     """Each mode exceeds those before it alone."""
     found = [[mode.exceeds(most) for most in NetworkMode] for mode in NetworkMode]
-    assert found == [[False, False, False], [True, False, False], [True, True, False]]
+    assert found == [[False] * 4, [True, *[False] * 3], [True, True, False, False], [True, True, True, False]]
+    assert [*NetworkMode] == ["none", "allow", "ask", "open"]
 
 
 def test_a_request_without_a_network_gets_the_configured_mode() -> None:

@@ -9,7 +9,7 @@ no environment.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from signal import SIGKILL
@@ -133,9 +133,9 @@ class Runs(RunObserver):
             raise Conflict("another run has this exec_id", exec_id=wanted.exec_id, status=known.state.value)
 
     @property
-    def under_way(self) -> int:
-        """The number of runs that run or wait for their turn."""
-        return len(self._active)
+    def under_way(self) -> Collection[str]:
+        """Ids of the runs that run or wait for their turn, as of whenever they are looked at."""
+        return self._active.keys()
 
     def _start(self, run: Run) -> None:
         self._host.check_run()

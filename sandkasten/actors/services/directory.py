@@ -7,7 +7,7 @@ that moment, so reading needs no message.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -44,15 +44,15 @@ class Inspection:
 
 @attrs.frozen
 class Entry:
-    """One live session. `view` returns its present state, `inspect` the inside of its actor, `running` its number of
-    runs. `ended` is set when the session has ended."""
+    """One live session. `view` returns its present state, `inspect` the inside of its actor, `running` the ids of
+    its runs that have not ended. `ended` is set when the session has ended."""
 
     ref: Ref
     view: Callable[[], Session]
     options: SessionOptions
     inspect: Callable[[], Inspection | None]
     key_id: str | None = None
-    running: Callable[[], int] = lambda: 0
+    running: Callable[[], Collection[str]] = tuple
     ended: trio.Event = attrs.field(factory=trio.Event)
 
     @property
@@ -98,7 +98,7 @@ class SessionDirectory:
 
     def runs_of(self, key_id: str) -> int:
         """Return the number of runs, queued ones included, in the sessions that an API key made."""
-        return sum(entry.running() for entry in self._entries.values() if entry.key_id == key_id)
+        return sum(len(entry.running()) for entry in self._entries.values() if entry.key_id == key_id)
 
     def add(
         self,
@@ -106,7 +106,7 @@ class SessionDirectory:
         ref: Ref,
         view: Callable[[], Session],
         inspect: Callable[[], Inspection | None] = lambda: None,
-        running: Callable[[], int] = lambda: 0,
+        running: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """Add a session that lives from here on; see `Entry`."""
         session = view()

@@ -292,8 +292,9 @@ class EgressClient(Actor):
         """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
         rules = rules_in_force(network, self._settings)
         asked = attrs.asdict(network.limits, filter=lambda _attribute, value: value is not None)
-        mode: Any = network.mode.value  # `allow` or `open`: the session has a way out
-        return protocol.PolicyText(mode, tuple(rules.allow), tuple(rules.deny)), protocol.WayOutLimits(**asked)
+        mode: Any = network.mode.value  # not `none`: the session has a way out
+        limits = protocol.WayOutLimits(**asked, ask_s=self._settings.ask_timeout_s)
+        return protocol.PolicyText(mode, tuple(rules.allow), tuple(rules.deny)), limits
 
     async def _close(self, session_id: str, forget: bool) -> None:
         way = self._ways.pop(session_id, None)
@@ -455,6 +456,8 @@ class EgressClient(Actor):
             kept = session_log.add(entry)
             if kept is not None and kept.verdict is EgressVerdict.DENIED:
                 self._note_refusal(entry.session_id, kept)
+            elif kept is not None and kept.verdict is EgressVerdict.ASKED:
+                self._note_question(entry.session_id, kept)
         if notice.dropped:
             self._logs.note_dropped(notice.dropped)
             self._metrics.egress_dropped.inc(notice.dropped)
@@ -473,6 +476,19 @@ class EgressClient(Actor):
         refusals.add(entry)
         if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
             self._journal.emit(type, session_id, **refusals.told())
+
+    def _note_question(self, session_id: str, entry: EgressEntry) -> None:
+        """Tell of a host that connections wait for: the egress process bounds how many there are at a time."""
+        found = self._directory.get(session_id)
+        runs = () if found is None else tuple(found.running())
+        self._journal.emit(
+            EventType.EGRESS_ASK,
+            session_id,
+            host=entry.host,
+            port=entry.port,
+            exec_id=runs[0] if len(runs) == 1 else None,
+            remaining_s=self._settings.ask_timeout_s,
+        )
 
     async def _tidy(self) -> None:
         """Tell of refusals that came soon after others, some seconds later; close what sessions left that ended without

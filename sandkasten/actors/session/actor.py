@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar, TypeVarTuple, assert_never
 
@@ -736,8 +736,8 @@ class SessionActor(Actor):
     # Seen from outside, at any moment and without a message -----------------------------------------------------
 
     @property
-    def running(self) -> int:
-        """Number of runs that go on or wait for their turn."""
+    def running(self) -> Collection[str]:
+        """Ids of the runs that go on or wait for their turn."""
         return self._runs.under_way
 
     def inspect(self) -> Inspection:

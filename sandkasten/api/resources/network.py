@@ -38,6 +38,7 @@ MAX_RULE_CHARS = 512
 Rules = NewType("Rules", tuple[str, ...])
 Connections = NewType("Connections", int)
 ByteLimit = NewType("ByteLimit", int)
+Mbit = NewType("Mbit", int)
 Revision = NewType("Revision", int)
 
 _MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "bridge", "host"))
@@ -60,6 +61,7 @@ add_kinds(
         Rules: _rules,
         Connections: Between(*NETWORK_LIMIT_BOUNDS["connections"]),
         ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
+        Mbit: Between(*NETWORK_LIMIT_BOUNDS["mbit_up"]),
         Revision: Between(1, 2**53),
     }
 )
@@ -74,11 +76,13 @@ class NetworkLimitsRequest:
     connections: Connections | None = None
     bytes_up: ByteLimit | None = None
     bytes_down: ByteLimit | None = None
+    mbit_up: Mbit | None = None
+    mbit_down: Mbit | None = None
 
     @property
     def limits(self) -> NetworkLimits:
         """The model's limits."""
-        return NetworkLimits(self.connections, self.bytes_up, self.bytes_down)
+        return NetworkLimits(**attrs.asdict(self))
 
 
 @attrs.frozen

@@ -241,8 +241,8 @@ async def _reach(field: Field, session_id: str, targets: Sequence[str]) -> Answe
     answers = dict.fromkeys((each.rpartition(":")[0] for each in targets), "is not in the log")
     for entry in (await field.supervisor.egress_log(session_id)).entries:
         if entry.host in answers and answers[entry.host] != "dialled":
-            is_refused = entry.verdict is EgressVerdict.DENIED and entry.address is None
-            answers[entry.host] = entry.reason or "refused" if is_refused else "dialled"
+            is_dialled = entry.verdict is EgressVerdict.ALLOWED or entry.address is not None
+            answers[entry.host] = "dialled" if is_dialled else entry.reason or entry.verdict.value
     return answers
 
 
@@ -317,6 +317,15 @@ async def take_over(field: Field) -> Answers:
         lacks, found = orjson.loads(done.stdout)
         if (reason := lacks.get("address programs")) is not None:
             raise NotApplicable(f"the kernel checks no address here: {reason}")
+        return {**found, "listener": listener.answer}
+
+
+@attempt("egress.unanswered", "reach the node while nobody has answered whether a host may be reached",
+         "server-side request forgery", ("heard nothing", "asked"))  # fmt: skip
+async def reach_unanswered(field: Field) -> Answers:
+    async with _listener("127.0.0.1") as listener, field.session(network=Network(NetworkMode.ASK)) as session_id:
+        targets = (f"localhost:{listener.port}", f"127.0.0.1.example:{listener.port}")
+        found = await _reach(field, session_id, targets)
         return {**found, "listener": listener.answer}
 
 
