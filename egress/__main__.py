@@ -1,15 +1,18 @@
-"""Entry of the egress process and of the preview gateway: `python -I -B <directory of this file> [ROLE [USER_ID]]`.
+"""Entry of the egress process and of the preview gateway: `python -I -B <directory of this file> [ROLE [WORD...]]`.
 
 Owns the state of the process before its first foreign byte: every module imported, for the interpreter may lie where
-the user that the process becomes can't read; no inherited descriptor; confined. A step that fails is a log line and
-status 1. It ends when the daemon's socket, which is descriptor 3, does, with status 0. `ROLE` is `egress`, the default,
-or `gateway`; `USER_ID` is the user and the group to become.
+the user that the process becomes can't read; no inherited descriptor; in a cgroup of its own; confined. A step that
+fails is a log line and status 1; what the machine does not have is a warning. It ends when the daemon's socket, which
+is descriptor 3, does, with status 0. `ROLE` is `egress`, the default, or `gateway`. A word is `cgroup=PATH`, a cgroup
+to make and enter, or `permit=NETWORK`, a private network that sessions may reach: the starter's words, which are root's
+configuration, and not the daemon's, which may run without privilege.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from ipaddress import ip_network
 
 
 def main() -> int:
@@ -23,19 +26,21 @@ def main() -> int:
 
     import trio
 
-    from egress import gateway
+    from egress import barrier, gateway, resolver
     from egress.confinement import confine
     from egress.protocol import CHANNEL_FD, EGRESS_ID, GATEWAY_ID
-    from egress.resolver import ask_machine
     from egress.server import log, log_fault, serve
 
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
-    role, *given = sys.argv[1:] or ["egress"]
-    given = given or [str(GATEWAY_ID if role == "gateway" else EGRESS_ID)]
-    if role not in ("egress", "gateway") or len(given) > 1 or not given[0].isdecimal() or given[0] == "0":
-        log("error", "usage", reason="the arguments are a role and a user id other than root's")
+    role, *words = sys.argv[1:] or ["egress"]
+    try:
+        user_id = {"egress": EGRESS_ID, "gateway": GATEWAY_ID}[role]
+        given = [word.partition("=")[::2] for word in words]
+        cgroups = [value for key, value in given if key == "cgroup"]
+        permit = [ip_network(value) for key, value in given if key == "permit"]
+    except (KeyError, ValueError):
+        log("error", "usage", reason="the arguments are a role, cgroup=PATH and permit=NETWORK")
         return 2
-    user_id = int(given[0])
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
     # A name is looked up as it is: with search domains, an allowed one could become another (resolv.conf(5)).
     os.environ["LOCALDOMAIN"] = ""
@@ -45,12 +50,19 @@ def main() -> int:
         channel = socket.socket(fileno=CHANNEL_FD)
         if (channel.family, channel.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             raise OSError("descriptor 3 is no socket of the daemon")
-        confine(user_id, user_id)
+        table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers())
+        lacks = barrier.enclose(cgroups, table if role == "egress" else None)
+        confine(user_id, user_id, dials=role == "egress")
     except OSError as error:
         log("error", "not_confined", reason=str(error))
         return 1
+    if lacks:
+        log("warning", "less_protected", **lacks)
+    lookup = barrier.watch_resolvers(resolver.ask_machine, table, lambda: os._exit(1))
     try:
-        return trio.run(gateway.serve, channel) if role == "gateway" else trio.run(serve, channel, ask_machine)
+        if role == "gateway":
+            return trio.run(gateway.serve, channel)
+        return trio.run(serve, channel, lookup)
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

@@ -176,7 +176,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 @dataclass(frozen=True, slots=True)
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
-    the daemon, with device and inode; the launcher removes them when the daemon ends."""
+    the daemon, with device and inode; the launcher removes them when the daemon ends. `permit`: private networks that
+    the kernel lets the egress process reach."""
 
     data_dir: str
     gid: int
@@ -184,6 +185,7 @@ class LaunchForParent:
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
     own_filters: bool = True
+    permit: tuple[str, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -193,7 +195,7 @@ class LaunchForParent:
 class LaunchForUser:
     """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
     socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none.
-    `cgroup_parent`: as in `Grant`."""
+    `cgroup_parent`: as in `Grant`. `permit`: as in `LaunchForParent`."""
 
     data_dir: str
     gid: int
@@ -203,6 +205,7 @@ class LaunchForUser:
     beat_s: float = 0.0
     own_filters: bool = True
     cgroup_parent: str = AUTO
+    permit: tuple[str, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

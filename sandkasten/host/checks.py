@@ -514,6 +514,12 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "swapaccount=1 on the kernel command line, or cgroup v2, or `swapoff -a`",
         ),
         "clone_into_cgroup": CheckRow("birth in a cgroup", "", "a create takes some ms longer", _since("5.7")),
+        "address_programs": CheckRow(
+            "address programs",
+            "",
+            "what a way out may reach is checked by the process that carries it, and not by the kernel as well",
+            _since("4.18", "CONFIG_CGROUP_BPF=y, and a cgroup v2 tree"),
+        ),
         "cgroup_kill": CheckRow("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
         "cgroup_freeze": CheckRow("cgroup.freeze", "", "a session can't be held still", _since("5.2")),
         "pressure": CheckRow(

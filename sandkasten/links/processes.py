@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Literal, NoReturn, Protocol
 import attrs
 import trio
 
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import (
     FAILED,
@@ -150,10 +151,13 @@ Role = Literal["egress", "gateway"]
 
 class StartEgress(Protocol):
     """A way to start the egress process or the preview gateway. With a path it listens there, so that it can outlive
-    its daemon, and the socket of the `ChildProcess` is the first connection.
+    its daemon, and the socket of the `ChildProcess` is the first connection. `permit`: private networks that the kernel
+    lets the process reach; a launcher knows them from root, and takes none from the daemon.
     """
 
-    async def __call__(self, role: Role = "egress", path: Path | None = None) -> ChildProcess: ...
+    async def __call__(
+        self, role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+    ) -> ChildProcess: ...
 
 
 async def start_as_child() -> ChildProcess:
@@ -163,11 +167,14 @@ async def start_as_child() -> ChildProcess:
         return ends.give(pid, os.pidfd_open(pid))
 
 
-async def start_egress_as_child(role: Role = "egress", path: Path | None = None) -> ChildProcess:
+async def start_egress_as_child(
+    role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+) -> ChildProcess:
     """Start the egress process or the preview gateway as a child of this process."""
     with Ends(path) as ends:
-        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role)
-        return ends.give(pid, os.pidfd_open(pid))
+        cgroups = name_cgroups(role)
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role, cgroups=cgroups, permit=permit)
+        return ends.give(pid, os.pidfd_open(pid), cgroups=cgroups)
 
 
 def find_egress(path: Path) -> tuple[ChildProcess, OwnedFd] | None:
@@ -239,11 +246,19 @@ class Ends:
             self.our_socket.close()
             os.close(self._log_read)
 
-    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> ChildProcess:
-        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap."""
+    def give(
+        self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None, cgroups: Sequence[str] = ()
+    ) -> ChildProcess:
+        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap. `cgroups` are
+        removed when it has been reaped."""
         self._is_given = True
         owned = OwnedFd(pidfd)
-        ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
+
+        def reap() -> None:
+            os.waitpid(pid, os.WNOHANG)
+            remove_cgroups(cgroups)
+
+        ours = (lambda: _kill(owned), reap)
         return ChildProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
 
 
@@ -283,8 +298,11 @@ class Launcher:
         """
         return await self._start(START, KILL)
 
-    async def start_egress(self, role: Role = "egress", path: Path | None = None) -> ChildProcess:
-        """Have an egress process or a preview gateway started, after the end of the one before.
+    async def start_egress(
+        self, role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()
+    ) -> ChildProcess:
+        """Have an egress process or a preview gateway started, after the end of the one before. Of no account is
+        `permit`: the launcher has it from root.
 
         Raises:
             EgressUnavailable: the launcher failed to start one, or has ended.
@@ -393,7 +411,7 @@ def start_egress_at(service: Path) -> StartEgress:
             sock.connect(os.fspath(service))
             sock.send(word)
 
-    async def start(role: Role = "egress", path: Path | None = None) -> ChildProcess:
+    async def start(role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()) -> ChildProcess:
         word, kill_word = _WORDS[role]
         try:
             with await _connect(service) as launcher:

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never(role: Role = "egress", path: Path | None = None) -> ChildProcess:
+async def _never(role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()) -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
@@ -97,7 +97,7 @@ def silent() -> Iterator[StartEgress]:
     """A way to start processes that answer nothing."""
     ends: list[socket.socket] = []
 
-    async def start(role: Role = "egress", path: Path | None = None) -> ChildProcess:
+    async def start(role: Role = "egress", path: Path | None = None, permit: Sequence[str] = ()) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends.append(theirs)
         log_read, log_write = os.pipe()

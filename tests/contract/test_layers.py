@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "egress": (
         Layer("__main__"),
-        Layer("gateway"),
+        Layer("gateway", "barrier"),
         Layer("server", "confinement"),
         Layer("way_out"),
         Layer("connection"),
@@ -108,11 +108,12 @@ CONTRACTS = {
     "nsinit.wire.protocol",
     "nsinit.wire.launching",
     "nsinit.spawn",
+    "nsinit.cgroup.beside",
     "egress.protocol",
     "egress.knocking",
     "egress.policy",
 }
-"""All that the daemon may know of the other domains: what is said, how nsinit is started, and what a rule is."""
+"""All that the daemon may know of the other domains: what is said, how processes are started, and what a rule is."""
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}

@@ -173,6 +173,11 @@ async def test_a_daemon_that_does_not_read_stops_nothing(monkeypatch: pytest.Mon
 # The program
 
 
+def events(log: list[dict[str, object]]) -> list[object]:
+    """Return the events of a log, without what this machine lacks."""
+    return [each["event"] for each in log if each["event"] != "less_protected"]
+
+
 async def test_the_process_ends_with_its_daemon() -> None:
     """The socket's end is the end, without an error, and connections break."""
     async with program("127.0.0.0/8") as process, server("127.0.0.1", 5000):
@@ -185,7 +190,7 @@ async def test_the_process_ends_with_its_daemon() -> None:
             process.daemon.channel.close()
             with trio.fail_after(patience()):
                 status, log = await process.ended()
-            assert (status, [each["event"] for each in log]) == (0, ["started"])
+            assert (status, events(log)) == (0, ["started"])
             assert await is_reset(stream)
 
 
@@ -200,7 +205,7 @@ async def test_garbage_is_the_end(garbage: bytes) -> None:
         with trio.fail_after(patience()):
             status, log = await process.ended()
         assert status == 1
-        assert [each["event"] for each in log] == ["started", "protocol"]
+        assert events(log) == ["started", "protocol"]
 
 
 async def test_connections_wait_while_there_are_no_descriptors() -> None:

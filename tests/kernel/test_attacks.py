@@ -35,7 +35,7 @@ ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
     *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives"),
-    *("egress", "previews"),
+    *("egress", "egress_process", "previews"),
 )
 """The classes that there must be."""
 

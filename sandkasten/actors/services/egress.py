@@ -335,7 +335,10 @@ class EgressClient(Actor):
         """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
         not be started or configured."""
         assert self._start is not None
-        (process, log_write), self._found = self._found or (await self._start("egress", self._path), None), None
+        (process, log_write), self._found = (
+            self._found or (await self._start("egress", self._path, self._settings.permit), None),
+            None,
+        )
         self._process = process
         failure: BaseException | None = None
         is_over = False
