@@ -14,7 +14,7 @@ from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
-from bench.ways_out import CREATE_ALLOW, CREATE_NONE, MAKING, NAT, PROXY, connect_row, rate_fact
+from bench.ways_out import CREATE_ALLOW, CREATE_NONE, DIRECT, MAKING, NAT, PREVIEW, PROXY, connect_row, rate_fact
 
 Rows = Mapping[str, Row]
 Facts = Mapping[str, Any]
@@ -156,6 +156,7 @@ GOALS: Sequence[Goal] = (
         )
         for way in ("up", "down")
     ),
+    Goal("a request over a preview, over a connection to the server", _difference(PREVIEW, DIRECT), 0.4, "ms"),
     Goal("memory of a way out", _fact("memory per way out, KiB"), 20, "KiB"),
     Goal("idle egress process", _fact("idle egress process, % of a core"), 0.01, "% of a core"),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),

@@ -1,4 +1,5 @@
-"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT.
+"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT; and a
+preview, the way in, beside a connection made in the session's own network.
 
 `python -m bench.ways_out` is a node of its own in new network and mount namespaces, all of which end with it: the
 daemon and its egress process run there, and one veth pair leads from it to the world, where the server is. A second
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import trio
 
@@ -38,6 +41,7 @@ PROXY, NAT = "way out", "veth + NAT"
 MAKING = "the three descriptors of a way out"
 CREATE_NONE, CREATE_ALLOW = "create, network none", "create, network allow"
 PATCH = "a way out for a session that runs, PATCH"
+PREVIEW, DIRECT = "a request over a preview", "the same request, in the session's network"
 MIB = 1024 * 1024
 _PORT, _NAME = 9000, "world.example"
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
@@ -104,6 +108,25 @@ print(json.dumps(found))
 """
 
 
+_WEB_PORT = 8000
+_WEB_SERVER = f"""
+import socket, threading
+def serve(client):
+    data = b""
+    while got := client.recv(65536):
+        data += got
+        if data.endswith(b"\\r\\n\\r\\n"):
+            client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\nok")
+            data = b""
+    client.close()
+server = socket.create_server(("127.0.0.1", {_WEB_PORT}), backlog=512)
+while True:
+    client, _ = server.accept()
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    threading.Thread(target=serve, args=(client,)).start()
+"""
+
+
 async def measure_ways_out(table: Table, share: float, seed: int) -> dict[str, Any]:
     """Have a node of its own measure; add its rows to `table` and return its facts."""
     if shutil.which("ip") is None:
@@ -129,7 +152,7 @@ def main() -> None:
         _become_node(Path(scratch))
         world = undo.enter_context(_namespace("world", _NODE, _WORLD))
         undo.enter_context(_serving(world))
-        environ = {"SANDKASTEN_EGRESS_PERMIT": f"{_WORLD}/32"}
+        environ = {"SANDKASTEN_EGRESS_PERMIT": f"{_WORLD}/32", "SANDKASTEN_PREVIEW_LISTEN": "127.0.0.1:0"}
         pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
         session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": {"cpu": os.cpu_count() or 1}})
@@ -143,6 +166,7 @@ def main() -> None:
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # of this namespace (ip-sysctl.rst)
             _run("nft", _MASQUERADE)
         _measure_carrying(table, facts, works, share, chance)
+        _measure_preview(table, client, session["id"], _count(400, share), chance)
         client.call("DELETE", f"/v1/sessions/{session['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
         _measure_keeping(facts, client, pid, way_out, _count(300, share))
@@ -257,6 +281,60 @@ def _measure_carrying(
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
 
 
+def _measure_preview(table: Table, client: daemon.Client, session: str, count: int, chance: random.Random) -> None:
+    """Ask a server in a session, over one connection to the gateway and over one to the server itself."""
+    place = f"/v1/sessions/{session}"
+    started = client.call("POST", f"{place}/processes", {"argv": ["python3", "-c", _WEB_SERVER]})
+    waited = {"port": _WEB_PORT, "timeout_ms": 30_000}
+    client.call("POST", f"{place}/processes/{started['exec_id']}/wait", waited)
+    opened = client.call("POST", f"{place}/previews", {"port": _WEB_PORT})
+    name = urlsplit(opened["url"]).netloc
+    head = f"GET / HTTP/1.1\r\nHost: {name}\r\nX-Sandkasten-Preview-Token: {opened['token']}\r\n\r\n".encode()
+    network = client.call("POST", f"{place}/exec", {"cmd": "readlink /proc/self/ns/net"})["output"].strip()
+    with ExitStack() as undo:
+        talks = {
+            PREVIEW: undo.enter_context(socket.create_connection(("127.0.0.1", urlsplit(opened["url"]).port or 0))),
+            DIRECT: undo.enter_context(_socket_of(network)),
+        }
+        talks[DIRECT].connect(("127.0.0.1", _WEB_PORT))
+        for each in talks.values():
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _ask(each, head)
+        for kind in blocks(list(talks), count, chance):
+            with table.timed(kind):
+                _ask(talks[kind], head)
+
+
+def _ask(sock: socket.socket, head: bytes) -> None:
+    sock.sendall(head)
+    data = b""
+    while daemon.body_of(data) is None:
+        data += sock.recv(65536)
+    if not data.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(str(data[:200]))
+
+
+def _socket_of(network: str) -> socket.socket:
+    """Return a socket of the network that a process of the machine has, by the name of that (network_namespaces(7))."""
+    here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    (link, *_) = (each for each in Path("/proc").glob("[0-9]*/ns/net") if _name_of(each) == network)
+    there = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        syscalls.setns(there, k.CLONE_NEWNET)
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    finally:
+        syscalls.setns(here, k.CLONE_NEWNET)
+        os.close(here)
+        os.close(there)
+
+
+def _name_of(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # it has ended
+        return ""
+
+
 def connect_row(name: str) -> str:
     return f"connect and first byte, {name}"
 
@@ -310,7 +388,8 @@ def _memory(carrier: int) -> tuple[int, int]:
 
 def _carrier(pid: int) -> int:
     """Return the pid of a daemon's egress process."""
-    (found,) = (each for each in measure.family(pid) if b"egress" in Path(f"/proc/{each}/cmdline").read_bytes())
+    commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in measure.family(pid)}
+    (found,) = (each for each, command in commands.items() if b"egress" in command and b"\0gateway" not in command)
     return found
 
 

@@ -6,8 +6,9 @@ has it; a system call filter. A step that fails is an OSError, and its caller en
 kernel lacks it, is left out.
 
 The filter refuses what a taken-over process would go on with: other programs and processes, mounts, namespaces, BPF,
-other processes' memory, io_uring, keys, sockets other than of the internet, of the machine and of routing. Threads go
-on, for names are looked up in them. Landlock leaves to be read what getaddrinfo(3) reads, and nothing to be written.
+other processes' memory, io_uring, keys, sockets other than TCP and UDP, of the machine and of routing. Threads go on,
+for names are looked up in them. Landlock leaves to be read what getaddrinfo(3) reads, and nothing to be written. The
+preview gateway looks up no name and is handed its sockets: it makes none, and reads no file.
 
 Sources: capabilities(7) (a change of user ids from 0 clears the capabilities); prctl(2); seccomp(2); landlock(7);
 linux/filter.h, linux/seccomp.h, linux/landlock.h; arch/x86/entry/syscalls/syscall_64.tbl, scripts/syscall.tbl.
@@ -105,12 +106,15 @@ _X32_BIT = 0x40000000
 """Numbers from here on are the x32 ABI's, another way to the same calls (linux/unistd.h, __X32_SYSCALL_BIT)."""
 
 _CLONE_THREAD = 0x10000
-_FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (linux/socket.h): getaddrinfo(3) needs the first and the last."""
-_LOCAL_FAMILIES = (1,)
+_LOCAL_FAMILIES, _INTERNET_FAMILIES = (1, 16), (2, 10)
+"""AF_UNIX and AF_NETLINK, which getaddrinfo(3) needs; AF_INET and AF_INET6 (linux/socket.h)."""
+_TYPE_MASK, _TYPES, _PROTOCOLS = 0xF, (1, 2), (0, 6, 17)
+"""SOCK_STREAM and SOCK_DGRAM without flags (linux/net.h), of TCP and UDP (linux/in.h). Others, MPTCP among them,
+connect without asking the programs of a cgroup."""
 
-_LD_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-_NR, _ARCH, _ARGUMENT_0 = 0, 4, 16  # struct seccomp_data; both architectures are little-endian
+_LD_ABS, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # linux/bpf_common.h
+_NR, _ARCH, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2 = 0, 4, 16, 24, 32
+"""Places in struct seccomp_data; both architectures are little-endian."""
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -126,11 +130,11 @@ _SCOPES = 0b11  # LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL, since 6
 _PATH_BENEATH = 1
 
 
-def confine(user_id: int, group_id: int, *, own_directory: int | None = None) -> None:
+def confine(user_id: int, group_id: int, *, dials: bool = True, own_directory: int | None = None) -> None:
     """Give everything away. Irrevocable; to be called with one thread, when all modules are imported.
 
-    A process that was not started as root keeps its user. With `own_directory`, a descriptor, files in that directory
-    can be replaced, and no socket of the internet be made: such a process dials nothing.
+    A process that was not started as root keeps its user. `dials`: it makes sockets and looks names up. Files in
+    `own_directory`, a descriptor, can be replaced.
 
     Raises:
         OSError: a step failed; the process must end.
@@ -149,8 +153,8 @@ def confine(user_id: int, group_id: int, *, own_directory: int | None = None) ->
     _prctl(_PR_SET_DUMPABLE, 0)
     _check_nothing_is_left()
     if landlock_version():
-        _keep_files(readable_paths(), own_directory)
-    enter_filter(_FAMILIES if own_directory is None else _LOCAL_FAMILIES)
+        _keep_files(readable_paths() if dials else (), own_directory)
+    enter_filter(dials=dials)
 
 
 def _check_nothing_is_left() -> None:
@@ -168,7 +172,7 @@ def _check_nothing_is_left() -> None:
 def landlock_version() -> int:
     """Return the version of Landlock of this kernel, 0 if it has none or has it switched off."""
     try:
-        return _syscall("landlock_create_ruleset", None, 0, _LANDLOCK_VERSION)
+        return call("landlock_create_ruleset", None, 0, _LANDLOCK_VERSION)
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
             return 0
@@ -186,19 +190,19 @@ def _keep_files(readable: Iterable[str], own_directory: int | None) -> None:
     files = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     attributes = struct.pack("=QQQ", files, _BIND_TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     # struct landlock_ruleset_attr has grown: a kernel takes a longer one if what it does not know is 0 (E2BIG else).
-    ruleset = _syscall("landlock_create_ruleset", attributes, len(attributes), 0)
+    ruleset = call("landlock_create_ruleset", attributes, len(attributes), 0)
     try:
         for path in readable:
             directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 rule = struct.pack("=Qi", _READ_FILE | _READ_DIR, directory)  # packed, linux/landlock.h
-                _syscall("landlock_add_rule", ruleset, _PATH_BENEATH, rule, 0)
+                call("landlock_add_rule", ruleset, _PATH_BENEATH, rule, 0)
             finally:
                 os.close(directory)
         if own_directory is not None:
             own = struct.pack("=Qi", _REPLACE_FILES & files, own_directory)
-            _syscall("landlock_add_rule", ruleset, _PATH_BENEATH, own, 0)
-        _syscall("landlock_restrict_self", ruleset, 0)
+            call("landlock_add_rule", ruleset, _PATH_BENEATH, own, 0)
+        call("landlock_restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
 
@@ -206,8 +210,8 @@ def _keep_files(readable: Iterable[str], own_directory: int | None) -> None:
 # The filter ---------------------------------------------------------------------------------------------------------
 
 
-def filter_program(machine: str, families: Sequence[int] = _FAMILIES) -> bytes:
-    """Return the filter in classic BPF for an architecture, a key of `ARCHITECTURES`; sockets are of `families`."""
+def filter_program(machine: str, *, dials: bool = True) -> bytes:
+    """Return the filter in classic BPF for an architecture, a key of `ARCHITECTURES`."""
     column, arch = ARCHITECTURES[machine]
     eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [(_LD_ABS, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RET, 0, 0, _KILL_PROCESS), (_LD_ABS, 0, 0, _NR)]
@@ -219,20 +223,42 @@ def filter_program(machine: str, families: Sequence[int] = _FAMILIES) -> bytes:
     program += [(_JEQ, 0, 1, NUMBERS["clone3"][column]), (_RET, 0, 0, enosys)]
     thread = [(_LD_ABS, 0, 0, _ARGUMENT_0), (_JSET, 0, 1, _CLONE_THREAD), (_RET, 0, 0, _ALLOW), (_RET, 0, 0, eperm)]
     program += [(_JEQ, 0, len(thread), NUMBERS["clone"][column]), *thread]
-    allowed = [(_JEQ, len(families) - each, 0, family) for each, family in enumerate(families)]
-    program += [(_JEQ, 0, len(allowed) + 2, NUMBERS["socket"][column]), (_LD_ABS, 0, 0, _ARGUMENT_0), *allowed]
-    program += [(_RET, 0, 0, eperm), (_RET, 0, 0, _ALLOW)]
+    is_socket = NUMBERS["socket"][column]
+    if not dials:
+        program += [(_JEQ, 0, 1, is_socket), (_RET, 0, 0, eperm), (_RET, 0, 0, _ALLOW)]
+        return _encode(program)
+    sockets = [(_LD_ABS, 0, 0, _ARGUMENT_0), *_one_of(_LOCAL_FAMILIES, _ALLOW), *_none_of(_INTERNET_FAMILIES, eperm)]
+    sockets += [(_LD_ABS, 0, 0, _ARGUMENT_1), (_AND, 0, 0, _TYPE_MASK), *_none_of(_TYPES, eperm)]
+    sockets += [(_LD_ABS, 0, 0, _ARGUMENT_2), *_none_of(_PROTOCOLS, eperm)]
+    return _encode([*program, (_JEQ, 0, len(sockets), is_socket), *sockets, (_RET, 0, 0, _ALLOW)])
+
+
+_Instruction = tuple[int, int, int, int]
+
+
+def _one_of(values: Sequence[int], answer: int) -> list[_Instruction]:
+    """Return instructions that give the answer if the accumulator is one of the values."""
+    return [each for value in values for each in ((_JEQ, 0, 1, value), (_RET, 0, 0, answer))]
+
+
+def _none_of(values: Sequence[int], answer: int) -> list[_Instruction]:
+    """Return instructions that give the answer if the accumulator is none of the values."""
+    tests = [(_JEQ, len(values) - each, 0, value) for each, value in enumerate(values)]
+    return [*tests, (_RET, 0, 0, answer)]
+
+
+def _encode(program: Iterable[_Instruction]) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def enter_filter(families: Sequence[int] = _FAMILIES) -> None:
+def enter_filter(*, dials: bool = True) -> None:
     """Put all threads of this process under the filter, for good. Needs no_new_privs."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"there is no system call filter for {platform.machine()}")
-    program = ctypes.create_string_buffer(filter_program(platform.machine(), families))
+    program = ctypes.create_string_buffer(filter_program(platform.machine(), dials=dials))
     size = (len(program) - 1) // 8  # struct sock_filter; create_string_buffer adds a byte
     fprog = struct.pack("@HP", size, ctypes.addressof(program))
-    if _syscall("seccomp", _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, fprog):
+    if call("seccomp", _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, fprog):
         raise OSError(errno.EBUSY, "a thread has a filter of its own")
 
 
@@ -246,8 +272,10 @@ def _prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), *(ctypes.c_ulong(0),) * 3))
 
 
-def _syscall(name: str, *arguments: int | bytes | None) -> int:
-    number = NUMBERS[name][ARCHITECTURES[platform.machine()][0]]
+def call(name: str, *arguments: int | bytes | None) -> int:
+    """Make a system call of one of the tables by its name. Raises `OSError`."""
+    number = {**NUMBERS, **REFUSED}[name][ARCHITECTURES[platform.machine()][0]]
+    assert number is not None
     return _check(
         _libc.syscall(number, *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments))
     )

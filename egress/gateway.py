@@ -1,8 +1,9 @@
-"""The preview gateway: HTTP from clients outside to servers inside sessions, each request by leave of the daemon.
+"""The preview gateway: from clients outside to servers inside sessions, each request by leave of the daemon.
 
 One task serves a client's connection, a request after the other, since a proxy in front may send those of many people
 over one. Each request has a connection of its own inside, over a socket that the daemon hands out with its leave. Both
 sides are parsed, and what goes on is written anew (`preview`); after a WebSocket's 101 bytes are passed as they come.
+So are those of a published port, which has a listener of its own and no HTTP: each connection is one request.
 
 Every wait for a client has a deadline, every buffer is one portion of `_READ_BYTES` or one head, and the numbers of
 connections and of requests of one session are bounded.
@@ -12,14 +13,17 @@ Sources: RFC 9112; RFC 6455, 4; tcp(7) (keep-alive of connections whose other en
 
 from __future__ import annotations
 
+import errno
 import math
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
+import attrs
 import h11
 import trio
 
@@ -41,8 +45,10 @@ WRITE_S = 30.0
 CONNECT_S = 5.0
 ANSWER_S = 10.0
 """Time for the daemon's answer."""
+IDLE_S = 3600.0
+"""Time without a byte either way, of a WebSocket or of a connection to a published port, half closed or not."""
 HALF_CLOSED_S = 60.0
-"""Time for the second half of a WebSocket's connection to end after the first."""
+"""Time for the second half of a WebSocket's connection to end after the first, or for another byte of it."""
 _LINGER_S = 1.0
 _OWN_DESCRIPTORS = 64
 
@@ -60,14 +66,14 @@ class _ClientGone(Exception):
 class _Link:
     """The socket to the daemon. `receive` must run while somebody knocks."""
 
-    def __init__(self, channel: socket.socket, revoke: Callable[[k.Revoke], None]) -> None:
-        self._channel, self._revoke = channel, revoke
+    def __init__(self, channel: socket.socket, obey: Callable[[k.PublishedPort | k.Revoke, list[int]], None]) -> None:
+        self._channel, self._obey = channel, obey
         self._seq = 0
         self._waiting: dict[int, tuple[trio.Event, list[tuple[k.Admitted | k.NotAdmitted, list[int]]]]] = {}
         self._knocks = trio.CapacityLimiter(k.MAX_KNOCKS)
 
-    async def knock(self, visit: Visit) -> tuple[float, socket.socket]:
-        """Return how long a visit may last, and a socket for it.
+    async def knock(self, knock: k.Knock) -> tuple[float, socket.socket]:
+        """Return how long a visit may last, and a socket for it. `seq` of the knock is set here.
 
         Raises:
             VisitRefused: the daemon refuses it, or does not answer.
@@ -79,7 +85,7 @@ class _Link:
                 seq, done = self._seq, trio.Event()
                 self._waiting[seq] = done, answers
                 try:
-                    await self._send(k.encode(k.Knock(seq, visit.session_id, visit.port, visit.tokens)))
+                    await self._send(k.encode(attrs.evolve(knock, seq=seq)))
                     await done.wait()
                 except trio.Cancelled:
                     close_all(fd for _, fds in answers for fd in fds)
@@ -89,7 +95,7 @@ class _Link:
                     del self._waiting[seq]
         match answers:
             case [(k.Admitted(lasts_s=lasts_s), [fd])]:
-                return lasts_s, socket.socket(fileno=fd)
+                return math.inf if lasts_s is None else lasts_s, socket.socket(fileno=fd)
             case [(k.NotAdmitted() as refused, [])]:
                 raise VisitRefused(refused.status, refused.code, refused.message)
         close_all(fd for _, fds in answers for fd in fds)
@@ -105,26 +111,23 @@ class _Link:
             except OSError:
                 return  # the daemon is gone: `receive` says so
 
-    async def first(self) -> tuple[k.Open, socket.socket]:
-        """Return the daemon's first message and the listener."""
+    async def first(self) -> tuple[k.Open, list[int]]:
+        """Return the daemon's first message, and the listener for HTTP if there is one."""
         order, fds = await self._next()
-        if not isinstance(order, k.Open) or len(fds) != 1:
+        if not isinstance(order, k.Open):
             close_all(fds)
-            raise k.ProtocolError("the first message is Open, with a listener")
-        listener = socket.socket(fileno=fds[0])
-        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise k.ProtocolError("the socket does not listen")
-        listener.setblocking(False)
-        return order, listener
+            raise k.ProtocolError("the first message is Open")
+        return order, fds
 
     async def receive(self) -> None:
         """Hand on what the daemon says until it closes the socket. Raises `ProtocolError`."""
         try:
             while True:
                 order, fds = await self._next()
-                if isinstance(order, k.Revoke):
-                    self._revoke(order)
-                elif not isinstance(order, k.Open) and (waiting := self._waiting.get(order.seq)) is not None:
+                if isinstance(order, k.PublishedPort | k.Revoke):
+                    self._obey(order, fds)
+                    continue
+                if not isinstance(order, k.Open) and (waiting := self._waiting.get(order.seq)) is not None:
                     waiting[1].append((order, fds))
                     waiting[0].set()
                     continue
@@ -221,51 +224,71 @@ class Gateway:
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
-        self._link = _Link(channel, self._revoke)
+        self._link = _Link(channel, self._obey)
         self._site = Site()
         self._under_way: dict[tuple[str, int], set[trio.CancelScope]] = {}
         self._of_session: Counter[str] = Counter()
+        self._published: dict[tuple[str, int], trio.CancelScope] = {}
+        self._nursery: trio.Nursery
         # A connection has two descriptors. Beyond the limit a socket of the daemon's would be lost (unix(7)).
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._room = trio.CapacityLimiter(max(1, min(MAX_CONNECTIONS, (descriptors - _OWN_DESCRIPTORS) // 2)))
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_DESCRIPTORS - k.MAX_PUBLISHED
+        self._room = trio.CapacityLimiter(max(2, min(MAX_CONNECTIONS, descriptors // 2)))
+        self._plain = set[object]()
+        """Connections to published ports, which have half of the room at most."""
 
     async def run(self) -> None:
         """Serve until the daemon closes its socket. Raises `ProtocolError`."""
         try:
-            order, listener = await self._link.first()
+            order, fds = await self._link.first()
         except EOFError:
             return
         self._site = Site(order.domain)
+        async with trio.open_nursery() as self._nursery:
+            if fds:
+                self._nursery.start_soon(self._accept, _listener(fds))
+            await self._link.receive()
+            self._nursery.cancel_scope.cancel()
+
+    def _obey(self, order: k.PublishedPort | k.Revoke, fds: list[int]) -> None:
+        if isinstance(order, k.PublishedPort):
+            place = order.session_id, order.port
+            if (before := self._published.pop(place, None)) is not None:
+                before.cancel()
+            if not fds:  # it did not arrive, which the log tells
+                return
+            scope = self._published[place] = trio.CancelScope()
+            self._nursery.start_soon(self._accept_plain, _listener(fds), place, scope)
+            return
+        close_all(fds)
+        for place in [each for each in self._published if _is_meant(each, order)]:
+            self._published.pop(place).cancel()
+        for scopes in [scopes for place, scopes in self._under_way.items() if _is_meant(place, order)]:
+            for scope in scopes:
+                scope.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
         with listener:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._accept, listener, nursery)
-                await self._link.receive()
-                nursery.cancel_scope.cancel()
-
-    def _revoke(self, order: k.Revoke) -> None:
-        for (session_id, port), scopes in self._under_way.items():
-            if session_id == order.session_id and order.port in (port, k.ALL_PORTS):
-                for scope in scopes:
-                    scope.cancel()
-
-    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
-        while True:
-            owner = object()
-            await self._room.acquire_on_behalf_of(owner)
             while True:
-                await trio.lowlevel.wait_readable(listener)
-                try:
-                    sock, address = listener.accept()
-                    break
-                except (BlockingIOError, ConnectionAbortedError):
-                    continue
-                except OSError as error:  # no descriptor is free
-                    log("error", "accept", errno=error.errno)
-                    await trio.sleep(_ACCEPT_PAUSE_S)
-            nursery.start_soon(self._serve, sock, str(address[0]), owner)
+                owner = object()
+                await self._room.acquire_on_behalf_of(owner)
+                sock, address = await _next_client(listener)
+                self._nursery.start_soon(self._serve, sock, partial(self._serve_requests, sock, address), owner)
 
-    async def _serve(self, sock: socket.socket, address: str, owner: object) -> None:
-        """Serve a client's connection to its end."""
+    async def _accept_plain(self, listener: socket.socket, place: tuple[str, int], scope: trio.CancelScope) -> None:
+        """Serve a published port until it is revoked, or the daemon has shut the listener down."""
+        with listener, scope, suppress(OSError):
+            while True:
+                sock, _ = await _next_client(listener)
+                owner = object()
+                if 2 * len(self._plain) >= self._room.total_tokens or self._room.available_tokens < 1:
+                    relay.close(sock, with_reset=True)
+                    continue
+                self._room.acquire_on_behalf_of_nowait(owner)
+                self._plain.add(owner)
+                self._nursery.start_soon(self._serve, sock, partial(self._serve_plain, sock, *place), owner)
+
+    async def _serve(self, sock: socket.socket, serve: Callable[[], Awaitable[bool]], owner: object) -> None:
+        """Serve a client's connection to its end, and reset it unless `serve` says that it ended well."""
         is_broken = True
         try:
             sock.setblocking(False)
@@ -273,17 +296,33 @@ class Gateway:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-            client = _Visitor(sock, address)
-            while await self._serve_request(client):
-                client.http.start_next_cycle()
-            is_broken = False
-        except (_ClientGone, OSError):
+            is_broken = not await serve()
+        except (_ClientGone, VisitRefused, OSError):
             pass
         except Exception as error:  # noqa: BLE001 - one connection must not end the others
             log_fault(None, error)
         finally:
             relay.close(sock, with_reset=is_broken)
+            self._plain.discard(owner)
             self._room.release_on_behalf_of(owner)
+
+    async def _serve_plain(self, sock: socket.socket, session_id: str, port: int) -> bool:
+        """Carry a connection to a published port; tell whether both of its streams ended."""
+        lasts_s, inside = await self._link.knock(k.Knock(0, session_id, port, is_plain=True))
+        is_whole = False
+        try:
+            with self._counted(session_id, port, lasts_s):
+                await _connect(inside, port)
+                is_whole = await relay.exchange(sock, inside, IDLE_S, IDLE_S)
+        finally:
+            relay.close(inside, with_reset=not is_whole)
+        return is_whole
+
+    async def _serve_requests(self, sock: socket.socket, address: str) -> bool:
+        client = _Visitor(sock, address)
+        while await self._serve_request(client):
+            client.http.start_next_cycle()
+        return True
 
     async def _serve_request(self, client: _Visitor) -> bool:
         """Serve one request; tell whether another may follow."""
@@ -298,13 +337,13 @@ class Gateway:
         client.is_head = request.method == b"HEAD"
         try:
             visit = self._site.read(request, client.address)
-            lasts_s, sock = await self._link.knock(visit)
+            lasts_s, sock = await self._link.knock(k.Knock(0, visit.session_id, visit.port, visit.tokens))
             is_whole = False
             try:
                 if visit.redirect is not None:
                     await self._redirect(client, visit, lasts_s)
                     return False
-                with self._counted(visit, lasts_s):
+                with self._counted(visit.session_id, visit.port, lasts_s):
                     may_follow = await _carry(client, _Side(sock, h11.CLIENT), visit)
                     is_whole = True
                     return may_follow
@@ -324,23 +363,52 @@ class Gateway:
         await client.answer(303, "", headers)
 
     @contextmanager
-    def _counted(self, visit: Visit, lasts_s: float) -> Iterator[None]:
+    def _counted(self, session_id: str, port: int, lasts_s: float) -> Iterator[None]:
         """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound."""
-        if self._of_session[visit.session_id] >= MAX_OF_SESSION:
+        if self._of_session[session_id] >= MAX_OF_SESSION:
             raise VisitRefused(503, "CAPACITY", "too many requests of this session are under way")
-        place = visit.session_id, visit.port
-        self._of_session[visit.session_id] += 1
+        place = session_id, port
+        self._of_session[session_id] += 1
         try:
             with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
                 self._under_way.setdefault(place, set()).add(scope)
                 yield
         finally:
-            self._of_session[visit.session_id] -= 1
-            if not self._of_session[visit.session_id]:
-                del self._of_session[visit.session_id]
+            self._of_session[session_id] -= 1
+            if not self._of_session[session_id]:
+                del self._of_session[session_id]
             self._under_way[place].discard(scope)
             if not self._under_way[place]:
                 del self._under_way[place]
+
+
+def _listener(fds: Sequence[int]) -> socket.socket:
+    """Return the listener that came with a message; the daemon may have shut it down since. Raises `ProtocolError`."""
+    if len(fds) != 1:
+        raise k.ProtocolError("a listener is missing")
+    listener = socket.socket(fileno=fds[0])
+    listener.setblocking(False)
+    return listener
+
+
+def _is_meant(place: tuple[str, int], order: k.Revoke) -> bool:
+    return place[0] == order.session_id and order.port in (place[1], k.ALL_PORTS)
+
+
+async def _next_client(listener: socket.socket) -> tuple[socket.socket, str]:
+    """Return the next connection and the address of its other end. Raises `OSError` (EINVAL) when nothing listens."""
+    while True:
+        await trio.lowlevel.wait_readable(listener)
+        try:
+            sock, address = listener.accept()
+            return sock, str(address[0])
+        except (BlockingIOError, ConnectionAbortedError):
+            continue
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # shutdown(2) of a listener ends its listening
+                raise
+            log("error", "accept", errno=error.errno)  # no descriptor is free
+            await trio.sleep(_ACCEPT_PAUSE_S)
 
 
 # One request ----------------------------------------------------------------------------------------------------------
@@ -436,25 +504,12 @@ async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:
 
 async def _exchange(client: _Visitor, inside: _Side) -> None:
     """Carry bytes both ways until both streams end. Raises `_ClientGone`."""
-    first_up, first_down = client.http.trailing_data[0], inside.http.trailing_data[0]
-    has_failed = False
-
-    async def copy(source: _Side, target: _Side, data: bytes) -> None:
-        nonlocal has_failed
-        try:
-            await target.write(data)
-            while data := await relay.receive(source.sock, _READ_BYTES):
-                await target.write(data)
-            relay.shut(target.sock)
-            nursery.cancel_scope.deadline = trio.current_time() + HALF_CLOSED_S
-        except (OSError, trio.TooSlowError):
-            has_failed = True
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(copy, client, inside, first_up)
-        nursery.start_soon(copy, inside, client, first_down)
-    if has_failed:
+    try:
+        await inside.write(client.http.trailing_data[0])
+        await client.write(inside.http.trailing_data[0])
+    except _GONE as error:
+        raise _ClientGone from error
+    if not await relay.exchange(client.sock, inside.sock, IDLE_S, HALF_CLOSED_S):
         raise _ClientGone
 
 

@@ -89,6 +89,31 @@ async def copy(
     return False
 
 
+async def exchange(one: socket.socket, other: socket.socket, idle_s: float, half_closed_s: float) -> bool:
+    """Copy both ways until both streams have ended; tell whether they did. It is over, too, when either side fails,
+    when no byte came either way for `idle_s`, and `half_closed_s` after the first stream's end."""
+    has_failed, bound_s = False, idle_s
+
+    def touch(_size: int = 0) -> None:
+        nursery.cancel_scope.deadline = trio.current_time() + bound_s
+
+    async def carry(source: socket.socket, target: socket.socket) -> None:
+        nonlocal has_failed, bound_s
+        try:
+            await copy(source, target, touch, lambda: False)
+        except OSError:
+            has_failed = True
+            nursery.cancel_scope.cancel()
+        bound_s = half_closed_s
+        touch()
+
+    async with trio.open_nursery() as nursery:
+        touch()
+        nursery.start_soon(carry, one, other)
+        nursery.start_soon(carry, other, one)
+    return not has_failed and not nursery.cancel_scope.cancelled_caught
+
+
 async def _send_rest(target: socket.socket, rest: bytes) -> None:
     _Buffer.kept += len(rest)
     try:

@@ -1,7 +1,11 @@
 """Names looked up outside, and the addresses that are this machine's own.
 
 getaddrinfo(3), which honours hosts(5) and nsswitch.conf(5), has no deadline of its own, so it runs in threads: a
-bounded number for each session, and for all. Who asks waits `DEADLINE_S`; the thread is counted until it really ends.
+bounded number for all. What a session may have depends on how many the others leave, and on how its look-ups end; a
+free one goes to the session that has the fewest. So sessions whose names are never answered leave threads for others:
+16 of them a third of all, 64 new ones a fifth, and 100 of them a fifth when each has waited in vain once. Who asks
+waits `DEADLINE_S`; the thread is counted until it really ends.
+
 Sessions that ask for one name at a time share the look-up, unless it waits for another session's threads. Answers are
 kept for a short while; what a session dials is pinned by `names.py` and checked by its caller.
 
@@ -14,7 +18,9 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import attrs
@@ -29,6 +35,10 @@ KEPT_NOTHING_S = 5.0
 
 MAX_THREADS = 128
 MAX_THREADS_OF_SESSION = 8
+_PART_OF_QUICK, _PART_OF_NEW = 16, 32
+"""Parts that the threads which others leave are divided into; a session may have one part, but always one thread."""
+_QUICK_S = 1.0
+
 MAX_WAITING_OF_SESSION = 128
 _MAX_KEPT = 10_000
 
@@ -59,10 +69,19 @@ def ask_machine(name: str) -> Sequence[Address]:
 
 @attrs.define(eq=False)
 class LookupShare:
-    """A session's share of the threads. `waiting`: its look-ups that have not ended."""
+    """A session's share of the threads. `waiting`: its look-ups that have not ended; `running`: those with a thread;
+    `queue`: the others, in order. `is_quick`: the one that ended last took less than `_QUICK_S`; None before any."""
 
-    threads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MAX_THREADS_OF_SESSION))
     waiting: int = 0
+    running: int = 0
+    queue: deque[trio.Event] = attrs.field(factory=deque)
+    is_quick: bool | None = None
+
+    def may_run(self, free: int) -> bool:
+        """Whether the session may have one of these free threads."""
+        left = 0 if self.is_quick is False else free + self.running
+        part = left // (_PART_OF_QUICK if self.is_quick else _PART_OF_NEW)
+        return self.running < max(1, min(MAX_THREADS_OF_SESSION, part))
 
 
 @attrs.define(eq=False)
@@ -83,6 +102,9 @@ class NameResolver:
         self._lookup = lookup
         self._kept_s = kept_s
         self._threads = trio.CapacityLimiter(MAX_THREADS)
+        self._running = 0
+        self._queues: dict[LookupShare, None] = {}
+        """Shares with a queue, the one that began to wait first before others."""
         self._asked: dict[str, _Asked] = {}
 
     async def resolve(self, name: str, share: LookupShare) -> Sequence[Address]:
@@ -110,7 +132,7 @@ class NameResolver:
 
     async def _ask(self, name: str, asked: _Asked, share: LookupShare) -> None:
         try:
-            async with share.threads:
+            async with self._thread(share):
                 asked.queued_by = None
                 asked.addresses = await trio.to_thread.run_sync(
                     self._lookup, name, limiter=self._threads, abandon_on_cancel=True
@@ -129,6 +151,37 @@ class NameResolver:
             if not kept.ended.is_set():
                 self._asked[oldest] = kept  # hangs: among the newest now
                 break
+
+    @asynccontextmanager
+    async def _thread(self, share: LookupShare) -> AsyncIterator[None]:
+        """Wait for a thread, and count it as the session's for the block."""
+        granted = trio.Event()
+        share.queue.append(granted)
+        self._queues.setdefault(share)
+        self._grant()
+        await granted.wait()
+        began = trio.current_time()
+        try:
+            yield
+        finally:
+            share.is_quick = trio.current_time() - began < _QUICK_S
+            share.running -= 1
+            self._running -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        """Give threads that are free to those who wait."""
+        while free := MAX_THREADS - self._running:
+            able = [each for each in self._queues if each.may_run(free)]
+            if not able:
+                return
+            share = min(able, key=lambda each: each.running)
+            share.queue.popleft().set()
+            share.running += 1
+            self._running += 1
+            del self._queues[share]
+            if share.queue:
+                self._queues[share] = None
 
 
 # Own addresses ------------------------------------------------------------------------------------------------------

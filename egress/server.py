@@ -247,6 +247,8 @@ class EgressServer:
     def _attach(self, request: p.AttachSession, configuration: _Configuration, fds: list[int]) -> None:
         if request.session_id in self._ways_out:
             raise _RequestFailed("SESSION_EXISTS", f"session {request.session_id} is attached")
+        if not configuration.machine.has_place():
+            raise _RequestFailed("DESCRIPTORS", "no descriptor is free for one more session: raise RLIMIT_NOFILE")
         state = WayOutState(
             request.session_id,
             configuration.policy(request.policy),
@@ -368,6 +370,8 @@ def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
     """Return the way out over these descriptors, which are taken off the list then."""
     sockets: list[socket.socket] = []
     try:
+        if not fds:
+            raise OSError(errno.EMFILE, "none arrived, as when no descriptor is free")
         if len(fds) not in (2, p.MAX_FDS):
             raise OSError(errno.EINVAL, f"{len(fds)} descriptors")
         sockets += (socket.socket(fileno=fd) for fd in fds[:2])
@@ -387,11 +391,12 @@ def _take_over(state: WayOutState, fds: list[int]) -> WayOut:
 
 
 async def next_message(channel: socket.socket, decode: Callable[[bytes], M], *, max_fds: int) -> tuple[M, list[int]]:
-    """Return the daemon's next message and the descriptors that came with it, which the caller owns.
+    """Return the daemon's next message and the descriptors that came with it, which the caller owns. There are none if
+    one did not arrive, since this process may have no more (unix(7)) or there were more than `max_fds`.
 
     Raises:
         EOFError: the daemon has closed its end.
-        ProtocolError: what arrived is no message, is too long, or has too many descriptors.
+        ProtocolError: what arrived is no message, or is too long.
     """
     while True:
         await trio.lowlevel.wait_readable(channel)
@@ -408,11 +413,16 @@ async def next_message(channel: socket.socket, decode: Callable[[bytes], M], *, 
     for _level, _kind, content in ancillary:
         fds.frombytes(content[: len(content) - len(content) % _FD_BYTES])
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise p.ProtocolError("a message is too long, or has too many descriptors")
+        if flags & socket.MSG_TRUNC:
+            raise p.ProtocolError("a message is too long")
         if not data:
             raise EOFError
-        return decode(data), list(fds)
+        message = decode(data)
+        if flags & socket.MSG_CTRUNC:
+            log("error", "descriptors_lost", arrived=len(fds))
+            close_all(fds)
+            return message, []
+        return message, list(fds)
     except BaseException:
         close_all(fds)
         raise

@@ -87,6 +87,10 @@ class SharedState:
         used = OWN_DESCRIPTORS + MAX_FDS * self.sessions + 2 * (self.totals.connections_open + self.handed)
         return used + 2 <= self.descriptors
 
+    def has_place(self) -> bool:
+        """Tell whether one more session would leave descriptors for a connection."""
+        return OWN_DESCRIPTORS + MAX_FDS * (self.sessions + 1) + 2 <= self.descriptors
+
 
 @attrs.frozen
 class HostSecret:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 CHANNEL_FD = 3
 """The descriptor of nsinit's socket."""
@@ -35,10 +36,12 @@ def spawn_launcher(channel_fd: int, log_fd: int, *arguments: str) -> int:
     return spawn_python(f"{_HERE}/tools/launcher.py", channel_fd, log_fd, *arguments)
 
 
-def spawn_egress(channel_fd: int, log_fd: int, *arguments: str) -> int:
-    """Start the egress process, or the role in the arguments, in the same way, with the libraries of this interpreter;
-    return its pid. It gives its privileges away itself, once it has imported them."""
-    return _spawn(_WITH_LIBRARIES, _EGRESS, channel_fd, log_fd, *arguments)
+def spawn_egress(channel_fd: int, log_fd: int, role: str = "egress", *words: str, cgroups: Iterable[str] = ()) -> int:
+    """Start the egress process, or another role of its program, in the same way, with the libraries of this
+    interpreter; return its pid. It makes and enters the cgroups and gives its privileges away itself, once it has
+    imported the libraries. `words` are further ones that it knows (`egress/__main__.py`)."""
+    words = (*(f"cgroup={path}" for path in cgroups), *words)
+    return _spawn(_WITH_LIBRARIES, _EGRESS, channel_fd, log_fd, role, *words)
 
 
 def launcher_command(*arguments: str) -> list[str]:

@@ -18,7 +18,7 @@ import os
 from dataclasses import dataclass
 
 from nsinit.kernel.files import write_file
-from nsinit.kernel.mountinfo import Mount, is_below
+from nsinit.kernel.mountinfo import Mount, is_below, parse_mountinfo, parse_own_cgroups
 from nsinit.wire.protocol import CgroupMode
 
 _OWNER = "trusted.sandkasten"
@@ -122,6 +122,13 @@ def locate(mounts: tuple[Mount, ...], own: dict[str, str]) -> Located:
                     v1.setdefault(controller, directory)
                     v1_mounts.setdefault(controller, mount.point)
     return Located(unified, unified_mount, v1, v1_mounts)
+
+
+def locate_process(pid: int | None = None) -> Located:
+    """Return the cgroups of this process, or of another one. Raises `OSError`."""
+    with open("/proc/self/mountinfo", "rb") as mountinfo, open(f"/proc/{pid or 'self'}/cgroup", "rb") as own:
+        mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
+        return locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 
 
 def choose(located: Located, unified_controllers: frozenset[str]) -> CgroupMode:
@@ -275,8 +282,18 @@ def _make(base: str, name: str) -> str:
 
 
 def has_sessions(directory: str) -> bool:
-    """Whether a node's directory holds a cgroup other than the daemon's."""
+    """Whether a node's directory holds a cgroup other than the daemon's: a session's, or one of a process beside the
+    daemon, which may outlive it."""
     return any(entry.is_dir() and entry.name != LEAF for entry in os.scandir(directory))
+
+
+BESIDE = "sandkasten-beside-"
+"""Beginning of the names of cgroups of processes beside the daemon (`beside.py`)."""
+
+
+def is_ours(name: str) -> bool:
+    """Whether a cgroup of that name in a node's directory is the daemon's, or one of a process beside it."""
+    return name == LEAF or name.startswith(BESIDE)
 
 
 def _below(mount_point: str, parent: str) -> str:

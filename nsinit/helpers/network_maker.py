@@ -26,7 +26,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
 from nsinit.own_filters import NETWORK_MAKER
 from nsinit.sandbox.builder_steps import BuildFacts
-from nsinit.sandbox.network import make_sockets, open_way_out
+from nsinit.sandbox.network import make_sockets, open_proxy, open_way_out
 from nsinit.steps import StepFailed, Steps
 from nsinit.wire import control
 from nsinit.wire.protocol import MAX_DATAGRAM_BYTES, NETWORK_STAGE
@@ -40,7 +40,9 @@ _MAX_FDS = 2
 
 @dataclass(frozen=True, slots=True)
 class OpenWayOut:
-    """Open a way out. Descriptors that come along: the network namespace, and a socket for the three of the way out."""
+    """Open a way out. Descriptors that come along: the network namespace, and a socket for those of the way out."""
+
+    steers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ def _serve(order: OpenWayOut | MakeSockets, netns_fd: int, answer_fd: int, home_
         with steps.step(f"{NETWORK_STAGE}namespace"):
             syscalls.setns(netns_fd, k.CLONE_NEWNET)
         try:
-            made = make_sockets(order.count) if isinstance(order, MakeSockets) else open_way_out(netns_fd)
+            if isinstance(order, MakeSockets):
+                made = make_sockets(order.count)
+            else:
+                made = open_way_out(netns_fd) if order.steers else open_proxy()
         finally:
             syscalls.setns(home_fd, k.CLONE_NEWNET)
     except StepFailed as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import socket
 import struct
 
@@ -25,7 +26,7 @@ PROXY_PORT = 3128
 _MAP_CREATE = struct.Struct("=5I")
 _MAP_UPDATE = struct.Struct("=I4x3Q")
 _PROG_LOAD = struct.Struct("=IIQQIIQII16sII")
-_LINK_CREATE = struct.Struct("=4I")
+_LINK_CREATE = _PROG_ATTACH = struct.Struct("=4I")
 """Beginnings of `union bpf_attr`; the kernel takes the rest for 0."""
 _INSTRUCTION = struct.Struct("=BBhi")
 
@@ -124,17 +125,30 @@ def make_socket_map(*sockets: socket.socket) -> int:
 
 def load_steering(map_fd: int, own_address: bytes) -> int:
     """Load the program and return its descriptor."""
-    code = steering_program(map_fd, own_address)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = k.BPF_PROG_TYPE_SK_LOOKUP, len(code) // _INSTRUCTION.size, ctypes.addressof(buffer)
-    licence, no_log = ctypes.addressof(_LICENCE), (0, 0, 0)
-    attributes = _PROG_LOAD.pack(*program, licence, *no_log, 0, 0, _NAME, 0, k.BPF_SK_LOOKUP)
     try:
-        return syscalls.bpf(k.BPF_PROG_LOAD, attributes)
+        return _load(k.BPF_PROG_TYPE_SK_LOOKUP, k.BPF_SK_LOOKUP, steering_program(map_fd, own_address))
     except OSError as error:
         if error.errno == errno.EINVAL:
             error.strerror = "this kernel has no sk_lookup programs"
         raise
+
+
+def _load(kind: int, place: int, code: bytes) -> int:
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = kind, len(code) // _INSTRUCTION.size, ctypes.addressof(buffer), ctypes.addressof(_LICENCE)
+    return syscalls.bpf(k.BPF_PROG_LOAD, _PROG_LOAD.pack(*program, 0, 0, 0, 0, 0, _NAME, 0, place))
+
+
+def refuse_connections(cgroup_fd: int) -> None:
+    """Let no process of a v2 cgroup connect over IPv4: what the egress process has done to itself, in short, for a
+    trial. It lasts as long as the cgroup."""
+    refuse = _INSTRUCTION.pack(_MOVE_VALUE, 0, 0, 0) + _INSTRUCTION.pack(_EXIT, 0, 0, 0)
+    program_fd = _load(k.BPF_PROG_TYPE_CGROUP_SOCK_ADDR, k.BPF_CGROUP_INET4_CONNECT, refuse)
+    try:
+        attributes = _PROG_ATTACH.pack(cgroup_fd, program_fd, k.BPF_CGROUP_INET4_CONNECT, 0)
+        syscalls.bpf(k.BPF_PROG_ATTACH, attributes)
+    finally:
+        os.close(program_fd)
 
 
 def link_to_network(program_fd: int, netns_fd: int) -> int:

@@ -5,7 +5,8 @@ The builder runs the first two, inside the namespace. `sys/net` of any `proc` sh
 A way out adds no device and no route that leads anywhere: every address becomes one of the loopback's, and a program
 steers what is sent there to two sockets, which are answered from outside by whoever is handed them (`network_maker`
 runs this part). The link of the program comes last, so nothing is steered before all is there, and it goes with the
-last copy of its descriptor. Without it a connection is refused. A step that fails takes back those before it.
+last copy of its descriptor. Without it a connection is refused. A step that fails takes back those before it. Where
+the kernel has no such programs, `open_proxy` leaves a proxy to those who use one.
 
 Nobody inside can change address, route or program: that takes capabilities in the initial user namespace. The kernel
 itself would answer a ping to any address, but nobody has a socket to ping with (`_SETTINGS`).
@@ -92,16 +93,9 @@ def open_way_out(netns_fd: int) -> list[int]:
     steps = Steps()
     with ExitStack() as undo, ExitStack() as passing:
         with steps.step(f"{NETWORK_STAGE}address and route"):
-            _add_address_and_route(undo)
+            _add(undo, _own_address(), _local_route())
         with steps.step(f"{NETWORK_STAGE}sockets"):
-            listener = undo.enter_context(_socket(socket.SOCK_STREAM))
-            # Connections inherit it, so that one to a foreign port keeps no server inside from that port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((ADDRESS, TCP_PORT))
-            listener.listen(_BACKLOG)
-            resolver = undo.enter_context(_socket(socket.SOCK_DGRAM))
-            resolver.setsockopt(socket.IPPROTO_IP, k.IP_PKTINFO, 1)  # tells which name server was asked (ip(7))
-            resolver.bind((ADDRESS, steering.DNS_PORT))
+            listener, resolver = _listen(undo, TCP_PORT)
         with steps.step(f"{NETWORK_STAGE}map"):
             map_fd = steering.make_socket_map(listener, resolver)
             passing.callback(os.close, map_fd)
@@ -112,6 +106,32 @@ def open_way_out(netns_fd: int) -> list[int]:
             link_fd = steering.link_to_network(program_fd, netns_fd)
         undo.pop_all()
         return [listener.detach(), resolver.detach(), link_fd]
+
+
+def open_proxy() -> list[int]:
+    """Make what there can be of a way out where the kernel does not steer, and return two descriptors: the listener at
+    the port of the proxy, and the socket of DNS. No other address can be connected to. Raises as `open_way_out`."""
+    steps = Steps()
+    with ExitStack() as undo:
+        with steps.step(f"{NETWORK_STAGE}address"):
+            _add(undo, _own_address())
+        with steps.step(f"{NETWORK_STAGE}sockets"):
+            listener, resolver = _listen(undo, steering.PROXY_PORT)
+        undo.pop_all()
+        return [listener.detach(), resolver.detach()]
+
+
+def _listen(undo: ExitStack, port: int) -> tuple[socket.socket, socket.socket]:
+    """Listen for connections at a port of the own address, and for questions at that of DNS."""
+    listener = undo.enter_context(_socket(socket.SOCK_STREAM))
+    # Connections inherit it, so that one to a foreign port keeps no server inside from that port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((ADDRESS, port))
+    listener.listen(_BACKLOG)
+    resolver = undo.enter_context(_socket(socket.SOCK_DGRAM))
+    resolver.setsockopt(socket.IPPROTO_IP, k.IP_PKTINFO, 1)  # tells which name server was asked (ip(7))
+    resolver.bind((ADDRESS, steering.DNS_PORT))
+    return listener, resolver
 
 
 def make_sockets(count: int) -> list[int]:
@@ -128,14 +148,25 @@ def _socket(kind: socket.SocketKind) -> socket.socket:
     return socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
-def _add_address_and_route(undo: ExitStack) -> None:
-    """Give the loopback the own address, and make every address one of the loopback's."""
-    address = _IFADDRMSG.pack(socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, _LO)
-    address += netlink.attribute(_IFA_LOCAL, _OWN) + netlink.attribute(_IFA_ADDRESS, _OWN)
+_Addition = tuple[int, int, bytes]
+"""Of a thing: the kind of the message that adds it, of the one that removes it, and the body of both."""
+
+
+def _own_address() -> _Addition:
+    body = _IFADDRMSG.pack(socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, _LO)
+    body += netlink.attribute(_IFA_LOCAL, _OWN) + netlink.attribute(_IFA_ADDRESS, _OWN)
+    return netlink.RTM_NEWADDR, netlink.RTM_DELADDR, body
+
+
+def _local_route() -> _Addition:
+    """Return the route that makes every address one of the loopback's."""
     kind = 0, 0, 0, _RT_TABLE_LOCAL, _RTPROT_STATIC, _RT_SCOPE_HOST, _RTN_LOCAL, 0
-    route = _RTMSG.pack(socket.AF_INET, *kind)
-    route += netlink.attribute(_RTA_OIF, struct.pack("=I", _LO)) + netlink.attribute(_RTA_PREFSRC, _OWN)
-    added = (netlink.RTM_NEWADDR, netlink.RTM_DELADDR, address), (netlink.RTM_NEWROUTE, netlink.RTM_DELROUTE, route)
+    body = _RTMSG.pack(socket.AF_INET, *kind)
+    body += netlink.attribute(_RTA_OIF, struct.pack("=I", _LO)) + netlink.attribute(_RTA_PREFSRC, _OWN)
+    return netlink.RTM_NEWROUTE, netlink.RTM_DELROUTE, body
+
+
+def _add(undo: ExitStack, *added: _Addition) -> None:
     flags = netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
     requests = b"".join(netlink.message(add, body, flags) for add, _, body in added)
     statuses = netlink.ask(netlink.NETLINK_ROUTE, requests, len(added))

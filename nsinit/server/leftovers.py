@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nsinit.cgroup.session import SessionCgroup, kill_listed, read_file, read_processes, was_removed
-from nsinit.cgroup.tree import LEAF, Located, Tree, owner_of, read_owner
+from nsinit.cgroup.tree import Located, Tree, is_ours, owner_of, read_owner
 from nsinit.kernel.files import write_file
 from nsinit.kernel.mountinfo import is_below, parse_points
 from nsinit.log import log
@@ -200,7 +200,7 @@ def _foreign_cgroups(directory: str) -> list[str]:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    return [name for name in names if name != LEAF and not is_session_id(name)]
+    return [name for name in names if not is_ours(name) and not is_session_id(name)]
 
 
 def _foreign_names(directory: str) -> list[str]:

@@ -168,7 +168,7 @@ def remove_run_cgroup(node: StartedNsinit, request: p.RemoveRunCgroup) -> Work:
 
 
 def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
-    fds = yield from node.sessions.open_network(request.session_id)
+    fds = yield from node.sessions.open_network(request.session_id, steers=request.steers)
     return p.NetworkOpened(request.seq, request.session_id), fds
 
 

@@ -317,13 +317,13 @@ class Sessions:
         passing(self.births.machine.crash, "nsinit.exec.group_removed")
         return is_gone
 
-    def open_network(self, session_id: str) -> Generator[Wait, bool, list[int]]:
-        """Open a way out of a running session's network; return its three descriptors. Raises `StepFailed`."""
+    def open_network(self, session_id: str, *, steers: bool) -> Generator[Wait, bool, list[int]]:
+        """Open a way out of a running session's network; return its descriptors. Raises `StepFailed`."""
         identity = self._with_network(session_id)
         deadline_s = time.monotonic() + _PORTS_PATIENCE_S
         while True:
             try:
-                fds = yield from self._work_in_network(identity, OpenWayOut(), FDS_OF_WAY_OUT)
+                fds = yield from self._work_in_network(identity, OpenWayOut(steers), FDS_OF_WAY_OUT)
                 break
             except (OSError, StepFailed) as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -368,7 +368,8 @@ class Sessions:
     def _work_in_network(
         self, identity: Identity, order: OpenWayOut | MakeSockets, count: int
     ) -> Generator[Wait, bool, list[int]]:
-        """Have an order about a session's network carried out; return the `count` descriptors that come of it."""
+        """Have an order about a session's network carried out; return the descriptors that come of it, at most
+        `count`."""
         self.network_makers.start_once()
         netns_fd = open_network(identity)
         # Descriptors that nobody takes are closed with this pair.

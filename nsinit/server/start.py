@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from nsinit.cgroup import beside as beside_daemon
 from nsinit.cgroup import disk_io
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.tree import owner_of, read_owner, set_owner
@@ -24,7 +25,6 @@ from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import HelperPool
 from nsinit.kernel import landlock, mounts, slots, stage
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
-from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.kernel.seccomp.filters import prepare
 from nsinit.log import log
 from nsinit.own_filters import BUILDER, CGROUP_MAKER, NETWORK_MAKER, NSINIT, PartFilters
@@ -83,6 +83,7 @@ class StartedNsinit:
         self.sessions.cgroup_emptiers.stop()
         self.sessions.network_makers.stop()
         births.forker.stop()
+        beside_daemon.sweep(self.leftovers.located, births.tree)
         cgroup_tree.release(births.tree, self.leftovers.located)
         births.slots.close()
         os.close(self.lock_fd)
@@ -134,11 +135,12 @@ def _start(
         lease = slots.RangeLocks()
         undo.callback(lease.close)
     with steps.step("cgroups"):
-        located = locate()
+        located = cgroup_tree.locate_process()
         name = cgroup_tree.name_of_node(request.node_id)
         beside, parent = (grant.beside, grant.cgroup_parent) if grant else ((), request.cgroup_parent)
         tree = cgroup_tree.claim(located, name=name, parent=parent, beside=beside)
         undo.callback(cgroup_tree.release, tree, located)
+        beside_daemon.sweep(located, tree)
         disk_io.check(tree, request.io, io_disk)
         _own(tree, layout)
         cgroup_tree.bound_pids(tree)
@@ -235,13 +237,6 @@ def _own(tree: cgroup_tree.Tree, layout: Layout) -> None:
 def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
     """Return the ids of sessions that an earlier nsinit built and that still run."""
     return frozenset(found.identity.base_uid for found in scan(tree, layout)[0] if found.identity is not None)
-
-
-def locate(pid: int | None = None) -> cgroup_tree.Located:
-    """Return the cgroups of this process, or of another one. Raises `OSError`."""
-    with open("/proc/self/mountinfo", "rb") as mountinfo, open(f"/proc/{pid or 'self'}/cgroup", "rb") as own:
-        mounted = parse_mountinfo(os.fsdecode(mountinfo.read()))
-        return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 
 
 def _lock(path: str) -> int:

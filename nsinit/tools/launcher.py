@@ -3,7 +3,7 @@
 A process of its own, root, started before the daemon changes its user. Owns one nsinit at a time: starts it, reaps it,
 and kills it when the daemon has gone and nsinit does not end by itself. Does the same for the preview gateway, the
 broker and the egress process, which start with these privileges and give them away themselves; the last may outlive the
-daemon. Two ways of life, by the argument:
+daemon. Names the cgroups of the three, and removes them. Two ways of life, by the argument:
 
 - `LaunchForParent`: descriptor 3 leads to the daemon that started the launcher. The daemon may say `START`,
   `START_EGRESS` and the like, with the socket and the log of the process, `KILL` and the like, nothing else. The
@@ -13,7 +13,8 @@ daemon. Two ways of life, by the argument:
   programs first, that is done at once, and answered on this connection. SIGTERM ends nsinit in good order, and the
   launcher; the other two end with the daemon's end of their sockets.
 
-Reads no file and parses nothing but its argument. Sources: unix(7) SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
+Reads what the kernel says of its cgroups and no other file, and parses nothing else but its argument. Sources: unix(7)
+SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel.capabilities import START_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.constants import CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_KILL
 from nsinit.kernel.syscalls import capget, capset
@@ -74,10 +76,11 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Charge:
-    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid."""
+    """The one process of its kind, if one runs. `spawn` starts it with a socket and a log, and returns its pid; `tidy`
+    is called when it has been reaped."""
 
-    def __init__(self, name: str, spawn: Callable[[int, int], int]) -> None:
-        self.name, self._spawn = name, spawn
+    def __init__(self, name: str, spawn: Callable[[int, int], int], tidy: Callable[[], None] = lambda: None) -> None:
+        self.name, self._spawn, self._tidy = name, spawn, tidy
         self._pid = 0
         self.pidfd = -1
 
@@ -87,6 +90,11 @@ class Charge:
         self._pid = self._spawn(channel_fd, log_fd)
         self.pidfd = os.pidfd_open(self._pid)
         return self._pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended and is to be reaped."""
+        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
 
     def kill(self) -> None:
         if self.pidfd >= 0:
@@ -108,18 +116,27 @@ class Charge:
             log("warning", f"{self.name} failed", pid=self._pid, status=os.waitstatus_to_exitcode(status))
         os.close(self.pidfd)
         self.pidfd = -1
+        self._tidy()
 
 
-def _programs(grant: Grant, ca_file: str) -> dict[bytes, Charge]:
+def _programs(grant: Grant, permit: Iterable[str], ca_file: str) -> dict[bytes, Charge]:
     """Return what the launcher starts, by the words for it."""
-    argument, places = grant.encode(), ("broker", grant.data_dir, ca_file)
+    argument = grant.encode()
+
+    def beside(name: str, role: str, *words: str) -> Charge:
+        cgroups: list[str] = []
+
+        def spawn(channel_fd: int, log_fd: int) -> int:
+            cgroups[:] = name_cgroups(role, grant.cgroup_parent)
+            return spawn_egress(channel_fd, log_fd, role, *words, cgroups=cgroups)
+
+        return Charge(name, spawn, lambda: remove_cgroups(cgroups))
+
     return {
         START: Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument)),
-        START_EGRESS: Charge("egress process", spawn_egress),
-        START_GATEWAY: Charge(
-            "preview gateway", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, "gateway")
-        ),
-        START_BROKER: Charge("broker", lambda channel_fd, log_fd: spawn_egress(channel_fd, log_fd, *places)),
+        START_EGRESS: beside("egress process", "egress", *(f"permit={network}" for network in permit)),
+        START_GATEWAY: beside("preview gateway", "gateway"),
+        START_BROKER: beside("broker", "broker", f"data={grant.data_dir}", *([f"ca={ca_file}"] if ca_file else [])),
     }
 
 
@@ -191,7 +208,7 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     grant = Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters)
-    programs = _programs(grant, what.ca_file)
+    programs = _programs(grant, what.permit, what.ca_file)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
@@ -208,7 +225,9 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     except ConnectionError:
         pass  # it died while being answered
     for word, program in programs.items():
-        if word != START_EGRESS:  # that serves sessions until the next daemon comes, or ends by itself without any
+        if (
+            word != START_EGRESS or program.has_ended
+        ):  # that serves sessions until the next daemon comes, or ends by itself without any
             program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)
@@ -250,7 +269,7 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    LauncherService(listener, what.uid, _programs(grant, what.ca_file), manager).serve(stop_read)
+    LauncherService(listener, what.uid, _programs(grant, what.permit, what.ca_file), manager).serve(stop_read)
     manager.tell(b"STOPPING=1")
     listener.close()
 

@@ -29,6 +29,7 @@ from nsinit.cgroup.tree import (
     Located,
     Tree,
     home_of,
+    locate_process,
     name_of_node,
     owner_of,
     read_owner,
@@ -36,7 +37,6 @@ from nsinit.cgroup.tree import (
 from nsinit.scheduler import Wait
 from nsinit.server.leftovers import HostView, Leftovers, directories_named
 from nsinit.server.sessions import scan
-from nsinit.server.start import locate
 from nsinit.storage.paths import Layout
 from nsinit.wire.validate import check_data_dir, check_node_id, is_session_id
 
@@ -57,7 +57,7 @@ def look(layout: Layout, name: str, recorded: frozenset[str], nsinit: int) -> di
     """Return the object to print. Nothing is found in a data directory in which no nsinit has worked."""
     if not all(map(os.path.isdir, (layout.sessions, layout.run, layout.trash))):
         return {"found": [], "leftovers": [], "homes": [], "rivals": []}
-    located = locate(nsinit or None)
+    located = locate_process(nsinit or None)
     homes, rivals = choose_homes(located, layout, name, recorded)
     tree = tree_of(located, name, homes)
     leftovers = Leftovers(tree, layout, located, name, HostView.open())

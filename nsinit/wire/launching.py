@@ -185,8 +185,9 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 @dataclass(frozen=True, slots=True)
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
-    the daemon, with device and inode; the launcher removes them when the daemon ends. `ca_file`: authorities of servers
-    besides the machine's, for the broker; root says which."""
+    the daemon, with device and inode; the launcher removes them when the daemon ends. `permit`: private networks that
+    the kernel lets the egress process reach. `ca_file`: authorities of servers besides the machine's, for the broker.
+    Root says both."""
 
     data_dir: str
     gid: int
@@ -194,6 +195,7 @@ class LaunchForParent:
     pid: int
     sockets: tuple[tuple[str, int, int], ...] = ()
     own_filters: bool = True
+    permit: tuple[str, ...] = ()
     ca_file: str = ""
 
     def encode(self) -> str:
@@ -204,7 +206,7 @@ class LaunchForParent:
 class LaunchForUser:
     """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
     socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none.
-    `cgroup_parent`: as in `Grant`; `ca_file`: as in `LaunchForParent`."""
+    `cgroup_parent`: as in `Grant`. `permit`, `ca_file`: as in `LaunchForParent`."""
 
     data_dir: str
     gid: int
@@ -214,6 +216,7 @@ class LaunchForUser:
     beat_s: float = 0.0
     own_filters: bool = True
     cgroup_parent: str = AUTO
+    permit: tuple[str, ...] = ()
     ca_file: str = ""
 
     def encode(self) -> str:

@@ -338,12 +338,16 @@ class OpenNetwork(Request["NetworkOpened"]):
     """Open a way out of a running session's network: whatever is sent to an address that is not the session's own comes
     to two sockets. They exist as long as a copy of their descriptors; a connection is refused without.
 
+    With `steers` false, for a kernel that can't steer: nothing but the session's name server and the proxy at its own
+    address is there, and two descriptors come without the link.
+
     `Failed`, with a stage that begins with `NETWORK_STAGE`: the session has no way out, or the one that it had. With
     `EADDRINUSE` somebody still has the sockets of an earlier one, or a program of the session has their ports.
     """
 
     seq: int
     session_id: str
+    steers: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ from sandkasten.actors.session.messages import (
     ResumeSession,
     Stats,
     Update,
+    Wake,
 )
 from sandkasten.actors.session.watch import translating_death
 from sandkasten.actors.supervision import ChildSpec, GiveUp
@@ -69,8 +70,8 @@ from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.network import resolve_network
-from sandkasten.admission.previews import check_previews, preview_key
+from sandkasten.admission.network import fit_network, resolve_network
+from sandkasten.admission.previews import check_preview, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.admission.secrets import placeholder_key
 from sandkasten.config import MIB, Config, DiskSettings
@@ -265,6 +266,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             metrics=self._metrics,
             start=self._start_egress,
             path=DataPaths(self._config.data_dir).egress,
+            steers=self._machine.steers,
         )
         await actor.run(task_status=task_status)
 
@@ -276,6 +278,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._directory,
             key=preview_key(self._node.run_key),
             use=_use,
+            wake=_wake,
             start=self._start_egress,
         )
         try:
@@ -356,8 +359,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def create(self, spec: SessionSpec) -> Session:
         began = trio.current_time()
         outcome, timings_ms = "bug", dict[str, float]()
+        network = fit_network(spec.network, self._config, steers=self._machine.steers)
         try:
-            session = await self._sessions.ask(sessions.Create(spec))
+            session = await self._sessions.ask(sessions.Create(attrs.evolve(spec, network=network)))
             outcome, timings_ms = "ok", dict(session.timings_ms)
         except SandkastenError as error:
             outcome = error.code
@@ -383,6 +387,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def update(self, session_id: str, patch: SessionPatch) -> Session:
         entry = await self._live(session_id)
         if patch.network is not None:
+            patch = attrs.evolve(patch, network=fit_network(patch.network, self._config, steers=self._machine.steers))
             resolve_network(patch.network, self._config)
         return await entry.ref.ask(Update(patch))
 
@@ -439,7 +444,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def open_preview(self, session_id: str, spec: PreviewSpec) -> SignedPreview:
         entry = await self._live(session_id)
-        check_previews(self._config.preview, has_gateway=self._start_egress is not None)
+        check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         preview = await entry.ref.ask(OpenPreview(spec))
         return await self._previews.ask_again(previews.SignPreview(session_id, preview))
 
@@ -595,6 +600,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def sweep(self) -> int:
         """Sweep now; return the number of sessions and leftovers that were settled."""
         return await self._reaper.ask(recovery.Sweep())
+
+
+async def _wake(entry: Entry) -> None:
+    await entry.ref.ask(Wake())
 
 
 async def _use(entry: Entry) -> None:

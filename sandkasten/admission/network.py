@@ -42,6 +42,13 @@ def resolve_network(asked: Network | None, config: Config) -> Network:
     return network
 
 
+def fit_network(asked: Network | None, config: Config, *, steers: bool) -> Network:
+    """Return the network of a session that asks for this one, as this kernel can have it: where it does not steer, the
+    session's environment names the proxy, which is all there is."""
+    network = Network(NetworkMode(config.defaults.network_mode)) if asked is None else asked
+    return network if steers or not network.has_way_out else attrs.evolve(network, proxy_env=True)
+
+
 def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
     """Return the rules of a session as the way out takes them.
 

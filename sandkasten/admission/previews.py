@@ -12,14 +12,19 @@ import hmac
 from collections.abc import Sequence
 
 from sandkasten.config import PreviewSettings
-from sandkasten.model.errors import PreviewsOff
-from sandkasten.model.network import Preview, PreviewAccess
+from sandkasten.model.errors import InvalidRequest, PreviewsOff
+from sandkasten.model.network import Preview, PreviewAccess, PreviewSpec
 
 
-def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:
-    """Raise `PreviewsOff` unless the node serves previews, which takes a way to start a gateway."""
-    if settings.listen is None:
-        raise PreviewsOff("this node serves no previews: preview.listen is not set", setting="preview.listen")
+def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: bool) -> None:
+    """Raise `PreviewsOff` unless the node serves such previews, which takes a way to start a gateway, and
+    `InvalidRequest` for a port of the node where none is needed."""
+    is_local = spec.access is PreviewAccess.LOCAL
+    if (settings.publish if is_local else settings.listen) is None:
+        setting = "preview.publish" if is_local else "preview.listen"
+        raise PreviewsOff(f"this node serves no such previews: {setting} is not set", setting=setting)
+    if spec.host_port and not is_local:
+        raise InvalidRequest("a port of the node is for the access local", host_port='needs "access": "local"')
     if not has_gateway:
         raise PreviewsOff("this daemon has no way to start a gateway")
 
@@ -27,6 +32,12 @@ def check_previews(settings: PreviewSettings, *, has_gateway: bool) -> None:
 def preview_key(node_key: bytes) -> bytes:
     """Return the key of tokens, which the node's key gives away and that does not give away the node's."""
     return hmac.digest(node_key, b"sandkasten previews", hashlib.sha256)
+
+
+def published_url(settings: PreviewSettings, host_port: int) -> str:
+    """Return where a published port is reached."""
+    host = settings.publish or ""
+    return f"tcp://[{host}]:{host_port}" if ":" in host else f"tcp://{host}:{host_port}"
 
 
 def preview_url(settings: PreviewSettings, session_id: str, port: int, *, listen_port: int) -> str:
@@ -47,7 +58,7 @@ def sign_preview(key: bytes, session_id: str, preview: Preview) -> str:
 
 def is_admitted(key: bytes, session_id: str, preview: Preview, tokens: Sequence[str]) -> bool:
     """Whether one of the tokens is that of the preview, or none is needed."""
-    if preview.access is PreviewAccess.PUBLIC:
+    if preview.access is not PreviewAccess.TOKEN:
         return True
     token = sign_preview(key, session_id, preview).encode()
     return any(hmac.compare_digest(token, each.encode()) for each in tokens)

@@ -367,7 +367,7 @@ TABLE = RouteTable(
                 body=previews.PreviewRequest,
                 answer=previews.OpenedPreviewBody,
                 statuses=_CREATED,
-                errors=(errors.PreviewsOff,),
+                errors=(errors.PreviewsOff, errors.Conflict),
             ),
             _json("GET", f"{_SESSION}/previews", previews.list_previews, LOOK, answer=previews.PreviewsBody),
             _json(

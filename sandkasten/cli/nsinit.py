@@ -65,6 +65,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
         notifier.beat_s or 0.0,
         config.security.own_filters,
         arguments.cgroup or AUTO,
+        config.egress.permit,
         str(config.egress.ca_file or ""),
     )
     command = launcher_command(what.encode())

@@ -142,6 +142,7 @@ def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequen
             os.getpid(),
             tuple(early.unix_paths),
             config.security.own_filters,
+            config.egress.permit,
             str(config.egress.ca_file or ""),
         )
         launcher = open_launcher(what)

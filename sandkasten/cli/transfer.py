@@ -2,7 +2,8 @@
 
 `port` needs no route of the server's: each connection is a process inside, a relay of a few lines, whose input and
 output are the connection. It needs python3 or bash in the image; with bash alone, a client that closes only its own
-side of the connection is not told to the server inside.
+side of the connection is not told to the server inside. So it works with a server anywhere, and only its key lets in;
+`--publish` carries without a process inside, and listens on the server's machine, for whoever is there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import os
 import re
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
     from anyio.abc import SocketStream
 
     from sandkasten.sdk import FileStream, Run, SandboxClient, Session
-    from sandkasten.sdk.types import FileInfo
+    from sandkasten.sdk.types import FileInfo, Preview
 
 _PLACE = re.compile(r"(?P<session>|[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
 """A path in a session; without a name the last one used, since a word that begins with - would be an option."""
 _PIPE = "-"
+_PUBLISHED_S = 300
+"""Seconds for which a port is published at a time."""
+_CLOSE_S = 5.0
 
 
 # cp
@@ -190,14 +194,16 @@ async def _save_as_tar(stream: FileStream, info: FileInfo, name: str, progress: 
 def add_port(parser: argparse.ArgumentParser) -> None:
     add_session(parser)
     parser.add_argument("ports", nargs="*", metavar="[LOCAL:]REMOTE", help="without any: list what listens")
-    parser.add_argument("--preview", action="store_true", help="print a URL for each REMOTE instead, for an hour")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--preview", action="store_true", help="print a URL for each REMOTE instead, for an hour")
+    way.add_argument("--publish", action="store_true", help="listen on the server's machine instead, until ^C")
     parser.add_argument("--address", default="127.0.0.1", metavar="HOST", help="where to listen (127.0.0.1)")
     add_client_options(parser)
     parser.set_defaults(command=verb(port))
 
 
 async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
-    """Forward ports until ^C, open previews of them, or list those on which a session listens."""
+    """Forward ports until ^C, publish or open previews of them, or list those on which a session listens."""
     wanted = [_ports_of(each) for each in arguments.ports]
     session = await find_session(client, arguments.session)
     if arguments.preview:
@@ -219,6 +225,9 @@ async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
             print_table(("PORT", "ADDRESS"), [(each.port, each.address) for each in found])
         return 0
 
+    if arguments.publish:
+        return await _publish(arguments, session, wanted)
+
     import anyio
 
     async with anyio.create_task_group() as tasks:
@@ -236,6 +245,33 @@ async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
             relay = _Forwarding(session, remote)
             tasks.start_soon(listener.serve, relay.carry)
     return 0
+
+
+async def _publish(arguments: argparse.Namespace, session: Session, wanted: Sequence[tuple[int, int]]) -> int:
+    """Publish ports until ^C; they end by themselves soon after this program, if it can't close them."""
+    import anyio
+
+    from sandkasten import errors
+
+    opened: dict[int, Preview] = {}
+    try:
+        for local, remote in wanted:
+            made = opened[remote] = await session.preview(
+                remote, access="local", host_port=local, ttl_seconds=_PUBLISHED_S
+            )
+            if arguments.json:
+                print_json({"url": made.url, "local": made.host_port, "remote": remote})
+            else:
+                print(f"{made.url} on the server's machine leads to port {remote} of {printable_line(session.id)}")
+            await write_held()
+        while True:
+            await anyio.sleep(_PUBLISHED_S / 3)
+            for remote, made in opened.items():
+                await session.preview(remote, access="local", host_port=made.host_port, ttl_seconds=_PUBLISHED_S)
+    finally:
+        with anyio.move_on_after(_CLOSE_S, shield=True), contextlib.suppress(errors.SandkastenError):
+            for remote in opened:
+                await session.close_preview(remote)
 
 
 def _ports_of(text: str) -> tuple[int, int]:

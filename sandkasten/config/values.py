@@ -400,13 +400,38 @@ def _preview_domain(_instance: object, _attribute: attrs.Attribute[Any], value: 
         raise ValueError(f"preview.domain: {value!r} is no name in lower case such as preview.example.org")
 
 
+_LOWEST_PUBLISHED = 1024
+
+
+def _publish(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None:
+        try:
+            ipaddress.ip_address(value)
+        except ValueError:
+            raise ValueError(f"preview.publish: {value!r} is no address such as 127.0.0.1") from None
+
+
+def _publish_ports(instance: PreviewSettings, _attribute: attrs.Attribute[Any], value: str) -> None:
+    if not re.fullmatch(r"[1-9][0-9]{3,4}-[1-9][0-9]{3,4}", value) or not instance.publish_range:
+        raise ValueError(f"preview.publish_ports: {value!r} is no range of ports from {_LOWEST_PUBLISHED} on")
+
+
 @attrs.frozen
 class PreviewSettings:
-    """Previews: HTTP from outside to servers in sessions. Off unless `listen` is an address for it. `domain` are the
-    last labels of their names; a proxy with TLS stands before the listener then."""
+    """Previews: from outside to servers in sessions. Over HTTP, off unless `listen` is an address for it; `domain` are
+    the last labels of their names, and a proxy with TLS stands before the listener then. As plain TCP, off unless
+    `publish` is an address, with one of `publish_ports` for each."""
 
     listen: str | None = attrs.field(default=None, validator=_preview_listen)
     domain: str | None = attrs.field(default=None, validator=_preview_domain)
+    publish: str | None = attrs.field(default=None, validator=_publish)
+    publish_ports: str = attrs.field(default=f"{_LOWEST_PUBLISHED}-65535", validator=_publish_ports)
+
+    @property
+    def publish_range(self) -> range:
+        """The ports of the node that may be published; empty if `publish_ports` is no range."""
+        low, high = (int(each) for each in self.publish_ports.split("-"))
+        return range(low, high + 1) if low >= _LOWEST_PUBLISHED and high <= 0xFFFF else range(0)
 
 
 @attrs.frozen

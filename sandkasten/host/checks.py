@@ -480,7 +480,7 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
         "sk_lookup": CheckRow(
             "way out",
             "",
-            "no session can have a network: creates that ask for one are refused",
+            "a session with a network has a proxy, for programs that obey its variables, and no other connection",
             _since("5.9", "CONFIG_BPF_SYSCALL=y, CONFIG_INET"),
         ),
         "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
@@ -514,6 +514,12 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "swapaccount=1 on the kernel command line, or cgroup v2, or `swapoff -a`",
         ),
         "clone_into_cgroup": CheckRow("birth in a cgroup", "", "a create takes some ms longer", _since("5.7")),
+        "address_programs": CheckRow(
+            "address programs",
+            "",
+            "what a way out may reach is checked by the process that carries it, and not by the kernel as well",
+            _since("4.18", "CONFIG_CGROUP_BPF=y, and a cgroup v2 tree"),
+        ),
         "cgroup_kill": CheckRow("cgroup.kill", "", "ends of sessions take longer", _since("5.14")),
         "cgroup_freeze": CheckRow("cgroup.freeze", "", "a session can't be held still", _since("5.2")),
         "pressure": CheckRow(

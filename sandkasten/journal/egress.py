@@ -28,6 +28,9 @@ from sandkasten.model.network import (
 KEPT = 1000
 """Entries that are kept of each session."""
 
+KEPT_OF_ALL = 50_000
+"""Entries that are kept of all sessions together, some tens of MiB; beyond it, the longest log loses its older half."""
+
 
 class SessionEgressLog:
     """The log of one session."""
@@ -37,6 +40,18 @@ class SessionEgressLog:
         self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
         self._last = time.time_ns() // 1000
         self._dropped = 0
+
+    @property
+    def kept(self) -> int:
+        """The number of entries."""
+        return len(self._entries)
+
+    def halve(self) -> int:
+        """Drop the older half of the entries; return their number."""
+        count = (len(self._entries) + 1) // 2
+        for _ in range(count):
+            self._entries.popleft()
+        return count
 
     @property
     def last(self) -> int:
@@ -98,6 +113,7 @@ class EgressLogs:
 
     def __init__(self) -> None:
         self._logs: dict[str, SessionEgressLog] = {}
+        self._kept = 0
         self._catch_up: Callable[[], None] | None = None
 
     def follow(self, catch_up: Callable[[], None]) -> None:
@@ -115,6 +131,16 @@ class EgressLogs:
             log.logging = logging
         else:
             self._logs[session_id] = SessionEgressLog(logging)
+
+    def add(self, entry: protocol.EgressEntry) -> EgressEntry | None:
+        """Keep an entry of a session that has a log, and return it; see `SessionEgressLog.add`."""
+        log = self._logs[entry.session_id]
+        before = log.kept
+        shown = log.add(entry)
+        self._kept += log.kept - before
+        if self._kept > KEPT_OF_ALL:
+            self._kept -= max(self._logs.values(), key=lambda each: each.kept).halve()
+        return shown
 
     def __iter__(self) -> Iterator[str]:
         """Return the ids of the sessions that have a log."""
@@ -138,7 +164,8 @@ class EgressLogs:
 
     def forget(self, session_id: str) -> None:
         """Drop the log of a session that has ended."""
-        self._logs.pop(session_id, None)
+        if (log := self._logs.pop(session_id, None)) is not None:
+            self._kept -= log.kept
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Literal, NoReturn, Protocol
 import attrs
 import trio
 
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import (
     FAILED,
@@ -155,11 +156,11 @@ Role = Literal["egress", "gateway", "broker"]
 
 class StartEgress(Protocol):
     """A way to start a role of the program `egress`. With a path it listens there, so that it can outlive its daemon,
-    and the socket of the `ChildProcess` is the first connection. `places` are the broker's, the data directory and a
-    file of authorities; a launcher takes those that root has told it.
+    and the socket of the `ChildProcess` is the first connection. `words` say what the process may reach, as
+    `egress/__main__.py` has them; a launcher has them from root, and takes none from the daemon.
     """
 
-    async def __call__(self, role: Role = "egress", path: Path | None = None, *places: str) -> ChildProcess: ...
+    async def __call__(self, role: Role = "egress", path: Path | None = None, *words: str) -> ChildProcess: ...
 
 
 async def start_as_child() -> ChildProcess:
@@ -169,11 +170,12 @@ async def start_as_child() -> ChildProcess:
         return ends.give(pid, os.pidfd_open(pid))
 
 
-async def start_egress_as_child(role: Role = "egress", path: Path | None = None, *places: str) -> ChildProcess:
+async def start_egress_as_child(role: Role = "egress", path: Path | None = None, *words: str) -> ChildProcess:
     """Start a role of the program `egress` as a child of this process."""
     with Ends(path) as ends:
-        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role, *places)
-        return ends.give(pid, os.pidfd_open(pid))
+        cgroups = name_cgroups(role)
+        pid = spawn_egress(ends.their_socket.fileno(), ends.log_write, role, *words, cgroups=cgroups)
+        return ends.give(pid, os.pidfd_open(pid), cgroups=cgroups)
 
 
 def find_egress(path: Path) -> tuple[ChildProcess, OwnedFd] | None:
@@ -245,11 +247,19 @@ class Ends:
             self.our_socket.close()
             os.close(self._log_read)
 
-    def give(self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None) -> ChildProcess:
-        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap."""
+    def give(
+        self, pid: int, pidfd: int, *, kill: Callable[[], None] | None = None, cgroups: Sequence[str] = ()
+    ) -> ChildProcess:
+        """Return the process; `kill` is given where it is the launcher's child, and is not ours to reap. `cgroups` are
+        removed when it has been reaped."""
         self._is_given = True
         owned = OwnedFd(pidfd)
-        ours = (lambda: _kill(owned), lambda: os.waitpid(pid, os.WNOHANG))
+
+        def reap() -> None:
+            os.waitpid(pid, os.WNOHANG)
+            remove_cgroups(cgroups)
+
+        ours = (lambda: _kill(owned), reap)
         return ChildProcess(self.our_socket, owned, OwnedFd(self._log_read), *((kill,) if kill else ours))
 
 
@@ -290,7 +300,7 @@ class Launcher:
         """
         return await self._start(START, KILL)
 
-    async def start_egress(self, role: Role = "egress", path: Path | None = None, *_places: str) -> ChildProcess:
+    async def start_egress(self, role: Role = "egress", path: Path | None = None, *_words: str) -> ChildProcess:
         """Have a role of the program `egress` started, after the end of the one before.
 
         Raises:
@@ -400,7 +410,7 @@ def start_egress_at(service: Path) -> StartEgress:
             sock.connect(os.fspath(service))
             sock.send(word)
 
-    async def start(role: Role = "egress", path: Path | None = None, *_places: str) -> ChildProcess:
+    async def start(role: Role = "egress", path: Path | None = None, *_words: str) -> ChildProcess:
         word, kill_word = _WORDS[role]
         try:
             with await _connect(service) as launcher:

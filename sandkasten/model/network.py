@@ -1,5 +1,5 @@
 """Values of a session's network: what a session may reach, its counters, the log of what it reached for, and previews:
-ports inside that are reached over HTTP from outside.
+ports inside that are reached from outside.
 
 Frozen and free of I/O. A rule is kept as its author wrote it, so that a client reads back what it sent; a rule that
 begins with `@` stands for a group of the configuration. `admission/network.py` checks rules and expands groups.
@@ -256,31 +256,39 @@ MAX_PREVIEWS = 16
 
 
 class PreviewAccess(enum.StrEnum):
-    """Access to a preview: for whoever has its token, or for whoever knows its name."""
+    """Access to a preview: for whoever has its token, or for whoever knows its name; or, as plain TCP on a port of the
+    node, for every program on the node's machine."""
 
     TOKEN = "token"
     PUBLIC = "public"
+    LOCAL = "local"
 
 
 @attrs.frozen
 class PreviewSpec:
-    """A preview to open. `keep_alive`: each request counts as a use of the session, whose idle end it puts off."""
+    """A preview to open. `keep_alive`: each request counts as a use of the session, whose idle end it puts off.
+    `resume`: a request ends a pause. `host_port`: the port of the node for the access `local`; 0 is any free one."""
 
     port: int
     ttl_s: int = 3600
     access: PreviewAccess = PreviewAccess.TOKEN
     keep_alive: bool = False
+    resume: bool = False
+    host_port: int = 0
 
 
 @attrs.frozen
 class Preview:
-    """An open preview. `epoch` is new with each opening, so that tokens of an earlier one are void."""
+    """An open preview. `epoch` is new with each opening, so that tokens of an earlier one are void. `host_port` is None
+    unless the access is `local`."""
 
     port: int
     access: PreviewAccess
     epoch: str
     expires_at: datetime
     keep_alive: bool = False
+    resume: bool = False
+    host_port: int | None = None
 
 
 @attrs.frozen

@@ -99,6 +99,12 @@ class Machine:
     checks: Sequence[Check]
     facts: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values
 
+    @property
+    def steers(self) -> bool:
+        """Whether the kernel can steer connections of a session to us."""
+        steering = self.check("sk_lookup")
+        return steering is not None and steering.verdict is Verdict.WORKS
+
     def check(self, check_id: str) -> Check | None:
         """Return one check, None if it was not made."""
         return next((each for each in self.checks if each.id == check_id), None)

@@ -508,16 +508,21 @@ class Session:
         port: int,
         *,
         ttl_seconds: int | None = None,
-        access: Literal["token", "public"] | None = None,
+        access: Literal["token", "public", "local"] | None = None,
         keep_alive: bool = False,
+        resume: bool = False,
+        host_port: int | None = None,
     ) -> Preview:
         """Open a preview of a port, in place of one that it has: HTTP and WebSockets from outside reach what listens
-        there, with the token of the answer, or without one if access is `public`.
+        there, with the token of the answer, or without one if access is `public`. With `local`, programs on the
+        server's machine reach it by plain TCP, on the port `host_port` or any free one.
 
         Raises:
-            PreviewsOff: the node serves none.
+            PreviewsOff: the node serves none of that kind.
+            Conflict: the port of the server's machine is taken.
         """
-        body = given(port=port, ttl_seconds=ttl_seconds, access=access, keep_alive=keep_alive)
+        asked = {"keep_alive": keep_alive, "resume": resume}
+        body = given(port=port, ttl_seconds=ttl_seconds, access=access, host_port=host_port, **asked)
         return Preview.take(await self._endpoint.ask("POST", "/previews", body))
 
     async def previews(self) -> list[Preview]:

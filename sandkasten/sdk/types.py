@@ -348,13 +348,15 @@ class SecretInfo(Taken):
 
 @dataclass
 class Preview(Taken):
-    """Port of a session that is reached over HTTP from outside until `expires_at`. `url` and `token` are known to
-    whoever opened it; `access` is `token` or `public`."""
+    """Port of a session that is reached from outside until `expires_at`. `url` and `token` are known to whoever opened
+    it; `access` is `token` or `public`, or `local` for plain TCP on `host_port` of the server's machine."""
 
     port: int
     access: str
     expires_at: str
     keep_alive: bool = False
+    resume: bool = False
+    host_port: int | None = None
     url: str | None = None
     token: str | None = field(default=None, repr=False)
 

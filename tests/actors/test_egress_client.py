@@ -41,7 +41,7 @@ class RefusingNsinit(Actor):
         raise self._failure
 
 
-async def _never(role: Role = "egress", path: Path | None = None, *places: str) -> ChildProcess:
+async def _never(role: Role = "egress", path: Path | None = None, *words: str) -> ChildProcess:
     raise AssertionError("no process is started for a session that has no sockets")
 
 
@@ -57,6 +57,7 @@ def _client(nsinit: Ref, start: StartEgress) -> EgressClient:
         metrics=Metrics(),
         start=start,
         path=Path("/nowhere/egress.sock"),
+        steers=True,
     )
 
 
@@ -97,7 +98,7 @@ def silent() -> Iterator[StartEgress]:
     """A way to start processes that answer nothing."""
     ends: list[socket.socket] = []
 
-    async def start(role: Role = "egress", path: Path | None = None, *places: str) -> ChildProcess:
+    async def start(role: Role = "egress", path: Path | None = None, *words: str) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends.append(theirs)
         log_read, log_write = os.pipe()

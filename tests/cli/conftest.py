@@ -211,12 +211,15 @@ class Terminal:
                 os.close(fd)
 
 
+_PREVIEWS = {"SANDKASTEN_PREVIEW_LISTEN": "127.0.0.1:0", "SANDKASTEN_PREVIEW_PUBLISH": "127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """A daemon with a key of its own making, in its data directory."""
     with (
         tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
-        running_daemon(Path(directory), SANDKASTEN_API_KEY="", SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon,
+        running_daemon(Path(directory), SANDKASTEN_API_KEY="", **_PREVIEWS) as daemon,
     ):
         daemon.wait_url()
         yield daemon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -9,7 +10,10 @@ import signal
 import socket
 import struct
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -197,6 +201,47 @@ def test_a_port_is_forwarded(command: Command, session: str) -> None:
         assert process.wait() == 143
         hanging.close()
     assert len(command.json("info", session)["runs"]) == 1
+
+
+@contextmanager
+def _published(command: Command, session: str, remote: int) -> Iterator[tuple[int, Popen[bytes]]]:
+    """Have a port published; yield the port of the server's machine, and the command, which is ended."""
+    with command.started("port", "--publish", session, f"0:{remote}") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield int(re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", line)[0]), process
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def _network_maker(command: Command) -> None:
+    """A helper of nsinit's, which is there from the first connection on and is no leak of a test."""
+    session = command.out("run", "-d").strip()
+    with (
+        contextlib.suppress(ConnectionResetError),
+        _published(command, session, 9) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link,
+    ):
+        link.recv(1)
+    command.out("rm", session)
+
+
+@pytest.mark.usefixtures("_network_maker")
+def test_a_port_is_published(command: Command, session: str) -> None:
+    """With `--publish` a port of the server's machine leads inside until ^C, and is free again then; one that is taken
+    is a sentence."""
+    command.out("exec", "-d", session, "--", "python3", "-c", SERVER)
+    _wait_listening(command, session)
+    with _published(command, session, 8000) as (port, process):
+        with socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link:
+            link.sendall(b"abc")
+            link.shutdown(socket.SHUT_WR)
+            assert b"".join(iter(lambda: link.recv(65536), b"")) == b"cba"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+    with socket.create_server(("127.0.0.1", port)):
+        done = command.run("port", "--publish", session, f"{port}:8000")
+    assert (done.returncode, done.stderr.count("\n"), "Address already in use" in done.stderr) == (125, 1, True), done
 
 
 def test_a_port_has_a_link(command: Command, session: str) -> None:

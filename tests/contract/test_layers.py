@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "egress": (
         Layer("__main__"),
-        Layer("gateway", "broker"),
+        Layer("gateway", "broker", "barrier"),
         Layer("authority"),
         Layer("safe"),
         Layer("server", "confinement"),
@@ -111,12 +111,13 @@ CONTRACTS = {
     "nsinit.wire.protocol",
     "nsinit.wire.launching",
     "nsinit.spawn",
+    "nsinit.cgroup.beside",
     "egress.protocol",
     "egress.knocking",
     "egress.brokering",
     "egress.policy",
 }
-"""All that the daemon may know of the other domains: what is said, how nsinit is started, and what a rule is."""
+"""All that the daemon may know of the other domains: what is said, how processes are started, and what a rule is."""
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}

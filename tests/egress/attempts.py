@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from egress import confinement
 
-_PR_GET_DUMPABLE, _PTRACE_ATTACH, _AF_VSOCK, _CLONE_NEWUSER = 3, 16, 40, 0x10000000
+_PR_GET_DUMPABLE, _PTRACE_ATTACH, _AF_VSOCK, _CLONE_NEWUSER, _IPPROTO_MPTCP = 3, 16, 40, 0x10000000, 262
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -38,10 +38,10 @@ def _thread() -> list[int]:
     return started
 
 
-def main(user_id: int, bpf_number: int) -> None:
+def main(user_id: int, bpf_number: int, *, dials: bool = True) -> None:
     """Print a JSON object."""
     with open("/proc/self/status") as status:
-        confinement.confine(user_id, user_id)
+        confinement.confine(user_id, user_id, dials=dials)
         lines = [line.rstrip("\n").partition(":\t") for line in status]
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     attempts: dict[str, Callable[[], object]] = {
@@ -62,9 +62,13 @@ def main(user_id: int, bpf_number: int) -> None:
         "mount": lambda: _call("mount", b"none", b"/mnt", b"tmpfs", 0, None),
         "bpf": lambda: _call("syscall", bpf_number, 0, 0, 0),
         "raw": lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP),
+        "ping": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP),
+        "mptcp": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, _IPPROTO_MPTCP),
+        "sctp": lambda: socket.socket(socket.AF_INET6, socket.SOCK_SEQPACKET, 0),
         "packet": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW),
         "vsock": lambda: socket.socket(_AF_VSOCK, socket.SOCK_STREAM),
         "netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+        "unix": lambda: socket.socket(socket.AF_UNIX),
         "internet": socket.socket,
         "internet6": lambda: socket.socket(socket.AF_INET6),
         "thread": _thread,

@@ -46,6 +46,7 @@ class BrokerProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(patience())
         self._seq = 0
+        words = [f"data={data_dir}", *([] if ca_file is None else [f"ca={ca_file}"])]
         entry = str(Path(egress_package.__file__).parent / "__main__.py")
 
         def prepare() -> None:
@@ -53,7 +54,7 @@ class BrokerProcess:
 
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-B", entry, "broker", str(data_dir), str(ca_file or "")],
+                [sys.executable, "-I", "-B", entry, "broker", *words],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(p.CHANNEL_FD,),

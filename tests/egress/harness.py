@@ -28,6 +28,7 @@ from egress import protocol as p
 from egress.policy import Address, PolicyMode
 from egress.resolver import KEPT_S, NoSuchName
 from egress.server import serve
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox.network import open_way_out
@@ -287,9 +288,11 @@ async def egress(
 
 
 class Program:
-    """The egress process as it really is: a program of its own, confined."""
+    """The egress process as it really is: a program of its own, in a cgroup, confined."""
 
-    def __init__(self, descriptors: int) -> None:
+    def __init__(self, permit: Sequence[str], descriptors: int) -> None:
+        self.cgroups = name_cgroups("egress")
+        words = [f"cgroup={each}" for each in self.cgroups] + [f"permit={each}" for each in permit]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.daemon = Egress(ours)
         self._log_read, log_write = os.pipe()
@@ -298,9 +301,10 @@ class Program:
         self._status: tuple[int, int] | None = None
         high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 64)  # dup2 onto itself would keep close-on-exec
         program = str(Path(egress_package.__file__).parent / "__main__.py")
+        limited = ["sh", "-c", 'ulimit -n "$0" && exec "$@"']
         self.pid = os.posix_spawn(
             "/bin/sh",
-            ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors), sys.executable, "-I", "-B", program],
+            [*limited, str(descriptors), sys.executable, "-I", "-B", program, "egress", *words],
             {},
             file_actions=[(os.POSIX_SPAWN_DUP2, log_write, 2), (os.POSIX_SPAWN_DUP2, high, p.CHANNEL_FD)],
         )
@@ -314,6 +318,7 @@ class Program:
             self._status = await trio.to_thread.run_sync(os.waitpid, self.pid, 0)
             self.log_so_far()
             os.close(self._log_read)
+            remove_cgroups(self.cgroups)
         return os.waitstatus_to_exitcode(self._status[1]), [json.loads(line) for line in self._log.splitlines()]
 
     def log_so_far(self) -> str:
@@ -327,7 +332,7 @@ class Program:
 @asynccontextmanager
 async def program(*permit: str, descriptors: int = 1024) -> AsyncIterator[Program]:
     """Run the process itself, and have it end well if the test has not waited for its end."""
-    process = Program(descriptors)
+    process = Program(permit, descriptors)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(process.daemon.read)
         await process.daemon.done(lambda seq: p.Configure(seq, permit))

@@ -21,11 +21,12 @@ from tests import cbpf
 
 _ROOT = str(Path(confinement.__file__).parents[1])
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+_SOCK_CLOEXEC = 0x80000
 
 _MAIN = """
 import os, sys
 sys.argv = ["egress"]
-from egress import __main__, confinement
+from egress import __main__, barrier, confinement, resolver
 
 def fail(*arguments):
     raise OSError(1, "refused")
@@ -42,10 +43,10 @@ def run_program(text: str) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def inside() -> dict[str, Any]:
+def inside(*, dials: bool = True) -> dict[str, Any]:
     """Confine a process, try everything in it, and return what came of each attempt."""
     bpf = REFUSED["bpf"][ARCHITECTURES[platform.machine()][0]]
-    done = run_program(f"from tests.egress import attempts; attempts.main({EGRESS_ID}, {bpf})")
+    done = run_program(f"from tests.egress import attempts; attempts.main({EGRESS_ID}, {bpf}, dials={dials})")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -76,21 +77,28 @@ def test_the_user_is_nobody_else() -> None:
         "setns",
         "mount",
         "bpf",
+        "raw",
+        "ping",
+        "mptcp",
+        "sctp",
         "packet",
         "vsock",
     ],
 )
 def test_the_filter_refuses(attempt: str) -> None:
-    """Each call fails with EPERM."""
-    assert inside()[attempt] == "errno 1"
+    """Each call fails with EPERM, in either role. A socket of MPTCP would connect past the programs of a cgroup."""
+    assert inside()[attempt] == inside(dials=False)[attempt] == "errno 1"
 
 
-def test_a_raw_socket_takes_a_capability() -> None:
-    """The filter lets the family through, the kernel refuses."""
-    assert inside()["raw"] == "errno 1"
+def test_the_gateway_makes_no_socket_and_reads_no_file() -> None:
+    """Sockets are handed to the gateway, and it looks no name up."""
+    found = inside(dials=False)
+    assert {found[each] for each in ("internet", "internet6", "netlink", "unix")} == {"errno 1"}
+    if confinement.landlock_version():
+        assert found["hosts"] == "errno 13"
 
 
-@pytest.mark.parametrize("attempt", ["internet", "internet6", "netlink", "thread", "lookup"])
+@pytest.mark.parametrize("attempt", ["internet", "internet6", "netlink", "unix", "thread", "lookup"])
 def test_the_work_goes_on(attempt: str) -> None:
     """Sockets of the internet, threads, and look-ups of names in them."""
     assert not str(inside()[attempt]).startswith("errno")
@@ -110,7 +118,7 @@ def test_no_file_but_those_of_look_ups_can_be_read_and_none_written() -> None:
     [
         *("confinement.resource.setrlimit", "os.setgroups", "os.setresgid", "os.setresuid", "confinement._prctl"),
         *("confinement._check_nothing_is_left", "confinement.landlock_version", "confinement._keep_files"),
-        "confinement.enter_filter",
+        *("confinement.enter_filter", "resolver.own_addresses", "barrier.enclose"),
     ],
 )
 def test_a_step_that_fails_ends_the_process(failing: str) -> None:
@@ -139,7 +147,19 @@ def test_the_filter_says_the_same_on_both_machines(arch: Any) -> None:
     assert answers["clone3"] == _ENOSYS
     assert cbpf.run(program, audit, numbers["clone"], 0x3D0F00) == _ALLOW  # pthread_create(3)
     assert cbpf.run(program, audit, numbers["clone"], 0x11) == _EPERM  # fork(3)
-    families = [family for family in range(64) if cbpf.run(program, audit, numbers["socket"], family) == _ALLOW]
-    assert families == [1, 2, 10, 16]
+    sockets = {
+        (family, kind, number)
+        for family in range(64)
+        for kind in range(16)
+        for number in (0, 1, 6, 17, 33, 132, 136, 256, 262)
+        if cbpf.run(program, audit, numbers["socket"], family, kind | _SOCK_CLOEXEC, number) == _ALLOW
+    }
+    assert {each for each in sockets if each[0] in (2, 10)} == {
+        (family, kind, number) for family in (2, 10) for kind in (1, 2) for number in (0, 6, 17)
+    }
+    assert {family for family, _, _ in sockets} == {1, 2, 10, 16}
+    closed = cbpf.load(filter_program(arch, dials=False))
+    assert {cbpf.run(closed, audit, numbers["socket"], family, 1) for family in range(64)} == {_EPERM}
+    assert cbpf.run(closed, audit, numbers["connect"]) == _ALLOW
     assert cbpf.run(program, audit, 0x40000000 + numbers["read"]) == _EPERM
     assert cbpf.run(program, 0x40000003, 11) == _KILL  # a call of i386

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import array
 import os
+import resource
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from egress import protocol as p
 from egress import server as egress_server
 from egress import state
 from egress.state import OWN_DESCRIPTORS
-from tests.egress.harness import PUBLIC, Egress, Names, egress, is_refused, is_reset, program, server
+from tests.egress.harness import PUBLIC, Egress, Inside, Names, egress, is_refused, is_reset, program, server
 from tests.waiting import patience, until
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -172,6 +173,11 @@ async def test_a_daemon_that_does_not_read_stops_nothing(monkeypatch: pytest.Mon
 # The program
 
 
+def events(log: list[dict[str, object]]) -> list[object]:
+    """Return the events of a log, without what this machine lacks."""
+    return [each["event"] for each in log if each["event"] != "less_protected"]
+
+
 async def test_the_process_ends_with_its_daemon() -> None:
     """The socket's end is the end, without an error, and connections break."""
     async with program("127.0.0.0/8") as process, server("127.0.0.1", 5000):
@@ -184,7 +190,7 @@ async def test_the_process_ends_with_its_daemon() -> None:
             process.daemon.channel.close()
             with trio.fail_after(patience()):
                 status, log = await process.ended()
-            assert (status, [each["event"] for each in log]) == (0, ["started"])
+            assert (status, events(log)) == (0, ["started"])
             assert await is_reset(stream)
 
 
@@ -199,7 +205,7 @@ async def test_garbage_is_the_end(garbage: bytes) -> None:
         with trio.fail_after(patience()):
             status, log = await process.ended()
         assert status == 1
-        assert [each["event"] for each in log] == ["started", "protocol"]
+        assert events(log) == ["started", "protocol"]
 
 
 async def test_connections_wait_while_there_are_no_descriptors() -> None:
@@ -223,6 +229,46 @@ async def test_connections_wait_while_there_are_no_descriptors() -> None:
         for stream in streams[room:]:
             assert await answers(stream)
             await stream.aclose()
+
+
+async def test_a_session_that_no_descriptor_is_left_for_is_refused() -> None:
+    """The request fails with a reason, and a session that was there before goes on."""
+    policy = p.PolicyText("allow", ("localhost:5000",))
+    limit = OWN_DESCRIPTORS + 2 * p.MAX_FDS + 2
+    async with program("127.0.0.0/8", descriptors=limit) as process, server("127.0.0.1", 5000):
+        first = await process.daemon.attach("localhost:5000")
+        with closing(Inside()) as other:
+
+            async def attach(name: str) -> p.EgressAnswer:
+                return await process.daemon.ask(partial(p.AttachSession, session_id=name, policy=policy), other.fds)
+
+            assert isinstance(await attach("s-2"), p.Accomplished)
+            refused = await attach("s-3")
+            assert isinstance(refused, p.EgressFailed)
+            assert (refused.code, "RLIMIT_NOFILE" in refused.message) == ("DESCRIPTORS", True)
+            await process.daemon.done(lambda seq: p.DetachSession(seq, "s-2"))
+            stream = await first.connect(await first.address_of("localhost"), 5000)
+            async with stream:
+                assert await answers(stream)
+
+
+async def test_descriptors_that_do_not_arrive_are_refused() -> None:
+    """Where the kernel has none for them the request fails, and the process goes on."""
+    policy = p.PolicyText("allow", ("good.example",))
+    async with egress(names()) as daemon:
+        inside = await daemon.attach("good.example")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        with closing(Inside()) as other:
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))  # has room for one of the three
+            try:
+                answer = await daemon.ask(lambda seq: p.AttachSession(seq, "s-2", policy), other.fds)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert isinstance(answer, p.EgressFailed)
+        assert (answer.code, "none arrived" in answer.message) == ("DESCRIPTORS", True), answer
+        assert (await inside.ask("good.example")).address
 
 
 async def answers(stream: trio.SocketStream) -> bool:

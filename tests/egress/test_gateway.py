@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import attrs
 import pytest
@@ -28,7 +28,7 @@ class Daemon:
     port: int = 0
     """The port of the server inside, which the name of its preview has."""
     knocks: list[knocking.Knock] = attrs.field(factory=list)
-    lasts_s: float = 60.0
+    lasts_s: float | None = 60.0
 
     @property
     def host(self) -> str:
@@ -45,7 +45,7 @@ class Daemon:
                 return
             knock = knocking.decode_knock(data)
             self.knocks.append(knock)
-            if TOKEN in knock.tokens and knock.session_id == SESSION:
+            if (knock.is_plain or TOKEN in knock.tokens) and knock.session_id == SESSION:
                 with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door:
                     self.say(knocking.Admitted(knock.seq, self.lasts_s), door.fileno())
             else:
@@ -399,6 +399,136 @@ async def test_requests_of_one_session_are_bounded(monkeypatch: pytest.MonkeyPat
         may_answer.set()
         await has_answer.wait()
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
+
+
+@asynccontextmanager
+async def published(daemon: Daemon) -> AsyncIterator[socket.socket]:
+    """A listener of the daemon's, from which the gateway carries to the server inside."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        daemon.say(knocking.PublishedPort(SESSION, daemon.port), listener.fileno())
+        yield listener
+
+
+async def is_reset(listener: socket.socket) -> bool:
+    """Connect and wait for the end; tell whether it is a reset, which may come before connect(2) is seen to succeed."""
+    try:
+        stream = await trio.open_tcp_stream(*listener.getsockname())
+        async with stream:
+            await to_the_end(stream)
+    except (OSError, trio.BrokenResourceError):
+        return True
+    return False
+
+
+async def backwards(stream: trio.SocketStream) -> None:
+    """Answer with what came, backwards, once the other side has ended its own."""
+    said = b"".join([each async for each in stream])
+    await stream.send_all(said[::-1])
+
+
+@asynccontextmanager
+async def plain_server(daemon: Daemon, handle: Serve) -> AsyncIterator[None]:
+    """A server of plain TCP behind the gateway."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await handle(stream)
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        daemon.port = listener.socket.getsockname()[1]
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_published_port_carries_bytes_as_they_come() -> None:
+    """Some MiB of no protocol, both ways, with the end of each side told to the other; each connection is asked about,
+    without a token."""
+    body = bytes(range(256)) * 16384
+    async with gate() as daemon, plain_server(daemon, backwards), published(daemon) as listener:
+        for _ in range(2):
+            stream = await trio.open_tcp_stream(*listener.getsockname())
+            async with stream:
+                await stream.send_all(body)
+                await stream.send_eof()
+                assert await to_the_end(stream) == body[::-1]
+        assert [(each.is_plain, each.tokens) for each in daemon.knocks] == [(True, ())] * 2
+
+
+async def test_a_published_port_on_which_nothing_listens_is_reset() -> None:
+    """The client is not left without an end, nor given one that looks like a server's."""
+    async with gate() as daemon:
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            daemon.port = unused.getsockname()[1]
+        async with published(daemon) as listener:
+            assert await is_reset(listener)
+
+
+async def test_a_revoked_port_has_no_listener_and_no_connection() -> None:
+    """Connections are reset, and the daemon's shutdown of its listener ends the gateway's copy."""
+    async with gate() as daemon, plain_server(daemon, echoes), published(daemon) as listener:
+        stream = await trio.open_tcp_stream(*listener.getsockname())
+        async with stream:
+            await stream.send_all(b"x")
+            assert await stream.receive_some(1) == b"x"
+            listener.shutdown(socket.SHUT_RDWR)
+            with pytest.raises(OSError, match="all attempts to connect"):
+                await trio.open_tcp_stream(*listener.getsockname())
+            daemon.say(knocking.Revoke(SESSION, daemon.port))
+            with pytest.raises(trio.BrokenResourceError):
+                await stream.receive_some(1)
+
+
+async def test_a_listener_that_ended_on_its_way_is_no_fault() -> None:
+    """The gateway goes on when the daemon shuts one down before it is taken up."""
+    async with gate() as daemon, plain_server(daemon, echoes):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.shutdown(socket.SHUT_RDWR)
+            daemon.say(knocking.PublishedPort(SESSION, daemon.port), listener.fileno())
+        async with published(daemon) as listener:
+            stream = await trio.open_tcp_stream(*listener.getsockname())
+            async with stream:
+                await stream.send_all(b"x")
+                assert await stream.receive_some(1) == b"x"
+
+
+async def test_connections_to_published_ports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One beyond the session's bound is reset, and what was there goes on; one that carries nothing has its end."""
+    monkeypatch.setattr(gateway, "MAX_OF_SESSION", 1)
+    async with gate() as daemon, plain_server(daemon, echoes), published(daemon) as listener:
+        first = await trio.open_tcp_stream(*listener.getsockname())
+        async with first:
+            await first.send_all(b"x")
+            assert await first.receive_some(1) == b"x"
+            assert await is_reset(listener)
+            await first.send_all(b"y")
+            assert await first.receive_some(1) == b"y"
+        monkeypatch.setattr(gateway, "IDLE_S", 0.05)
+        monkeypatch.setattr(gateway, "MAX_OF_SESSION", 9)
+        assert await is_reset(listener)
+
+
+async def test_published_ports_leave_room_for_previews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the gateway's connections are theirs at most; the next is reset, and a preview answers meanwhile."""
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 4)
+    async with AsyncExitStack() as held:
+        daemon = await held.enter_async_context(gate())
+        await held.enter_async_context(plain_server(daemon, echoes))
+        listener = await held.enter_async_context(published(daemon))
+        for _ in range(2):
+            stream = await held.enter_async_context(await trio.open_tcp_stream(*listener.getsockname()))
+            await stream.send_all(b"x")
+            assert await stream.receive_some(1) == b"x"
+        assert await is_reset(listener)
+        assert (await talk(daemon, get(daemon, token=None))).startswith(b"HTTP/1.1 401")
+
+
+async def echoes(stream: trio.SocketStream) -> None:
+    """Send back what comes."""
+    while data := await stream.receive_some(65536):
+        await stream.send_all(data)
 
 
 async def test_a_client_that_does_not_read_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:

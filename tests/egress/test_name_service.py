@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from ipaddress import ip_address
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from egress import resolver, way_out
 from egress.names import RANGE
+from egress.resolver import LookupFailed, LookupShare, NameResolver, NoSuchName
 from tests.egress.harness import PRIVATE, PUBLIC, Answer, Names, egress, is_refused, question
 from tests.waiting import patience, until
 
@@ -142,21 +145,56 @@ async def test_no_session_waits_for_the_threads_of_another(monkeypatch: pytest.M
     outside.hanging.update(hanging)
     async with egress(outside) as daemon:
         hostile, other = [await daemon.attach("*.example", name=name) for name in ("s-1", "s-2")]
+        await hostile.ask("empty.example")
         async with trio.open_nursery() as nursery:
             for name in hanging:
                 nursery.start_soon(hostile.ask, name)
 
             async def all_hang() -> bool:
-                return len(outside.asked) == len(hanging)
+                return set(hanging) <= set(outside.asked)
 
             async def has_asked_more() -> bool:
-                return (await daemon.counters()).dns_queries > len(hanging)
+                return (await daemon.counters()).dns_queries > len(hanging) + 1
 
             await until(all_hang)
             nursery.start_soon(hostile.ask, "good.example")
             await until(has_asked_more)
             assert (await other.ask("good.example")).address
         outside.go_on.set()
+
+
+@pytest.mark.parametrize(("sessions", "begins_well", "least_left"), [(1, True, 120), (16, True, 40), (64, False, 24)])
+async def test_sessions_whose_names_hang_leave_threads_for_others(
+    sessions: int, begins_well: bool, least_left: int
+) -> None:
+    """Each asks for more names than it may have threads; then as many others as threads are left are answered, and a
+    thread that ends goes to one who waits."""
+    outside = names()
+    hanging = [[f"h{each}-{session}.example" for each in range(20)] for session in range(sessions)]
+    outside.hanging.update(name for each in hanging for name in each)
+    async with trio.open_nursery() as nursery:
+        asked = NameResolver(nursery, outside)
+        for each in hanging:
+            share = LookupShare()
+            if begins_well:
+                await _resolve(asked, f"first.{each[0]}", share)
+            for name in each:
+                nursery.start_soon(_resolve, asked, name, share)
+        await wait_all_tasks_blocked()
+        held = asked._threads.borrowed_tokens
+        assert sessions <= held <= resolver.MAX_THREADS - least_left
+        with trio.fail_after(patience()):
+            async with trio.open_nursery() as others:
+                for number in range(least_left):
+                    outside.addresses[f"good{number}.example"] = ("203.0.113.7",)
+                    others.start_soon(asked.resolve, f"good{number}.example", LookupShare())
+        outside.go_on.set()
+    assert {name for each in hanging for name in each} <= set(outside.asked)
+
+
+async def _resolve(asked: NameResolver, name: str, share: LookupShare) -> None:
+    with suppress(NoSuchName, LookupFailed):
+        await asked.resolve(name, share)
 
 
 async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import h11
+
 from egress.dns import Ede, Question, Rcode, answer_error, parse_question
 from egress.hello import ClientHello, HelloReader, NotTls
 from egress.http import MAX_WAITING_BYTES, HttpGuard, looks_like_http
 from egress.policy import canonical_name
+from egress.preview import Site, VisitRefused, answer_outside
 from egress.proxy import BadProxyRequest, ProxyReader, refusal
 from nsinit.wire import protocol as nsinit_protocol
 from nsinit.wire import validate
@@ -438,11 +441,78 @@ def _must_raise(expected: type[Exception], action: Callable[[], object]) -> None
     raise AssertionError(f"no {expected.__name__} after one")
 
 
+# The preview gateway between hostile clients and hostile servers ---------------------------------------------------
+
+_PREVIEW = "8000-0123456789abcdef.localhost"
+_TOKEN = "token-of-this-fuzzing"
+_PREVIEW_LINES = (
+    *(f"Host: {_PREVIEW}", f"host: {_PREVIEW}:80", "Host: 80-x.localhost", "Connection: host, content-length, x"),
+    *(f"Cookie: _sandkasten_preview={_TOKEN}; a=1", f'COOKIE: a="; _sandkasten_preview={_TOKEN}', f"Cookie: {_TOKEN}"),
+    *(f"X-Sandkasten-Preview-Token: {_TOKEN}", f"x-sandkasten-preview-token:{_TOKEN}", "Origin: null", "X-Real-IP: 1"),
+    *("Content-Length: 3", "Content-Length: 3, 3", "Transfer-Encoding: chunked", "Transfer-Encoding : chunked"),
+    *("Upgrade: websocket", "Connection: Upgrade", "Upgrade: h2c", "X-Forwarded-For: 9.9.9.9", "X: a\r\n folded"),
+    *("Set-Cookie: a=1; Domain=localhost", "Set-Cookie: b=2", "set-cookie: _sandkasten_preview=x", "TE: trailers"),
+)
+_PREVIEW_STARTS = (
+    *(f"GET /?a=1&_sandkasten_token={_TOKEN} HTTP/1.1", "GET / HTTP/1.1", "POST /a?b HTTP/1.1", "HEAD * HTTP/1.0"),
+    *("CONNECT a:1 HTTP/1.1", "GET http://a/ HTTP/1.1", "HTTP/1.1 200 OK", "HTTP/1.1 101 Switching", "HTTP/1.0 304 "),
+)
+
+
+def preview_http(data: bytes) -> None:
+    """A request to a preview, and an answer from one: another reader sees the same single message, without a token and
+    without a cookie for other names."""
+    choices = Choices(data)
+    lines = [choices.pick(_PREVIEW_STARTS), *(choices.pick(_PREVIEW_LINES) for _ in range(choices.number(9)))]
+    head = "\r\n".join([*lines, "", ""]).encode()
+    head = grammar.damage(choices, head) if choices.one_in(4) else head
+    role = h11.CLIENT if head.startswith(b"HTTP") else h11.SERVER
+    reader = h11.Connection(role)
+    if role is h11.CLIENT:
+        reader.send(h11.Request(method="GET", target="/", headers=[("Host", "x")]))
+        reader.send(h11.EndOfMessage())
+    try:
+        reader.receive_data(head)
+        event = reader.next_event()
+        if isinstance(event, h11.Request):
+            event = Site().read(event, "127.0.0.1").request
+        elif isinstance(event, h11.Response | h11.InformationalResponse):
+            event = answer_outside(event)
+    except (h11.RemoteProtocolError, VisitRefused):
+        return
+    if isinstance(event, h11.Request):
+        _check_visit(event)
+    elif isinstance(event, h11.Response):
+        cookies = [value for name, value in event.headers if name == b"set-cookie"]
+        assert not any(b"domain" in each.lower() or b"_sandkasten_preview" in each for each in cookies), cookies
+
+
+def _check_visit(request: h11.Request) -> None:
+    try:
+        sent = h11.Connection(h11.CLIENT).send(request)
+    except h11.LocalProtocolError:
+        return  # the gateway ends the connection
+    server = h11.Connection(h11.SERVER)
+    server.receive_data(sent)
+    seen = server.next_event()
+    assert isinstance(seen, h11.Request)
+    assert (seen.method, seen.target, sorted(seen.headers)) == (request.method, request.target, sorted(request.headers))
+    assert server.trailing_data[0] == b""
+    names = [name for name, _ in seen.headers]
+    assert names.count(b"host") == 1
+    assert not (b"content-length" in names and b"transfer-encoding" in names)
+    assert b"x-sandkasten-preview-token" not in names
+    assert b"_sandkasten_token=" not in seen.target
+    cookies = [pair.strip() for name, value in seen.headers if name == b"cookie" for pair in value.split(b";")]
+    assert not any(each.startswith(b"_sandkasten_preview=") for each in cookies), cookies
+    assert dict(seen.headers)[b"x-forwarded-for"] == b"127.0.0.1"
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
-        *(egress_dns, egress_hello, egress_http, egress_proxy),
+        *(egress_dns, egress_hello, egress_http, egress_proxy, preview_http),
     )
 }

@@ -34,7 +34,8 @@ from tests.waiting import patience, slowness
 ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
-    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives", "egress"),
+    *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives"),
+    *("egress", "egress_process", "previews"),
 )
 """The classes that there must be."""
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nsinit.wire.protocol import Ready
+import egress
+from egress.barrier import MEMORY_BYTES
+from nsinit.cgroup.tree import LEAF
+from nsinit.wire.protocol import FindLeftovers, LeftoversFound, Ready
 from tests.kernel.harness import Nsinit, data_directory, host_plan, running, wait_until
 
 pytestmark = pytest.mark.cgroup_v2
@@ -64,3 +70,35 @@ def test_nsinit_starts_again_while_its_sandboxes_run(units: tuple[Path, Path]) -
             assert _group(second, sandboxes) == group
             assert sandbox.session_id in second.scan()
         assert not os.path.exists(group)
+
+
+_BESIDE = f"""
+import json, sys
+sys.path.append({str(Path(egress.__file__).parents[1])!r})
+from egress.barrier import enclose, make_table
+from nsinit.cgroup.beside import name_cgroups
+paths = name_cgroups("egress")
+print(json.dumps([paths, enclose(paths, make_table([], (), ()))]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_beside_the_daemon_has_limits_and_goes_with_nsinit(units: tuple[Path, Path]) -> None:
+    """From the daemon's leaf, which hands no controllers down, it goes beside the leaf and has all of its limits there.
+    No session is taken for it, and none for a leftover; the cgroup that it leaves does not outlive nsinit."""
+    node_id, (service, _) = secrets.token_hex(8), units
+    with data_directory() as data_dir, running(data_dir, node_id, _started_in(service)) as server:
+        group = _group(server, service)
+        command = [*_started_in(group / LEAF), sys.executable, "-I", "-B", "-c", _BESIDE]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            paths, lacks = json.loads(process.stdout.readline())
+            (path,) = map(Path, paths)
+            assert (path.parent, lacks) == (group, {})
+            assert (_words(path / "memory.max"), _words(path / "cpu.weight")) == ({str(MEMORY_BYTES)}, {"50"})
+            answer, _ = server.ask(FindLeftovers)
+            assert isinstance(answer, LeftoversFound)
+            assert (answer.leftovers, server.scan()) == ((), {})
+            process.kill()
+        assert path.exists()
+    assert not group.exists()

@@ -13,6 +13,8 @@ import pytest
 import trio
 
 from egress.protocol import EGRESS_ID, MAX_DATAGRAM_BYTES, Configure, Configured, decode_answer, encode
+from nsinit.cgroup.beside import name_cgroups
+from nsinit.cgroup.tree import BESIDE
 from nsinit.wire.launching import LaunchForParent
 from sandkasten.links.fds import wait_ended
 from sandkasten.links.processes import (
@@ -25,15 +27,15 @@ from sandkasten.links.processes import (
 )
 from tests.allowance import ALLOWANCE
 from tests.leaks import children
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 PATIENCE_S = 20.0
 
 
 @asynccontextmanager
-async def launched(tmp_path: Path) -> AsyncIterator[Launcher]:
+async def launched(tmp_path: Path, permit: tuple[str, ...] = ()) -> AsyncIterator[Launcher]:
     """A launcher of this process, as a daemon has one that gave root away."""
-    launcher = open_launcher(LaunchForParent(str(tmp_path), 61_100, ALLOWANCE, os.getpid()))
+    launcher = open_launcher(LaunchForParent(str(tmp_path), 61_100, ALLOWANCE, os.getpid(), permit=permit))
     try:
         yield launcher
     finally:
@@ -62,6 +64,28 @@ def status_of(process: ChildProcess) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def permits_of(process: ChildProcess) -> list[str]:
+    """Return the private networks that a process was started with."""
+    words = Path(f"/proc/{status_of(process)['Pid']}/cmdline").read_text().split("\0")
+    return [each for each in words if each.startswith("permit=")]
+
+
+def cgroups_beside() -> list[str]:
+    """Return the cgroups of processes beside a daemon, in each hierarchy."""
+    places = {os.path.dirname(each) for each in name_cgroups("egress")}
+    return sorted(f"{place}/{name}" for place in places for name in os.listdir(place) if name.startswith(BESIDE))
+
+
+def pids_beside() -> set[str]:
+    """Return the processes in those cgroups; each of the processes is in all of them."""
+    return {pid for each in cgroups_beside() for pid in Path(each, "cgroup.procs").read_text().split()}
+
+
+async def nothing_beside() -> bool:
+    """Whether no such cgroup is left: the launcher removes them when it has reaped."""
+    return cgroups_beside() == []
+
+
 async def ended(process: ChildProcess) -> None:
     """Wait until a process has ended."""
     assert process.pidfd is not None
@@ -81,9 +105,11 @@ async def test_a_child_gives_root_away_and_ends_with_its_socket() -> None:
     its socket does, and so does its log."""
     process, status = await served(start_egress_as_child)
     check_rights(status)
+    assert pids_beside() == {status["Pid"]}
     process.sock.close()
     await ended(process)
     process.reap()
+    assert cgroups_beside() == []
     assert process.log is not None
     with trio.fail_after(patience(PATIENCE_S)):
         await forward_log(process.log.fileno(), "egress")
@@ -98,9 +124,11 @@ async def test_the_launcher_starts_one_beside_nsinit_and_reaps_it(tmp_path: Path
         first, status = await served(launcher.start_egress)
         check_rights(status)
         assert status["PPid"] == str(launcher.pid)
+        assert pids_beside() == {status["Pid"]}
         first.kill()
         await ended(first)
         first.close()
+        await until(nothing_beside)
         second, status = await served(launcher.start_egress)
         check_rights(status)
         assert len(children(launcher.pid)) == 2
@@ -124,7 +152,7 @@ async def test_two_starts_at_once_get_a_process_each(tmp_path: Path) -> None:
         async def egress() -> None:
             process, status = await served(launcher.start_egress)
             check_rights(status)
-            process.close()
+            await process.end("egress", patience(PATIENCE_S))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(egress)
@@ -132,12 +160,34 @@ async def test_two_starts_at_once_get_a_process_each(tmp_path: Path) -> None:
 
 
 async def test_it_ends_with_the_daemon_of_its_launcher(tmp_path: Path) -> None:
-    """When the launcher's socket and its own are closed, as at a daemon's death, it ends and the launcher reaps it."""
+    """When the launcher's socket and its own are closed, as at a daemon's death, it ends and the launcher reaps it and
+    removes its cgroups."""
     async with launched(tmp_path) as launcher:
         process, _ = await served(launcher.start_egress)
         process.sock.close()
     await ended(process)
     process.close()
+    assert cgroups_beside() == []
+
+
+async def test_the_launcher_takes_permits_from_root_alone(tmp_path: Path) -> None:
+    """The process is started with those of the launcher's argument, whatever the daemon asks for."""
+    async with launched(tmp_path, permit=("10.77.0.0/16",)) as launcher:
+        process = await launcher.start_egress("egress", None, "permit=10.0.0.0/8")
+        assert permits_of(process) == ["permit=10.77.0.0/16"]
+        await process.end("egress", patience(PATIENCE_S))
+
+
+async def test_the_gateway_has_a_cgroup_too() -> None:
+    """The limits are for either role."""
+    process = await start_egress_as_child("gateway")
+
+    async def is_there() -> bool:
+        return pids_beside() == {status_of(process)["Pid"]}
+
+    await until(is_there)
+    await process.end("gateway", patience(PATIENCE_S))
+    assert cgroups_beside() == []
 
 
 async def test_its_log_lines_are_under_its_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -44,12 +45,14 @@ def outside(tmp_path: Path) -> Iterator[World]:
 
 @asynccontextmanager
 async def served(
-    config: Config, outside: World, *, ends_sessions: bool = True, **settings: Any
+    config: Config, outside: World, *, ends_sessions: bool = True, steers: bool = True, **settings: Any
 ) -> AsyncIterator[LocalSupervisor]:  # Any: fields of `EgressSettings`
-    """A tree whose egress process is in the world."""
+    """A tree whose egress process is in the world. Without `steers` it takes the kernel for one that can't."""
     permit = f"{SITE}/32", f"{OTHER}/32"
     config = attrs.evolve(config, egress=EgressSettings(**{"max_mode": "open", "permit": permit, **settings}))
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
+    if not steers:
+        machine = attrs.evolve(machine, checks=[each for each in machine.checks if each.id != "sk_lookup"])
     profiles = load_filters(config.security)
     order = StopOrder(ends_sessions=ends_sessions)
     start = outside.start_egress
@@ -266,6 +269,29 @@ async def test_the_end_of_a_session_leaves_no_descriptor(supervisor: LocalSuperv
 
 def _descriptors(outside: World) -> list[int]:
     return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), outside.egress_pid)]
+
+
+async def test_a_kernel_that_does_not_steer_leaves_a_proxy(config: Config, outside: World) -> None:
+    """Programs that obey the variables reach what is allowed, by its name; everything else reaches nothing. A change of
+    a live session is no other.
+    """
+    direct = "import os; os.environ.clear()" + CONNECT.format("site.example", 80)
+    async with served(config, outside, steers=False) as supervisor:
+        features = (await supervisor.system()).features
+        assert (features["way_out"], features["steering"]) == (True, False)
+        made = await supervisor.create(SessionSpec(network=ALLOWED))
+        changed = await supervisor.create(SessionSpec())
+        changed = await supervisor.update(changed.id, SessionPatch(network=ALLOWED))
+        for session in (made, changed):
+            assert session.network.proxy_env
+            assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+            refused = await python(supervisor, session, FETCH.format("secret.example"))
+            assert b"403" in refused.stderr
+            assert [each.host for each in refused.end.egress_denied] == ["secret.example"]
+            outside.heard.clear()
+            for code in (direct, CONNECT.format(SITE, 80)):
+                assert (await python(supervisor, session, code)).stdout == f"OSError {errno.ENETUNREACH}\n".encode()
+            assert outside.heard == []
 
 
 async def test_a_member_of_a_pool_is_given_its_way_out_when_it_is_claimed(config: Config, outside: World) -> None:

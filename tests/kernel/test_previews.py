@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import os
+import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import attrs
@@ -18,8 +23,8 @@ from sandkasten.config import Config, PreviewSettings
 from sandkasten.config.seccomp import load_filters
 from sandkasten.host import examine
 from sandkasten.links.processes import start_as_child
-from sandkasten.model import EventType, ProcessSpec, Session, SessionSpec, WaitFor
-from sandkasten.model.errors import PreviewNotFound, PreviewsOff
+from sandkasten.model import EventType, PauseSpec, ProcessSpec, Session, SessionSpec, Status, WaitFor
+from sandkasten.model.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
 from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview
 from tests.waiting import patience, until
 
@@ -44,7 +49,7 @@ async def served(config: Config, *, ends_sessions: bool = True) -> AsyncIterator
 
 @pytest.fixture
 def with_previews(config: Config) -> Config:
-    return attrs.evolve(config, preview=PreviewSettings(listen="127.0.0.1:0"))
+    return attrs.evolve(config, preview=PreviewSettings(listen="127.0.0.1:0", publish="127.0.0.1"))
 
 
 @pytest.fixture
@@ -163,6 +168,118 @@ async def test_a_preview_outlives_the_daemon(with_previews: Config) -> None:
         assert (await fetch(url, before.token))[0] == 401
 
 
+async def reach(port: int | None) -> bytes:
+    """Return what a server behind a published port answers; nothing if it is not reached."""
+    request = b"GET /published HTTP/1.0\r\nHost: x\r\n\r\n"
+
+    def ask() -> bytes:
+        try:
+            with socket.create_connection(("127.0.0.1", port or 0), timeout=patience(30)) as link:
+                link.sendall(request)
+                link.shutdown(socket.SHUT_WR)
+                return b"".join(iter(lambda: link.recv(65536), b""))
+        except (ConnectionRefusedError, ConnectionResetError):
+            return b""
+
+    return await trio.to_thread.run_sync(ask)
+
+
+async def is_reached(port: int) -> bool:
+    return b"/published" in await reach(port)
+
+
+def gateway_pid() -> int:
+    """The gateway of the daemon in this process."""
+    children = [each for task in Path("/proc/self/task").iterdir() for each in (task / "children").read_text().split()]
+    (found,) = [each for each in children if b"\0gateway\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return int(found)
+
+
+LOCAL = PreviewSpec(8000, access=PreviewAccess.LOCAL)
+
+
+async def test_a_published_port_leads_to_its_session_alone(supervisor: LocalSupervisor) -> None:
+    """As plain TCP, on the loopback, on a port that is told back; another session's leads to that one, the name of a
+    preview to none, and the end of the session frees the port."""
+    session, other = await with_server(supervisor), await supervisor.create(SessionSpec())
+    opened = await supervisor.open_preview(session.id, LOCAL)
+    foreign = await supervisor.open_preview(other.id, LOCAL)
+    port = opened.preview.host_port
+    assert (opened.url, opened.token) == (f"tcp://127.0.0.1:{port}", None)
+    assert (await reach(port)).endswith(b"/published x None")
+    assert await reach(foreign.preview.host_port) == b""
+    named = await supervisor.open_preview(session.id, PreviewSpec(8001))
+    assert (await fetch(other_port(named, 8000), named.token))[0] == 401
+    assert (await fetch(named.url, named.token))[0] == 502
+    await supervisor.destroy(session.id)
+    assert await reach(port) == b""
+    assert port
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+async def test_a_port_of_the_node_is_published_once(supervisor: LocalSupervisor) -> None:
+    """A repeat has the same port and keeps the connections, beyond the first end; a port that is taken, another kind of
+    preview and a port out of range are refused, and a closed one is free at once."""
+    session, other = await with_server(supervisor), await supervisor.create(SessionSpec())
+    first = (await supervisor.open_preview(session.id, attrs.evolve(LOCAL, ttl_s=round(patience(3))))).preview
+    port = first.host_port or 0
+    with socket.create_connection(("127.0.0.1", port), timeout=patience(30)) as link:
+        again = await supervisor.open_preview(session.id, attrs.evolve(LOCAL, ttl_s=600))
+        assert again.preview.host_port == port
+        await trio.sleep((first.expires_at - datetime.now(UTC)).total_seconds() + 0.1)
+        await trio.to_thread.run_sync(link.sendall, b"GET /held HTTP/1.0\r\nHost: x\r\n\r\n")
+        assert b"/held" in await trio.to_thread.run_sync(lambda: b"".join(iter(lambda: link.recv(65536), b"")))
+    for session_id, refused in (
+        (session.id, attrs.evolve(LOCAL, host_port=port + 1)),
+        (session.id, PreviewSpec(8000)),
+        (other.id, attrs.evolve(LOCAL, host_port=port)),
+        (other.id, attrs.evolve(LOCAL, host_port=80)),
+    ):
+        with pytest.raises(Conflict):
+            await supervisor.open_preview(session_id, refused)
+    with pytest.raises(InvalidRequest):
+        await supervisor.open_preview(other.id, PreviewSpec(8000, host_port=port))
+    await supervisor.close_preview(session.id, 8000)
+    assert await reach(port) == b""
+    taken = await supervisor.open_preview(other.id, attrs.evolve(LOCAL, host_port=port))
+    assert taken.preview.host_port == port
+
+
+async def test_a_published_port_outlives_the_gateway_and_the_daemon(with_previews: Config) -> None:
+    """The next one serves the same port; one that somebody else has meanwhile is closed, and an event says so."""
+    async with served(with_previews, ends_sessions=False) as first:
+        session = await with_server(first)
+        port = (await first.open_preview(session.id, LOCAL)).preview.host_port or 0
+        lost = (await first.open_preview(session.id, attrs.evolve(LOCAL, port=8001))).preview.host_port or 0
+        os.kill(gateway_pid(), signal.SIGKILL)
+        await until(lambda: is_reached(port))
+    assert await reach(port) == b""
+    with socket.create_server(("127.0.0.1", lost)):
+        async with served(with_previews) as second:
+            await until(lambda: is_reached(port))
+
+            async def is_closed() -> bool:
+                return [each.port for each in await second.previews(session.id)] == [8000]
+
+            await until(is_closed)
+
+
+async def test_a_preview_may_end_a_pause(supervisor: LocalSupervisor) -> None:
+    """One that says `resume`, of either kind, unless the pause is not to be ended by requests."""
+    session = await with_server(supervisor)
+    signed = await supervisor.open_preview(session.id, PreviewSpec(8000, resume=True))
+    await supervisor.pause(session.id)
+    assert (await fetch(signed.url, signed.token))[0] == 200
+    assert (await supervisor.get(session.id)).status is Status.RUNNING
+    await supervisor.pause(session.id, PauseSpec(auto_resume=False))
+    assert (await fetch(signed.url, signed.token))[0] == 503
+    await supervisor.close_preview(session.id, 8000)
+    port = (await supervisor.open_preview(session.id, attrs.evolve(LOCAL, resume=True))).preview.host_port
+    await supervisor.pause(session.id, PauseSpec(auto_resume=True))
+    assert b"/published" in await reach(port)
+
+
 async def test_without_an_address_there_are_none(config: Config) -> None:
     """The refusal names the setting."""
     async with served(config) as supervisor:
@@ -170,3 +287,6 @@ async def test_without_an_address_there_are_none(config: Config) -> None:
         with pytest.raises(PreviewsOff) as refused:
             await supervisor.open_preview(session.id, PreviewSpec(8000))
         assert refused.value.details == {"setting": "preview.listen"}
+        with pytest.raises(PreviewsOff) as refused:
+            await supervisor.open_preview(session.id, LOCAL)
+        assert refused.value.details == {"setting": "preview.publish"}

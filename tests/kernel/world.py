@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import egress
 from egress import protocol
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel import syscalls
 from sandkasten.links.processes import ChildProcess, Ends, Role
 
@@ -61,20 +62,24 @@ class World:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    async def start_egress(self, role: Role = "egress", path: Path | None = None, *places: str) -> ChildProcess:
+    async def start_egress(self, role: Role = "egress", path: Path | None = None, *words: str) -> ChildProcess:
         """Start a role of the program `egress` in the world; a `StartEgress`."""
+        cgroups = name_cgroups(role)
+        program = Path(egress.__file__).parent / "__main__.py"
+        words = (*(f"cgroup={each}" for each in cgroups), *words)
         with Ends(path) as ends:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes a millisecond, in a test
-                [sys.executable, "-I", "-B", str(Path(egress.__file__).parent / "__main__.py"), role, *places],
+                [sys.executable, "-I", "-B", str(program), role, *words],
                 stdin=subprocess.DEVNULL,
                 stderr=ends.log_write,
                 pass_fds=(protocol.CHANNEL_FD,),
                 preexec_fn=lambda: self._enter(ends.their_socket.fileno()),
             )
             self.pids[role] = process.pid
+            self._undo.callback(remove_cgroups, cgroups)
             self._undo.callback(process.wait)
             self._undo.callback(process.kill)  # one that serves sessions outlives its daemon
-            return ends.give(process.pid, os.pidfd_open(process.pid))
+            return ends.give(process.pid, os.pidfd_open(process.pid), cgroups=cgroups)
 
     @property
     def egress_pid(self) -> int:

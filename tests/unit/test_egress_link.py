@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from egress import protocol
+from sandkasten.journal import egress as egress_log
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.links.egress import EgressLink
 from sandkasten.model.errors import EgressUnavailable
@@ -71,6 +72,30 @@ async def test_an_entry_of_no_time_is_the_end(ends: tuple[socket.socket, socket.
     link.catch_up()
     assert link.is_lost
     assert len(logs.page("s-1", None, None, None, 10).entries) == 1
+
+
+def test_entries_of_all_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session that has the most loses its oldest, and one with few keeps them; an ended one makes room."""
+    monkeypatch.setattr(egress_log, "KEPT_OF_ALL", 20)
+    logs = EgressLogs()
+    for session_id in ("s-1", "s-2"):
+        logs.open(session_id, EgressLogging.ALL)
+    hosts = [f"h{number}.example" for number in range(100)]
+
+    def kept(session_id: str) -> list[str]:
+        return [each.host for each in logs.page(session_id, None, None, None, 1000).entries]
+
+    for host in hosts[:3]:
+        logs.add(protocol.EgressEntry("s-2", 1.5, "tcp", host, 1, "denied"))
+    for host in hosts:
+        logs.add(protocol.EgressEntry("s-1", 1.5, "tcp", host, 1, "denied"))
+        assert len(kept("s-1")) + len(kept("s-2")) <= 20
+    assert kept("s-2") == hosts[:3]
+    assert kept("s-1") == hosts[-len(kept("s-1")) :]
+    logs.forget("s-1")
+    for host in hosts[:17]:
+        logs.add(protocol.EgressEntry("s-2", 1.5, "tcp", host, 1, "denied"))
+    assert len(kept("s-2")) == 20
 
 
 def test_lost_entries_are_in_every_log() -> None:

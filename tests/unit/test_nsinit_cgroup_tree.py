@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsinit.cgroup import disk_io
+from nsinit.cgroup.beside import _places
 from nsinit.cgroup.session import SessionCgroup
 from nsinit.cgroup.tree import CgroupsUnusable, Located, Tree, bound_pids, choose, claim, locate
 from nsinit.kernel.mountinfo import mounts_to_keep, parse_mountinfo, parse_own_cgroups
@@ -210,3 +211,31 @@ def test_sandboxes_get_their_cgroups_in_another_unit_of_every_hierarchy(tmp_path
     assert tree.dirs == {name: f"{mount}/system.slice/boxes.service/sandkasten-x" for name, mount in mounts.items()}
     assert all(Path(each).is_dir() for each in tree.unique)
     assert not any(Path(each).exists() for each in own.values())
+
+
+@pytest.mark.parametrize(
+    ("unified", "place"),
+    [
+        ("/cg/home/sandkasten-0a1b2c3d/daemon", "/cg/home/sandkasten-0a1b2c3d"),
+        ("/cg/system.slice/daemon", "/cg/system.slice/daemon"),
+        ("/cg", "/cg"),
+    ],
+)
+def test_a_v2_place_is_beside_the_leaf_of_a_daemon_and_below_any_other(unified: str, place: str) -> None:
+    """A cgroup that is called as the leaf is, in a directory of another's, is left alone."""
+    assert _places(Located(unified, "/cg", {}, {})) == [place]
+
+
+def test_each_hierarchy_with_a_limit_has_a_place() -> None:
+    """Memory and processors of v1 have one, and v2 has; controllers of one mount share it."""
+    v1 = {"memory": "/v1/memory/a", "cpu": "/v1/cpu/b", "pids": "/v1/pids/c"}
+    assert _places(Located("/v2/d", "/v2", v1, {})) == ["/v1/memory/a", "/v1/cpu/b", "/v2/d"]
+    assert _places(Located(None, None, {"memory": "/v1/all", "cpu": "/v1/all"}, {})) == ["/v1/all"]
+
+
+def test_a_parent_of_the_operators_is_the_place_where_it_exists(tmp_path: Path) -> None:
+    """As for sandboxes: below the mount of each hierarchy, whatever the starter's own cgroup."""
+    (tmp_path / "memory/sandboxes.service").mkdir(parents=True)
+    mounts = {"memory": f"{tmp_path}/memory", "cpu": f"{tmp_path}/cpu"}
+    located = Located(f"{tmp_path}/v2/other", f"{tmp_path}/v2", {}, mounts)
+    assert _places(located, "/sandboxes.service") == [f"{tmp_path}/memory/sandboxes.service"]

@@ -83,7 +83,12 @@ def test_an_answer_is_one_of_http_1_1() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"listen": "unix:/x"}, {"listen": "8090"}, {"listen": "h:99999"}, {"domain": "A.b"}, {"domain": "*.b"}]
+    "wrong",
+    [
+        *({"listen": "unix:/x"}, {"listen": "8090"}, {"listen": "h:99999"}, {"domain": "A.b"}, {"domain": "*.b"}),
+        *({"publish": "localhost"}, {"publish": "127.0.0.1:80"}, {"publish_ports": "80-2000"}),
+        *({"publish_ports": "3000"}, {"publish_ports": "3000-2000"}, {"publish_ports": "3000-70000"}),
+    ],
 )
 def test_an_address_or_a_name_that_is_none_is_refused(wrong: dict[str, str]) -> None:
     """The error names the setting."""

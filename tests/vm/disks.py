@@ -28,7 +28,7 @@ from tests.vm import initramfs
 ROOT = Path(__file__).resolve().parents[2]
 GUEST = ROOT / "tests/vm/guest"
 PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfsprogs,btrfs-progs,iproute2,procps"
-_RECIPE = "5"
+_RECIPE = "6"
 """Version of the root disk's recipe, to be raised when the disk must be made anew."""
 _PROJECT = ("sandkasten", "nsinit", "runner", "egress", "tests", "config", "pyproject.toml")
 _PROJECT_NAME = "sandkasten-runtime"
@@ -132,6 +132,8 @@ def _make_root_disk(directory: Path, suite: str) -> None:
         site = root / "opt/site-packages"
         shutil.copytree(sysconfig.get_path("purelib"), site, ignore=shutil.ignore_patterns(*_NOT_NEEDED), symlinks=True)
         _compile(site, "/opt/site-packages")
+        # Read by every Python but those with -S, while -I takes no notice of PYTHONPATH (site, "Path configuration").
+        (root / "usr/lib/python3/dist-packages/site-packages.pth").write_text("/opt/site-packages\n")
         _write_program(root / "sandkasten-init", (GUEST / "init.sh").read_text())
         _write_program(root / "usr/bin/sandkasten", _SCRIPT)
         for name in ("project", "data"):

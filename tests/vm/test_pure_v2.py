@@ -33,9 +33,9 @@ def _only(classes: Collection[str]) -> str:
     return " ".join(f"--only {each}." for each in sorted(classes))
 
 
-LEFT_OUT = frozenset({"results", "egress"})
+LEFT_OUT = frozenset({"results"})
 """Classes that are left out. `results`: hundreds of commands, of which an emulated processor makes longer than of all
-the rest. `egress`: the process that carries connections has no packages there, since PYTHONPATH alone leads to them.
+the rest.
 """
 
 

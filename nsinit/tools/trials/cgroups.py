@@ -12,6 +12,7 @@ import mmap
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,8 @@ from dataclasses import dataclass
 from nsinit.cgroup import limits
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.session import SessionCgroup
-from nsinit.kernel import syscalls
+from nsinit.kernel import steering, syscalls
 from nsinit.kernel.files import write_file
-from nsinit.kernel.mountinfo import parse_mountinfo, parse_own_cgroups
 from nsinit.tools.trials.attempt import Answer, FallsBack, Room, Seen, Trial, answer_of
 from nsinit.wire.protocol import Limits
 
@@ -43,7 +43,7 @@ class Tried:
 
 def try_all(room: Room) -> dict[str, Answer]:
     """Return the answers by name of the check. Where no cgroup can be made, "cgroups" is the only one."""
-    located = _locate()
+    located = cgroup_tree.locate_process()
     made: list[cgroup_tree.Tree] = []
     answers = {"cgroups": answer_of(lambda _room: _claim(located, made), room)}
     if made:
@@ -55,12 +55,6 @@ def try_all(room: Room) -> dict[str, Answer]:
         finally:
             cgroup_tree.release(made[0], located)
     return answers
-
-
-def _locate() -> cgroup_tree.Located:
-    with open("/proc/self/mountinfo", "rb") as info, open("/proc/self/cgroup", "rb") as own:
-        mounted = parse_mountinfo(os.fsdecode(info.read()))
-        return cgroup_tree.locate(mounted, parse_own_cgroups(os.fsdecode(own.read())))
 
 
 def _claim(located: cgroup_tree.Located, made: list[cgroup_tree.Tree]) -> Seen:
@@ -212,11 +206,36 @@ def _pressure(tried: Tried) -> str:
     return "read how long a cgroup's processes waited for memory"
 
 
+def _address_programs(tried: Tried) -> str:
+    """Have a program refuse connections in a cgroup, and a process there run into it."""
+    directory = tried.cgroup.birth_directory
+    if directory is None:
+        raise FallsBack("there is no cgroup v2 tree")
+    cgroup_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        steering.refuse_connections(cgroup_fd)
+    except OSError as error:
+        raise FallsBack(f"cgroup/connect4: {error.strerror}") from error
+    finally:
+        os.close(cgroup_fd)
+    with _child(tried, _connect) as pid:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != errno.EPERM:
+        raise FallsBack("a program was accepted and refused nothing")
+    return "a program of a cgroup refused a connection"
+
+
+def _connect() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        return sock.connect_ex(("127.0.0.1", 9))  # sends nothing (udp(7))
+
+
 _TRIALS: dict[str, Callable[[Tried], str]] = {
     "limits": _limits,
     "pids_limit": _pids,
     "swap": _swap,
     "clone_into_cgroup": _birth,
+    "address_programs": _address_programs,
 }
 _THOROUGH: dict[str, Callable[[Tried], str]] = {
     "cgroup_kill": _kill,

@@ -92,7 +92,7 @@ class BrokerClient(Actor):
         self, ref: Ref, *, data_dir: Path, ca_file: Path | None, key: bytes, start: StartEgress | None
     ) -> None:
         super().__init__(ref)
-        self._places = str(data_dir), str(ca_file or "")
+        self._words = [f"data={data_dir}", *([] if ca_file is None else [f"ca={ca_file}"])]
         self._key, self._start = key, start
         self._is_wanted = trio.Event()
         self._is_ready = trio.Event()
@@ -177,7 +177,7 @@ class BrokerClient(Actor):
     async def _run_process(self) -> None:
         """Start a broker and serve it to its end."""
         assert self._start is not None
-        process = self._process = await self._start("broker", None, *self._places)
+        process = self._process = await self._start("broker", None, *self._words)
         assert process.pidfd is not None, "a broker is nobody's service apart"
         try:
             async with process.forwarding_log("broker"):

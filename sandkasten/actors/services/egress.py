@@ -160,7 +160,8 @@ class _Way:
 
 
 class EgressClient(Actor):
-    """See the module's docstring. Without `start` the node has no way to an egress process."""
+    """See the module's docstring. Without `start` the node has no way to an egress process. `steers`: the kernel can
+    steer connections; otherwise sessions have a proxy alone."""
 
     def __init__(
         self,
@@ -175,13 +176,14 @@ class EgressClient(Actor):
         metrics: Metrics,
         start: StartEgress | None,
         path: Path,
+        steers: bool,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._broker = nsinit, broker
         self._directory, self._settings, self._start = directory, settings, start
         self._wants_broker, self._joined = trio.Event(), trio.Event()
         """`_joined` is set while the process has a broker to hand connections to."""
-        self._path = path
+        self._path, self._steers = path, steers
         self._logs, self._journal, self._metrics = logs, journal, metrics
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
@@ -295,7 +297,7 @@ class EgressClient(Actor):
         """Have nsinit make the descriptors of a way that may be closed meanwhile."""
         sockets = None
         try:
-            sockets = await ask_patiently(self._nsinit, open_network(way.session_id))
+            sockets = await ask_patiently(self._nsinit, open_network(way.session_id, steers=self._steers))
         except BuildFailed as error:
             if error.stage in _STEERING and error.errno in _NOT_HERE:
                 raise NetworkNotSupported("this kernel can't steer a session's connections; see `doctor`") from error
@@ -353,7 +355,9 @@ class EgressClient(Actor):
         """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
         not be started or configured."""
         assert self._start is not None
-        (process, log_write), self._found = self._found or (await self._start("egress", self._path), None), None
+        permits = (f"permit={network}" for network in self._settings.permit)
+        found, self._found = self._found, None
+        process, log_write = found or (await self._start("egress", self._path, *permits), None)
         self._process = process
         failure: BaseException | None = None
         is_over = False
@@ -486,9 +490,9 @@ class EgressClient(Actor):
         for entry in notice.entries:
             if entry.dial_ms is not None:
                 self._metrics.egress_dials.observe(entry.dial_ms / 1000)
-            if (session_log := self._logs.get(entry.session_id)) is None:
+            if self._logs.get(entry.session_id) is None:
                 continue  # the session has ended
-            kept = session_log.add(entry)
+            kept = self._logs.add(entry)
             if kept is not None and kept.verdict is EgressVerdict.DENIED:
                 self._note_refusal(entry.session_id, kept)
             elif kept is not None and kept.verdict is EgressVerdict.ASKED:

@@ -165,9 +165,9 @@ def make_run_cgroup(session_id: str, name: str) -> Call[RunCgroup]:
     return Call(protocol.MakeRunCgroup(_UNSENT, session_id, name), read, is_retriable=True)
 
 
-def open_network(session_id: str) -> Call[NetworkSockets]:
-    """Open a session's way out: a listener, a socket for DNS and the link that steers to both."""
-    return _opening(protocol.OpenNetwork(_UNSENT, session_id), protocol.FDS_OF_WAY_OUT)
+def open_network(session_id: str, *, steers: bool) -> Call[NetworkSockets]:
+    """Open a session's way out: a listener, a socket for DNS and, if the kernel steers, the link that leads to both."""
+    return _opening(protocol.OpenNetwork(_UNSENT, session_id, steers), protocol.FDS_OF_WAY_OUT - (not steers))
 
 
 def open_sockets(session_id: str, count: int) -> Call[NetworkSockets]:

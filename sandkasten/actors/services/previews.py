@@ -1,15 +1,19 @@
-"""The preview client: owner of the preview gateway, of its listener, and of the stock of sockets for each session.
+"""The preview client: owner of the preview gateway, of its listeners, and of the stock of sockets for each session.
 
 The gateway (`egress/gateway.py`) reads HTTP and asks here, for each request, whether the request may go inside. The
 answer comes of the session's record in the directory, so what the record says holds from that moment on: no copy of it
 is anywhere else. With leave goes a socket in the session's network, made by nsinit; some are kept in stock for each
 session that has previews, and closed with the session, whose network they would keep.
+
+A published port has a listener of its own on the node, which the gateway accepts from and asks about likewise. It is
+made here and shut down here: whatever the gateway does, nothing listens on the port from that moment on (shutdown(2)).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -24,12 +28,12 @@ from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import Entry, SessionDirectory
 from sandkasten.actors.services.nsinit import ask_patiently, open_sockets
-from sandkasten.admission.previews import is_admitted, preview_url, sign_preview
+from sandkasten.admission.previews import is_admitted, preview_url, published_url, sign_preview
 from sandkasten.config import PreviewSettings
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_running
 from sandkasten.model import Status
-from sandkasten.model.errors import SandkastenError
+from sandkasten.model.errors import Capacity, Conflict, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import USABLE
 from sandkasten.model.network import Preview, PreviewAccess, SignedPreview
 
@@ -39,6 +43,9 @@ STOCK = 16
 """Sockets that nsinit is asked for at once."""
 
 _BACKLOG = 512
+_TRIES = 64
+"""Ports of the node that are tried when any will do."""
+
 _SEND_S = 10.0
 _SO_NETNS_COOKIE = 71
 """The number of a socket's network, unique on the machine (asm-generic/socket.h; Linux 5.14)."""
@@ -53,22 +60,33 @@ class SignPreview(Ask[SignedPreview]):
 
 
 @attrs.frozen
+class PublishPort(Ask[int]):
+    """Listen on a port of the node for connections to a session's port; return it. `host_port`: 0 is any free one. A
+    port that is published already stays as it is. Raises `Conflict`, `Capacity`."""
+
+    session_id: str
+    port: int
+    host_port: int
+
+
+@attrs.frozen
 class CloseDoors(Ask[None]):
-    """End the requests of a session that are under way, of one port or of all; without previews its sockets, too.
-    Answered when the gateway was told."""
+    """End the requests of a session that are under way, of one port or of all, and what listens for it; without
+    previews its sockets, too. Answered when nothing listens and the gateway was told."""
 
     session_id: str
     port: int = knocking.ALL_PORTS
 
 
-Message = SignPreview | CloseDoors
+Message = SignPreview | PublishPort | CloseDoors
 
 
 @attrs.define(eq=False)
 class _Doors:
-    """The stock of one session."""
+    """The stock of one session, and the listeners of its published ports."""
 
     sockets: list[OwnedFd] = attrs.field(factory=list)
+    published: dict[int, socket.socket] = attrs.field(factory=dict)
     filling: trio.Lock = attrs.field(factory=trio.Lock)
     watch: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     is_closed: bool = False
@@ -78,6 +96,14 @@ class _Doors:
         self.watch.cancel()
         while self.sockets:
             self.sockets.pop().close()
+        for port in list(self.published):
+            self.unpublish(port)
+
+    def unpublish(self, port: int) -> None:
+        """End a listener, of which the gateway may have a copy."""
+        if (listener := self.published.pop(port, None)) is not None:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
 
 
 class _NoLeave(Exception):
@@ -91,7 +117,8 @@ _UNKNOWN = 401, "UNAUTHORIZED", "this preview needs its token, or has ended"
 
 
 class PreviewClient(Actor):
-    """See the module's docstring. Without `start` the node has no way to a gateway. `use` notes a use of a session."""
+    """See the module's docstring. Without `start` the node has no way to a gateway. `use` notes a use of a session, and
+    `wake` ends its pause."""
 
     def __init__(
         self,
@@ -102,13 +129,16 @@ class PreviewClient(Actor):
         directory: SessionDirectory,
         key: bytes,
         use: Callable[[Entry], Awaitable[None]],
+        wake: Callable[[Entry], Awaitable[None]],
         start: StartEgress | None,
     ) -> None:
         super().__init__(ref)
         self._nsinit, self._settings, self._directory = nsinit, settings, directory
-        self._key, self._use, self._start = key, use, start
+        self._key, self._use, self._wake, self._start = key, use, wake, start
         self._listener: socket.socket | None = None
         self._process: ChildProcess | None = None
+        self._gateway: socket.socket | None = None
+        """The socket of a gateway that has its first message."""
         self._sending = trio.Lock()
         self._doors: dict[str, _Doors] = {}
         self._knocks = 0
@@ -116,16 +146,27 @@ class PreviewClient(Actor):
     async def on_start(self) -> None:
         """Listen, and start the gateway. Raises `OSError`."""
         logcontext.origin.set(logcontext.NOBODY)  # what happens to the gateway is no session's doing
-        if self._settings.listen is not None and self._start is not None:
-            self._listener = _listen(self._settings.listen)
+        if self._start is None or (self._settings.listen is None and self._settings.publish is None):
+            return
+        if self._settings.listen is not None:
+            host, _, port = self._settings.listen.rpartition(":")
+            self._listener = _listen(host.removeprefix("[").removesuffix("]"), int(port))
             log.info("previews_listen", extra={"address": self._settings.listen})
-            run = partial(self._run_process, self._start, self._listener)
-            self._nursery.start_soon(keep_running, "gateway", run)
+        for entry in self._directory:  # after a restart of this actor; sessions of another daemon ask by themselves
+            for preview in entry.session.previews.values():
+                if preview.host_port is not None:
+                    try:
+                        self._publish(entry.session.id, preview.port, preview.host_port)
+                    except SandkastenError as error:
+                        log.warning("not_published", extra={"session_id": entry.session.id, "error": str(error)})
+        self._nursery.start_soon(keep_running, "gateway", partial(self._run_process, self._start))
 
     async def handle(self, message: Message) -> Any:  # each message names its answer
         match message:
             case SignPreview(session_id, preview):
                 return self._sign(session_id, preview)
+            case PublishPort(session_id, port, host_port):
+                return self._publish(session_id, port, host_port)
             case CloseDoors(session_id, port):
                 return self.defer(self._close, session_id, port)
             case _:
@@ -140,6 +181,8 @@ class PreviewClient(Actor):
             await self._process.end("gateway", STOP_S)
 
     def _sign(self, session_id: str, preview: Preview) -> SignedPreview:
+        if preview.host_port is not None:
+            return SignedPreview(preview, published_url(self._settings, preview.host_port), None)
         assert self._listener is not None, "the node serves previews"
         listen_port = self._listener.getsockname()[1]
         url = preview_url(self._settings, session_id, preview.port, listen_port=listen_port)
@@ -150,26 +193,54 @@ class PreviewClient(Actor):
         entry = self._directory.get(session_id)
         if port == knocking.ALL_PORTS or entry is None or not entry.session.previews:
             self._drop(session_id)
-        if (process := self._process) is not None:
-            await self._send(process.sock, knocking.Revoke(session_id, port))
+        elif (doors := self._doors.get(session_id)) is not None:
+            doors.unpublish(port)
+        if (gateway := self._gateway) is not None:
+            await self._send(gateway, knocking.Revoke(session_id, port))
+
+    def _publish(self, session_id: str, port: int, host_port: int) -> int:
+        if self._settings.publish is None or self._start is None or (entry := self._directory.get(session_id)) is None:
+            raise Conflict("this node does not publish ports of that session", session_id=session_id)
+        doors = self._doors_of(session_id, entry)
+        if (listener := doors.published.get(port)) is not None:
+            bound: int = listener.getsockname()[1]
+            if host_port in (0, bound):
+                return bound
+            raise Conflict(f"the port is published as {bound}: close that first", port=port, host_port=bound)
+        if sum(len(each.published) for each in self._doors.values()) >= knocking.MAX_PUBLISHED:
+            raise Capacity("the node has too many published ports", limit=knocking.MAX_PUBLISHED)
+        doors.published[port] = listener = _listen_within(self._settings, host_port)
+        if (gateway := self._gateway) is not None:
+            self._nursery.start_soon(self._tell_published, gateway, session_id, port, listener)
+        return int(listener.getsockname()[1])
 
     # The process ------------------------------------------------------------------------------------------------
 
-    async def _run_process(self, start: StartEgress, listener: socket.socket) -> None:
+    async def _run_process(self, start: StartEgress) -> None:
         """Start a gateway and serve it to its end. Meanwhile, and before the next one, clients wait."""
         process = self._process = await start("gateway")
         self._knocks = 0
         process.sock.setblocking(False)
         try:
             async with process.forwarding_log("gateway"), trio.open_nursery() as nursery:
-                await self._send(process.sock, knocking.Open(self._settings.domain), [listener.fileno()])
+                fds = [] if self._listener is None else [self._listener.fileno()]
+                await self._send(process.sock, knocking.Open(self._settings.domain), fds)
+                self._gateway = process.sock
+                for session_id, doors in list(self._doors.items()):
+                    for port, listener in list(doors.published.items()):
+                        await self._tell_published(process.sock, session_id, port, listener)
                 await self._answer_knocks(process.sock, nursery)
                 nursery.cancel_scope.cancel()
         finally:
-            self._process = None
+            self._process = self._gateway = None
             with trio.CancelScope(shield=True):
                 await process.end("gateway", STOP_S)
         log.warning("gateway_ended")
+
+    async def _tell_published(self, sock: socket.socket, session_id: str, port: int, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            with OwnedFd(os.dup(listener.fileno())) as fd:  # it may be closed while the message waits for its turn
+                await self._send(sock, knocking.PublishedPort(session_id, port), [fd.fileno()])
 
     async def _answer_knocks(self, sock: socket.socket, nursery: trio.Nursery) -> None:
         """Answer until the gateway goes away, or breaks the protocol."""
@@ -220,27 +291,33 @@ class PreviewClient(Actor):
 
     # Leave ------------------------------------------------------------------------------------------------------
 
-    async def _admit(self, knock: knocking.Knock) -> tuple[float, OwnedFd]:
-        """Return the seconds that a request may last, and a socket for it. Raises `_NoLeave`."""
+    async def _admit(self, knock: knocking.Knock) -> tuple[float | None, OwnedFd]:
+        """Return the seconds that a request may last, None for no end, and a socket for it. Raises `_NoLeave`."""
         entry, preview = self._find(knock)
-        status = entry.session.status
-        if status is Status.PAUSED:
-            raise _NoLeave(503, "SESSION_PAUSED", "the session is paused")
-        if status not in USABLE:
-            raise _NoLeave(503, "CAPACITY", "the session does not run now")
         try:
+            if entry.session.status is Status.PAUSED and preview.resume:
+                await self._wake(entry)
+            status = entry.session.status
+            if status is Status.PAUSED:
+                raise SessionPaused("the session is paused")
+            if status not in USABLE:
+                raise _NoLeave(503, "CAPACITY", "the session does not run now")
             if preview.keep_alive:
                 await self._use(entry)
             fd = await self._take(knock.session_id, entry)
+        except SessionPaused:
+            raise _NoLeave(503, "SESSION_PAUSED", "the session is paused") from None
         except SandkastenError as error:
             log.warning("preview_not_reached", extra={"session_id": knock.session_id, "error": str(error)})
             raise _NoLeave(503, "CAPACITY", "the session can't be reached now") from None
         try:
-            if self._find(knock)[1] is not preview:  # it was closed meanwhile
+            if self._find(knock)[1].epoch != preview.epoch:  # it was closed meanwhile
                 raise _NoLeave(*_UNKNOWN)
         except _NoLeave:
             fd.close()
             raise
+        if knock.is_plain:  # its session closes it in time, or puts off the end
+            return None, fd
         return max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0.0), fd
 
     def _find(self, knock: knocking.Knock) -> tuple[Entry, Preview]:
@@ -250,6 +327,7 @@ class PreviewClient(Actor):
             entry is None
             or preview is None
             or preview.expires_at <= datetime.now(UTC)
+            or (preview.access is PreviewAccess.LOCAL) != knock.is_plain
             or not is_admitted(self._key, knock.session_id, preview, knock.tokens[: knocking.MAX_TOKENS])
         ):
             raise _NoLeave(*_UNKNOWN)
@@ -257,10 +335,7 @@ class PreviewClient(Actor):
 
     async def _take(self, session_id: str, entry: Entry) -> OwnedFd:
         """Return a socket in the session's network, from its stock, which is filled first if it is empty."""
-        doors = self._doors.get(session_id)
-        if doors is None:
-            doors = self._doors[session_id] = _Doors()
-            self._nursery.start_soon(self._watch_end, session_id, entry, doors)
+        doors = self._doors_of(session_id, entry)
         async with doors.filling:
             if not doors.sockets:
                 made = (await ask_patiently(self._nsinit, open_sockets(session_id, STOCK))).fds
@@ -270,6 +345,13 @@ class PreviewClient(Actor):
                     raise _NoLeave(503, "CAPACITY", "the session can't be reached now")
                 doors.sockets.extend(made)
             return doors.sockets.pop()
+
+    def _doors_of(self, session_id: str, entry: Entry) -> _Doors:
+        doors = self._doors.get(session_id)
+        if doors is None:
+            doors = self._doors[session_id] = _Doors()
+            self._nursery.start_soon(self._watch_end, session_id, entry, doors)
+        return doors
 
     async def _watch_end(self, session_id: str, entry: Entry, doors: _Doors) -> None:
         with doors.watch:
@@ -282,12 +364,27 @@ class PreviewClient(Actor):
             doors.close()
 
 
-def _listen(address: str) -> socket.socket:
+def _listen_within(settings: PreviewSettings, host_port: int) -> socket.socket:
+    """Return a listener on a port of the node, any free one of its range for 0. Raises `Conflict`, `Capacity`."""
+    assert settings.publish is not None
+    ports = settings.publish_range
+    if host_port and host_port not in ports:
+        raise Conflict(f"this node publishes on ports {ports[0]} to {ports[-1]}", host_port=host_port)
+    for each in [host_port] if host_port else random.sample(ports, min(_TRIES, len(ports))):
+        try:
+            return _listen(settings.publish, each)
+        except OSError as error:
+            failure = error
+    if host_port:
+        message = f"port {host_port} of the node can't be had: {failure.strerror}"
+        raise Conflict(message, host_port=host_port) from None
+    raise Capacity(f"no free port of the node was found: {failure.strerror}") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
     """Return a listener for clients of previews. Raises `OSError`."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     listener.setblocking(False)
     return listener
 

@@ -15,12 +15,12 @@ import trio
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
-from sandkasten.actors.services.previews import CloseDoors
+from sandkasten.actors.services.previews import CloseDoors, PublishPort
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.log import rfc3339
 from sandkasten.model import EventType
-from sandkasten.model.errors import Capacity, PreviewNotFound, SandkastenError
-from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewSpec
+from sandkasten.model.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
+from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +34,44 @@ class SessionPreviews:
         self._host, self._own, self._client = host, own, previews
 
     async def open(self, spec: PreviewSpec) -> Preview:
-        """Open a preview, in place of one that the port has.
+        """Open a preview, in place of one that the port has. A port that is published and shall be stays so, with its
+        connections, and has another end.
 
         Raises:
-            Capacity: the session has too many.
+            Capacity: the session has too many, or the node.
+            Conflict: the port of the node can't be had, or one kind of preview would take the place of the other.
             StoreFailed: it could not be recorded.
         """
-        before = self._own.session.previews
-        if spec.port not in before and len(before) >= MAX_PREVIEWS:
+        before, is_local, host_port = self._own.session.previews, spec.access is PreviewAccess.LOCAL, None
+        replaced = before.get(spec.port)
+        if replaced is None and len(before) >= MAX_PREVIEWS:
             raise Capacity("the session has too many previews", limit=MAX_PREVIEWS)
+        if replaced is not None and is_local != (replaced.host_port is not None):
+            raise Conflict("the port has a preview of the other kind: close that first", port=spec.port)
+        if is_local:
+            host_port = await self._client.ask_again(PublishPort(self._host.session_id, spec.port, spec.host_port))
         end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
-        preview = Preview(spec.port, spec.access, secrets.token_hex(_EPOCH_BYTES), end, spec.keep_alive)
-        await self._put({**before, spec.port: preview})
-        if spec.port in before:
-            await self._revoke(spec.port)
+        epoch = replaced.epoch if is_local and replaced is not None else secrets.token_hex(_EPOCH_BYTES)
+        preview = Preview(spec.port, spec.access, epoch, end, spec.keep_alive, spec.resume, host_port)
+        is_recorded = False
+        try:
+            await self._put({**before, spec.port: preview})
+            is_recorded = True
+        finally:
+            if not is_recorded and is_local and replaced is None:
+                with trio.CancelScope(shield=True):
+                    await self._revoke(spec.port)
         self._host.start_task(self._close_in_time, preview)
+        if is_local and replaced is not None:
+            return preview
+        if replaced is not None:
+            await self._revoke(spec.port)
         self._host.emit(
-            EventType.PREVIEW_OPENED, port=spec.port, access=spec.access.value, expires_at=rfc3339(preview.expires_at)
+            EventType.PREVIEW_OPENED,
+            port=spec.port,
+            access=spec.access.value,
+            expires_at=rfc3339(preview.expires_at),
+            host_port=host_port,
         )
         return preview
 
@@ -72,6 +93,15 @@ class SessionPreviews:
         """Go on with the previews of the record."""
         for preview in self._own.session.previews.values():
             self._host.start_task(self._close_in_time, preview)
+            if preview.host_port is not None:
+                self._host.start_task(self._publish_again, preview, preview.host_port)
+
+    async def _publish_again(self, preview: Preview, host_port: int) -> None:
+        try:
+            await self._client.ask_again(PublishPort(self._host.session_id, preview.port, host_port))
+        except SandkastenError as error:
+            log.warning("not_published", extra={"session_id": self._host.session_id, "error": str(error)})
+            await self._close_soon(preview, "its port of the node can't be had")
 
     async def _put(self, previews: Mapping[int, Preview]) -> None:
         before = self._own.session.previews
@@ -91,8 +121,11 @@ class SessionPreviews:
 
     async def _close_in_time(self, preview: Preview) -> None:
         await trio.sleep(max((preview.expires_at - datetime.now(UTC)).total_seconds(), 0))
+        await self._close_soon(preview, "its time was over")
+
+    async def _close_soon(self, preview: Preview, reason: str) -> None:
         if self._own.session.previews.get(preview.port) == preview:
             try:
-                await self.close(preview.port, "its time was over")
+                await self.close(preview.port, reason)
             except SandkastenError as error:  # the record keeps one that lets nobody in
                 log.info("preview_not_closed", extra={"session_id": self._host.session_id, "error": str(error)})

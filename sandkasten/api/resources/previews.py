@@ -1,4 +1,4 @@
-"""Previews of a session: ports inside that are reached over HTTP from outside."""
+"""Previews of a session: ports inside that are reached from outside."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from sandkasten.model.network import (
 
 PreviewPort = NewType("PreviewPort", int)
 PreviewTtl = NewType("PreviewTtl", int)
+HostPort = NewType("HostPort", int)
 
 add_kinds(
     {
         PreviewAccess: member_of(PreviewAccess),
         PreviewPort: Between(*PORT_BOUNDS),
         PreviewTtl: Between(*PREVIEW_TTL_BOUNDS_S),
+        HostPort: Between(0, PORT_BOUNDS[1]),
     }
 )
 
@@ -37,33 +39,38 @@ add_kinds(
 @attrs.frozen
 class PreviewRequest:
     """A preview to open: for `ttl_seconds`, by default an hour. With `keep_alive` its requests put off the session's
-    idle end."""
+    idle end, with `resume` they end a pause. With the access `local` it is plain TCP on `host_port` of the node's
+    `preview.publish`, by default any free one."""
 
     port: PreviewPort
     ttl_seconds: PreviewTtl | None = None
     access: PreviewAccess | None = None
     keep_alive: bool = False
+    resume: bool = False
+    host_port: HostPort | None = None
 
     def to_spec(self) -> PreviewSpec:
         """Return the model's spec."""
-        asked = {"ttl_s": self.ttl_seconds, "access": self.access}
+        asked = {"ttl_s": self.ttl_seconds, "access": self.access, "host_port": self.host_port}
         given = {name: value for name, value in asked.items() if value is not None}
-        return PreviewSpec(self.port, keep_alive=self.keep_alive, **given)  # type: ignore[arg-type]
+        return PreviewSpec(self.port, keep_alive=self.keep_alive, resume=self.resume, **given)  # type: ignore[arg-type]
 
 
 @attrs.frozen(kw_only=True)
 class PreviewBody(Body):
-    """An open preview."""
+    """An open preview. `host_port` is null unless the access is `local`."""
 
     port: int
     access: PreviewAccess
     expires_at: str
     keep_alive: bool
+    resume: bool
+    host_port: int | None
 
 
 @attrs.frozen(kw_only=True)
 class OpenedPreviewBody(PreviewBody):
-    """A preview that was just opened. `token` is told this once; null for a public one."""
+    """A preview that was just opened. `token` is told this once; null where none is needed."""
 
     url: str
     token: str | None

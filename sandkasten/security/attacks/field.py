@@ -20,7 +20,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config, PoolSettings, ServerSettings
+from sandkasten.config import Config, PoolSettings, PreviewSettings, ServerSettings
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import ExecResult, ExecSpec, Limits, ProcessSpec, SessionSpec, WaitFor
 from sandkasten.model.errors import Capacity, EgressUnavailable, NetworkNotSupported
@@ -140,6 +140,7 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             api_key=secret(),
             pool=PoolSettings(),
             server=ServerSettings(pool_sandboxes=0),
+            preview=PreviewSettings("127.0.0.1:0", publish="127.0.0.1"),
             egress=attrs.evolve(config.egress, max_mode=NetworkMode.OPEN.value),
             defaults=attrs.evolve(config.defaults, network_mode=NetworkMode.NONE.value),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB, default_quota_mb=quota_mb),

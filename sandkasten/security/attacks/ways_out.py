@@ -12,16 +12,20 @@ Sources: network_namespaces(7), ip(7), RFC 1035, RFC 6890.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import attrs
 import orjson
 import trio
 
+from egress import policy
 from egress.policy import InvalidRule, canonical_name
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from sandkasten.model.network import EgressVerdict, Network, NetworkMode
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import HELD, Answers, NotApplicable, attempt, collect
@@ -102,7 +106,10 @@ for each in crafted:
     client = socket.create_connection(("9.9.9.9", 53), timeout=4)
     client.sendall(struct.pack("!H", 65535) + each)
     streams.append(client)
-print(code("never.example", 8))
+ends = time.monotonic() + float(sys.argv[1])
+while (said := code("never.example")) == "TimeoutError" and time.monotonic() < ends:
+    pass  # the question may have been lost among those before (udp(7))
+print(said)
 """
 )
 _FLOOD = (
@@ -147,6 +154,32 @@ for name, kind, port in (("listener", socket.SOCK_STREAM, 61080), ("questions", 
 import json
 print(json.dumps(found))
 """
+
+
+_TAKEN_OVER = """
+import json, socket, sys
+sys.path.append(sys.argv[1])
+from ipaddress import ip_network
+from egress import barrier, confinement, protocol, resolver
+said = json.load(sys.stdin)
+table = barrier.make_table(map(ip_network, said["permit"]), resolver.own_addresses(), ())
+lacks = barrier.enclose(said["cgroups"], table)
+confinement.confine(protocol.EGRESS_ID, protocol.EGRESS_ID)
+found = {}
+for address in said["addresses"]:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind) as client:
+            client.settimeout(4)
+            try:
+                client.connect((address, said["port"]))
+                found[address] = "reached"
+            except PermissionError:
+                found.setdefault(address, "refused")
+            except OSError as error:
+                found[address] = str(error)
+print(json.dumps([lacks, found]))
+"""
+"""Program of an egress process that was taken over after its start: it checks no address."""
 
 
 @attrs.define
@@ -265,6 +298,28 @@ async def reach_by_name(field: Field) -> Answers:
         return {**found, "listener": listener.answer}
 
 
+@attempt("egress_process.taken-over", "reach the node as the process that carries connections, taken over",
+         "server-side request forgery", ("refused", "heard nothing"), users=("",))  # fmt: skip
+async def take_over(field: Field) -> Answers:
+    """A process with the confinement of the real one, without its check of addresses: the kernel's check is left."""
+    if os.geteuid() != 0:
+        raise NotApplicable("this attack starts a process as root, as the daemon's launcher does")
+    own = [each for each in (own_address(),) if each is not None]
+    cgroups = name_cgroups("egress")
+    async with _listener("127.0.0.1", *own) as listener:
+        targets = _not_permitted(field, ["127.0.0.1", *own, *_SPECIAL, "::1", "::ffff:127.0.0.1", "fd00::1"])
+        said = {"permit": field.config.egress.permit, "cgroups": cgroups, "addresses": targets, "port": listener.port}
+        code = [sys.executable, "-I", "-B", "-c", _TAKEN_OVER, str(Path(policy.__file__).parents[1])]
+        try:
+            done = await trio.run_process(code, stdin=orjson.dumps(said), capture_stdout=True)
+        finally:
+            remove_cgroups(cgroups)
+        lacks, found = orjson.loads(done.stdout)
+        if (reason := lacks.get("address programs")) is not None:
+            raise NotApplicable(f"the kernel checks no address here: {reason}")
+        return {**found, "listener": listener.answer}
+
+
 @attempt("egress.unanswered", "reach the node while nobody has answered whether a host may be reached",
          "server-side request forgery", ("heard nothing", "asked"))  # fmt: skip
 async def reach_unanswered(field: Field) -> Answers:
@@ -285,7 +340,8 @@ async def reach_unruled(field: Field) -> Answers:
 async def craft_questions(field: Field) -> Answers:
     """Ask whatever a parser may trip over; then the resolver must still say that a name does not exist."""
     async with field.session(network=_allow_none()) as session_id, field.session(network=_allow_none()) as other:
-        result = await field.python(session_id, _CRAFT)
+        answer_s = 8 * field.patience
+        result = await field.python(session_id, f"import sys; sys.argv[1:] = ['{answer_s}']\n{_CRAFT}")
         said = result.stdout.decode().strip() or result.stderr[-60:].decode(errors="replace")
         return {"attacker": said, "other session": await _ask_other(field, other)}
 

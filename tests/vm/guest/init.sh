@@ -1,7 +1,7 @@
 #!/bin/sh
 # PID 1 of the test machine: a pure cgroup v2 tree, the plan that lies on the project's disk, then off.
 # vda is the root, vdb the project, vdc a disk with project quotas; whatever is written to them is thrown away.
-export PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root PYTHONPATH=/opt/site-packages
+export PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root
 mount -t proc none /proc
 mount -t sysfs none /sys
 mount -t tmpfs none /run

@@ -1,0 +1,91 @@
+"""Program of the tests: the egress process with another's will. It encloses and confines itself as the process does,
+checks no address, tries to reach what its standard input says, and prints what came of each attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from ipaddress import ip_address, ip_network
+
+from egress import barrier, confinement
+from egress.protocol import EGRESS_ID
+from egress.resolver import own_addresses
+
+_MSG_FASTOPEN = 0x20000000
+_BPF_PROG_DETACH = 9
+_ENOSYS = 38
+
+
+def _tcp(address: str, port: int) -> None:
+    with socket.socket(_family(address)) as sock:
+        sock.connect((address, port))
+
+
+def _fast_open(address: str, port: int) -> None:
+    with socket.socket(_family(address)) as sock:
+        sock.sendto(b"x", _MSG_FASTOPEN, (address, port))
+
+
+def _udp(address: str, port: int) -> None:
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))
+
+
+def _datagram(address: str, port: int) -> None:
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+        sock.sendto(b"x", (address, port))
+
+
+WAYS: dict[str, Callable[[str, int], None]] = {
+    "tcp": _tcp,
+    "fast open": _fast_open,
+    "udp": _udp,
+    "datagram": _datagram,
+}
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _outcome(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return f"errno {error.errno}"
+    return "done"
+
+
+def main() -> None:
+    """Print a JSON object: what the machine lacks, and the outcomes by way, address and port."""
+    said = json.load(sys.stdin)
+    if "without" in said:
+
+        def refuse(*_arguments: object) -> int:
+            raise OSError(said["without"], os.strerror(said["without"]))
+
+        vars(barrier)["_bpf"] = refuse
+    table = barrier.make_table(
+        [ip_network(each) for each in said["permit"]], own_addresses(), [ip_address(each) for each in said["servers"]]
+    )
+    lacks = barrier.enclose(said["cgroups"], table)
+    confinement.confine(EGRESS_ID, EGRESS_ID)
+    found = {
+        f"{way} {address} {port}": _outcome(lambda way=way, address=address, port=port: WAYS[way](address, port))  # type: ignore[misc]
+        for address, port in said["targets"]
+        for way in WAYS
+    }
+    above = os.path.dirname(said["cgroups"][-1])
+    found["leave"] = _outcome(lambda: os.close(os.open(f"{above}/cgroup.procs", os.O_WRONLY)))
+    found["detach"] = _outcome(lambda: confinement.call("bpf", _BPF_PROG_DETACH, bytes(16), 16))
+    print(json.dumps({"lacks": lacks, "found": found}))
+    sys.stdout.flush()
+    if said.get("waits"):
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
