@@ -30,6 +30,7 @@ SDK: Mapping[str, tuple[str, set[str]]] = {
     "SessionStats": ("SessionStats", set()),
     "NetworkInfo": ("NetworkInfo", set()),
     "Preview": ("OpenedPreview", set()),
+    "SecretInfo": ("Secret", set()),
     "EgressEntry": ("EgressEntry", set()),
     "EgressPage": ("Egress", set()),
     "ReadResult": ("File", {"content_base64", "+content"}),
