@@ -78,12 +78,12 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
 
 
 @asynccontextmanager
-async def served(config: Config, outside: Outside) -> AsyncIterator[LocalSupervisor]:
+async def served(config: Config, outside: Outside, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
     """A tree whose egress process is in the world, and whose broker knows the world's authority."""
     egress = EgressSettings(permit=(f"{SITE}/32", f"{OTHER}/32"), ca_file=outside.ca_file)
     config = attrs.evolve(config, egress=egress)
     machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
-    start, order = outside.world.start_egress, StopOrder(ends_sessions=True)
+    start, order = outside.world.start_egress, StopOrder(ends_sessions=ends_sessions)
     profiles = load_filters(config.security)
     async with open_tree(config, machine, profiles, start_as_child, order, start_egress=start) as supervisor:
         yield supervisor
@@ -238,6 +238,24 @@ async def test_the_next_broker_has_the_values(supervisor: LocalSupervisor, outsi
     await until(works)
     assert outside.world.pids["broker"] != before
     assert VALUE.encode() in outside.heads["api.example"][-1]
+
+
+async def test_the_next_daemon_goes_on_with_a_secret(config: Config, outside: Outside) -> None:
+    """With the same egress process and another broker, which the process is brought together with."""
+    async with served(config, outside, ends_sessions=False) as first:
+        await first.put_secret(NewSecret("key", VALUE, ["api.example"]))
+        session = await first.create(SPEC)
+        assert (await python(first, session, "print(ask('https://api.example/'))")).stdout == b"ok\n"
+    before = dict(outside.world.pids)
+    async with served(config, outside) as second:
+
+        async def works() -> bool:
+            return (await python(second, session, "print(ask('https://api.example/'))")).stdout == b"ok\n"
+
+        await until(works)
+    assert outside.world.pids["egress"] == before["egress"]
+    assert outside.world.pids["broker"] != before["broker"]
+    assert all(VALUE.encode() in head for head in outside.heads["api.example"])
 
 
 async def test_a_deleted_secret_is_used_no_more(supervisor: LocalSupervisor, outside: Outside) -> None:
