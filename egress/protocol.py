@@ -33,7 +33,7 @@ MAX_FDS = 3
 MAX_ENTRIES = 256
 """Log entries in one notice."""
 
-VERSION = 1
+VERSION = 2
 """To be raised when this module, or what it means, changes: a process of another version is replaced."""
 
 CHANNEL_FD = 3

@@ -155,7 +155,8 @@ class EgressServer:
         """
         channel.setblocking(False)
         self._channel, self._is_as_asked, self._untaken = channel, None, list(self._ways_out)
-        self._is_connected.set()
+        if not self._untaken:  # else when the daemon knows of all sessions, and so whom entries are about
+            self._is_connected.set()
         try:
             return await self._serve_requests(channel)
         finally:
@@ -224,6 +225,7 @@ class EgressServer:
             session_id = self._untaken.pop()
             if (way_out := self._ways_out.get(session_id)) is not None:
                 return p.SessionTaken(request.seq, session_id), way_out.fds()
+        self._is_connected.set()
         return p.SessionTaken(request.seq), ()
 
     async def _serve(self, request: p.SessionRequest, configuration: _Configuration, fds: list[int]) -> p.EgressAnswer:
@@ -290,7 +292,7 @@ class EgressServer:
     def _send_now(self) -> None:
         """Send what there is without waiting; what finds no room stays for the next batch. Who sends anything else
         calls this afterwards, for it does nothing meanwhile."""
-        channel = self._channel
+        channel = self._channel if self._is_connected.is_set() else None
         while channel and self._entries and not self._batching.locked() and not self._sending.locked():
             batch, told, data = self._next_batch()
             try:
@@ -314,7 +316,7 @@ class EgressServer:
         """Send what there is now; what the daemon does not read in time is dropped."""
         async with self._batching:
             left, are_totals_due = len(self._entries), self._are_totals_news
-            while self._channel and (are_totals_due or (left > 0 and self._entries)):
+            while self._is_connected.is_set() and (are_totals_due or (left > 0 and self._entries)):
                 are_totals_due = False
                 batch, told, data = self._next_batch()
                 left -= len(batch)

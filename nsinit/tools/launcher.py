@@ -160,9 +160,10 @@ class ServiceManager:
             poll.register(fd, events)
         while True:
             happened = [fd for fd, _ in poll.poll(self._beat_ms)]
+            if self._beat_ms is not None:
+                self.tell(b"WATCHDOG=1")
             if happened:
                 return happened
-            self.tell(b"WATCHDOG=1")
 
     def tell(self, line: bytes) -> None:
         if self._fd >= 0:

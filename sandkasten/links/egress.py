@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import os
 import socket
+import stat
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TypeVar
 
 import attrs
@@ -19,6 +21,10 @@ A = TypeVar("A")
 
 _MOST_AT_ONCE = 64
 """Messages taken before other tasks have their turn."""
+
+_SCM_MAX_FD = 253
+"""The most descriptors of a message (unix(7)). With room for fewer the kernel closes the rest in recvmsg(2), and the
+last close of a socket may wait for as long as its maker wanted (socket(7), SO_LINGER)."""
 
 
 class EgressLink:
@@ -94,29 +100,34 @@ class EgressLink:
         try:
             for _ in range(_MOST_AT_ONCE):
                 data, fds, _flags, _address = socket.recv_fds(
-                    self._stdlib, protocol.MAX_DATAGRAM_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                    self._stdlib, protocol.MAX_DATAGRAM_BYTES, _SCM_MAX_FD, socket.MSG_CMSG_CLOEXEC
                 )
-                self._hand_on(data, list(map(OwnedFd, fds)))
+                try:
+                    self._hand_on(data, fds)
+                except BaseException:
+                    _close_elsewhere(fds)
+                    raise
         except BlockingIOError:
             pass
         except (OSError, protocol.ProtocolError) as error:
             self._lose(f"the egress process is gone: {error}")
 
-    def _hand_on(self, data: bytes, fds: list[OwnedFd]) -> None:
-        with ExitStack() as unused:
-            for each in fds:
-                unused.callback(each.close)
-            if not data:
-                raise protocol.ProtocolError("it closed the connection")
-            message = protocol.decode_answer(data)
-            if isinstance(message, protocol.Entries):
-                self._take(message)
-            elif (waiting := self._waiting.get(message.seq)) is not None:
-                if isinstance(message, protocol.SessionTaken) and not self._taken:
-                    self._taken = fds
-                    unused.pop_all()
-                waiting[1].append(message)
-                waiting[0].set()
+    def _hand_on(self, data: bytes, fds: Sequence[int]) -> None:
+        """Hand on a message; own its descriptors, if there are any, unless an error is raised."""
+        if not data:
+            raise protocol.ProtocolError("it closed the connection")
+        message = protocol.decode_answer(data)
+        waiting = None if isinstance(message, protocol.Entries) else self._waiting.get(message.seq)
+        if fds:
+            if waiting is None or self._taken or not isinstance(message, protocol.SessionTaken):
+                raise protocol.ProtocolError("descriptors that nobody asked for")
+            _check_sockets(fds)
+            self._taken = [OwnedFd(fd) for fd in fds]
+        if isinstance(message, protocol.Entries):
+            self._take(message)
+        elif waiting is not None:
+            waiting[1].append(message)
+            waiting[0].set()
 
     def _lose(self, reason: str) -> None:
         """Fail every request; a process that broke the protocol is hung up on, which ends it."""
@@ -128,3 +139,30 @@ class EgressLink:
                 fd.close()
         for done, _ in self._waiting.values():
             done.set()
+
+
+def _check_sockets(fds: Sequence[int]) -> None:
+    """Raise `ProtocolError` unless these may be a listener, a socket of DNS and a link, none of which waits when it is
+    closed."""
+    if len(fds) not in (protocol.MAX_FDS - 1, protocol.MAX_FDS):
+        raise protocol.ProtocolError(f"{len(fds)} descriptors for a session")
+    for fd, option, wanted in ((fds[0], socket.SO_ACCEPTCONN, 1), (fds[1], socket.SO_TYPE, socket.SOCK_DGRAM)):
+        sock = socket.socket(fileno=fd)
+        try:
+            if sock.family != socket.AF_INET or sock.getsockopt(socket.SOL_SOCKET, option) != wanted:
+                raise protocol.ProtocolError("a session's sockets are of another kind")
+        finally:
+            sock.detach()
+    if len(fds) > 2 and stat.S_IFMT(os.fstat(fds[2]).st_mode) != 0:  # of an anonymous inode, as links are
+        raise protocol.ProtocolError("a session's link is something else")
+
+
+def _close_elsewhere(fds: Sequence[int]) -> None:
+    """Close descriptors of a process that broke the protocol where nobody waits for it."""
+
+    def close_all() -> None:
+        for fd in fds:
+            os.close(fd)
+
+    if fds:
+        threading.Thread(target=close_all, name="close", daemon=True).start()

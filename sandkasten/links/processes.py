@@ -20,7 +20,7 @@ import signal
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
@@ -28,6 +28,7 @@ from typing import Literal, NoReturn, Protocol
 import attrs
 import trio
 
+from egress.protocol import EGRESS_ID
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.spawn import spawn_egress, spawn_launcher, spawn_nsinit
 from nsinit.wire.launching import (
@@ -100,7 +101,8 @@ class ChildProcess:
                 self.kill()
                 await self._has_ended(patience_s)
         finally:
-            self.reap()
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self.reap)  # the cgroups of a process may be busy for a moment
             self.close()
 
     async def _has_ended(self, patience_s: float) -> bool:
@@ -180,19 +182,34 @@ async def start_egress_as_child(role: Role = "egress", path: Path | None = None,
 
 def find_egress(path: Path) -> tuple[ChildProcess, OwnedFd] | None:
     """Connect to an egress process of an earlier daemon, if one listens at `path`. Return it with the write end of its
-    new log, which the caller sends and closes. Only root can kill it."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    try:
-        with _near(path) as near:
-            sock.connect(near)
-        pid, _uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        pidfd = OwnedFd(os.pidfd_open(pid))
-    except OSError:  # nobody listens there, or not any more
-        sock.close()
-        return None
-    log_read, log_write = os.pipe2(os.O_CLOEXEC)
-    return ChildProcess(sock, pidfd, OwnedFd(log_read), lambda: _kill(pidfd)), OwnedFd(log_write)
+    new log, which the caller sends and closes. Only root can kill it.
+
+    Raises:
+        EgressUnavailable: somebody may listen there, and can't be reached now.
+    """
+    with ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sock.setblocking(False)
+        try:
+            with _near(path) as near:
+                sock.connect(near)
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, user_id, _group_id = _CREDENTIALS.unpack(credentials)
+            if user_id != EGRESS_ID:  # that of who made the socket: the process has not come to listen itself
+                raise EgressUnavailable("the egress process of an earlier daemon is not ready")
+            pidfd = undo.enter_context(OwnedFd(os.pidfd_open(pid)))
+            log_read, log_write = os.pipe2(os.O_CLOEXEC)
+        except (FileNotFoundError, ConnectionRefusedError, ProcessLookupError):
+            return None
+        except OSError as error:
+            raise EgressUnavailable(f"the egress process of an earlier daemon: {error.strerror}") from error
+        undo.pop_all()
+
+    def reap() -> None:
+        with suppress(ChildProcessError):  # of a daemon before, as a rule
+            os.waitpid(pid, os.WNOHANG)
+
+    return ChildProcess(sock, pidfd, OwnedFd(log_read), lambda: _kill(pidfd), reap), OwnedFd(log_write)
 
 
 @contextmanager

@@ -345,8 +345,9 @@ async def test_sessions_are_served_on_between_two_daemons() -> None:
             configured = await second.ask(p.Configure)
             assert isinstance(configured, p.Configured)
             assert (configured.is_as_asked, configured.totals.dns_denied) == (True, 1)
-            await second.entry(session_id="s-2", host="bad.example")
+            assert second.entries == []  # about sessions that this daemon does not know of yet
             assert await taken(second) == ["s-1", "s-2"]
+            await second.entry(session_id="s-2", host="bad.example")
             async with stream:
                 await second.set_policy("other.example")
                 assert await is_reset(stream)
@@ -373,7 +374,9 @@ async def test_sessions_without_a_daemon_end_after_a_while(monkeypatch: pytest.M
         inside.close()
 
 
-@pytest.mark.parametrize("change", [{"permit": ("10.0.0.0/8",)}, {"always_deny": ("a.example",)}, {"version": 2}])
+@pytest.mark.parametrize(
+    "change", [{"permit": ("10.0.0.0/8",)}, {"always_deny": ("a.example",)}, {"version": p.VERSION + 1}]
+)
 async def test_a_process_that_was_configured_otherwise_gives_its_sessions_away(change: dict[str, Any]) -> None:
     """Nothing changes for a daemon that wants something else, which takes the descriptors and ends the process."""
     async with listening(names()) as (address, status):

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import attrs
@@ -217,6 +217,29 @@ async def test_a_daemon_with_another_configuration_replaces_the_process(config: 
 
         await until(is_refused)
         assert (outside.heard, outside.egress_pid != pid) == ([], True)
+
+
+@pytest.mark.parametrize("network", [Network("none"), Network("allow", allow=["other.example:7"])])
+async def test_a_change_holds_though_the_session_is_just_being_adopted(
+    config: Config, outside: World, network: Network
+) -> None:
+    """The way out of the record, which the adoption asks for, does not come back over it."""
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+    os.kill(outside.egress_pid, signal.SIGSTOP)
+    try:
+        async with served(config, outside) as second:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(second.update, session.id, SessionPatch(network=network))
+                await trio.sleep(0.5)  # both wait for the process, or neither: the later one counts
+                os.kill(outside.egress_pid, signal.SIGCONT)
+            assert (await second.get(session.id)).network.mode is network.mode
+            for _ in range(3):
+                assert (await python(second, session, FETCH.format("site.example"))).end.exit_code == 1
+            assert outside.heard == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(outside.egress_pid, signal.SIGCONT)
 
 
 async def test_a_way_out_that_no_session_claims_is_closed(

@@ -45,12 +45,17 @@ from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, find_e
 from sandkasten.model import EventType, Session
 from sandkasten.model.errors import (
     BuildFailed,
+    Conflict,
     EgressUnavailable,
+    InvalidRequest,
+    InvalidRule,
     NetworkNotSupported,
     SandkastenError,
+    SecretNotFound,
+    SecretsOff,
     Unavailable,
 )
-from sandkasten.model.network import EgressEntry, EgressVerdict, Network, NetworkCounters
+from sandkasten.model.network import EgressEntry, EgressLogging, EgressVerdict, Network, NetworkCounters
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +73,11 @@ _IN_FORCE_S = 10.0
 _JOIN_PAUSE_S = 1.0
 
 _CLAIM_S = 60.0
-"""Time for sessions of an earlier daemon to claim their ways out."""
+"""Time for the daemon to know of the sessions whose ways out it has taken from a process of an earlier one."""
+
+_MOST_TAKEN = 16_384
+_NEVER = (InvalidRequest, InvalidRule, SecretNotFound, SecretsOff)
+"""Errors of a wish that will not pass."""
 
 _COUNT_S = 2.0
 """The longest wait for the counters of a way out; statistics are wanted without them, too."""
@@ -188,8 +197,8 @@ class EgressClient(Actor):
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
-        self._found: tuple[ChildProcess, OwnedFd] | None = None
-        """The process of an earlier daemon, before it is asked what it has, and its new log."""
+        self._newest: dict[str, OpenWay | CloseWay] = {}
+        """The last message about each session; what came before it and still waits has no effect."""
         self._has_taken = trio.Event()
         """Set when no process can have the descriptors of a session that this actor does not know of."""
         self._link: EgressLink | None = None
@@ -204,16 +213,16 @@ class EgressClient(Actor):
     async def on_start(self) -> None:
         """Begin to look after the process. After a fault of this actor, which closed every way out, open them again."""
         logcontext.origin.set(logcontext.NOBODY)  # what happens to the process is no session's doing
-        self._found = None if self._start is None else find_egress(self._path)
-        if self._found is None:
+        if self._start is None:
             self._has_taken.set()
         else:
-            self._work.set()
-        self._nursery.start_soon(self._keep_process)
+            self._nursery.start_soon(keep_running, "egress", self._run_process)
         self._nursery.start_soon(self._tidy)
         for entry in self._directory:
             if entry.session.network.has_way_out:
-                self._nursery.start_soon(self._open_again, OpenWay(entry.session.id, entry.session.network))
+                message = OpenWay(entry.session.id, entry.session.network)
+                self._newest[entry.session.id] = message
+                self._nursery.start_soon(self._open_again, message)
 
     async def _open_again(self, message: OpenWay) -> None:
         try:
@@ -223,10 +232,12 @@ class EgressClient(Actor):
 
     async def handle(self, message: Message) -> Any:  # each message names its answer
         match message:
-            case OpenWay():
+            case OpenWay(session_id):
+                self._newest[session_id] = message
                 return self.defer(self._open, message)
-            case CloseWay(session_id, forget):
-                return self.defer(self._close, session_id, forget)
+            case CloseWay(session_id):
+                self._newest[session_id] = message
+                return self.defer(self._close_as_asked, message)
             case CountWay(session_id):
                 return self.defer(self._count, session_id)
             case _:
@@ -239,8 +250,8 @@ class EgressClient(Actor):
             await self._leave(self._process)
 
     async def _leave(self, process: ChildProcess) -> None:
-        """End a process, but one that serves sessions, which the next daemon finds."""
-        if self._ways:
+        """End a process, but one that serves sessions, or may: the next daemon finds it."""
+        if self._ways or not self._has_taken.is_set():
             process.close()
         else:
             await process.end("egress", STOP_S)
@@ -250,16 +261,17 @@ class EgressClient(Actor):
     async def _open(self, message: OpenWay) -> None:
         if self._start is None:
             raise EgressUnavailable("this daemon has no way to start an egress process")
-        with trio.move_on_after(_START_S):
-            await self._has_taken.wait()
-        way = self._ways.get(message.session_id)
+        await self._wait_taken()
         try:
             policy, limits = self._wish_of(message.network)
             secrets = await self._secrets_of(message)
-        except SandkastenError:
+        except _NEVER:
+            way = self._ways.get(message.session_id)
             if way is not None and way.unclaimed_since is not None:  # an earlier daemon allowed more
                 self._nursery.start_soon(self._close, message.session_id, False)
             raise
+        self._require_newest(message)
+        way = self._ways.get(message.session_id)
         before = None if way is None else (way.policy, way.limits, way.secrets)
         if way is None:
             way = self._ways[message.session_id] = _Way(message.session_id, policy, limits, secrets)
@@ -277,12 +289,25 @@ class EgressClient(Actor):
             refusal = EgressUnavailable("the egress process does not answer, or can't be started")
         if refusal is None:
             return
+        self._require_newest(message)
         if before is None:
             await self._close(message.session_id, True)
         else:
             way.wish(*before)
             self._work.set()
         raise refusal
+
+    def _require_newest(self, message: OpenWay) -> None:
+        """Raise `Conflict` when there is a newer message about the session."""
+        if self._newest.get(message.session_id) is not message:
+            raise Conflict("the network was changed meanwhile")
+
+    async def _wait_taken(self) -> None:
+        """Wait until the descriptors of an earlier daemon's process are here. Raises `EgressUnavailable`."""
+        with trio.move_on_after(_START_S):
+            await self._has_taken.wait()
+        if not self._has_taken.is_set():
+            raise EgressUnavailable("the egress process of an earlier daemon does not answer")
 
     async def _secrets_of(self, message: OpenWay) -> tuple[protocol.SecretUse, ...]:
         """Return the secrets that a session uses, which trusts the installation's authority then."""
@@ -318,6 +343,12 @@ class EgressClient(Actor):
         limits = protocol.WayOutLimits(**asked, ask_s=self._settings.ask_timeout_s)
         return protocol.PolicyText(mode, tuple(rules.allow), tuple(rules.deny)), limits
 
+    async def _close_as_asked(self, message: CloseWay) -> None:
+        if message.session_id not in self._ways:
+            await self._wait_taken()
+        if message.forget or self._newest.get(message.session_id) is message:
+            await self._close(message.session_id, message.forget)
+
     async def _close(self, session_id: str, forget: bool) -> None:
         way = self._ways.pop(session_id, None)
         if way is not None:
@@ -329,6 +360,7 @@ class EgressClient(Actor):
         if (is_detached := self._detached.get(session_id)) is not None:
             await is_detached.wait()
         if forget:
+            self._newest.pop(session_id, None)
             self._logs.forget(session_id)
             for type in (EventType.EGRESS_DENIED, EventType.EGRESS_LIMITED):
                 self._refusals.pop((type, session_id), None)
@@ -346,17 +378,16 @@ class EgressClient(Actor):
 
     # The process ------------------------------------------------------------------------------------------------
 
-    async def _keep_process(self) -> None:
-        """Start a process with the first way out, and another after its end, for as long as the actor runs."""
-        await self._work.wait()
-        await keep_running("egress", self._run_process)
-
     async def _run_process(self) -> None:
-        """Start a process, give it every way out, and serve it until it ends. Raises `EgressUnavailable`, when it could
-        not be started or configured."""
+        """Find the process of an earlier daemon, or start one, with the first way out; give it every way out, and serve
+        it until it ends. Raises `EgressUnavailable`, when it could not be started or configured."""
         assert self._start is not None
         permits = (f"permit={network}" for network in self._settings.permit)
-        found, self._found = self._found, None
+        found = None if self._has_taken.is_set() else find_egress(self._path)
+        if found is None:
+            self._has_taken.set()
+            if self._processes == 0:
+                await self._work.wait()
         process, log_write = found or (await self._start("egress", self._path, *permits), None)
         self._process = process
         failure: BaseException | None = None
@@ -380,9 +411,9 @@ class EgressClient(Actor):
         finally:
             self._link = self._process = None
             self._note_totals(protocol.EgressTotals())
-            self._has_taken.set()
             with trio.CancelScope(shield=True):
                 await (process.end("egress", STOP_S) if is_over or failure is not None else self._leave(process))
+            self._has_taken.set()
             for way in self._ways.values():
                 way.note_attached(attached=False)
             while self._detached:
@@ -420,11 +451,16 @@ class EgressClient(Actor):
         self._totals = configured.totals
         while (taken := await link.take_session())[0]:
             session_id, sockets = taken
+            if session_id in self._ways or len(self._ways) >= _MOST_TAKEN:
+                for each in sockets:
+                    each.close()
+                raise EgressUnavailable("the egress process gives more sessions than there are")
             # Until the session claims it: what it may reach, if another process has to serve it.
             nothing = protocol.PolicyText("allow"), protocol.WayOutLimits(), ()
             way = _Way(session_id, *nothing, sockets, configured.is_as_asked, unclaimed_since=trio.current_time())
             way.settle()
             self._ways[session_id] = way
+            self._logs.open(session_id, EgressLogging.ALL)  # for the entries of the time without a daemon
         self._has_taken.set()
         if not configured.is_as_asked:
             log.warning("egress_replaced", extra={"sessions": len(self._ways)})
@@ -534,7 +570,7 @@ class EgressClient(Actor):
         a word, as those do whose actor died of a bug: the sockets keep the network namespace."""
         while True:
             await trio.sleep(_REFUSALS_EVERY_S)
-            for session_id in {*self._ways, *self._logs}:
+            for session_id in {*self._ways, *self._logs, *self._newest}:
                 if self._is_left(session_id):
                     log.warning("way_out_left", extra={"session_id": session_id})
                     self._nursery.start_soon(self._close, session_id, True)
@@ -543,10 +579,12 @@ class EgressClient(Actor):
                     self._journal.emit(type, session_id, **refusals.told())
 
     def _is_left(self, session_id: str) -> bool:
+        if self._directory.owns(session_id):
+            way, entry = self._ways.get(session_id), self._directory.get(session_id)
+            is_claimed = way is None or way.unclaimed_since is None
+            return not is_claimed and entry is not None and not entry.session.network.has_way_out
         way = self._ways.get(session_id)
-        if way is not None and way.unclaimed_since is not None:
-            return way.unclaimed_since + _CLAIM_S < trio.current_time()
-        return not self._directory.owns(session_id)
+        return way is None or way.unclaimed_since is None or way.unclaimed_since + _CLAIM_S < trio.current_time()
 
 
 @attrs.define

@@ -45,7 +45,7 @@ from sandkasten.actors.session.birth import (
     greet,
     hand_over,
 )
-from sandkasten.actors.session.changing import change_session, read_disk
+from sandkasten.actors.session.changing import change_session, read_disk, reopen_way
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
@@ -108,7 +108,6 @@ from sandkasten.model.errors import (
     BuildFailed,
     BuildInterrupted,
     Capacity,
-    EgressUnavailable,
     Overloaded,
     RunnerLost,
     RunnerProtocolError,
@@ -144,8 +143,6 @@ _MAX_ATTENDANTS = 1024
 """Requests at a time that follow the session's events."""
 
 _FULL_MAILBOX_PAUSE_S = 0.02
-_WAY_OUT_PAUSE_S = 5.0
-"""Time until an adopted session asks for its way out again."""
 
 
 class SessionActor(Actor):
@@ -189,6 +186,7 @@ class SessionActor(Actor):
         self._transfers = self._attendants = 0
         self._transfer_ended = trio.Event()
         self._previews = SessionPreviews(self, self._own, previews=services.previews)
+        self._reopening = trio.CancelScope()
         self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
 
     @property
@@ -334,19 +332,10 @@ class SessionActor(Actor):
         if self.session.network.has_way_out:
             await self._services.egress.ask_again(OpenWay(self.session_id, self.session.network))
 
-    async def _open_way_again(self) -> None:
-        """Give an adopted session its way out, when it can be had. A session whose network the configuration does not
-        take any more goes on without one."""
-        while self.session.network.has_way_out:
-            try:
-                message = OpenWay(self.session_id, self.session.network)
-                await self._services.egress.ask_again(message, on=(EgressUnavailable, BuildFailed))
-                break
-            except SandkastenError as error:
-                log.error("way_out_not_restored", extra={"session_id": self.session_id, "error": str(error)})
-                if not isinstance(error, Capacity | BuildFailed):  # it will not pass
-                    break
-            await trio.sleep(_WAY_OUT_PAUSE_S)
+    def _reopen_way(self) -> None:
+        """Give an adopted session its way out, until its network is changed."""
+        self._reopening = trio.CancelScope()
+        self.start_task(reopen_way, self._services.egress, self._own, self._reopening)
 
     async def _put_running(self) -> None:
         await self._own.put()
@@ -369,8 +358,7 @@ class SessionActor(Actor):
         self._services.budget.hold(self.session.id, limits)
         if not is_member:
             self._own.restore_lease()
-        if self.session.network.has_way_out:
-            self.start_task(self._open_way_again)
+        self._reopen_way()
         self._previews.adopt()
         self._own.put_soon()
 
@@ -559,7 +547,14 @@ class SessionActor(Actor):
         network = self.session.network if patch.network is None else patch.network
         if patch.env is not None or patch.secret_env or network.variables != self.session.network.variables:
             await self._go_on(self._pausing.wake)
-        await change_session(self, self._own, patch, services=self._services)
+        if patch.network is not None:
+            self._reopening.cancel()
+        try:
+            await change_session(self, self._own, patch, services=self._services)
+        except SandkastenError:
+            if self._reopening.cancel_called:
+                self._reopen_way()
+            raise
         self._own.renew()
         await self._own.put()
         return self.session

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 
 import attrs
+import trio
 
 from nsinit.wire.protocol import AskDisk, SetDisk
 from runner.wire import protocol
@@ -28,7 +29,9 @@ from sandkasten.model import EventType, Limits, Session, SessionPatch
 from sandkasten.model.errors import (
     BuildFailed,
     BuildInterrupted,
+    Capacity,
     Conflict,
+    EgressUnavailable,
     InvalidRequest,
     LimitInUse,
     SandkastenError,
@@ -37,6 +40,9 @@ from sandkasten.model.errors import (
 from sandkasten.model.network import Network
 
 log = logging.getLogger(__name__)
+
+_WAY_OUT_PAUSE_S = 5.0
+"""Time until an adopted session asks for its way out again."""
 
 
 async def change_disk(ref: Ref, session_id: str, *, before: Limits, after: Limits, allowed: DiskSettings) -> None:
@@ -169,6 +175,23 @@ async def _with_placeholders(broker: Ref, session: Session, patch: SessionPatch)
 async def put_network(egress: Ref, session_id: str, network: Network) -> None:
     """Have a session reach what `network` says, and nothing else. Raises as `OpenWay`."""
     await egress.ask_again(OpenWay(session_id, network) if network.has_way_out else CloseWay(session_id))
+
+
+async def reopen_way(egress: Ref, own: LiveRecord, scope: trio.CancelScope) -> None:
+    """Give an adopted session its way out, when it can be had, unless `scope` is cancelled. A session whose network the
+    configuration does not take any more goes on without one."""
+    with scope:
+        await trio.lowlevel.checkpoint()
+        while own.session.network.has_way_out:
+            message = OpenWay(own.session.id, own.session.network)
+            try:
+                await egress.ask_again(message, on=(EgressUnavailable, BuildFailed))
+                break
+            except SandkastenError as error:
+                log.error("way_out_not_restored", extra={"session_id": own.session.id, "error": str(error)})
+                if not isinstance(error, Capacity | BuildFailed):  # it will not pass
+                    break
+            await trio.sleep(_WAY_OUT_PAUSE_S)
 
 
 async def _restore_network(egress: Ref, session: Session) -> None:
