@@ -145,7 +145,8 @@ def daemon() -> Iterator[Daemon]:
         tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
         running_daemon(Path(directory), SANDKASTEN_MAX_EXEC_TIMEOUT_MS="200") as daemon,
     ):
-        daemon.wait_url()
+        with daemon.client() as client:
+            client.get("/v1/secrets").raise_for_status()  # starts the broker, which is no test's
         yield daemon
 
 
