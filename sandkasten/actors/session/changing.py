@@ -154,11 +154,14 @@ async def change_session(host: SessionServices, own: LiveRecord, patch: SessionP
     before, after = session.network.variables, network.variables
     if before != after:
         patch = attrs.evolve(patch, env={**dict.fromkeys(before), **after, **(patch.env or {})})
+    failure: SandkastenError | None = None
     try:
         await _change_rest(host, own, patch, services=services)
-    except SandkastenError:
+    except SandkastenError as error:
+        failure = error
+    if failure is not None:
         await _restore_network(services.egress, session)
-        raise
+        raise failure
     own.change(network=network, network_revision=revision + 1)
     host.emit(EventType.NETWORK_CHANGED, mode=network.mode.value, revision=revision + 1)
 
