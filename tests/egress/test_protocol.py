@@ -20,6 +20,7 @@ MESSAGES = (
     p.DescribeSession(5, "s-1"),
     p.TakeSession(6),
     p.EndProcess(7),
+    p.UseBroker(8),
 )
 REPLIES = (
     p.Configured(1, False),

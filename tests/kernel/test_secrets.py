@@ -48,7 +48,9 @@ class Outside:
         """Return a server of one host, which sends those who ask for `/away` to the other."""
 
         def handle(connection: socket.socket) -> None:
-            connection.getpeername()  # fails if it was reset, as `wrap_socket` does, which leaves it open then
+            connection.recv(
+                1, socket.MSG_PEEK
+            )  # fails if it is reset, as `wrap_socket` does, which leaves it open then
             with context.wrap_socket(connection, True, do_handshake_on_connect=False) as tls:
                 tls.do_handshake()
                 head = b""
