@@ -48,9 +48,8 @@ class Outside:
         """Return a server of one host, which sends those who ask for `/away` to the other."""
 
         def handle(connection: socket.socket) -> None:
-            connection.recv(
-                1, socket.MSG_PEEK
-            )  # fails if it is reset, as `wrap_socket` does, which leaves it open then
+            # Fails if the connection is reset, as `wrap_socket` does, which leaves it open then.
+            connection.recv(1, socket.MSG_PEEK)
             with context.wrap_socket(connection, True, do_handshake_on_connect=False) as tls:
                 tls.do_handshake()
                 head = b""
