@@ -355,8 +355,8 @@ class EgressServer:
                         break
                     except BlockingIOError:
                         await trio.lowlevel.wait_writable(channel)
-                    except (BrokenPipeError, ConnectionResetError):
-                        break  # nobody is there: the next read says so
+                    except (OSError, trio.ClosedResourceError):
+                        break  # nobody is there: the next read says so, or has said so and closed our end
                 return True
         return False
 

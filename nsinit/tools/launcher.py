@@ -9,9 +9,9 @@ daemon. Names the cgroups of the three, and removes them. Two ways of life, by t
   `START_EGRESS` and the like, with the socket and the log of the process, `KILL` and the like, nothing else. The
   launcher ends soon after the daemon.
 - `LaunchForUser`: descriptor 3 listens at a path. A process that connects as the one allowed user gets an nsinit of its
-  own at the other end; the next one waits until that nsinit has ended. If it says one of the words for the other two
+  own at the other end; the next one waits until that nsinit has ended. If it says one of the words for the other
   programs first, that is done at once, and answered on this connection. SIGTERM ends nsinit in good order, and the
-  launcher; the other two end with the daemon's end of their sockets.
+  launcher; the others end with the daemon's end of their sockets, or later.
 
 Reads what the kernel says of its cgroups and no other file, and parses nothing else but its argument. Sources: unix(7)
 SO_PEERCRED, SCM_RIGHTS; pidfd_open(2).
@@ -226,9 +226,8 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     except ConnectionError:
         pass  # it died while being answered
     for word, program in programs.items():
-        if (
-            word != START_EGRESS or program.has_ended
-        ):  # that serves sessions until the next daemon comes, or ends by itself without any
+        # The egress process serves sessions until the next daemon comes, or ends by itself without any.
+        if word != START_EGRESS or program.has_ended:
             program.end(patience_s=STOP_S)
     for parent_fd, path, device, inode in sockets:
         _remove(parent_fd, os.path.basename(path), device, inode)

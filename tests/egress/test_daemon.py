@@ -359,6 +359,24 @@ async def test_sessions_are_served_on_between_two_daemons() -> None:
         other.close()
 
 
+async def test_a_daemon_that_reads_nothing_and_ends_takes_nothing_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log entries wait for room in its socket when that is closed. The next daemon is served."""
+    monkeypatch.setattr(egress_server, "_ENTRIES_S", 1e6)
+    async with listening(names()) as (address, status):
+        async with connected(address) as first:
+            await first.done(p.Configure)
+            inside = await first.attach("good.example:5000")
+            synthetic = await inside.address_of("good.example")
+            first.reading.cancel()
+            for _ in range(700):
+                assert await is_refused(inside, synthetic, 5001)
+        async with connected(address) as second:
+            await second.done(p.Configure)
+            assert await taken(second) == ["s-1"]
+        assert status() is None
+        inside.close()
+
+
 async def test_sessions_without_a_daemon_end_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all descriptors are closed, and connects are refused."""
     async with listening(names()) as (address, status):
