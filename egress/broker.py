@@ -18,6 +18,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,7 @@ from egress.authority import Authority
 from egress.guarded import GuardedRelay
 from egress.policy import Reason
 from egress.protocol import ProtocolError
+from egress.relay import send_message
 from egress.safe import KeptSecret, Safe
 from egress.server import close_all, log, log_fault, next_message
 from egress.substitution import SecretGuard
@@ -68,15 +70,9 @@ class _Channel:
         data = b.encode(message)
         with trio.move_on_after(_SEND_S):
             async with self._sending:
-                while True:
-                    try:
-                        self.sock.send(data)
-                    except BlockingIOError:
-                        await trio.lowlevel.wait_writable(self.sock)
-                    except OSError:
-                        return True  # it is gone: the next read says so
-                    else:
-                        return True
+                with suppress(OSError):  # it is gone: the next read says so
+                    await send_message(self.sock, data)
+                return True
         return False
 
 

@@ -85,7 +85,8 @@ class _Link:
                 seq, done = self._seq, trio.Event()
                 self._waiting[seq] = done, answers
                 try:
-                    await self._send(k.encode(attrs.evolve(knock, seq=seq)))
+                    with suppress(OSError):  # the daemon is gone: `receive` says so
+                        await relay.send_message(self._channel, k.encode(attrs.evolve(knock, seq=seq)))
                     await done.wait()
                 except trio.Cancelled:
                     close_all(fd for _, fds in answers for fd in fds)
@@ -100,16 +101,6 @@ class _Link:
                 raise VisitRefused(refused.status, refused.code, refused.message)
         close_all(fd for _, fds in answers for fd in fds)
         raise VisitRefused(503, "CAPACITY", "the daemon does not answer; try again")
-
-    async def _send(self, data: bytes) -> None:
-        while True:
-            try:
-                self._channel.send(data)
-                return
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._channel)
-            except OSError:
-                return  # the daemon is gone: `receive` says so
 
     async def first(self) -> tuple[k.Open, list[int]]:
         """Return the daemon's first message, and the listener for HTTP if there is one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import attrs
 import trio
@@ -45,7 +45,6 @@ class HandOverLink:
         self._seq = 0
         self._handed: dict[int, _Handed] = {}
         self._sending = trio.Lock()
-        self.is_lost = False
 
     async def serve(self) -> None:
         """Hear how connections end."""
@@ -68,7 +67,6 @@ class HandOverLink:
 
     def close(self) -> None:
         """Hand over nothing more. The connections of the broker end with the broker."""
-        self.is_lost = True
         if self._sock.fileno() >= 0:
             trio.lowlevel.notify_closing(self._sock)
             self._sock.close()
@@ -113,16 +111,10 @@ class HandOverLink:
         return None if handed.reason is None else _reason(handed.reason)
 
     async def _send(self, order: Carry, fds: list[int]) -> None:
-        with trio.move_on_after(_SEND_S):
+        with trio.move_on_after(_SEND_S), suppress(OSError, ProtocolError):
             async with self._sending:
-                while not self.is_lost:
-                    try:
-                        socket.send_fds(self._sock, [encode(order)], fds)
-                        return
-                    except BlockingIOError:
-                        await trio.lowlevel.wait_writable(self._sock)
-                    except (OSError, ProtocolError, trio.ClosedResourceError):
-                        break
+                await relay.send_message(self._sock, encode(order), fds)
+                return
         raise BrokerAway
 
 

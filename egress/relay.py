@@ -1,4 +1,4 @@
-"""Bytes between two TCP sockets: reading, writing, dialling, and an end that is a half-close or a reset.
+"""Bytes between two TCP sockets: reading, writing, dialling, an end that is a half-close or a reset; and messages.
 
 Sockets are non-blocking. All copying goes through one buffer of the process, for between the read and the write nothing
 else runs; what a slow reader does not take is kept for its connection, in smaller portions when that is much in all. So
@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address
 from typing import Protocol
 
@@ -238,6 +238,20 @@ async def connect(sock: socket.socket, address: str, port: int) -> None:
     if code:
         raise OSError(code, os.strerror(code))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+async def send_message(channel: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send one message, with copies of descriptors (unix(7)), and wait for room. Raises `OSError`: nobody is there, or
+    our end was closed meanwhile."""
+    while True:
+        try:
+            socket.send_fds(channel, [data], fds)
+            return
+        except BlockingIOError:
+            try:
+                await trio.lowlevel.wait_writable(channel)
+            except trio.ClosedResourceError:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
 
 
 def shut(sock: socket.socket) -> None:

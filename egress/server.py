@@ -23,6 +23,7 @@ import struct
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from ipaddress import ip_network
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ import attrs
 import trio
 
 from egress import protocol as p
+from egress import relay
 from egress.addresses import AddressCheck
 from egress.handed import HandOverLink
 from egress.policy import Address, EgressRule, InvalidRule, Policy, parse_policy, parse_rule
@@ -349,14 +351,9 @@ class EgressServer:
         channel = self._channel
         with trio.move_on_after(deadline_s):
             async with self._sending:
-                while channel is not None:
-                    try:
-                        socket.send_fds(channel, [data], fds)
-                        break
-                    except BlockingIOError:
-                        await trio.lowlevel.wait_writable(channel)
-                    except (OSError, trio.ClosedResourceError):
-                        break  # nobody is there: the next read says so, or has said so and closed our end
+                if channel is not None:
+                    with suppress(OSError):  # nobody is there: the next read says so, or has said so
+                        await relay.send_message(channel, data, fds)
                 return True
         return False
 
