@@ -2,7 +2,8 @@
 
 The kernel asks the programs when a socket of the cgroup connects, or sends a datagram to an address. They refuse what
 `addresses` refuses: special ranges, and the addresses that this host had at the start; but for the operator's permits,
-and for port 53 of the machine's resolvers. The first check knows more: names, rules, and addresses that came later.
+and for port 53 of the machine's resolvers. The first check knows more: names, rules, and addresses that came later. Behind
+an operator's proxy they refuse everything but its port.
 
 Map, programs and cgroup are made before the process gives its rights away. No descriptor of them is kept, bpf(2) is
 closed afterwards, and the files of the cgroup are root's, so a process that was taken over can't undo the check. The
@@ -38,8 +39,8 @@ _LIMITS = {
 
 # What may be reached -------------------------------------------------------------------------------------------------
 
-REACHABLE, RESOLVER = 1, 2
-"""Bits of a verdict: every port may be reached; the port of DNS may."""
+REACHABLE, RESOLVER, PROXY = 1, 2, 4
+"""Bits of a verdict: every port may be reached; the port of DNS may; the port of the operator's proxy may."""
 
 DNS_PORT = 53
 RESOLV_CONF = "/etc/resolv.conf"
@@ -51,9 +52,13 @@ _MAPPED = IPv6Network("::ffff:0:0/96")
 _UNSPECIFIED = (ip_address("0.0.0.0"), ip_address("::"))
 
 
-def make_table(permit: Iterable[Network], own: Collection[Address], servers: Iterable[Address]) -> Table:
+def make_table(
+    permit: Iterable[Network], own: Collection[Address], servers: Iterable[Address], proxy: Address | None = None
+) -> Table:
     """Return the table of the operator's permits, this host's own addresses and its resolvers. It says the same as
-    `AddressCheck`, but for the resolvers."""
+    `AddressCheck`, but for the resolvers. With a proxy it has the proxy's address alone."""
+    if proxy is not None:
+        return {IPv6Network("::/0"): 0, _host(proxy): PROXY}
     table: Table = {_MAPPED: REACHABLE, IPv6Network("::/0"): 0, IPv6Network(UNICAST_V6): REACHABLE}
     table |= dict.fromkeys((_mapped(ip_network(text)) for text in (*SPECIAL_V4, *SPECIAL_V6)), 0)
     # A permit of mapped addresses permits nothing there, since an address is unwrapped first.
@@ -122,9 +127,10 @@ def watch_resolvers(lookup: Lookup, table: Table, end: Callable[[], object]) -> 
 # The cgroup ----------------------------------------------------------------------------------------------------------
 
 
-def enclose(directories: Sequence[str], table: Table | None) -> dict[str, str]:
+def enclose(directories: Sequence[str], table: Table | None, proxy_port: int = 0) -> dict[str, str]:
     """Make the cgroups of these paths, one in each hierarchy, with limits; enter them and have the programs asked there
-    if there is a table. To be called as root, with one thread.
+    if there is a table. To be called as root, with one thread. `proxy_port`: of the address in the table that is the
+    proxy's.
 
     Return what this machine does not have, with the reasons.
 
@@ -148,7 +154,7 @@ def enclose(directories: Sequence[str], table: Table | None) -> dict[str, str]:
             lacks[name] = "the cgroup has no such controller"
     if table is not None:
         unified = [each for each in directories if os.path.exists(f"{each}/cgroup.controllers")]
-        reason = _attach(unified[0], table) if unified else "there is no cgroup v2 tree"
+        reason = _attach(unified[0], table, proxy_port) if unified else "there is no cgroup v2 tree"
         if reason is not None:
             lacks["address programs"] = reason
     return lacks
@@ -201,7 +207,7 @@ Line = tuple[int, int, int, "int | str", int] | str
 label."""
 
 
-def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
+def _lines(map_fd: int, family: int, proxy_port: int) -> tuple[Line, ...]:
     if family == 4:
         words = [(_STORE_VALUE, _FRAME, 0, _DATA + 4 * word, 0) for word in (0, 1)]
         words += [(_STORE_VALUE, _FRAME, 0, _DATA + 8, _MAPPED_WORD)]
@@ -223,8 +229,11 @@ def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
         (_LOAD, 7, 0, 0, 0),
         (_JUMP_SET, 7, 0, "allow", REACHABLE),
         (_LOAD, 2, 6, _USER_PORT, 0),
-        (_JUMP_UNEQUAL, 2, 0, "refuse", socket.htons(DNS_PORT)),
+        (_JUMP_UNEQUAL, 2, 0, "other port", socket.htons(DNS_PORT)),
         (_JUMP_SET, 7, 0, "allow", RESOLVER),
+        "other port",
+        (_JUMP_UNEQUAL, 2, 0, "refuse", socket.htons(proxy_port)),
+        (_JUMP_SET, 7, 0, "allow", PROXY),
         "refuse",
         (_MOVE_VALUE, 0, 0, 0, _REFUSE),
         (_EXIT, 0, 0, 0, 0),
@@ -234,10 +243,10 @@ def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
     )
 
 
-def _program(map_fd: int, family: int) -> bytes:
+def _program(map_fd: int, family: int, proxy_port: int) -> bytes:
     places: dict[str, int] = {}
     instructions: list[tuple[int, int, int, int | str, int]] = []
-    for line in _lines(map_fd, family):
+    for line in _lines(map_fd, family, proxy_port):
         if isinstance(line, str):
             places[line] = len(instructions)
         else:
@@ -248,14 +257,14 @@ def _program(map_fd: int, family: int) -> bytes:
     )
 
 
-def _attach(directory: str, table: Table) -> str | None:
+def _attach(directory: str, table: Table, proxy_port: int) -> str | None:
     """Have the programs asked in a cgroup that this process is in; return why they can't be, None if they are."""
     directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     map_fd = -1
     try:
         map_fd = _make_map(table)
         for hook, family in HOOKS.items():
-            program_fd = _load(_program(map_fd, family), hook)
+            program_fd = _load(_program(map_fd, family, proxy_port), hook)
             try:
                 _bpf(_PROG_ATTACH, _ATTACH.pack(directory_fd, program_fd, hook, _ALLOW_MULTI))
             finally:

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from typing import TypeVar
 
 import attrs
@@ -216,10 +216,13 @@ class EgressServer:
         try:
             permit = [ip_network(text) for text in request.permit]
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
+            if request.upstream is not None:
+                ip_address(request.upstream.address)
         except ValueError as error:
             raise _RequestFailed("INVALID", str(error)) from None
         check = AddressCheck(permit, self._own)
         machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change, self._totals)
+        machine.upstream = request.upstream
         return _Configuration(request, always_deny, machine)
 
     def _take(self, request: p.TakeSession) -> tuple[p.SessionTaken, Sequence[int]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ipaddress import ip_address, ip_network
 
 from egress import barrier, confinement
+from egress.policy import parse_proxy
 from egress.protocol import EGRESS_ID
 from egress.resolver import own_addresses
 
@@ -68,10 +69,10 @@ def main() -> None:
             raise OSError(said["without"], os.strerror(said["without"]))
 
         vars(barrier)["_bpf"] = refuse
-    table = barrier.make_table(
-        [ip_network(each) for each in said["permit"]], own_addresses(), [ip_address(each) for each in said["servers"]]
-    )
-    lacks = barrier.enclose(said["cgroups"], table)
+    proxy, port = parse_proxy(said["proxy"]) if "proxy" in said else (None, 0)
+    servers = [ip_address(each) for each in said["servers"]]
+    table = barrier.make_table([ip_network(each) for each in said["permit"]], own_addresses(), servers, proxy)
+    lacks = barrier.enclose(said["cgroups"], table, port)
     confinement.confine(EGRESS_ID, EGRESS_ID)
     found = {
         f"{way} {address} {port}": _outcome(lambda way=way, address=address, port=port: WAYS[way](address, port))  # type: ignore[misc]
