@@ -2,8 +2,8 @@
 
 The kernel asks the programs when a socket of the cgroup connects, or sends a datagram to an address. They refuse what
 `addresses` refuses: special ranges, and the addresses that this host had at the start; but for the operator's permits,
-and for port 53 of the machine's resolvers. The first check knows more: names, rules, and addresses that came later. Behind
-an operator's proxy they refuse everything but its port.
+and for port 53 of the machine's resolvers. The first check knows more: names, rules, and addresses that came later.
+With an operator's proxy they refuse everything but its port.
 
 Map, programs and cgroup are made before the process gives its rights away. No descriptor of them is kept, bpf(2) is
 closed afterwards, and the files of the cgroup are root's, so a process that was taken over can't undo the check. The

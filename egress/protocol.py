@@ -148,8 +148,8 @@ class EgressEntry:
     connection to it waits. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
-    refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended, or what became of one at the operator's proxy.
-    `dial_ms`: from the first look-up to a connected server.
+    refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended, or
+    what became of one at the operator's proxy. `dial_ms`: from the first look-up to a connected server.
     """
 
     session_id: str

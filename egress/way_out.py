@@ -5,8 +5,8 @@ session's network namespace alive, and the BPF link is held for it alone: what i
 
 A connection to port 53 of any address is DNS over TCP (RFC 7766). A name that is not allowed does not exist, and the
 question for it never leaves the machine; one that is allowed gets the address that stands for it. So does, in the mode
-`ask`, a name that no rule decides on: whether it exists is asked for outside when it is allowed, and not before. Behind an
-operator's proxy no name is looked up, and each allowed one has an address.
+`ask`, a name that no rule decides on: whether it exists is asked for outside when it is allowed, and not before. With
+an operator's proxy no name is looked up, and each allowed one has an address.
 
 Sources: ip(7) (IP_PKTINFO), accept(2), udp(7); RFC 1035, 4.2.2; RFC 8914.
 """

@@ -1,4 +1,4 @@
-"""Connections through an operator's proxy: what it is asked for, what is refused without it, and what it may do wrong."""
+"""Connections through an operator's proxy: what the proxy is asked for, what it never hears of, and how it may fail."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import trio
 from egress import barrier
 from egress import protocol as p
 from egress.upstream import MAX_HEAD_BYTES
+from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from tests.egress import broker_world
 from tests.egress.conftest import OWN
 from tests.egress.harness import (
@@ -32,11 +33,10 @@ from tests.egress.harness import (
     read_all,
     server,
 )
-from tests.egress.test_barrier import cgroups as cgroups
+from tests.egress.taken_over import WAYS
 from tests.egress.test_barrier import taken_over
 from tests.egress.test_proxy import PROXY as SESSIONS_PROXY
 from tests.egress.test_proxy import answer_head, asked, tunnel
-from tests.egress.taken_over import WAYS
 from tests.waiting import patience
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -103,7 +103,7 @@ async def test_the_proxy_is_given_the_name_and_finds_its_address() -> None:
 
 
 async def test_rules_first_bytes_and_limits_hold_as_without() -> None:
-    """What no rule allows is refused before the proxy hears of it; another Host on the way is an answer of 403; a
+    """The proxy hears of nothing that no rule allows; another Host on the way is an answer of 403; a
     change of the policy resets what goes through the proxy; and bytes are bounded."""
     proxy = Proxy()
     async with behind(proxy) as daemon:
@@ -246,12 +246,16 @@ async def test_a_secret_is_put_in_behind_the_proxy(tmp_path: Path) -> None:
         assert proxy.targets == [f"{broker_world.HOST}:443"]
 
 
-async def test_the_kernel_lets_the_process_reach_the_proxy_alone(cgroups: list[str]) -> None:
+async def test_the_kernel_lets_the_process_reach_the_proxy_alone() -> None:
     """A process that checks nothing reaches the proxy's port at the proxy's address: no other port there, no public
     address, no resolver. The process itself works behind it, and not without being told so."""
     url = f"http://{PROXY}:{PROXY_PORT}"
     targets = [(PROXY, PROXY_PORT), (PROXY, 80), (PROXY, 53), (PUBLIC, PROXY_PORT), (PUBLIC, 443), ("127.0.0.1", 53)]
-    found = taken_over(cgroups, proxy=url, permit=["10.0.0.0/8"], targets=targets)["found"]
+    cgroups = name_cgroups("egress")
+    try:
+        found = taken_over(cgroups, proxy=url, permit=["10.0.0.0/8"], targets=targets)["found"]
+    finally:
+        remove_cgroups(cgroups)
     reached = {each for each, outcome in found.items() if outcome != "errno 1"} - {"leave", "detach"}
     assert reached == {f"{way} {PROXY} {PROXY_PORT}" for way in WAYS}
     assert barrier.PROXY not in barrier.make_table([], [], []).values()
