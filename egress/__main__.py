@@ -39,6 +39,7 @@ def main() -> int:
     sys.path.append(os.path.dirname(here))
     import codecs
     import signal
+    from functools import partial
 
     import trio
 
@@ -72,7 +73,8 @@ def main() -> int:
     try:
         channel = _channel(CHANNEL_FD)
         table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers(), proxy)
-        lacks = barrier.enclose(given["cgroup"], table if role == "egress" else None, proxy_port)
+        later = barrier.LaterAddresses(permit)
+        lacks = barrier.enclose(given["cgroup"], table if role == "egress" else None, proxy_port, later)
         confine(user_id, user_id, dials=role == "egress")
     except OSError as error:
         log("error", "not_confined", reason=str(error))
@@ -83,7 +85,7 @@ def main() -> int:
     try:
         if role == "gateway":
             return trio.run(gateway.serve, channel)
-        return trio.run(serve, channel, lookup)
+        return trio.run(partial(serve, channel, lookup, has_own=later.add))
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

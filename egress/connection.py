@@ -20,6 +20,7 @@ a refusal is an answer.
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -190,9 +191,26 @@ class CarriedConnection:
             if not isinstance(host, str) and self._state.machine.check.refusal(host) is not None:
                 raise Refusal(Reason.BAD_ADDRESS)
             with trio.move_on_at(self._state.ask(host, self._port)) as patience:
-                await changed.wait()
+                await self._wait_with_client(changed)
             if patience.cancelled_caught:
                 raise self._held
+
+    async def _wait_with_client(self, changed: trio.Event) -> None:
+        """Wait for an event, and cut the connection when the client ends its stream before: it has given up.
+
+        What the client has sent stays unread, so that being readable says nothing; an epoll(7) of its own waits for
+        EPOLLRDHUP alone. It takes the place that the descriptor of the server will have.
+        """
+        with select.epoll() as ends:
+            ends.register(self._client, select.EPOLLRDHUP)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._cut_when_readable, ends.fileno())
+                await changed.wait()
+                nursery.cancel_scope.cancel()
+
+    async def _cut_when_readable(self, fd: int) -> None:
+        await trio.lowlevel.wait_readable(fd)
+        self.cut("gave up")
 
     def _use(self, entry: SyntheticName | None, otherwise: Reason) -> None:
         if entry is None:

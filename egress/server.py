@@ -435,13 +435,23 @@ def close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-async def serve(channel: socket.socket, lookup: Lookup = ask_machine, kept_s: float = KEPT_S) -> int:
+async def serve(
+    channel: socket.socket,
+    lookup: Lookup = ask_machine,
+    kept_s: float = KEPT_S,
+    has_own: Callable[[frozenset[Address]], None] = lambda _addresses: None,
+) -> int:
     """Serve the daemon at the other end of a socket, or, at a socket that listens, one after the other. Return the
-    status to end with: 0 when there is none any more."""
+    status to end with: 0 when there is none any more. `has_own` is told of this host's addresses, now and later."""
     status = 0
+
+    def note(addresses: frozenset[Address]) -> None:
+        server.set_own_addresses(addresses)
+        has_own(addresses)
+
     async with trio.open_nursery() as nursery:
         server = EgressServer(nursery, lookup, kept_s)
-        await nursery.start(watch_own_addresses, server.set_own_addresses)
+        await nursery.start(watch_own_addresses, note)
         nursery.start_soon(server.batch_entries)
         log("info", "started")
         try:
