@@ -321,12 +321,14 @@ EgressAnswer = Configured | SessionTaken | Accomplished | Described | EgressFail
 
 
 def encode(message: attrs.AttrsInstance) -> bytes:
-    """Return the datagram of a message. A field that is None is left out: an older process takes what it knows.
+    """Return the datagram of a message. A field whose default None is also its value is left out: an older
+    process takes what it knows.
 
     Raises:
         ProtocolError: the datagram would be longer than `MAX_DATAGRAM_BYTES`.
     """
-    body = {_TAG: type(message).__name__, **attrs.asdict(message, filter=lambda _field, value: value is not None)}
+    said = attrs.asdict(message, filter=lambda field, value: value is not None or field.default is not None)
+    body = {_TAG: type(message).__name__, **said}
     data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(data) > MAX_DATAGRAM_BYTES:
         raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes; a datagram has {MAX_DATAGRAM_BYTES}")
