@@ -144,6 +144,7 @@ def choose(sock, name, _context):
     sock.context = contexts[name]
 first.sni_callback = choose
 def serve(plain):
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with first.wrap_socket(plain, server_side=True) as client:
         data = b""
         while got := client.recv(65536):
@@ -175,7 +176,9 @@ def ask(client, size):
     while left:
         left -= client.recv_into(room)
 def connected():
-    return context.wrap_socket(socket.create_connection((host, port)), server_hostname=host)
+    plain = socket.create_connection((host, port))
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as clients of HTTP do
+    return context.wrap_socket(plain, server_hostname=host)
 for _ in range(connects):
     began = time.perf_counter()
     with connected() as client:
@@ -381,7 +384,7 @@ def _measure_broker(
         arguments = [_TLS_NAMES[name], str(_TLS_PORT), str(max(5, round(50 * share))), str(size)]
         found = json.loads(_inside(client, session, arguments, _TLS_CLIENT))
         table.row(tls_row(name)).values += found["connects_ms"]
-        rates.setdefault(rate_fact(f"TLS by {name}", "down"), []).append(found["down"])
+        rates.setdefault(rate_fact(f"TLS by {name},", "down"), []).append(found["down"])
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
     client.call("DELETE", f"/v1/sessions/{session}")
 
