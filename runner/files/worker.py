@@ -41,9 +41,18 @@ from runner.wire.protocol import (
     Error,
     FileRequest,
     FrameDecoder,
+    GetFile,
+    GlobFiles,
     Kind,
+    ListFiles,
+    LookUpload,
+    Measure,
+    Pack,
     ProtocolError,
     SearchFiles,
+    StatFile,
+    StatFiles,
+    ViewFile,
     WatchFiles,
     encode_header,
 )
@@ -55,8 +64,13 @@ what lasts."""
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""
 
-_LEAVE_S = 0.25
-"""A worker that waits for content finds out by itself that the client has left, and removes what it has begun."""
+_UNDO_S = 60.0
+"""For so long a worker may undo what it has begun for a client that has left."""
+
+_ONLY_LOOK = (
+    *(GetFile, ListFiles, GlobFiles, SearchFiles, StatFile, StatFiles, ViewFile, WatchFiles, Measure, Pack, LookUpload),
+)
+"""Requests after which nothing is to be undone."""
 
 _TIMEVAL = struct.Struct("ll")
 _READ_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
@@ -120,7 +134,7 @@ class FileWorker:
         if self._pid == 0:
             _live(context, account, request, *caller.hand_over())
         caller.hand_over()  # what came with the request belongs to the worker
-        context.reaper.watch(self._pid, self._on_death)
+        context.reaper.watch(self._pid, self._on_death, on_stop=self._on_stop)
 
     def _on_death(self, status: int) -> None:
         self._pid = 0
@@ -130,13 +144,18 @@ class FileWorker:
         else:
             self._caller.close()
 
+    def _on_stop(self) -> None:
+        """Have the worker go on: a command of its user has stopped it, and a client waits."""
+        self._kill(signal.SIGCONT)
+
     def on_close(self) -> None:
         """End the worker: the client has left."""
-        self._context.loop.call_later(_LEAVE_S, self._kill, lambda _error: None)
+        self._kill(signal.SIGTERM)
+        self._context.loop.call_later(_UNDO_S, self._kill, lambda _error: None)
 
-    def _kill(self) -> None:
+    def _kill(self, number: int = signal.SIGKILL) -> None:
         if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
 
     @property
     def wants_input(self) -> bool:
@@ -207,6 +226,10 @@ class _Conversation:
         self._unsent_bytes = 0
         self._is_live = False
         """Whether what there is to tell is told at once; else it goes out in large pieces."""
+        self._undoes = False
+        """Whether a request is under way that would leave something by halves."""
+        self._has_left = False
+        signal.signal(signal.SIGTERM, self._on_leaving)
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
@@ -223,12 +246,15 @@ class _Conversation:
 
     def _perform(self, request: FileRequest) -> None:
         self._is_live = isinstance(request, SearchFiles | WatchFiles)
+        self._undoes = not isinstance(request, _ONLY_LOOK)
         answer = self._answer(request)
         self.send(Kind.ERROR if isinstance(answer, Error) else Kind.REPLY, ANSWERS.encode(answer))
         self.flush()
+        self._undoes = False
 
     def _answer(self, request: FileRequest) -> object:
-        work = FileWork(self._resolver, self._kernel, self._start, _Content(self), _Output(self), self._passing)
+        content, output = _Content(self), _Output(self)
+        work = FileWork(self._resolver, self._kernel, self._start, content, output, self._passing, self._check)
         try:
             return perform(request, work)
         except Refused as refused:
@@ -237,6 +263,17 @@ class _Conversation:
             return refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "").error
         except Exception as error:  # noqa: BLE001 - whatever failed, the client is told, and the next request is served
             return Error("IO_ERROR", f"the work failed ({type(error).__name__})")
+
+    def _on_leaving(self, _number: int, _frame: object) -> None:
+        """Handle SIGTERM, by which PID 1 says that the client has left."""
+        self._has_left = True
+        if not self._undoes:
+            os._exit(_BROKEN)
+
+    def _check(self) -> None:
+        """End the work between two of its steps. Raises `_Left`."""
+        if self._has_left:
+            raise _Left
 
     def _next_request(self) -> FileRequest | None:
         """Return the next request, None if there is none for a while. Frames before it are of the one before, which was
