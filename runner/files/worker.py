@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, refusal
 from runner.loop.context import Caller, Context, Refused
-from runner.loop.identity import UserAccount
+from runner.loop.identity import ROOT, UserAccount
 from runner.loop.kernel import FD_MAX
 from runner.loop.reaper import unblock_signals
 from runner.process.spawn import change_user, fork
@@ -38,6 +38,7 @@ from runner.wire.protocol import (
     MAX_REQUEST_BYTES,
     MAX_WATCHES,
     REQUESTS,
+    DropUpload,
     Error,
     FileRequest,
     FrameDecoder,
@@ -91,7 +92,7 @@ class FileWorkers:
         Raises:
             Refused: TOO_MANY, NO_SUCH_USER.
         """
-        account = self._account_of(request.user)
+        account = self._account_of(request)
         if len(self._living) >= MAX_WORKERS:
             raise Refused("TOO_MANY", f"{MAX_WORKERS} requests for files are under way")
         if request.lasts and sum(each.lasts for each in self._living) >= MAX_WATCHES:
@@ -104,12 +105,14 @@ class FileWorkers:
         self._living.add(worker)
         return worker
 
-    def _account_of(self, user: str | None) -> UserAccount:
-        if user is None:
+    def _account_of(self, request: FileRequest) -> UserAccount:
+        if request.user is None:
             return self._context.as_user.account
-        if self._context.config.files_only:
-            raise Refused("NO_SUCH_USER", "the files here have one user")
-        return look_up(self._context, user)
+        if not self._context.config.files_only:
+            return look_up(self._context, request.user)
+        if request.user == ROOT.name and isinstance(request, DropUpload):
+            return ROOT  # to remove what a session's root has left in a directory of its own
+        raise Refused("NO_SUCH_USER", "the files here have one user")
 
 
 class FileWorker:
@@ -203,7 +206,7 @@ def _become(account: UserAccount, context: Context, fd: int) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that has left is an error of the write
     unblock_signals()
     context.kernel.keep_pages_apart()  # before foreign bytes are read: a fork has the marks of its parent's memory
-    change_user(context.kernel, account)
+    change_user(context.kernel, account, is_powerful=context.config.root_inside)
     if rules_fd >= 0:
         context.kernel.enter_file_rules(rules_fd)
         os.close(rules_fd)

@@ -316,7 +316,7 @@ def test_a_worker_that_is_killed_costs_its_connection_alone(sandbox: Sandbox, sh
 
 
 def test_a_worker_that_is_stopped_goes_on(sandbox: Sandbox, client: Client) -> None:
-    """A command of its user can hold up no request with signals, whatever the request waits for, and no client's end."""
+    """A command of its user holds up no request with signals, whatever that waits for, and not the end of one."""
     client.request(PutFile("f"))
     client.send(Kind.DATA, b"con")
     pid = only_worker(sandbox)

@@ -128,7 +128,7 @@ def test_edits_are_all_made_or_none(monkeypatch: pytest.MonkeyPatch, is_nameless
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
 def test_what_was_unpacked_is_whole(kind: Literal["tar", "zip"]) -> None:
-    """What came out of the archive stays, no file of it by halves, and nothing else."""
+    """Files that came out of the archive stay, none of them by halves, and nothing else."""
     *left, after = leave_everywhere(Unpack(100, 1 << 20, "into", kind), tar() if kind == "tar" else zipped())
     whole = CONTENTS | {f"into/{name}": body for name, body in CONTENTS.items()}
     for found in left:
@@ -138,7 +138,7 @@ def test_what_was_unpacked_is_whole(kind: Literal["tar", "zip"]) -> None:
 
 
 def test_a_removal_ends_where_it_is() -> None:
-    """What it has not come to stays."""
+    """The rest stays."""
     *left, after = leave_everywhere(RemoveFile("from", recursive=True))
     assert {len(found) for found in left} == {0, 1, 2, 3, 4}
     assert all(found.items() <= CONTENTS.items() for found in left)

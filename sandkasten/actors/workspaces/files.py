@@ -292,7 +292,8 @@ class LocalFiles:
             upload = attrs.evolve(upload, spec=attrs.evolve(spec, path=begun.path))
             await self._store.ask_again(do(change_upload, upload))
             return upload
-        await self.end_upload(upload.id)
+        if not isinstance(refusal, RunnerLost | SandboxError):  # else there may be a part file, which is swept
+            await self.end_upload(upload.id)
         raise refusal
 
     async def upload(self, upload_id: str) -> Upload:
