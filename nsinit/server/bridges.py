@@ -98,9 +98,13 @@ class Bridges:
             log("warning", "bridges removed", links=sorted(gone))
 
     def _order(self, order: bridge_maker.Order, *fds: int) -> Generator[Wait, bool, None]:
+        """Have an order carried out; a second maker gets it if the first dies or hangs. Raises `StepFailed`."""
         self.makers.start_once()
-        outcome = yield from self.makers.hand_over(order, [self.host.fd, *fds])
-        yield Wait(event=outcome.done)
+        for _ in range(2):
+            outcome = yield from self.makers.hand_over(order, [self.host.fd, *fds])
+            yield Wait(event=outcome.done)
+            if not outcome.has_died:
+                break
         outcome.result()
 
     def stop(self) -> None:
