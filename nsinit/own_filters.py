@@ -139,7 +139,11 @@ part that calls bpf(2), for four of its commands."""
 
 BRIDGE_MAKER: Final = Part(
     "bridge maker",
-    _names(_LIFE, _TALKING, "read write open openat close close_range fstat newfstatat lseek fcntl ioctl poll ppoll setns bind"),
+    _names(
+        _LIFE,
+        _TALKING,
+        "read write open openat close close_range fstat newfstatat lseek fcntl ioctl poll ppoll setns bind",
+    ),
     (
         *_NO_TYPING,
         *_families(_AF_UNIX, _AF_INET),  # the C library asks for the number of an interface over one of these

@@ -38,6 +38,7 @@ from nsinit.wire.protocol import (
     MAX_DATAGRAM_BYTES,
     MAX_FDS,
     REQUESTS,
+    BridgeTerms,
     Build,
     Built,
     DiskWish,

@@ -13,13 +13,17 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TypeVar
 
+import attrs
 import pytest
+import trio
 
 from egress.addresses import SPECIAL_V4
+from nsinit import spawn
 from nsinit.helpers.bridge_maker import NAME as BRIDGE_MAKER
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
@@ -36,8 +40,17 @@ from nsinit.wire.protocol import (
     OpenBridge,
     OpenNetwork,
 )
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import StopOrder, open_tree
+from sandkasten.config import Config, IsolationSettings
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host import examine
+from sandkasten.links.processes import start_as_child
+from sandkasten.model import ExecSpec, SessionPatch, SessionSpec
+from sandkasten.model.errors import Conflict, InvalidRequest, InvalidRule
+from sandkasten.model.network import Network, NetworkMode
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 T = TypeVar("T")
 
@@ -229,7 +242,7 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def shared(place: Place) -> Iterator[Nsinit]:
-    """An nsinit with its makers of bridges and of ways out, which are there from the first order on and are no leak of a test."""
+    """An nsinit with its makers of bridges and of ways out: they are there from the first order on, and no leak."""
     with data_directory() as data_dir, place.nsinit(data_dir, new_node_id()) as server:
         box = server.build(host_plan())
         bridged(server, box)
@@ -436,3 +449,77 @@ def test_what_the_host_lacks_is_said_and_nothing_is_made(server: Nsinit, place: 
     assert place.host.links() == {"up0"}
     assert place.host.tables() == ""
     assert tried(box, f"udp({WORLD!r})") == ["ENETUNREACH"]
+
+
+@pytest.fixture
+def at_home(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This thread is in the host's network, and so are the processes that it starts; none is a fork of a seed."""
+    monkeypatch.setattr(spawn, "spawn_python", partial(spawn._spawn, spawn.FLAGS))
+    home_fd = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    syscalls.setns(place.host.fd, k.CLONE_NEWNET)
+    yield
+    syscalls.setns(home_fd, k.CLONE_NEWNET)
+    os.close(home_fd)
+
+
+@asynccontextmanager
+async def served(config: Config, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
+    """A tree that allows the mode `bridge`."""
+    machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
+    order = StopOrder(ends_sessions=ends_sessions)
+    async with open_tree(config, machine, load_filters(config.security), start_as_child, order) as supervisor:
+        yield supervisor
+
+
+async def asked(supervisor: LocalSupervisor, session_id: str, call: str) -> str:
+    """Return the answer to an attempt inside."""
+    with trio.fail_after(patience(60)):
+        argv = ("python3", "-c", f"{PROGRAM}\nprint({call})")
+        return (await supervisor.exec(session_id, ExecSpec(argv=argv))).stdout.decode().strip()
+
+
+@pytest.mark.usefixtures("at_home")
+async def test_a_daemon_changes_counts_and_keeps_a_bridge(config: Config, place: Place) -> None:
+    """From `none` on and back, over a restart; a change that was made for an older network, and one that the mode can't
+    have, leave it as it is; what is not allowed any more is closed when the session is adopted."""
+    isolation = IsolationSettings(allow_bridge=True, bridge_resolvers=(RESOLVER,))
+    config = attrs.evolve(config, isolation=isolation)
+    bridge = Network(NetworkMode.BRIDGE, deny=[OTHER])
+    reach = f"udp({WORLD!r}, wait={LONG})"
+    async with served(config, ends_sessions=False) as supervisor:
+        system = await supervisor.system()
+        assert (system.features["bridge"], system.limits["network_mode"]) == (True, {"max": "bridge"})
+        session = await supervisor.create(SessionSpec())
+        assert await asked(supervisor, session.id, f"udp({WORLD!r})") == "ENETUNREACH"
+        await supervisor.update(session.id, SessionPatch(network=bridge, if_revision=1))
+        assert await asked(supervisor, session.id, reach) == "hello"
+        assert await asked(supervisor, session.id, f"udp({OTHER!r})") == "TimeoutError"
+        with pytest.raises(Conflict):
+            await supervisor.update(session.id, SessionPatch(network=Network(), if_revision=1))
+        with pytest.raises(InvalidRule, match="use the mode 'allow'"):
+            await supervisor.update(session.id, SessionPatch(network=attrs.evolve(bridge, allow=["example.org"])))
+        counters = (await supervisor.stats(session.id)).network
+        assert counters is not None
+        assert counters.bytes_up > counters.bytes_down > 0
+        links = place.host.links()
+        assert len(links) == 2
+    async with served(config, ends_sessions=False) as supervisor:
+        assert await asked(supervisor, session.id, reach) == "hello"
+        assert place.host.links() == links
+        made = await supervisor.create(SessionSpec(network=bridge))
+        assert await asked(supervisor, made.id, reach) == "hello"
+        await supervisor.destroy(made.id)
+        await supervisor.update(session.id, SessionPatch(network=Network()))
+        assert await asked(supervisor, session.id, f"udp({WORLD!r})") == "ENETUNREACH"
+        assert place.host.links() == {"up0"}
+        await supervisor.update(session.id, SessionPatch(network=bridge))
+    async with served(attrs.evolve(config, isolation=IsolationSettings())) as supervisor:
+        with pytest.raises(InvalidRequest, match="maximum"):
+            await supervisor.create(SessionSpec(network=bridge))
+
+        async def is_closed() -> bool:
+            return await asked(supervisor, session.id, f"udp({WORLD!r})") == "ENETUNREACH"
+
+        await until(is_closed)
+    assert place.host.links() == {"up0"}
+    assert place.host.tables() == ""
