@@ -26,7 +26,7 @@ UNICAST = 1
 TO_US = 0
 """The type of packets that are addressed to the host's interface (PACKET_HOST)."""
 PROTOCOL, OUTPUT_NAME, INPUT_NAME, TRANSPORT, PACKET_TYPE = 1, 7, 6, 16, 19
-"""What `meta` loads: EtherType, names of interfaces, transport protocol, packet type."""
+"""Facts that `meta` loads: EtherType, names of interfaces, transport protocol, packet type."""
 
 _SUBSYSTEM, _BATCH_BEGIN, _BATCH_END = 10, 0x10, 0x11
 _NEW_TABLE, _DEL_TABLE, _NEW_CHAIN, _DEL_CHAIN, _NEW_RULE, _DEL_RULE = 0, 2, 3, 5, 6, 8

@@ -108,7 +108,7 @@ class IoLimits:
 
 @dataclass(frozen=True, slots=True)
 class BridgeTerms:
-    """What holds for every session in the network mode `bridge`. `range`: the network that sessions have addresses of;
+    """Terms of every session in the network mode `bridge`. `range`: the network that sessions have addresses of;
     `refused`: networks that no session reaches; `resolvers`: addresses whose port of DNS every session reaches. Other
     sessions and the host's own addresses are never reached. All are IPv4."""
 

@@ -453,7 +453,7 @@ def test_what_the_host_lacks_is_said_and_nothing_is_made(server: Nsinit, place: 
 
 @pytest.fixture
 def at_home(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This thread is in the host's network, and so are the processes that it starts; none is a fork of a seed."""
+    """Be in the host's network with this thread and the processes that it starts; none is a fork of a seed."""
     monkeypatch.setattr(spawn, "spawn_python", partial(spawn._spawn, spawn.FLAGS))
     home_fd = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.setns(place.host.fd, k.CLONE_NEWNET)

@@ -135,13 +135,13 @@ def test_a_bridge_is_refused_by_name_of_what_is_in_its_way(network: Network, con
 
 
 def test_a_bridge_has_rules_for_networks_and_the_operators_terms() -> None:
-    """What is permitted is taken out of what is refused; without ports a rule is for all of them."""
+    """Permitted networks are taken out of those that are refused; without ports a rule is for all of them."""
     network = Network("bridge", ["192.0.2.0/24", "192.0.2.7:443,80"])
     assert resolve_network(network, BRIDGED) == fit_network(network, BRIDGED, steers=False) == network
     rules = bridge_rules([*network.allow, "example.org"])
     assert rules == (BridgeRule("192.0.2.0/24"), BridgeRule("192.0.2.7/32", (80, 443)))
     assert bridge_terms(CONFIG, ()) is None
-    permitted = attrs.evolve(BRIDGED, egress=EgressSettings(permit=("10.20.0.0/16", "172.16.0.0/11", "fd00::/8")))
+    permitted = attrs.evolve(BRIDGED, egress=EgressSettings(permit=("10.20.0.0/16", "172.16.0.0/12", "fd00::/8")))
     terms = bridge_terms(permitted, ("192.0.2.53",))
     assert terms is not None
     check_bridge_terms(terms)
@@ -156,7 +156,7 @@ def test_a_bridge_has_rules_for_networks_and_the_operators_terms() -> None:
 
 
 def test_name_servers_of_the_loopback_are_none_of_a_bridges() -> None:
-    """Nor are those of IPv6; the first three are asked."""
+    """Three servers of IPv4 at most, in their order."""
     lines = ["# nameserver 192.0.2.1", "nameserver 127.0.0.53", "nameserver ::1", "search example.org", "nameserver"]
     lines += [f"nameserver 192.0.2.{number}" for number in range(1, 6)]
     assert usable(lines) == ("192.0.2.1", "192.0.2.2", "192.0.2.3")

@@ -36,8 +36,8 @@ from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, call, open_network
 from sandkasten.admission.network import bridge_rules, rules_in_force
 from sandkasten.config import EgressSettings
-from sandkasten.counters.links import read_link
 from sandkasten.counters.metrics import Metrics
+from sandkasten.counters.node import read_link
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
@@ -267,11 +267,14 @@ class EgressClient(Actor):
     async def _open_bridge(self, message: OpenWay) -> None:
         """Give a session a link of its own, which the kernel and nsinit see to, in place of a way out."""
         session_id = message.session_id
+        refusal: SandkastenError | None = None
         try:
             rules = rules_in_force(message.network, self._settings)
-        except _NEVER:  # an earlier daemon allowed more
+        except _NEVER as error:
+            refusal = error
+        if refusal is not None:  # an earlier daemon allowed more
             await ask_patiently(self._nsinit, call(CloseBridge, session_id))
-            raise
+            raise refusal
         allow, deny = (bridge_rules(each) for each in (rules.allow, (*rules.deny, *self._settings.always_deny)))
         try:
             opened = await ask_patiently(self._nsinit, call(OpenBridge, session_id, allow, deny))

@@ -88,7 +88,7 @@ class Sandbox:
     oom_fd: OwnedFd | None
     timings_us: dict[str, int]
     bridged: bool = False
-    """It has a link into the node's network."""
+    """Whether the session has a link into the node's network."""
 
     def close_unused(self) -> None:
         """Close the descriptors, when nobody is left to receive the sandbox."""
