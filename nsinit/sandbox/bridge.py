@@ -269,7 +269,8 @@ def _join(link: str, address: IPv4Address) -> None:
 
 def _wait_active() -> None:
     """Wait until the session's end sends: its carrier came with the host's end, and the kernel gives it a queue in the
-    background (net/core/link_watch.c); until then it has the one that drops all. Both the state and the queue are set under one lock. Raises `OSError`."""
+    background (net/core/link_watch.c); until then it has the one that drops all. State and queue change under one lock.
+    Raises `OSError`."""
     deadline = time.monotonic() + _ACTIVE_S
     while True:
         for body in netlink.dump(netlink.NETLINK_ROUTE, netlink.RTM_GETLINK, _LINK.pack(0, 0, 0, 0, 0)):
