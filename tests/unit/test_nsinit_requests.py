@@ -24,6 +24,8 @@ GOOD: dict[str, object] = {
     "size_bytes": 1 << 30,
     "plan": SandboxPlan(ID, "base", "host", LIMITS),
     "after": "",
+    "allow": (protocol.BridgeRule("192.0.2.0/24", (53,)),),
+    "deny": (),
     "leftover": protocol.Leftover("trash", "x"),
     "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
 }
@@ -36,6 +38,8 @@ BAD: dict[str, object] = {
     "quota": DiskLimits(1, 1),
     "size_bytes": -1,
     "grace_ms": 10_001,
+    "allow": (protocol.BridgeRule("192.0.2.1/24"),),
+    "deny": (protocol.BridgeRule("192.0.2.1", (0,)),),
     "count": 17,
     "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\nand more\n",
     "plan": SandboxPlan("../x", "base", "host", LIMITS),
