@@ -315,7 +315,7 @@ class OpenAnswer:
         import httpcore2
 
         self.status, self.headers, self.connection = status, headers, connection
-        self._connections, self._timeout, self._is_kept = connections, timeout, is_kept
+        self._connections, self.timeout, self._is_kept = connections, timeout, is_kept
         self._is_closed = False
         self._is_chunked = "transfer-encoding" in headers
         self._left: int | None = None
@@ -347,7 +347,7 @@ class OpenAnswer:
         if self._is_over:
             return b""
         data = await self.connection.read(
-            BODY_BYTES if self._left is None else min(self._left, BODY_BYTES), self._timeout
+            BODY_BYTES if self._left is None else min(self._left, BODY_BYTES), self.timeout
         )
         if self._left is None:
             self._is_over = not data
@@ -362,14 +362,14 @@ class OpenAnswer:
         """Read what is between two chunks (RFC 9112 §7.1)."""
         import httpcore2
 
-        is_parted = self._is_first or await self.connection.line(self._timeout) == b""
+        is_parted = self._is_first or await self.connection.line(self.timeout) == b""
         self._is_first = False
-        found = _SIZE.fullmatch(await self.connection.line(self._timeout))
+        found = _SIZE.fullmatch(await self.connection.line(self.timeout))
         if not is_parted or not found:
             raise httpcore2.RemoteProtocolError("the server sent a chunk that is none")
         self._left = int(found[1], 16)
         if not self._left:
-            while await self.connection.line(self._timeout):
+            while await self.connection.line(self.timeout):
                 pass  # a trailer
             self._is_over = True
 

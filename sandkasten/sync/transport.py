@@ -50,6 +50,10 @@ class Lost(errors.ConnectionFailed):
         self.was_sent = was_sent
 
 
+class Silent(Lost):
+    """Nothing came over the connection for the time that a stream may be silent."""
+
+
 class SocketClosed(Exception):
     """The server closed a WebSocket: `code` and `reason` as in docs/websocket.md."""
 
@@ -77,6 +81,8 @@ class Transport:
         proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
         self._pool = Connections(server, host, unix_path=unix_path, proxy=proxy, most=_CONNECTIONS)
         self._was_reached = False
+        self.holds_answers = False
+        """Whether a proxy on the way sends an answer on when it has ended, so that a stream has to end early."""
         self.links: WeakValueDictionary[str, Any] = WeakValueDictionary()
         """The `RunLink` of each session in use, by the session's path."""
         self.open_links: set[Any] = set()
@@ -120,6 +126,8 @@ class Transport:
             try:
                 answer, response = self._attempt(request, left_s, is_whole=is_whole)
             except Lost as lost:
+                if isinstance(lost, Silent) and request.may_poll:
+                    raise
                 if lost.was_sent and not request.repeat:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
@@ -181,7 +189,7 @@ class Transport:
             raise errors.DeadlineExceeded(f"all {_CONNECTIONS} connections were in use") from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
-                raise Lost(_SILENT, was_sent=True) from error
+                raise Silent(_SILENT, was_sent=True) from error
             message = f"nothing was heard of {request.method} {request.path} for {idle_s:.1f} s"
             raise errors.DeadlineExceeded(message) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -268,6 +276,10 @@ class HttpStream:
         self._response = response
         self._is_broken = False
 
+    def expect(self, silence_s: float) -> None:
+        """Let the stream count as lost after another time without a byte."""
+        self._response.timeout = silence_s
+
     def read(self) -> bytes:
         """Return the next piece of the body, empty at its end.
 
@@ -282,7 +294,7 @@ class HttpStream:
         try:
             data = self._response.read()
         except httpcore2.TimeoutException as error:
-            raise Lost(_SILENT, was_sent=True) from error
+            raise Silent(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
         self._is_broken = False
