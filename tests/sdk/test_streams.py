@@ -94,7 +94,7 @@ async def test_a_stream_goes_on_where_its_connection_fell_silent(
 
 
 async def test_streams_pass_a_proxy_that_holds_answers_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are asked for in parts once nothing came in time: output and events come while the command runs."""
+    """Once nothing came in time, parts are asked for: output and events come while the command runs."""
     monkeypatch.setattr(streams, "FIRST_S", patience(0.3))
     monkeypatch.setattr(streams, "WAIT_S", 1)
     async with behind_proxy() as (running, proxy, session):

@@ -476,7 +476,8 @@ class RunEvents:
         while True:
             item = await self._next(items)
             if item is None and trio.current_time() >= self._until:
-                return await self._end_part()
+                await self._end_part()
+                return None
             if item is None:
                 await self._write(PING)
             elif isinstance(item, _Entered):
@@ -487,7 +488,8 @@ class RunEvents:
                 if ending is not None:
                     return await self._write_ending(ending)
                 if self._is_part:
-                    return await self._end_part()
+                    await self._end_part()
+                    return None
             else:
                 return await self._write_ending(item)
 
