@@ -55,8 +55,8 @@ class Connections:
         self._proxy = None if proxy is None else urlsplit(proxy)
         self._authority = b"%b:%d" % (self._place, self._port)
         self._slots = waiting.Slots(most)
-        self._idle: deque[ServerConnection] = deque()
-        self.used: set[ServerConnection] = set()
+        self._idle: deque[Connection] = deque()
+        self.used: set[Connection] = set()
         """The connections that have a request, or are a WebSocket."""
 
     async def ask(
@@ -66,7 +66,7 @@ class Connections:
         headers: Headers,
         content: bytes | AsyncIterator[bytes] | None,
         at_most: Timeouts,
-    ) -> OpenAnswer:
+    ) -> HttpAnswer:
         """Send a request, and return the answer once its head has come; the caller closes it.
 
         A content that is no bytes goes in chunks, unless `headers` have its length.
@@ -75,14 +75,14 @@ class Connections:
 
         if not await waiting.take_slot(self._slots, at_most["pool"]):
             raise httpcore2.PoolTimeout
-        connection: ServerConnection | None = None
+        connection: Connection | None = None
         try:
             head = self._head(method, target, headers)
             connection = await self._take() or await self._connect(at_most["connect"])
             self.used.add(connection)
             is_sent = await connection.send(head, content, headers, at_most["write"])
             status, is_kept, found = await connection.answer(at_most["read"])
-            return OpenAnswer(self, connection, status, found, at_most["read"], is_kept=is_kept and is_sent)
+            return HttpAnswer(self, connection, status, found, at_most["read"], is_kept=is_kept and is_sent)
         except BaseException:
             await self.give(connection, is_kept=False)
             raise
@@ -105,7 +105,7 @@ class Connections:
         pair = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
         return [(b"proxy-authorization", b"Basic " + base64.b64encode(pair.encode()))]
 
-    async def _take(self) -> ServerConnection | None:
+    async def _take(self) -> Connection | None:
         """Return a kept connection that still serves, if there is one, and close those that wait for too long."""
         while self._idle:
             try:
@@ -114,23 +114,23 @@ class Connections:
             except IndexError:  # another thread took the last one
                 return None
             # what can be read of an unused connection is its end
-            if not is_old and not connection.stream.get_extra_info("is_readable"):
+            if not is_old and not connection.rest and not connection.stream.get_extra_info("is_readable"):
                 return connection
             await connection.aclose()
         return None
 
-    async def _connect(self, timeout: float | None) -> ServerConnection:
+    async def _connect(self, timeout: float | None) -> Connection:
         import httpcore2
 
         network = waiting.network()
         if self._unix_path is not None:
-            return ServerConnection(await network.connect_unix_socket(self._unix_path, timeout=timeout))
+            return Connection(await network.connect_unix_socket(self._unix_path, timeout=timeout))
         host, port = self._host, self._port
         if self._proxy is not None:
             if self._proxy.scheme not in ("http", "https") or not self._proxy.hostname:
                 raise httpcore2.ProxyError(f"a proxy of {self._proxy.scheme!r} is not known, http and https are")
             host, port = self._proxy.hostname, self._proxy.port or (443 if self._proxy.scheme == "https" else 80)
-        connection = ServerConnection(await network.connect_tcp(host, port, timeout=timeout, socket_options=_KEEPALIVE))
+        connection = Connection(await network.connect_tcp(host, port, timeout=timeout, socket_options=_KEEPALIVE))
         try:
             if self._proxy is not None and self._proxy.scheme == "https":
                 await connection.start_tls(host, timeout)
@@ -143,7 +143,7 @@ class Connections:
             raise
         return connection
 
-    async def _tunnel(self, connection: ServerConnection, timeout: float | None) -> None:
+    async def _tunnel(self, connection: Connection, timeout: float | None) -> None:
         """Ask the proxy for a tunnel to the server (RFC 9110 §9.3.6)."""
         import httpcore2
 
@@ -154,7 +154,7 @@ class Connections:
         if status // 100 != 2:
             raise httpcore2.ProxyError(f"the proxy refuses a tunnel with status {status}")
 
-    async def give(self, connection: ServerConnection | None, *, is_kept: bool) -> None:
+    async def give(self, connection: Connection | None, *, is_kept: bool) -> None:
         """Take a connection back, and close it unless it is to be kept."""
         self._slots.release()
         if connection is None:
@@ -172,7 +172,7 @@ class Connections:
             await (self._idle or self.used).pop().aclose()
 
 
-class ServerConnection:
+class Connection:
     """Connection to the server, with what came over it and was not read."""
 
     def __init__(self, stream: Any) -> None:  # httpcore2.AsyncNetworkStream
@@ -210,9 +210,9 @@ class ServerConnection:
     ) -> None:
         import httpcore2
 
-        sent, mark = 0, b""
         try:
             await self.write(head, timeout)
+            sent = 0
             async for piece in pieces:
                 sent += len(piece)
                 if length is not None:
@@ -220,11 +220,9 @@ class ServerConnection:
                         break
                     await self.write(piece, timeout)
                 elif piece:
-                    await self.write(b"%b%x\r\n" % (mark, len(piece)), timeout)
-                    await self.write(piece, timeout)  # by itself: a copy of a mebibyte costs more than a call
-                    mark = b"\r\n"
+                    await self.write(b"%x\r\n%b\r\n" % (len(piece), piece), timeout)
             if length is None:
-                await self.write(mark + b"0\r\n\r\n", timeout)
+                await self.write(b"0\r\n\r\n", timeout)
             elif sent != length:
                 raise httpcore2.LocalProtocolError("the content has changed its size")
         finally:
@@ -299,13 +297,13 @@ class ServerConnection:
             await self.stream.aclose()
 
 
-class OpenAnswer:
+class HttpAnswer:
     """An answer whose body is read piece by piece."""
 
     def __init__(
         self,
         connections: Connections,
-        connection: ServerConnection,
+        connection: Connection,
         status: int,
         headers: dict[str, str],
         timeout: float | None,
@@ -384,6 +382,4 @@ class OpenAnswer:
         """Close the answer; its connection is closed, too, if there was more to read."""
         if not self._is_closed:
             self._is_closed = True
-            await self._connections.give(
-                self.connection, is_kept=self._is_kept and self._is_over and not self.connection.rest
-            )
+            await self._connections.give(self.connection, is_kept=self._is_kept and self._is_over)

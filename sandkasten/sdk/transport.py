@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
-from sandkasten.sdk.connections import READ_BYTES, Connections, OpenAnswer
+from sandkasten.sdk.connections import READ_BYTES, Connections, HttpAnswer
 from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Transport:
 
     async def _exchange(
         self, request: HttpCall, *, is_whole: bool, within_s: float | None = None
-    ) -> tuple[WholeAnswer, OpenAnswer | None]:
+    ) -> tuple[WholeAnswer, HttpAnswer | None]:
         began = time.monotonic()
         timeout = self.timeout if within_s is None else within_s
         has_limit = timeout is not None and request.patience_s is not None
@@ -158,7 +158,7 @@ class Transport:
 
     async def _attempt(
         self, request: HttpCall, left_s: float | None, *, is_whole: bool
-    ) -> tuple[WholeAnswer, OpenAnswer | None]:
+    ) -> tuple[WholeAnswer, HttpAnswer | None]:
         """Send a call once.
 
         Raises:
@@ -197,7 +197,7 @@ class Transport:
     def _target(self, request: HttpCall) -> bytes:
         return (self._prefix + request.target).encode("ascii")
 
-    def _head(self, request: HttpCall, content: Any) -> list[tuple[bytes, bytes]]:
+    def _head(self, request: HttpCall, content: object) -> list[tuple[bytes, bytes]]:
         headers = [*self._headers, *((name.encode(), each.encode("latin-1")) for name, each in request.headers.items())]
         if content is not None and "content-length" not in request.headers:
             is_whole = isinstance(content, bytes)
@@ -270,7 +270,7 @@ class Endpoint:
 class HttpStream:
     """An answer that is read piece by piece."""
 
-    def __init__(self, answer: WholeAnswer, response: OpenAnswer) -> None:
+    def __init__(self, answer: WholeAnswer, response: HttpAnswer) -> None:
         self.status, self.headers = answer.status, answer.headers
         self._response = response
         self._is_broken = False
@@ -307,7 +307,7 @@ class HttpStream:
 class WebSocket:
     """A WebSocket of a client (RFC 6455). One task reads at a time; any number may send."""
 
-    def __init__(self, response: OpenAnswer) -> None:
+    def __init__(self, response: HttpAnswer) -> None:
         from wsproto.connection import Connection, ConnectionType
 
         self._response = response
@@ -358,8 +358,8 @@ class WebSocket:
                     self._received.append(SocketClosed(event.code, event.reason or ""))
         except RemoteProtocolError as error:
             raise Lost(f"the server sent what is no WebSocket ({error})", was_sent=True) from error
-        if replies:
-            await self._send(*replies)
+        for reply in replies:
+            await self._send(reply)
 
     def _add(self, data: str | bytes, is_finished: bool) -> None:
         self._size += len(data)
@@ -372,19 +372,17 @@ class WebSocket:
             self._received.append(joined)
             self._parts, self._size = [], 0
 
-    async def send(self, *messages: str | bytes) -> None:
-        """Send messages, in one write.
+    async def send(self, message: str | bytes) -> None:
+        """Send a message.
 
         Raises:
-            Lost: the connection broke off, or does not take the messages in time.
+            Lost: the connection broke off, or does not take the message in time.
         """
         from wsproto import events as ws
 
-        await self._send(
-            *(ws.TextMessage(each) if isinstance(each, str) else ws.BytesMessage(each) for each in messages)
-        )
+        await self._send(ws.TextMessage(message) if isinstance(message, str) else ws.BytesMessage(message))
 
-    async def _send(self, *events: Event) -> None:
+    async def _send(self, event: Event) -> None:
         import httpcore2
         from wsproto.utilities import LocalProtocolError
 
@@ -392,7 +390,7 @@ class WebSocket:
             if self._is_closed:
                 raise Lost("the connection is closed", was_sent=False)
             try:
-                data = b"".join(map(self._connection.send, events))
+                data = self._connection.send(event)
                 self._is_closed = True  # until all is sent: half a message may be on the wire
                 with waiting.shield(2 * WRITE_S):  # the write's own limit comes first, and raises
                     await self._stream.write(data, WRITE_S)

@@ -152,14 +152,10 @@ class ExecSocket:
         self.used_at = time.monotonic()
 
     def say(self, channel: RunChannel, **message: object) -> None:
-        """Send a message of a channel, and with `start` a ping that is answered once the server has the command: its
-        own `started` comes with the command's turn in its shell. Raises `Lost`.
-        """
-        messages: list[dict[str, object]] = [{"id": channel.number, **message}]
-        if message["type"] == "start":
-            messages.append({"type": "ping", "data": str(channel.number)})
+        """Send a message of a channel. Raises `Lost`."""
         try:
-            self._socket.send(*(json.dumps(each, separators=(",", ":")) for each in messages))
+            about = {} if message["type"] == "ping" else {"id": channel.number}
+            self._socket.send(json.dumps(about | message, separators=(",", ":")))
         except Lost as error:
             self.pump.failure = self.pump.failure or error
             raise
@@ -309,6 +305,8 @@ class ChannelFeed:
             else:
                 join = {"type": "start", **(self._begin or {})}
             socket.say(channel, **join, credit=CREDIT_BYTES, max_frame=FRAME_BYTES)
+            if not self._has_begun:  # `started` would come with the command's turn in its shell
+                socket.say(channel, type="ping", data=str(channel.number))
         except BaseException as error:
             socket.leave(channel)
             if isinstance(error, Lost) and error.was_sent:

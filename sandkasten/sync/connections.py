@@ -56,8 +56,8 @@ class Connections:
         self._proxy = None if proxy is None else urlsplit(proxy)
         self._authority = b"%b:%d" % (self._place, self._port)
         self._slots = waiting.Slots(most)
-        self._idle: deque[ServerConnection] = deque()
-        self.used: set[ServerConnection] = set()
+        self._idle: deque[Connection] = deque()
+        self.used: set[Connection] = set()
         """The connections that have a request, or are a WebSocket."""
 
     def ask(
@@ -67,7 +67,7 @@ class Connections:
         headers: Headers,
         content: bytes | Iterator[bytes] | None,
         at_most: Timeouts,
-    ) -> OpenAnswer:
+    ) -> HttpAnswer:
         """Send a request, and return the answer once its head has come; the caller closes it.
 
         A content that is no bytes goes in chunks, unless `headers` have its length.
@@ -76,14 +76,14 @@ class Connections:
 
         if not waiting.take_slot(self._slots, at_most["pool"]):
             raise httpcore2.PoolTimeout
-        connection: ServerConnection | None = None
+        connection: Connection | None = None
         try:
             head = self._head(method, target, headers)
             connection = self._take() or self._connect(at_most["connect"])
             self.used.add(connection)
             is_sent = connection.send(head, content, headers, at_most["write"])
             status, is_kept, found = connection.answer(at_most["read"])
-            return OpenAnswer(self, connection, status, found, at_most["read"], is_kept=is_kept and is_sent)
+            return HttpAnswer(self, connection, status, found, at_most["read"], is_kept=is_kept and is_sent)
         except BaseException:
             self.give(connection, is_kept=False)
             raise
@@ -106,7 +106,7 @@ class Connections:
         pair = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
         return [(b"proxy-authorization", b"Basic " + base64.b64encode(pair.encode()))]
 
-    def _take(self) -> ServerConnection | None:
+    def _take(self) -> Connection | None:
         """Return a kept connection that still serves, if there is one, and close those that wait for too long."""
         while self._idle:
             try:
@@ -115,23 +115,23 @@ class Connections:
             except IndexError:  # another thread took the last one
                 return None
             # what can be read of an unused connection is its end
-            if not is_old and not connection.stream.get_extra_info("is_readable"):
+            if not is_old and not connection.rest and not connection.stream.get_extra_info("is_readable"):
                 return connection
             connection.close()
         return None
 
-    def _connect(self, timeout: float | None) -> ServerConnection:
+    def _connect(self, timeout: float | None) -> Connection:
         import httpcore2
 
         network = waiting.network()
         if self._unix_path is not None:
-            return ServerConnection(network.connect_unix_socket(self._unix_path, timeout=timeout))
+            return Connection(network.connect_unix_socket(self._unix_path, timeout=timeout))
         host, port = self._host, self._port
         if self._proxy is not None:
             if self._proxy.scheme not in ("http", "https") or not self._proxy.hostname:
                 raise httpcore2.ProxyError(f"a proxy of {self._proxy.scheme!r} is not known, http and https are")
             host, port = self._proxy.hostname, self._proxy.port or (443 if self._proxy.scheme == "https" else 80)
-        connection = ServerConnection(network.connect_tcp(host, port, timeout=timeout, socket_options=_KEEPALIVE))
+        connection = Connection(network.connect_tcp(host, port, timeout=timeout, socket_options=_KEEPALIVE))
         try:
             if self._proxy is not None and self._proxy.scheme == "https":
                 connection.start_tls(host, timeout)
@@ -144,7 +144,7 @@ class Connections:
             raise
         return connection
 
-    def _tunnel(self, connection: ServerConnection, timeout: float | None) -> None:
+    def _tunnel(self, connection: Connection, timeout: float | None) -> None:
         """Ask the proxy for a tunnel to the server (RFC 9110 §9.3.6)."""
         import httpcore2
 
@@ -155,7 +155,7 @@ class Connections:
         if status // 100 != 2:
             raise httpcore2.ProxyError(f"the proxy refuses a tunnel with status {status}")
 
-    def give(self, connection: ServerConnection | None, *, is_kept: bool) -> None:
+    def give(self, connection: Connection | None, *, is_kept: bool) -> None:
         """Take a connection back, and close it unless it is to be kept."""
         self._slots.release()
         if connection is None:
@@ -173,7 +173,7 @@ class Connections:
             (self._idle or self.used).pop().close()
 
 
-class ServerConnection:
+class Connection:
     """Connection to the server, with what came over it and was not read."""
 
     def __init__(self, stream: Any) -> None:  # httpcore2.AsyncNetworkStream
@@ -209,9 +209,9 @@ class ServerConnection:
     def _send_pieces(self, head: bytes, pieces: Iterator[bytes], length: int | None, timeout: float | None) -> None:
         import httpcore2
 
-        sent, mark = 0, b""
         try:
             self.write(head, timeout)
+            sent = 0
             for piece in pieces:
                 sent += len(piece)
                 if length is not None:
@@ -219,11 +219,9 @@ class ServerConnection:
                         break
                     self.write(piece, timeout)
                 elif piece:
-                    self.write(b"%b%x\r\n" % (mark, len(piece)), timeout)
-                    self.write(piece, timeout)  # by itself: a copy of a mebibyte costs more than a call
-                    mark = b"\r\n"
+                    self.write(b"%x\r\n%b\r\n" % (len(piece), piece), timeout)
             if length is None:
-                self.write(mark + b"0\r\n\r\n", timeout)
+                self.write(b"0\r\n\r\n", timeout)
             elif sent != length:
                 raise httpcore2.LocalProtocolError("the content has changed its size")
         finally:
@@ -298,13 +296,13 @@ class ServerConnection:
             self.stream.close()
 
 
-class OpenAnswer:
+class HttpAnswer:
     """An answer whose body is read piece by piece."""
 
     def __init__(
         self,
         connections: Connections,
-        connection: ServerConnection,
+        connection: Connection,
         status: int,
         headers: dict[str, str],
         timeout: float | None,
@@ -381,6 +379,4 @@ class OpenAnswer:
         """Close the answer; its connection is closed, too, if there was more to read."""
         if not self._is_closed:
             self._is_closed = True
-            self._connections.give(
-                self.connection, is_kept=self._is_kept and self._is_over and not self.connection.rest
-            )
+            self._connections.give(self.connection, is_kept=self._is_kept and self._is_over)
