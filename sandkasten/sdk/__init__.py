@@ -1,10 +1,9 @@
 """Python SDK: the asynchronous client. `sandkasten.sync` is its blocking twin, made from these files.
 
-Imports `sandkasten.errors` and nothing else of ours, and an HTTP library in few files. Begin with `client.py`:
+Imports `sandkasten.errors` and nothing else of ours, and an HTTP library in one file. Begin with `client.py`:
 `SandboxClient` makes sessions; `session.py` says what a session can do, `run.py`, `files.py`, `terminal.py` its parts.
-`connections.py` speaks HTTP/1.1, `transport.py` repeats, `streams.py` and `channels.py` resume; `wire.py`, `text.py`
-and `types.py` know the format and do no I/O. Names are imported on first use (PEP 562): the server needs
-`text.py` alone.
+`transport.py` sends and repeats, `streams.py` and `channels.py` resume; `wire.py`, `text.py` and `types.py` know the
+format and do no I/O. Names are imported on first use (PEP 562): the server needs `text.py` alone.
 """
 
 from __future__ import annotations

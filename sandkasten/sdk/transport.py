@@ -1,11 +1,12 @@
-"""Requests that are repeated where that is safe, and WebSockets.
+"""Requests and WebSockets over connections that are kept: the one file that knows httpcore2 and wsproto.
 
 A call is repeated when its connection is lost, or the server or a proxy says that it may succeed later, for as long as
 its time lasts. That is safe for every call that is `repeat`: it is idempotent by itself, or carries an id by which the
 server knows it again. Another call is sent once.
 
-No redirect is followed, so the key goes to the configured server alone. With `connections.py`, this is what knows
-httpcore2 and wsproto.
+httpx2 is used by its core: its client would add 55 ms to the import, and its streams leave a generator unfinished, of
+which trio warns. No redirect is followed, so the key goes to the configured server alone. httpx2's WebSockets are not
+used: they need a task, or threads, of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import base64
 import random
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,10 +23,10 @@ from weakref import WeakValueDictionary
 
 from sandkasten import errors
 from sandkasten.sdk import waiting
-from sandkasten.sdk.connections import READ_BYTES, Connections, HttpAnswer
 from sandkasten.sdk.wire import MAX_MESSAGE_BYTES, HttpCall, WholeAnswer, call, may_pass, reading
 
 if TYPE_CHECKING:
+    import httpcore2
     from wsproto.connection import Connection
     from wsproto.events import Event
 
@@ -36,9 +38,18 @@ left half sent."""
 SILENCE_S = 60.0
 """Time after which a silent stream counts as lost: the server sends a ping every 15 or 20 s."""
 _SILENT = "nothing came for too long: the connection is half open, or a proxy on the way holds the answer back"
+READ_BYTES = 64 * 1024
 _STRANGERS_LOSSES = 3
 """Connections after which a port that takes them, and has never answered, counts as no server of ours."""
 _CONNECTIONS = 1000
+_IDLE_S = 30.0
+
+_KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+]
+"""A peer that vanished without a word is found within 70 s, also while a command without a time limit runs (tcp(7))."""
 
 
 class Lost(errors.ConnectionFailed):
@@ -65,20 +76,29 @@ class Transport:
     """Connections to one server. `timeout` is in seconds, None for no limit; see `SandboxClient`."""
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float | None, *, use_proxy: bool = True) -> None:
+        import httpcore2
+
         self.base_url = base_url
         self.timeout = timeout
         unix_path = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
         server = urlsplit("http://localhost" if unix_path else base_url)
         if server.scheme not in ("http", "https") or not server.hostname:
             raise ValueError(f"the server's URL must begin with http:, https: or unix:, not {base_url!r}")
-        host = server.hostname.encode("idna" if not server.hostname.isascii() else "ascii")
+        self._scheme, self._port = server.scheme.encode("ascii"), server.port
+        self._host = server.hostname.encode("idna" if not server.hostname.isascii() else "ascii")
         self._prefix = server.path.rstrip("/")
-        place = b"[%b]" % host if b":" in host else host
+        place = b"[%b]" % self._host if b":" in self._host else self._host
         place += b":%d" % server.port if server.port else b""
         self._headers = [(b"host", place), (b"accept-encoding", b"identity"), (b"user-agent", b"sandkasten-sdk")]
         self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
-        self._pool = Connections(server, host, unix_path=unix_path, proxy=proxy, most=_CONNECTIONS)
+        self._pool = httpcore2.AsyncConnectionPool(
+            proxy=None if proxy is None else httpcore2.Proxy(proxy),
+            max_connections=_CONNECTIONS,
+            keepalive_expiry=_IDLE_S,
+            uds=unix_path,
+            socket_options=None if unix_path else _KEEPALIVE,
+        )
         self._was_reached = False
         self.holds_answers = False
         """Whether a proxy on the way sends an answer on when it has ended, so that a stream has to end early."""
@@ -111,7 +131,7 @@ class Transport:
 
     async def _exchange(
         self, request: HttpCall, *, is_whole: bool, within_s: float | None = None
-    ) -> tuple[WholeAnswer, HttpAnswer | None]:
+    ) -> tuple[WholeAnswer, httpcore2.Response | None]:
         began = time.monotonic()
         timeout = self.timeout if within_s is None else within_s
         has_limit = timeout is not None and request.patience_s is not None
@@ -158,7 +178,7 @@ class Transport:
 
     async def _attempt(
         self, request: HttpCall, left_s: float | None, *, is_whole: bool
-    ) -> tuple[WholeAnswer, HttpAnswer | None]:
+    ) -> tuple[WholeAnswer, httpcore2.Response | None]:
         """Send a call once.
 
         Raises:
@@ -173,15 +193,14 @@ class Transport:
         timeouts["pool"] = left_s or self.timeout
         content = request.body if request.source is None else request.source()
         try:
-            response = await self._pool.ask(
-                request.method, self._target(request), self._head(request, content), content, timeouts
-            )
+            response = await self._pool.handle_async_request(self._request(request, content, timeouts))
+            headers = {name.decode("latin-1").lower(): each.decode("latin-1") for name, each in response.headers}
             if not is_whole and response.status < 400:
-                return WholeAnswer(response.status, response.headers, b""), response
+                return WholeAnswer(response.status, headers, b""), response
             try:
-                return WholeAnswer(response.status, response.headers, await response.whole()), None
+                return WholeAnswer(response.status, headers, await response.aread()), None
             finally:
-                await response.aclose()
+                await response.aclose()  # httpcore2 shields that itself
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError) as error:
             raise Lost(self._said(error), was_sent=False) from error
         except httpcore2.PoolTimeout as error:
@@ -194,10 +213,10 @@ class Transport:
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(self._said(error), was_sent=True) from error
 
-    def _target(self, request: HttpCall) -> bytes:
-        return (self._prefix + request.target).encode("ascii")
+    def _request(self, request: HttpCall, content: Any, timeouts: dict[str, float | None]) -> httpcore2.Request:
+        import httpcore2
 
-    def _head(self, request: HttpCall, content: object) -> list[tuple[bytes, bytes]]:
+        target = (self._prefix + request.target).encode("ascii")
         headers = [*self._headers, *((name.encode(), each.encode("latin-1")) for name, each in request.headers.items())]
         if content is not None and "content-length" not in request.headers:
             is_whole = isinstance(content, bytes)
@@ -205,7 +224,10 @@ class Transport:
             headers.append(length)
         elif request.method in ("POST", "PUT", "PATCH") and content is None:
             headers.append((b"content-length", b"0"))
-        return headers
+        url = httpcore2.URL(scheme=self._scheme, host=self._host, port=self._port, target=target)
+        return httpcore2.Request(
+            request.method, url, headers=headers, content=content, extensions={"timeout": timeouts}
+        )
 
     def _said(self, error: Exception) -> str:
         import httpcore2
@@ -270,14 +292,11 @@ class Endpoint:
 class HttpStream:
     """An answer that is read piece by piece."""
 
-    def __init__(self, answer: WholeAnswer, response: HttpAnswer) -> None:
+    def __init__(self, answer: WholeAnswer, response: httpcore2.Response) -> None:
         self.status, self.headers = answer.status, answer.headers
         self._response = response
+        self._pieces: Any = response.aiter_stream()  # a generator, though its type says less
         self._is_broken = False
-
-    def expect(self, silence_s: float) -> None:
-        """Let the stream count as lost after another time without a byte."""
-        self._response.timeout = silence_s
 
     async def read(self) -> bytes:
         """Return the next piece of the body, empty at its end.
@@ -291,7 +310,7 @@ class HttpStream:
             raise Lost("an earlier read was given up", was_sent=True)
         self._is_broken = True
         try:
-            data = await self._response.read()
+            data: bytes = await anext(self._pieces, b"")
         except httpcore2.TimeoutException as error:
             raise Silent(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -301,17 +320,20 @@ class HttpStream:
 
     async def aclose(self) -> None:
         """Close the answer; its connection is closed, too, if there was more to read."""
-        await self._response.aclose()
+        with waiting.shield(WRITE_S):
+            if not self._is_broken:  # else a read may still be under way, in another task
+                await self._pieces.aclose()
+            await self._response.aclose()
 
 
 class WebSocket:
     """A WebSocket of a client (RFC 6455). One task reads at a time; any number may send."""
 
-    def __init__(self, response: HttpAnswer) -> None:
+    def __init__(self, response: httpcore2.Response) -> None:
         from wsproto.connection import Connection, ConnectionType
 
         self._response = response
-        self._stream = response.connection
+        self._stream: Any = response.extensions["network_stream"]
         self._connection: Connection = Connection(ConnectionType.CLIENT)
         self._received: list[str | bytes | SocketClosed] = []
         self._parts: list[str | bytes] = []
@@ -330,7 +352,7 @@ class WebSocket:
 
         while not self._received:
             try:
-                data = await self._stream.read(READ_BYTES, SILENCE_S)
+                data = await self._stream.read(READ_BYTES, timeout=SILENCE_S)
             except (httpcore2.NetworkError, httpcore2.TimeoutException) as error:
                 raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
             if not data:
@@ -393,7 +415,7 @@ class WebSocket:
                 data = self._connection.send(event)
                 self._is_closed = True  # until all is sent: half a message may be on the wire
                 with waiting.shield(2 * WRITE_S):  # the write's own limit comes first, and raises
-                    await self._stream.write(data, WRITE_S)
+                    await self._stream.write(data, timeout=WRITE_S)
                     self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
                 raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error

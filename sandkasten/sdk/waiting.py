@@ -7,44 +7,18 @@ from __future__ import annotations
 
 import functools
 import io
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 
-if TYPE_CHECKING:
-    import httpcore2
-
 T = TypeVar("T")
 
 Lock = functools.partial(anyio.Lock, fast_acquire=True)
-Slots = functools.partial(anyio.Semaphore, fast_acquire=True)
 sleep = anyio.sleep
-
-
-async def take_slot(slots: anyio.Semaphore, seconds: float | None) -> bool:
-    """Take one of a number of slots, which the caller releases; return False if none is free in time."""
-    try:
-        slots.acquire_nowait()
-    except anyio.WouldBlock:
-        with anyio.move_on_after(seconds):
-            await slots.acquire()
-            return True
-        return False
-    return True
-
-
-def network() -> httpcore2.AsyncNetworkBackend:
-    """Return what opens connections on the event loop that runs."""
-    import httpcore2
-
-    trio = sys.modules.get("trio")
-    is_trio = trio is not None and trio.lowlevel.in_trio_run()
-    return httpcore2.TrioBackend() if is_trio else httpcore2.AnyIOBackend()
 
 
 class Turns:

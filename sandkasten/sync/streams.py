@@ -19,7 +19,8 @@ from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, Sil
 T = TypeVar("T")
 
 FIRST_S = 20.0
-"""Time for the first byte of a stream: the server sends one within 15 s. Without it, a proxy holds the answer back."""
+"""Time without a byte after which a stream is lost: the server sends one within 15 s. Without the first, a proxy holds
+the answer back."""
 WAIT_S = 10
 """Time after which the part of a stream ends in which nothing has happened: less than proxies wait for an answer."""
 _SOON_S = 1.0
@@ -104,7 +105,6 @@ class ResumedEvents:
                 self.close()
                 raise
             if data:
-                self._reply.expect(SILENCE_S)
                 self._has_come = True
             elif self._is_in_parts and (self._has_come or time.monotonic() - self._opened_at > _SOON_S):
                 self.close()

@@ -7,28 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    import httpcore2
+from typing import TypeVar
 
 T = TypeVar("T")
 
 Lock = threading.Lock
-Slots = threading.Semaphore
 sleep = time.sleep
-
-
-def take_slot(slots: threading.Semaphore, seconds: float | None) -> bool:
-    """Take one of a number of slots, which the caller releases; return False if none is free in time."""
-    return slots.acquire(timeout=seconds)
-
-
-def network() -> httpcore2.NetworkBackend:
-    """Return what opens connections in a thread."""
-    import httpcore2
-
-    return httpcore2.SyncBackend()
 
 
 class Turns:

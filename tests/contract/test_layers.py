@@ -50,7 +50,6 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("channels"),
         Layer("streams"),
         Layer("transport"),
-        Layer("connections"),
         Layer("wire", "waiting", "archives"),
         Layer("types", "text"),
     ),
@@ -271,20 +270,15 @@ def test_the_adapters_import_the_clients_and_nobody_imports_the_adapters() -> No
     assert importers - adapters == set()
 
 
-def test_few_files_of_the_clients_know_their_http_library() -> None:
-    """A change of the library is a change of the files that open connections and tell of their errors, and twins."""
+def test_one_file_of_the_clients_knows_their_http_library() -> None:
+    """A change of the library is a change of one file, and its twin."""
     edges = {edge for package in ("sandkasten.sdk", "sandkasten.sync") for edge in imports(package)}
     outside = {
         (top(imported), importer) for importer, imported in edges if top(imported) not in sys.stdlib_module_names
     }
     assert {edge for edge in outside if edge[0] != "sandkasten"} == {
         ("anyio", "sandkasten.sdk.waiting"),
-        *(
-            ("httpcore2", f"sandkasten.{twin}.{name}")
-            for name in ("connections", "transport", "waiting")
-            for twin in ("sdk", "sync")
-        ),
-        *(("wsproto", f"sandkasten.{twin}.transport") for twin in ("sdk", "sync")),
+        *((name, f"sandkasten.{twin}.transport") for name in ("httpcore2", "wsproto") for twin in ("sdk", "sync")),
     }
 
 

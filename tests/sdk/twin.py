@@ -22,12 +22,12 @@ import anyio
 
 ROOT = Path(__file__).parents[2]
 SOURCE, TARGET = ROOT / "sandkasten/sdk", ROOT / "sandkasten/sync"
-MODULES = ("channels", "client", "connections", "files", "run", "session", "streams", "terminal", "transport")
+MODULES = ("channels", "client", "files", "run", "session", "streams", "terminal", "transport")
 BY_HAND = "waiting"
 """The module whose twin is written by hand, since the primitives differ."""
 
 _NAMES = {
-    "AsyncGenerator": "Generator",
+    "AsyncConnectionPool": "ConnectionPool",
     "AsyncIterator": "Iterator",
     "StopAsyncIteration": "StopIteration",
     "__aenter__": "__enter__",
@@ -36,7 +36,10 @@ _NAMES = {
     "__anext__": "__next__",
     "aclose": "close",
     "aclosing": "closing",
+    "aiter_stream": "iter_stream",
     "anext": "next",
+    "aread": "read",
+    "handle_async_request": "handle_request",
 }
 _TWINS = re.compile(
     rf"sandkasten\.sdk(?=\.(?:{'|'.join((*MODULES, BY_HAND))})\b| import (?:{BY_HAND}|SandboxClient)\b)"
