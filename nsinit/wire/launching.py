@@ -15,8 +15,10 @@ from typing import Any
 
 from nsinit.wire.protocol import (
     FILES_LIMITS,
+    BridgeTerms,
     DiskLimits,
     Limits,
+    OpenBridge,
     OpenNetwork,
     SandboxPlan,
     SeccompProfile,
@@ -55,7 +57,8 @@ class Allowance:
 
     `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
     daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is
-    per 100 ms. `way_out`: sessions may have a way out of their networks.
+    per 100 ms. `way_out`: sessions may have a way out of their networks. `bridge`: what holds in the
+    network mode `bridge`, None where no session may be in it.
     """
 
     profiles: tuple[str, ...]
@@ -72,6 +75,7 @@ class Allowance:
     shm_bytes: int
     merge_pages: bool
     way_out: bool
+    bridge: BridgeTerms | None = None
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values
@@ -79,7 +83,10 @@ class Allowance:
         if said.keys() != {each.name for each in fields(cls)}:
             raise ValueError("not the allowance of this version")
         lists = {name: tuple(map(str, said[name])) for name in ("profiles", "images")}
-        return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"])})
+        if (bridge := said["bridge"]) is not None:
+            terms = {name: tuple(map(str, bridge[name])) for name in ("refused", "resolvers")}
+            bridge = BridgeTerms(str(bridge["range"]), **terms)
+        return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"]), "bridge": bridge})
 
     def check_profiles(self, own: tuple[SeccompProfile, ...]) -> None:
         """Raise `NotGranted` unless these are the operator's own profiles."""
@@ -90,6 +97,8 @@ class Allowance:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
         if isinstance(request, OpenNetwork | TrustAuthority) and not self.way_out:
             raise NotGranted("this daemon may not open a way out of a session's network")
+        if isinstance(request, OpenBridge) and self.bridge is None:
+            raise NotGranted("this daemon may not give a session a bridge")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
             self._check_plan(plan)
