@@ -99,7 +99,7 @@ def add_security(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     listing = actions.add_parser("list", help="show all images, of this machine or of a server elsewhere")
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
@@ -118,7 +118,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     create = actions.add_parser("create", help="make a key and print it, once")
     create.add_argument("--name", required=True, help="name of the key")
     access = create.add_mutually_exclusive_group()

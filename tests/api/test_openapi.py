@@ -321,6 +321,7 @@ EXACT = {fields.FileMode, fields.Edits, fields.Fixed, run_output.OutputPosition}
 """Kinds with checks of their own that JSON Schema can say."""
 
 TEXTS = {
+    run_output.PreferredWait,
     *(run_output.OutputPosition, run_output.LastPosition, sessions.ListCursor, fields.EventTypes),
     *(file_contents.ByteRange, file_contents.ETags),
 }
