@@ -83,7 +83,7 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
         return 0
     print(f"{image.name}: {counts.entries} members, {counts.size_bytes / 1024**2:.1f} MiB")
     if counts.skipped:
-        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")
+        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs, unknown members or attributes")
     if counts.privileged:
         print(f"{image.name}: dropped the setuid or setgid bit of {counts.privileged} files")
     return 0
