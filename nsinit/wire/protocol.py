@@ -13,18 +13,41 @@ Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
+from nsinit.wire.store_protocol import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_IMAGE_LAYERS,
+    A,
+    CollectLayers,
+    DeleteImage,
+    LayersCollected,
+    LayerUnpacked,
+    Ok,
+    PublishImage,
+    Request,
+    UnpackLayer,
+)
 from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 
 __all__ = [
+    "MAX_DESCRIPTION_BYTES",
+    "MAX_IMAGE_LAYERS",
+    "CollectLayers",
+    "DeleteImage",
+    "LayerUnpacked",
+    "LayersCollected",
+    "Ok",
     "ProtocolError",
+    "PublishImage",
+    "Request",
     "SeccompArgTest",
     "SeccompProfile",
     "SeccompRule",
+    "UnpackLayer",
 ]
 """Names of other modules that are part of the contract."""
 
@@ -39,23 +62,8 @@ NETWORK_STAGE = "network: "
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 
-MAX_IMAGE_LAYERS = 127
-"""The most layers that an image may have."""
-MAX_DESCRIPTION_BYTES = 1 << 20
-"""The most bytes of an image's description."""
-
 MAX_STOP_GRACE_MS = 10_000
 """The longest time that the processes of a session have to end by themselves."""
-
-A = TypeVar("A")
-A_co = TypeVar("A_co", covariant=True)
-
-
-class Request(Generic[A_co]):
-    """A message to nsinit. Its class names the class of the answer, in place of which `Failed` may come."""
-
-    __slots__ = ()
-
 
 # Values -------------------------------------------------------------------------------------------------------------
 
@@ -111,6 +119,27 @@ class IoLimits:
     read_iops: int = 0
     write_iops: int = 0
 
+
+@dataclass(frozen=True, slots=True)
+class BridgeTerms:
+    """Terms of every session in the network mode `bridge`. `range`: the network that sessions have addresses of;
+    `refused`: networks that no session reaches; `resolvers`: addresses whose port of DNS every session reaches. Other
+    sessions and the host's own addresses are never reached. All are IPv4."""
+
+    range: str
+    refused: tuple[str, ...]
+    resolvers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeRule:
+    """An IPv4 network: with `ports`, those of TCP and UDP in it, without, all that there is."""
+
+    network: str
+    ports: tuple[int, ...] = ()
+
+
+MAX_BRIDGE_RULES = 512
 
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
 
@@ -172,7 +201,8 @@ class Start(Request["Ready"]):
     that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
     filters of their own; from a daemon that is not root nsinit does what its grant says. `merge_pages`: PID 1s offer
     their pages to the kernel for merging, where it can merge (`features` of `Ready` say so). `disk_floor_bytes`: with
-    less free on the data directory's disk, images take no more blocks. `Failed` is also the answer when the `disk` mode
+    less free on the data directory's disk, images take no more blocks. `bridge`: sessions may be given the network mode
+    `bridge`; from a daemon that is not root the grant says so. `Failed` is also the answer when the `disk` mode
     can't be had.
     """
 
@@ -188,6 +218,7 @@ class Start(Request["Ready"]):
     own_filters: bool = True
     merge_pages: bool = False
     disk_floor_bytes: int = 0
+    bridge: BridgeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,66 +229,6 @@ class OpenStore(Request["Ok"]):
     seq: int
     data_dir: str
     crash_at: str = ""
-
-
-# Requests: layers and images ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackLayer(Request["LayerUnpacked"]):
-    """Unpack the archive that comes along into a layer, named by the digest of its tar stream, which the process that
-    reads the archive says. `digest`: what that must be (`sha256:` and 64 hex digits); empty takes any. A layer that is
-    there already is not unpacked again.
-
-    Descriptors: the archive, open for reading, and the end of a pipe: when all other ends of that are closed, the
-    unpacking ends. More entries, or bytes of files, than allowed are a failure, and so is a disk with less left than
-    `reserve_bytes`. `Failed.stage`: `unpack`, the sentence is about the archive and `path` is the member's name;
-    `digest`, it has another.
-    """
-
-    seq: int
-    digest: str
-    max_bytes: int
-    max_entries: int
-    reserve_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PublishImage(Request["Ok"]):
-    """Give layers, the lowest first, and a description a name, in one step. The description is the file that comes
-    along; nobody here reads it. With `replace` it takes the place of the image of that name. Not for a daemon that may
-    use some images only.
-
-    `Failed` with `EEXIST`: there is one, and `replace` is false; `ESTALE`: a layer is missing.
-    """
-
-    seq: int
-    name: str
-    layers: tuple[str, ...]
-    replace: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteImage(Request["Ok"]):
-    """Delete an image; its layers stay until they are collected. Not for a daemon that may use some images only.
-
-    `Failed` with `EBUSY`: a session has it; `ENOENT`: there is none.
-    """
-
-    seq: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CollectLayers(Request["LayersCollected"]):
-    """Delete the layers that no image and no session has, and that are not in `kept`, once nobody has asked for them
-    for `grace_s`. With `only`, none but those. With `dry_run` they are counted."""
-
-    seq: int
-    grace_s: int
-    kept: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    dry_run: bool = False
 
 
 # Requests: sandboxes ------------------------------------------------------------------------------------------------
@@ -411,6 +382,30 @@ class OpenNetwork(Request["NetworkOpened"]):
     seq: int
     session_id: str
     steers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBridge(Request["BridgeOpened"]):
+    """Give a running session a link into the host's network, or the one that it has other rules. It reaches what
+    `BridgeTerms` leave, of that what `allow` has, or all if that is empty, and nothing that `deny` has. A way out that
+    the session had carries nothing any more.
+
+    `Failed`, with a stage that begins with `NETWORK_STAGE`: the session's network is as before. With `EPERM` the mode
+    is not granted; with `EHOSTUNREACH`, `ENETUNREACH` or `EADDRINUSE` the sentence says what the host lacks.
+    """
+
+    seq: int
+    session_id: str
+    allow: tuple[BridgeRule, ...] = ()
+    deny: tuple[BridgeRule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBridge(Request["Ok"]):
+    """Remove a running session's link into the host's network. Idempotent."""
+
+    seq: int
+    session_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,29 +570,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerUnpacked:
-    """The layer is there. `entries`: members of the archive. `skipped`: members and attributes that were left out;
-    `privileged`: files whose setuid or setgid bit was dropped. `is_new`: it was not there before."""
-
-    seq: int
-    digest: str
-    entries: int
-    size_bytes: int
-    skipped: int
-    privileged: int
-    is_new: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LayersCollected:
-    """The number of layers that are deleted, and bytes of their files."""
-
-    seq: int
-    layers: int
-    freed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
     """The process that is PID 1 of a sandbox. `start_ticks`: `/proc/<pid>/stat` field 22; `pid_ns`: namespace inode."""
 
@@ -624,6 +596,8 @@ class Adopted:
     session_id: str
     identity: Identity
     oom_event: EventKind
+    bridged: bool = False
+    """The session has a link into the host's network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,6 +665,15 @@ class NetworkOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class BridgeOpened:
+    """The link is up, and the rules hold. `link`: the name of the host's end, whose counters are the session's."""
+
+    seq: int
+    session_id: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
 class SocketsOpened:
     """The sockets come along: IPv4, neither bound nor connected, non-blocking. Connected, they reach what listens in
     the session's network and nothing else, whoever connects them."""
@@ -739,11 +722,6 @@ class LeftoversFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Ok:
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A request failed at `stage` (the step's name) on `path` with `errno` (0: no system call failed)."""
 
@@ -757,13 +735,14 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, TrustAuthority, OpenSockets, FindOomKills, AskDisk, SetDisk),
+    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, OpenBridge, CloseBridge, TrustAuthority, OpenSockets),
+    *(FindOomKills, AskDisk, SetDisk),
     *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
 )
 
 ANSWERS = Vocabulary(
-    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, SocketsOpened, OomKills, DiskUse),
-    *(LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
+    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, BridgeOpened, SocketsOpened, OomKills),
+    *(DiskUse, LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}
