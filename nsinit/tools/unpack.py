@@ -85,7 +85,7 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-class Decoder(Protocol):
+class MemberDecoder(Protocol):
     """A decoder of one compressed member, as the standard library has them."""
 
     @property
@@ -119,11 +119,11 @@ class Gunzip:
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
 
 
-def _unxz() -> Decoder:
+def _unxz() -> MemberDecoder:
     return lzma.LZMADecompressor(memlimit=_WINDOW_BYTES)
 
 
-DECODERS: dict[bytes, Callable[[], Decoder]] = {
+DECODERS: dict[bytes, Callable[[], MemberDecoder]] = {
     b"\x1f\x8b": Gunzip,
     b"\x28\xb5\x2f\xfd": zstd.ZstdDecompressor,
     b"\xfd7zXZ\0": _unxz,
@@ -136,7 +136,7 @@ _MAGIC_BYTES = 6
 class Decoded:
     """The content of a compressed stream, of one member or several, a bounded piece at a time."""
 
-    def __init__(self, file: Readable, head: bytes, make: Callable[[], Decoder]) -> None:
+    def __init__(self, file: Readable, head: bytes, make: Callable[[], MemberDecoder]) -> None:
         self._file, self._left, self._make = file, head, make
         self._decoder = make()
 

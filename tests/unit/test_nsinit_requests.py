@@ -30,6 +30,7 @@ GOOD: dict[str, object] = {
     "layers": (f"sha256:{'a' * 64}",),
     "kept": (),
     "only": (f"sha256:{'a' * 64}",),
+    "rules": (),
 }
 BAD: dict[str, object] = {
     "session_id": "../../etc",
@@ -51,6 +52,7 @@ BAD: dict[str, object] = {
     "max_entries": 0,
     "reserve_bytes": -1,
     "grace_s": -1,
+    "rules": (protocol.BridgeRule("x"),),
 }
 
 
