@@ -58,6 +58,24 @@ class InvalidImage(ClientError):
     code = "INVALID_IMAGE"
 
 
+class LayerRefused(InvalidImage):
+    """A layer of an image can't be unpacked; `details` has the `reason`, and the `member` that is at fault."""
+
+    code = "LAYER_REFUSED"
+
+
+class DigestMismatch(InvalidImage):
+    """The content of an image is not what its digest says."""
+
+    code = "DIGEST_MISMATCH"
+
+
+class ImageInUse(ClientError):
+    """The image can't be deleted: a session has it."""
+
+    code = "IMAGE_IN_USE"
+
+
 class Unauthorized(ClientError):
     """No key, or a wrong one."""
 

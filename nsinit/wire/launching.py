@@ -16,10 +16,12 @@ from typing import Any
 from nsinit.wire.protocol import (
     FILES_LIMITS,
     BridgeTerms,
+    DeleteImage,
     DiskLimits,
     Limits,
     OpenBridge,
     OpenNetwork,
+    PublishImage,
     SandboxPlan,
     SeccompProfile,
     TrustAuthority,
@@ -97,6 +99,8 @@ class Allowance:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
         if isinstance(request, OpenNetwork | TrustAuthority) and not self.way_out:
             raise NotGranted("this daemon may not open a way out of a session's network")
+        if isinstance(request, PublishImage | DeleteImage) and self.images:  # root has said what these names stand for
+            raise NotGranted("a daemon that may use some images only can't change any")
         if isinstance(request, OpenBridge) and self.bridge is None:
             raise NotGranted("this daemon may not give a session a bridge")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)

@@ -7,24 +7,47 @@ the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
 `RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `SocketsOpened` as many as were asked for;
-`UnpackImage` one, an archive.
+`UnpackLayer` brings two, `PublishImage` one.
 """
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from nsinit.kernel.seccomp.profile import ArgTest as SeccompArgTest
 from nsinit.kernel.seccomp.profile import Profile as SeccompProfile
 from nsinit.kernel.seccomp.profile import Rule as SeccompRule
+from nsinit.wire.store_protocol import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_IMAGE_LAYERS,
+    A,
+    CollectLayers,
+    DeleteImage,
+    LayersCollected,
+    LayerUnpacked,
+    Ok,
+    PublishImage,
+    Request,
+    UnpackLayer,
+)
 from runner.wire.codec import ProtocolError, Vocabulary, dataclass
 
 __all__ = [
+    "MAX_DESCRIPTION_BYTES",
+    "MAX_IMAGE_LAYERS",
+    "CollectLayers",
+    "DeleteImage",
+    "LayerUnpacked",
+    "LayersCollected",
+    "Ok",
     "ProtocolError",
+    "PublishImage",
+    "Request",
     "SeccompArgTest",
     "SeccompProfile",
     "SeccompRule",
+    "UnpackLayer",
 ]
 """Names of other modules that are part of the contract."""
 
@@ -42,21 +65,12 @@ MAX_TERMINALS = 16
 MAX_STOP_GRACE_MS = 10_000
 """The longest time that the processes of a session have to end by themselves."""
 
-A = TypeVar("A")
-A_co = TypeVar("A_co", covariant=True)
-
-
-class Request(Generic[A_co]):
-    """A message to nsinit. Its class names the class of the answer, in place of which `Failed` may come."""
-
-    __slots__ = ()
-
-
 # Values -------------------------------------------------------------------------------------------------------------
 
-ImageKind = Literal["host", "rootfs", "files"]
+ImageKind = Literal["host", "rootfs", "layers", "files"]
 """`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem.
-`files`: no image and no program, only a workspace and a PID 1 that reads and writes files in it for the daemon."""
+`layers`: a list of layers, one above the other. `files`: no image and no program, only a workspace and a PID 1 that
+reads and writes files in it for the daemon."""
 
 NetworkMode = Literal["none"]
 
@@ -164,12 +178,15 @@ class SandboxPlan:
     """A built-in profile, one of `Start.seccomp_profiles`, or `off`."""
     disk: DiskLimits = DEFAULT_DISK
     root_inside: bool = False
+    layers: tuple[str, ...] = ()
+    """The layers of an image of that kind, the lowest first: those that the image has when the sandbox is built, or the
+    build fails (`ESTALE`)."""
 
     @property
     def image_key(self) -> tuple[object, ...]:
         """The fields that the steps to mount an image depend on. Plans with an equal key differ only in later steps."""
         sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
-        return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
+        return self.image, self.image_kind, self.layers, self.disk, self.limits.memory_bytes, *sizes
 
 
 # The first request --------------------------------------------------------------------------------------------------
@@ -177,7 +194,7 @@ class SandboxPlan:
 
 @dataclass(frozen=True, slots=True)
 class Start(Request["Ready"]):
-    """Start nsinit. The first request, unless that is `UnpackImage`.
+    """Start nsinit. The first request, unless that is `OpenStore`.
 
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
@@ -205,19 +222,13 @@ class Start(Request["Ready"]):
 
 
 @dataclass(frozen=True, slots=True)
-class UnpackImage(Request["Unpacked"]):
-    """Unpack the archive that comes along, a descriptor open for reading, into the empty draft of an image, and end.
-
-    The first and only request to an nsinit that is not started. Not for a daemon that is not root. `draft_name`: the
-    directory below `images` in which `rootfs` lies. More members, or bytes of files, than allowed are a failure; at the
-    stage `unpack` the sentence is about the archive. When the other end hangs up, nsinit ends, too.
-    """
+class OpenStore(Request["Ok"]):
+    """Serve requests about layers and images alone, until the other end hangs up. The first request, unless that is
+    `Start`. Not for a daemon that is not root. `crash_at`: as in `Start`."""
 
     seq: int
     data_dir: str
-    draft_name: str
-    max_members: int
-    max_bytes: int
+    crash_at: str = ""
 
 
 # Requests: sandboxes ------------------------------------------------------------------------------------------------
@@ -559,18 +570,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    """The counts of an archive. `skipped`: members left out; `privileged`: files whose setuid or setgid bit was
-    dropped."""
-
-    seq: int
-    members: int
-    size_bytes: int
-    skipped: int
-    privileged: int
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
     """The process that is PID 1 of a sandbox. `start_ticks`: `/proc/<pid>/stat` field 22; `pid_ns`: namespace inode."""
 
@@ -723,11 +722,6 @@ class LeftoversFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Ok:
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A request failed at `stage` (the step's name) on `path` with `errno` (0: no system call failed)."""
 
@@ -741,41 +735,14 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(
-        MakeRunCgroup,
-        RemoveRunCgroup,
-        OpenNetwork,
-        OpenBridge,
-        CloseBridge,
-        TrustAuthority,
-        OpenSockets,
-        FindOomKills,
-        AskDisk,
-        SetDisk,
-        FindLeftovers,
-        RemoveLeftover,
-        UnpackImage,
-    ),
+    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, OpenBridge, CloseBridge, TrustAuthority, OpenSockets),
+    *(FindOomKills, AskDisk, SetDisk),
+    *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
 )
 
 ANSWERS = Vocabulary(
-    *(
-        Ready,
-        Built,
-        Adopted,
-        Scanned,
-        TornDown,
-        RunCgroupMade,
-        NetworkOpened,
-        BridgeOpened,
-        SocketsOpened,
-        OomKills,
-        DiskUse,
-        LeftoversFound,
-        WorkspacesListed,
-        QuotaFound,
-    ),
-    *(Unpacked, Ok, Failed),
+    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, BridgeOpened, SocketsOpened, OomKills),
+    *(DiskUse, LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}

@@ -11,6 +11,7 @@ from sandkasten.cli.output import print_json
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
+from sandkasten.images.layers import open_store
 from sandkasten.model.errors import SandkastenError
 
 
@@ -26,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
             case "validate":
                 return _validate(catalog, arguments.name, as_json=arguments.json)
             case "rm":
-                return _remove(catalog, arguments.name, as_json=arguments.json)
+                return _remove(catalog, arguments.name, Crash(config.testing.crash_at), as_json=arguments.json)
             case _:
                 return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except OSError as error:
-        raise Stop(f"{error.filename or catalog.rootfs_path('').parent}: {error.strerror}") from None
+        raise Stop(f"{error.filename or catalog.data_dir}: {error.strerror}") from None
 
 
 def _list(catalog: Catalog, *, as_json: bool) -> int:
@@ -45,7 +46,8 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
         aliases = catalog.aliases_of(image.name)
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
-        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {image.created_at:<26} {printable_line(source)}")
+        told = f"{printable_line(image.created_at):<26} {printable_line(source)}"
+        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {told}")
     return 0
 
 
@@ -59,8 +61,15 @@ def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def _remove(catalog: Catalog, name: str, *, as_json: bool) -> int:
-    gone = catalog.delete(name)
+def _remove(catalog: Catalog, name: str, crash: Crash, *, as_json: bool) -> int:
+    image = catalog.get_own(name)
+    if image.kind == "layers":
+        with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
+            store.delete_image(name)
+            store.collect(grace_s=0, only=image.layers)
+        gone = True
+    else:
+        gone = catalog.delete(name)
     if as_json:
         print_json({"name": name, "ok": True, "files_gone": gone})
         return 0
@@ -73,9 +82,9 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
     if arguments.json:
         print_json(attrs.asdict(image) | {"skipped": counts.skipped, "privileged": counts.privileged})
         return 0
-    print(f"{image.name}: {counts.members} members, {counts.size_bytes / 1024**2:.1f} MiB")
+    print(f"{image.name}: {counts.entries} members, {counts.size_bytes / 1024**2:.1f} MiB")
     if counts.skipped:
-        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")
+        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs, unknown members or attributes")
     if counts.privileged:
         print(f"{image.name}: dropped the setuid or setgid bit of {counts.privileged} files")
     return 0

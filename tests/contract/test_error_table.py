@@ -48,6 +48,9 @@ PUBLISHED = {
     "SHELL_FAILED": 409,
     "CONFLICT": 409,
     "AMBIGUOUS": 409,
+    "IMAGE_IN_USE": 409,
+    "LAYER_REFUSED": 422,
+    "DIGEST_MISMATCH": 502,
     "LIMIT_IN_USE": 409,
     "EXEC_IDS_EXHAUSTED": 409,
     "PRECONDITION_FAILED": 412,
@@ -78,7 +81,7 @@ OF_CLIENTS = {
 LEAVES = [
     cls for cls in subclasses(SandkastenError) if not cls.__subclasses__() and not issubclass(cls, tuple(OF_CLIENTS))
 ]
-CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed]
+CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed, errors.InvalidImage]
 
 
 @pytest.mark.parametrize("cls", CONCRETE)

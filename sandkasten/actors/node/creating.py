@@ -132,6 +132,7 @@ class Creating:
             if isinstance(claimed, Session):
                 timings_ms = {"pool": round((trio.current_time() - began) * 1000, 3)}
                 return attrs.evolve(claimed, timings_ms=timings_ms)
+            resolved = resolved.of_image(image.config)
             return await self._create_cold(spec, digest, resolved, image, missed=claimed, began=began)
         finally:
             self.under_way -= 1
@@ -153,7 +154,7 @@ class Creating:
                 # A shell that starts in a crowd of creates takes the processor that they wait for.
                 shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
                 env = resolved.environment(record.session.id, spec)
-                creation = Creation(resolved, image.name, image.kind, prepared is not None, shell_ms, env)
+                creation = Creation(resolved, image, prepared is not None, shell_ms, env)
                 session = await self._built(record, creation)
         finally:
             self._budget.release(place)
@@ -222,6 +223,7 @@ class Creating:
 
     def start_member(self, resolved: Resolved, image: Image, digest: str) -> SessionActor:
         """Start the actor of a new member of a session pool."""
+        resolved = resolved.of_image(image.config)
         now = datetime.now(UTC)
         session = Session(
             id=self._node.new_session_id(),
@@ -238,7 +240,7 @@ class Creating:
             options=resolved.options,
         )
         record = SessionRecord(session=session, incarnation=self._node.incarnation, spec_digest=digest)
-        return self._start(record, Creation(resolved, image.name, image.kind, False, None, {}))
+        return self._start(record, Creation(resolved, image, False, None, {}))
 
     def _new_record(
         self, prepared: str | None, spec: SessionSpec, resolved: Resolved, digest: str, missed: str | None
