@@ -58,6 +58,30 @@ class InvalidImage(ClientError):
     code = "INVALID_IMAGE"
 
 
+class InvalidReference(ClientError):
+    """The reference names no image of a registry; the message says which part is at fault."""
+
+    code = "INVALID_REFERENCE"
+
+
+class DigestMismatch(InvalidImage):
+    """What came is not what its digest or size says; nothing of it was kept."""
+
+    code = "DIGEST_MISMATCH"
+
+
+class LayerRefused(InvalidImage):
+    """A layer can't be unpacked; `details` has the member and the reason."""
+
+    code = "LAYER_REFUSED"
+
+
+class JobNotFound(ClientError):
+    """There is no job of that id, or it is not kept any more."""
+
+    code = "JOB_NOT_FOUND"
+
+
 class Unauthorized(ClientError):
     """No key, or a wrong one."""
 
@@ -342,6 +366,19 @@ class EgressUnavailable(Capacity):
 
 class ActorGone(Capacity):
     """The actor ended before it answered, or is being restarted."""
+
+
+class RegistryRefused(Unavailable):
+    """The registry can't be reached, or refused; `details` has its status and error codes, never its text."""
+
+    code = "REGISTRY_REFUSED"
+
+
+class RegistryUnauthorized(RegistryRefused):
+    """The registry wants other credentials for that."""
+
+    code = "REGISTRY_UNAUTHORIZED"
+    retryable = False
 
 
 class QuotaExceeded(Unavailable):

@@ -116,8 +116,10 @@ CONTRACTS = {
     "egress.knocking",
     "egress.brokering",
     "egress.policy",
+    "egress.addresses",
 }
-"""All that the daemon may know of the other domains: what is said, how processes are started, and what a rule is."""
+"""All that the daemon may know of the other domains: what is said, how processes are started, what a rule is, and which
+addresses are special."""
 AT_THE_DROP = ("sandkasten.cli.privilege", "nsinit.tools.drop")
 """The one piece of privileged code that runs in the daemon's process: it gives the privilege away."""
 SHARED = {"runner.wire.codec", "runner.wire.tarheaders"}
