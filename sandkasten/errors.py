@@ -64,13 +64,13 @@ class InvalidReference(ClientError):
     code = "INVALID_REFERENCE"
 
 
-class DigestMismatch(InvalidImage):
+class DigestMismatch(ClientError):
     """What came is not what its digest or size says; nothing of it was kept."""
 
     code = "DIGEST_MISMATCH"
 
 
-class LayerRefused(InvalidImage):
+class LayerRefused(ClientError):
     """A layer can't be unpacked; `details` has the member and the reason."""
 
     code = "LAYER_REFUSED"
@@ -374,7 +374,7 @@ class RegistryRefused(Unavailable):
     code = "REGISTRY_REFUSED"
 
 
-class RegistryUnauthorized(RegistryRefused):
+class RegistryUnauthorized(Unavailable):
     """The registry wants other credentials for that."""
 
     code = "REGISTRY_UNAUTHORIZED"

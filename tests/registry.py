@@ -40,7 +40,7 @@ class Asked:
 @attrs.frozen
 class Said:
     """An answer. `length`: what Content-Length says, None for the truth; `cut`: bytes of the body that are sent before
-    the connection is reset; `endless`: the body is sent again and again."""
+    the connection is reset; `endless`: the body is sent again and again; `hold`: the connection is left open."""
 
     status: int = 200
     body: bytes = b""
@@ -48,6 +48,7 @@ class Said:
     length: int | None = None
     cut: int | None = None
     endless: bool = False
+    hold: bool = False
 
 
 def digest_of(data: bytes) -> str:
@@ -161,6 +162,8 @@ async def _say(stream: trio.SocketStream, said: Said) -> None:
     await stream.send_all(body)
     while said.endless:
         await stream.send_all(said.body)
+    while said.hold and await stream.receive_some(1):
+        pass
 
 
 @asynccontextmanager

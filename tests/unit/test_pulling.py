@@ -16,7 +16,7 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
 from sandkasten.images.registry.documents import Blob, Platform
-from sandkasten.images.registry.pulling import LayerPhase, Pull, Turns
+from sandkasten.images.registry.pulling import Pull, Turns
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import (
     DigestMismatch,
@@ -27,6 +27,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     TooLarge,
 )
+from sandkasten.model.job import LayerPhase
 from tests.registry import REPOSITORY, Asked, MemoryStore, Registry, Said, digest_of, layer, serving, settings_of
 from tests.waiting import patience
 
@@ -203,7 +204,7 @@ async def test_a_cancelled_pull_leaves_a_part_file_alone(tmp_path: Path) -> None
     async with serving() as registry:
         registry.push([BIG])
         asked_for = trio.Event()
-        half = Said(200, BIG[: len(BIG) // 2], length=len(BIG))
+        half = Said(200, BIG[: len(BIG) // 2], length=len(BIG), hold=True)
 
         def answer(asked: Asked) -> Said | None:
             if said := _of_blob(asked, BIG, half):
@@ -253,7 +254,10 @@ def _lies() -> Mapping[str, tuple[Answering, type[SandkastenError]]]:
         "another blob, again": (lambda asked: _of_blob(asked, BIG, Said(200, SMALL)), RegistryRefused),
         "a long blob": (lambda asked: _of_blob(asked, BIG, Said(200, BIG + b"x")), DigestMismatch),
         "an endless blob": (lambda asked: _of_blob(asked, BIG, Said(200, b"x" * 65536, endless=True)), DigestMismatch),
-        "a silent blob": (lambda asked: _of_blob(asked, BIG, Said(200, b"", length=len(BIG))), RegistryRefused),
+        "a silent blob": (
+            lambda asked: _of_blob(asked, BIG, Said(200, b"", length=len(BIG), hold=True)),
+            RegistryRefused,
+        ),
         "a huge length": (lambda asked: _of_blob(asked, BIG, Said(200, b"x", length=1 << 60)), DigestMismatch),
         "another manifest": (
             lambda asked: _of_manifest(asked, Said(200, b"{}", {"docker-content-digest": digest_of(b"x")})),

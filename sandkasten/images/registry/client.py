@@ -232,7 +232,7 @@ class RegistryClient:
         for place in self._places[:-1]:
             try:
                 return await ask(place)
-            except (RegistryRefused, DigestMismatch):
+            except (RegistryRefused, RegistryUnauthorized, DigestMismatch):
                 continue  # the next mirror, or the registry itself, whose errors count
         return await self._try(self._places[-1], ask)
 
@@ -439,7 +439,7 @@ def _read_challenge(header: str) -> tuple[str, Mapping[str, str]]:
     return match[1].lower(), {name.lower(): quoted or bare for name, quoted, bare in _PARAMETER.findall(match[2])}
 
 
-async def _refused(answer: _Answer, host: str) -> RegistryRefused:
+async def _refused(answer: _Answer, host: str) -> RegistryRefused | RegistryUnauthorized:
     """Return the error of a refusal, with the codes of its body: the text may say anything."""
     try:
         found = orjson.loads(await answer.whole(_MAX_SMALL_BYTES))["errors"]

@@ -6,7 +6,6 @@ layer by the digest that it saw itself.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -30,29 +29,10 @@ from sandkasten.images.registry.documents import (
 from sandkasten.images.registry.reference import Reference
 from sandkasten.model.errors import InvalidImage, TooLarge
 from sandkasten.model.image import ImageConfig
+from sandkasten.model.job import LayerPhase, LayerProgress
 
 DOWNLOADS = 3
 UNPACKS = 2
-
-
-class LayerPhase(enum.StrEnum):
-    """Where a layer of a pull is. `present`: the store had it before."""
-
-    WAITING = "waiting"
-    DOWNLOADING = "downloading"
-    UNPACKING = "unpacking"
-    DONE = "done"
-    PRESENT = "present"
-
-
-@attrs.frozen
-class LayerProgress:
-    """How far a layer is: bytes of its blob, as the registry has it."""
-
-    digest: str
-    done_bytes: int
-    total_bytes: int
-    phase: LayerPhase
 
 
 @attrs.frozen
@@ -205,7 +185,7 @@ class Pull:
                 self.turns.downloads.release_on_behalf_of(turn)
 
     def _note(self, number: int, done: int, phase: LayerPhase) -> None:
-        digest, total = self.progress[number].digest, self.progress[number].total_bytes
+        digest, total = self.progress[number].layer, self.progress[number].total_bytes
         self.progress[number] = LayerProgress(digest, done, total, phase)
         self.on_progress(self.progress)
 
