@@ -9,6 +9,7 @@
     ├── egress     the process that carries the connections of sessions
     ├── previews   the process that carries HTTP to servers in sessions
     ├── images     the image catalogue
+    ├── jobs       pulls of images
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps leftovers every minute
@@ -41,7 +42,7 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import broker, egress, events, images, nsinit, previews, store
+from sandkasten.actors.services import broker, egress, events, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
@@ -80,6 +81,7 @@ from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.registry.blobs import Blobs
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.processes import StartEgress, StartNsinit, start_as_child, start_egress_as_child
@@ -100,6 +102,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
+from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -148,7 +151,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
         self._previews, self._broker = Ref("previews"), Ref("broker")
-        self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
+        self._sessions, self._reaper, self._jobs = Ref("sessions"), Ref("reaper"), Ref("jobs")
         spool_dir = DataPaths(config.data_dir).spool
         directory, metrics = SessionDirectory(), Metrics()
         self._shared = Shared(
@@ -196,6 +199,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
             ChildSpec("previews", self._start_preview_client),
             ChildSpec("images", self._start_images),
+            ChildSpec("jobs", self._start_jobs),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
             ChildSpec("reaper", self._start_reaper),
@@ -288,6 +292,19 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         await images.Images(self._images, self._catalog).run(task_status=task_status)
+
+    async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        data_dir = self._config.data_dir
+        floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
+        actor = jobs.Jobs(
+            self._jobs,
+            store=self._store,
+            layers=self._layers,
+            blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
+            settings=self._config.images,
+            crash=self._shared.crash,
+        )
+        await actor.run(task_status=task_status)
 
     async def _start_workspaces(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         actor = workspaces.Workspaces(
@@ -466,6 +483,23 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def delete_secret(self, name: str) -> None:
         await self._broker.ask_again(broker.ForgetSecret(name))
+
+    # Jobs -------------------------------------------------------------------------------------------------------
+
+    async def pull_image(self, spec: PullSpec) -> Job:
+        return await self._jobs.ask_again(jobs.BeginPull(spec))
+
+    async def jobs(self, *, limit: int = 100) -> Sequence[Job]:
+        return await self._jobs.ask_again(jobs.ListJobs(limit))
+
+    async def job(self, job_id: str) -> Job:
+        return await self._jobs.ask_again(jobs.GetJob(job_id))
+
+    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, Job]:
+        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen))
+
+    async def cancel_job(self, job_id: str) -> Job:
+        return await self._jobs.ask_again(jobs.CancelJob(job_id))
 
     # Files ------------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,8 @@ def hand_over(config: Config, account: Account) -> None:
         for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key, *listening):
             _give_file(root_fd, path.name, account, known)
         _keep_file(root_fd, paths.keys.name, account, known)
-        _give_directory(root_fd, paths.spool.name, account, known)
+        for directory in (paths.spool, paths.blobs):
+            _give_directory(root_fd, directory.name, account, known)
         for suffix in _OF_DATABASE:
             _give_file(None, f"{config.db_path}{suffix}", account, known)
         os.fchown(root_fd, 0, account.gid)  # before the mode: the old group must not write

@@ -71,6 +71,11 @@ class DataPaths:
         """Output of runs that memory has no room for, and records of runs for the next daemon."""
         return self.root / "spool"
 
+    @property
+    def blobs(self) -> Path:
+        """Layers of images on their way: what a registry sent and nobody has unpacked."""
+        return self.root / "blobs"
+
     def run_dir(self, session_id: str) -> Path:
         """Directory that holds the runner's socket of one session."""
         return self.root / "run" / session_id
