@@ -83,7 +83,7 @@ def find_peers(scratch: Path) -> Sequence[Peer]:
     scratch.mkdir()
     catalog = Catalog(scratch / "data")
     ensure_host_image(catalog)
-    rootfs = catalog.rootfs_path("host")
+    rootfs = catalog.trees("host")[0]
     no = dict.fromkeys(ASPECTS, "no")
     spaces = no | {"processes": "yes", "files": "yes", "network": "none"}
     oci = spaces | {"system calls": "capabilities only", "further commands": "yes"}

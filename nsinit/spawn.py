@@ -2,7 +2,7 @@
 /dev/null, its log and its socket.
 
 Used by processes of root: a program that embeds the daemon, the launcher (`tools/launcher.py`) of a daemon that gave
-root away, the command line, to import an image; and by nsinit, to have the image unpacked. Owns the command line and
+root away, the command line, to import an image; and by nsinit, to have a layer unpacked. Owns the command line and
 the descriptors; waits for no process and restarts none. Sources: posix_spawn(3), setsid(2).
 """
 
@@ -78,13 +78,14 @@ def _spawn(flags: tuple[str, ...], program: str, channel_fd: int, log_fd: int, *
 
 
 def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: str) -> int:
-    """Start the unpacker of an archive (`tools/unpack.py`): from its standard input into the directory of descriptor 3.
+    """Start the unpacker of an archive (`tools/unpack.py`): from its standard input into the directory of descriptor 3,
+    with the libraries of this interpreter, of which it needs one to read zstd.
 
     Called by nsinit: none of the three descriptors is below 4.
     """
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, *FLAGS, f"{_HERE}/tools/unpack.py", *arguments],
+        [sys.executable, *_WITH_LIBRARIES, f"{_HERE}/tools/unpack.py", *arguments],
         ENVIRONMENT,
         file_actions=[
             (os.POSIX_SPAWN_DUP2, archive_fd, 0),

@@ -64,16 +64,22 @@ class InvalidReference(ClientError):
     code = "INVALID_REFERENCE"
 
 
-class DigestMismatch(ClientError):
-    """What came is not what its digest or size says; nothing of it was kept."""
+class LayerRefused(InvalidImage):
+    """A layer of an image can't be unpacked; `details` has the `reason`, and the `member` that is at fault."""
+
+    code = "LAYER_REFUSED"
+
+
+class DigestMismatch(InvalidImage):
+    """The content of an image is not what its digest or its size says."""
 
     code = "DIGEST_MISMATCH"
 
 
-class LayerRefused(ClientError):
-    """A layer can't be unpacked; `details` has the member and the reason."""
+class ImageInUse(ClientError):
+    """The image can't be deleted: a session has it."""
 
-    code = "LAYER_REFUSED"
+    code = "IMAGE_IN_USE"
 
 
 class JobNotFound(ClientError):

@@ -62,8 +62,13 @@ START_CAPABILITIES = NSINIT_CAPABILITIES | 1 << k.CAP_SYSLOG
 IMPORT_CAPABILITIES = (
     1 << k.CAP_DAC_READ_SEARCH | 1 << k.CAP_SETFCAP | 1 << k.CAP_SETGID | 1 << k.CAP_SETUID | 1 << k.CAP_SYS_ADMIN
 )
-"""Capabilities of an nsinit that has an archive unpacked: for the way to the draft, the jail's mount and its id maps.
-"""
+"""Capabilities of the process that makes the jail of an unpacker: for the jail's mount and its id maps."""
+
+STORE_CAPABILITIES = (
+    IMPORT_CAPABILITIES | 1 << k.CAP_CHOWN | 1 << k.CAP_DAC_OVERRIDE | 1 << k.CAP_FOWNER | 1 << k.CAP_SETPCAP
+)
+"""Capabilities of an nsinit that serves layers and images alone: those, what it takes to share and to remove files, and
+to give capabilities up."""
 
 PROC_GROUP = 524287
 """The machine's group that sees every process in a session's `/proc`. The number lies below every id slot, so no

@@ -36,9 +36,11 @@ _CPUSET_FILES = ("cpuset.cpus", "cpuset.mems", "cpuset.effective_cpus", "cpuset.
 _SYS = SYS, f"{SYS}/fs", CGROUPS, *(f"{SYS}/{each}" for each in ("devices", "devices/system", "devices/system/cpu"))
 _ONLINE = f"{_SYS[-1]}/online"
 STAGED_ROOT = "merged"
-LOWER = ("lower", "lower-2")
+MAX_LOWERS = 128
+LOWER = tuple(f"{number:x}" for number in range(MAX_LOWERS))
 UPPER = "upper"
-"""Mount points, relative to the stage, for kernels that take no layers by descriptor; the names show in the sandbox."""
+"""Mount points, relative to the stage, for kernels that take no layers by descriptor; the names show in the sandbox.
+All options of a mount have one page, so those of lower layers are short (mount(2))."""
 
 REPLACED = {"stat": "stat", "vmstat": "vmstat", "boot-id": "sys/kernel/random/boot_id"}
 """Templates by name, relative to the stage, and the files of /proc that each session has them for. Programs need the
@@ -88,7 +90,7 @@ def make_stage(stage: str, *, hierarchies: Collection[str] = (), cpuset: str = "
     call. `hierarchies`: the names that cgroup hierarchies have in a session's `/sys/fs/cgroup`; `cpuset`: the directory
     of that one, if there is one."""
     inert = k.MS_NOSUID | k.MS_NODEV | k.MS_NOEXEC
-    syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=128")
+    syscalls.mount("sandkasten", stage, "tmpfs", inert, "mode=0700,size=1m,nr_inodes=256")
     mask = os.umask(0)
     try:
         for name in (DEV, OWN_DEV, PROC, ROOT, DISK, DEVICES, VOLUME, STAGED_ROOT, *LOWER, UPPER):

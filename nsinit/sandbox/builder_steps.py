@@ -21,6 +21,7 @@ from nsinit.own_filters import PartFilters
 from nsinit.sandbox import rootfs, views
 from nsinit.steps import Crash, StepFailed
 from nsinit.storage import shells
+from nsinit.storage.layers import OPAQUE, LayerStore
 from nsinit.storage.mechanism import DiskFacts, Mechanism
 from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
@@ -182,7 +183,7 @@ def fit_disk(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def mount_root(build: SandboxBuild, plan: SandboxPlan) -> None:
-    mount_fd = _overlay(build, (build.machine.layout.image_rootfs(plan.image),), "root", build.userns_fd)
+    mount_fd = _overlay(build, _lowers(build.machine.layout, plan), "root", build.userns_fd)
     point = f"{build.machine.layout.stage}/{stage.ROOT}"
     mounts.attach(mount_fd, os.open(point, _POINT))
     build.root_fd = os.open(point, _POINT)
@@ -351,6 +352,26 @@ def _bind_if_present(source: str, target: str) -> bool:
     except FileNotFoundError:
         return False  # this kernel has no such file
     return True
+
+
+def _lowers(layout: Layout, plan: SandboxPlan) -> tuple[str, ...]:
+    """Return the directories of an image's layers, the topmost first."""
+    if plan.image_kind != "layers":
+        return (layout.image_rootfs(plan.image),)
+    # The copies of shells belong to these layers, and root may have said what this name stands for.
+    if LayerStore(layout).layers_of(plan.image) != plan.layers:
+        raise StepFailed("overlay root", f"image {plan.image!r} was replaced just now", errno=errno.ESTALE)
+    lowers: list[str] = []
+    for digest in reversed(plan.layers):
+        lowers.append(layout.layer_files(digest))
+        try:
+            # overlayfs does not ask the top directory of a layer whether it hides those below.
+            if os.getxattr(lowers[-1], OPAQUE) == b"y":
+                break
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+    return tuple(lowers)
 
 
 def _overlay(build: SandboxBuild, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:

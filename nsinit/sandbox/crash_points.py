@@ -42,6 +42,12 @@ NSINIT_POINTS = (
     "nsinit.workspace.published",
     "nsinit.workspace.renamed",
     "nsinit.workspace.discarded",
+    "nsinit.layer.drafted",
+    "nsinit.layer.unpacked",
+    "nsinit.layer.named",
+    "nsinit.layer.collected",
+    "nsinit.image.published",
+    "nsinit.image.retired",
 )
 RUNNER_POINTS = (
     "runner.create.set_up",

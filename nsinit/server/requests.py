@@ -4,14 +4,15 @@ A row says how each field of a request is checked, what the request is ordered b
 in which they came, all others side by side), and which handler does the work. A new privileged operation is its class
 in `wire/protocol.py`, which names the answer, a row and a handler here, and its caller in the daemon.
 
-A row can't be made with a field that nobody checks: such an nsinit does not start. `Start` and `UnpackImage`, which may
-only come first, are `server.serve`'s.
+A row can't be made with a field that nobody checks: such an nsinit does not start. `Start` and `OpenStore`, which may
+only come first, are `server.serve`'s. An nsinit that serves the store alone has the rows of `STORE_TABLE`.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Generator, Mapping
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,11 +20,20 @@ from nsinit.log import log
 from nsinit.scheduler import Wait
 from nsinit.server import kmsg
 from nsinit.server.start import StartedNsinit
+from nsinit.server.unpacking import Unpacking
 from nsinit.wire import protocol as p
 from nsinit.wire.validate import (
     MIN_DISK_INODES,
+    InvalidName,
+    check_bytes,
     check_certificate,
+    check_digest,
+    check_digests,
     check_disk,
+    check_entries,
+    check_grace,
+    check_image_layers,
+    check_image_name,
     check_limits,
     check_plan,
     check_run_cgroup_name,
@@ -50,14 +60,16 @@ class Row(Generic[R]):
 
     `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None: it
     waits for no other. `work`: a job, or a plain function where nothing is waited for. `on_arrival`: called at once,
-    before earlier requests of the same key are done.
+    before earlier requests of the same key are done. `fds`: the number of descriptors that come along, which `work` is
+    called with, too; they are closed after it.
     """
 
     request: type[R]
     checks: Mapping[str, Check]
     key: Callable[[R], str] | None
-    work: Callable[[StartedNsinit, R], Work] | Callable[[StartedNsinit, R], Answer]
-    on_arrival: Callable[[StartedNsinit, R], None] | None = None
+    work: Callable[..., Work] | Callable[..., Answer]
+    on_arrival: Callable[[Any, R], None] | None = None
+    fds: int = 0
 
     def __post_init__(self) -> None:
         """Raise `TypeError` unless every field that is more than a switch has a check."""
@@ -71,17 +83,23 @@ class Row(Generic[R]):
         answer: type = p.answer_class(self.request)
         return answer
 
-    def check(self, request: R) -> None:
-        """Raise `InvalidName` unless every field is acceptable."""
+    def check(self, request: R, fds: Sequence[int] = ()) -> None:
+        """Raise `InvalidName` unless every field is acceptable, and as many descriptors came as belong to it."""
+        if len(fds) != self.fds:
+            raise InvalidName(f"{len(fds)} descriptors came along, not {self.fds}")
         for name, check in self.checks.items():
             check(getattr(request, name))
 
-    def run(self, node: StartedNsinit, request: R) -> Work:
-        """Do the work of a request that was checked. Raises `StepFailed`, `OSError`."""
-        done = self.work(node, request)
-        message, fds = done if isinstance(done, tuple) else (yield from done)
+    def run(self, node: StoreNode, request: R, fds: Sequence[int] = ()) -> Work:
+        """Do the work of a request that was checked, and close its descriptors. Raises `StepFailed`, `OSError`."""
+        try:
+            done = self.work(node, request, list(fds)) if self.fds else self.work(node, request)
+            message, sent_fds = done if isinstance(done, tuple) else (yield from done)
+        finally:
+            for fd in fds:
+                os.close(fd)
         assert isinstance(message, (self.answer, p.Failed))
-        return message, fds
+        return message, sent_fds
 
 
 # Sandboxes --------------------------------------------------------------------------------------------------------
@@ -247,6 +265,38 @@ def remove_leftover(node: StartedNsinit, request: p.RemoveLeftover) -> Work:
     return p.Failed(request.seq, "leftover", request.leftover.name, errno.EBUSY, "something of it is left"), []
 
 
+# Layers and images ------------------------------------------------------------------------------------------------
+
+
+class StoreNode(Protocol):
+    """What has layers and images: a started nsinit, or one that serves them alone."""
+
+    @property
+    def unpacking(self) -> Unpacking: ...
+
+
+def unpack_layer(node: StoreNode, request: p.UnpackLayer, fds: list[int]) -> Work:
+    unpacked = yield from node.unpacking.unpack(request, fds)
+    log("info", "unpacked", name=unpacked.digest, entries=unpacked.entries, new=unpacked.is_new)
+    return unpacked, []
+
+
+def publish_image(node: StoreNode, request: p.PublishImage, fds: list[int]) -> Work:
+    yield from node.unpacking.store.publish(request, fds[0])
+    log("info", "published", name=request.name, layers=len(request.layers))
+    return p.Ok(request.seq), []
+
+
+def delete_image(node: StoreNode, request: p.DeleteImage) -> Work:
+    yield from node.unpacking.store.delete(request)
+    log("info", "image deleted", name=request.name)
+    return p.Ok(request.seq), []
+
+
+def collect_layers(node: StoreNode, request: p.CollectLayers) -> Work:
+    return (yield from node.unpacking.store.collect(request)), []
+
+
 # The table --------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +335,14 @@ def _of_plan(request: p.MountImage | p.Build) -> str:
     return request.plan.session_id
 
 
+def _of_layer(request: p.UnpackLayer) -> str:
+    return f"layer {request.digest}"
+
+
+def _of_image(request: p.PublishImage | p.DeleteImage) -> str:
+    return f"image {request.name}"
+
+
 def _of_workspace(request: OfWorkspace) -> str:
     return f"workspace {request.workspace_id}"
 
@@ -299,7 +357,23 @@ _LIMITS, _DISK, _PLAN, _AFTER = (
     {"after": _compared},
 )
 
+_IMAGE: dict[str, Check] = {"name": check_image_name}
+_UNPACK: dict[str, Check] = {
+    "digest": check_digest,
+    "max_bytes": check_bytes,
+    "max_entries": check_entries,
+    "reserve_bytes": check_bytes,
+}
+_COLLECT: dict[str, Check] = {"grace_s": check_grace, "kept": check_digests, "only": check_digests}
+
+_STORE_ROWS: tuple[Row[Any], ...] = (
+    Row(p.UnpackLayer, _UNPACK, _of_layer, unpack_layer, fds=2),
+    Row(p.PublishImage, {**_IMAGE, "layers": check_image_layers}, _of_image, publish_image, fds=1),
+    Row(p.DeleteImage, _IMAGE, _of_image, delete_image),
+    Row(p.CollectLayers, _COLLECT, None, collect_layers),
+)
 _ROWS: tuple[Row[Any], ...] = (
+    *_STORE_ROWS,
     # request (which names its answer), checks, ordered by, work
     Row(p.Prepare, {**_SESSION, **_LIMITS, **_DISK}, _of_session, prepare),
     Row(p.MountImage, _PLAN, _of_plan, mount_image),
@@ -329,3 +403,4 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.RemoveLeftover, {"leftover": _compared}, None, remove_leftover),
 )
 TABLE: dict[type, Row[Any]] = {row.request: row for row in _ROWS}
+STORE_TABLE: dict[type, Row[Any]] = {row.request: row for row in _STORE_ROWS}

@@ -13,18 +13,28 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from nsinit.log import log
 from nsinit.sandbox import child
 from nsinit.scheduler import Job, Scheduler
-from nsinit.server import image_import
-from nsinit.server.requests import TABLE, Work
-from nsinit.server.start import StartedNsinit, start
+from nsinit.server.requests import STORE_TABLE, TABLE, Row, StoreNode, Work
+from nsinit.server.start import StartedNsinit, open_store, start
 from nsinit.steps import StepFailed, failure_of
 from nsinit.wire.launching import Grant, NotGranted
-from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, ProtocolError, Start, UnpackImage
+from nsinit.wire.protocol import (
+    ANSWERS,
+    MAX_DATAGRAM_BYTES,
+    MAX_FDS,
+    REQUESTS,
+    Failed,
+    Ok,
+    OpenStore,
+    ProtocolError,
+    Start,
+)
 from nsinit.wire.validate import InvalidName
 
 MAX_UNANSWERED = 4096
@@ -43,12 +53,12 @@ def serve(channel: socket.socket, runner: child.Runner, grant: Grant | None) -> 
     """Serve the daemon at the other end of `channel` until the connection ends. `grant`: what root allows the daemon;
     None for a daemon that is root itself."""
     channel.setblocking(True)
-    data, fds, _flags, _address = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    data = channel.recv(MAX_DATAGRAM_BYTES)
     if not data:
         return
     match REQUESTS.decode(data):
-        case UnpackImage() as request:
-            image_import.serve(channel, request, fds, grant)
+        case OpenStore() as request:
+            _serve_store(channel, request, grant)
         case Start() as request:
             _serve_daemon(channel, request, runner, grant)
         case request:
@@ -69,13 +79,32 @@ def _serve_daemon(channel: socket.socket, request: Start, runner: child.Runner, 
     node.stop()
 
 
-class NsinitServer:
-    """The loop of a started nsinit."""
+def _serve_store(channel: socket.socket, request: OpenStore, grant: Grant | None) -> None:
+    scheduler = Scheduler()
+    try:
+        node = open_store(request, scheduler, grant)
+    except StepFailed as error:
+        channel.sendall(ANSWERS.encode(_failed(request.seq, error)))
+        return
+    channel.sendall(ANSWERS.encode(Ok(request.seq)))
+    channel.setblocking(False)
+    RequestLoop(channel, node, scheduler, STORE_TABLE).run()
 
-    def __init__(self, channel: socket.socket, node: StartedNsinit, scheduler: Scheduler, grant: Grant | None) -> None:
+
+class RequestLoop:
+    """The loop of an nsinit: requests of a table, and their answers."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        node: StoreNode,
+        scheduler: Scheduler,
+        table: Mapping[type, Row[Any]],
+        grant: Grant | None = None,
+    ) -> None:
         self._channel = channel
         self._node = node
-        self._sessions = node.sessions
+        self._table = table
         self._scheduler = scheduler
         self._allowance = grant.allowance if grant is not None else None
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
@@ -86,39 +115,31 @@ class NsinitServer:
         self._watched_events = -1
 
     def run(self) -> None:
-        """Serve until the connection ends, then put away what was not finished."""
+        """Serve until the connection ends, then end what was not finished."""
         self._watch()
-        self._node.workspaces.discard_drafts()
-        self._sessions.delete_trash()
-        slots = self._sessions.births.slots
         while self._is_open:
-            wants_slots = slots.spare < SPARE_SLOTS
-            if not self._scheduler.round(_IDLE_S if wants_slots else None) and wants_slots:
-                slots.make_spare()
+            self._scheduler.round()
         self._put_away()
 
     def _put_away(self) -> None:
-        self._sessions.finish()
-        for key in list(self._queues):
-            self._sessions.abort_build(key)
-        for session_id in list(self._sessions.pool):
-            self._enqueue(session_id, lambda session_id=session_id: self._remove(session_id))  # type: ignore[misc]
+        self._node.unpacking.finish()
         deadline = time.monotonic() + _STOP_DEADLINE_S
-        while (self._queues or self._sessions.is_deleting) and time.monotonic() < deadline:
+        while (self._queues or self._is_busy()) and time.monotonic() < deadline:
             self._scheduler.round(0.1)
 
-    def _remove(self, session_id: str) -> Job:
-        yield from self._sessions.remove(session_id)
+    def _is_busy(self) -> bool:
+        """Whether something else is to be waited for at the end."""
+        return False
 
     # Requests
 
     def _receive(self) -> None:
         try:
-            data = self._channel.recv(MAX_DATAGRAM_BYTES)
+            data, fds, _, _ = socket.recv_fds(self._channel, MAX_DATAGRAM_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, fds = b"", []
         if not data:
             self._is_open = False
             self._scheduler.watch(self._channel.fileno(), 0, self._on_channel)
@@ -130,27 +151,29 @@ class NsinitServer:
             self._is_open = False
             return
         self._unanswered += 1
-        self._dispatch(request)
+        self._dispatch(request, fds)
         self._watch()
 
-    def _dispatch(self, request: object) -> None:
+    def _dispatch(self, request: object, fds: list[int]) -> None:
         """Check a request and begin its work, or let the work wait for earlier requests of the same key."""
-        row = TABLE.get(type(request))
+        row = self._table.get(type(request))
         seq: int = request.seq  # type: ignore[attr-defined]  # every request has one
         key = row.key(request) if row is not None and row.key is not None else None
         try:
             if row is None:
-                raise InvalidName("already started")  # `Start` and `UnpackImage` only come first
-            row.check(request)
+                raise InvalidName("already started")  # `Start` and `OpenStore` only come first
+            row.check(request, fds)
             if self._allowance is not None:
                 self._allowance.check(request)
         except InvalidName as error:
             stage = "grant" if isinstance(error, NotGranted) else "validate"
+            for fd in fds:
+                os.close(fd)
             self._answer(_logged_failure(seq, key, failure_of(stage, error)), [])
             return
         if row.on_arrival is not None:
             row.on_arrival(self._node, request)
-        work = partial(row.run, self._node, request)
+        work = partial(row.run, self._node, request, fds)
         if key is None:
             self._scheduler.spawn(self._answered(seq, None, work()))
         else:
@@ -216,6 +239,41 @@ class NsinitServer:
         self._flush()
         self._receive()
         self._watch()
+
+
+class NsinitServer(RequestLoop):
+    """The loop of a started nsinit."""
+
+    def __init__(self, channel: socket.socket, node: StartedNsinit, scheduler: Scheduler, grant: Grant | None) -> None:
+        super().__init__(channel, node, scheduler, TABLE, grant)
+        self._started, self._sessions = node, node.sessions
+
+    def run(self) -> None:
+        """Serve until the connection ends, then put away what was not finished."""
+        self._watch()
+        self._node.unpacking.store.share()
+        self._started.workspaces.discard_drafts()
+        self._sessions.delete_trash()
+        slots = self._sessions.births.slots
+        while self._is_open:
+            wants_slots = slots.spare < SPARE_SLOTS
+            if not self._scheduler.round(_IDLE_S if wants_slots else None) and wants_slots:
+                slots.make_spare()
+        self._put_away()
+
+    def _put_away(self) -> None:
+        self._sessions.finish()
+        for key in list(self._queues):
+            self._sessions.abort_build(key)
+        for session_id in list(self._sessions.pool):
+            self._enqueue(session_id, lambda session_id=session_id: self._remove(session_id))  # type: ignore[misc]
+        super()._put_away()
+
+    def _is_busy(self) -> bool:
+        return self._sessions.is_deleting
+
+    def _remove(self, session_id: str) -> Job:
+        yield from self._sessions.remove(session_id)
 
 
 def _logged_failure(seq: int, key: str | None, error: StepFailed) -> Failed:

@@ -38,6 +38,7 @@ from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.server.processors import Processors, bind, bind_all
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
+from nsinit.storage.layers import LayerStore
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
@@ -108,6 +109,7 @@ class Sessions:
     locks: LockWatch
     victims: VictimWatch
     disk_watch: DiskWatch
+    layers: LayerStore
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class Sessions:
             raise StepFailed("pool", "no blank sandbox of that id waits for an image", errno=errno.ENOENT)
         yield from self._admit()
         try:
+            self._note_use(plan)
             outcome = yield from self._order(sandbox, plan, plan.disk, "blank", "imaged")
             yield Wait(event=outcome.done)
             outcome.result()
@@ -182,6 +185,7 @@ class Sessions:
                 if sandbox.limits != request.plan.limits:
                     with sandbox.steps.step("limits"):
                         yield from self._change_limits(sandbox.cgroup, request.plan.limits)
+                self._note_use(request.plan)
                 sandbox.process.has_workspace = request.plan.workspace_id is not None
                 if request.plan.image_kind != "files":
                     bind(sandbox.process.pid, self.processors.take(session_id, request.plan.limits))
@@ -514,6 +518,14 @@ class Sessions:
         self.processes[session_id] = sandbox.process
         self.scheduler.spawn(self._reap(session_id, sandbox.process))
         return sandbox
+
+    def _note_use(self, plan: SandboxPlan) -> None:
+        """Keep a collection from the layers of a session. Raises `StepFailed`."""
+        if plan.layers:
+            try:
+                self.layers.note_use(plan.session_id, plan.image, plan.layers)
+            except OSError as error:
+                raise failure_of("layers", error) from error
 
     def _order(
         self, sandbox: UnfinishedSandbox, plan: SandboxPlan | None, disk: DiskLimits, done: Stage, goal: Stage

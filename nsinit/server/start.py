@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from nsinit.cgroup.tree import owner_of, read_owner, set_owner
 from nsinit.helpers import builder, cgroup_maker, network_maker
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import HelperPool
-from nsinit.kernel import landlock, mounts, slots, stage
-from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, keep_only, read_last_capability
+from nsinit.kernel import constants as k
+from nsinit.kernel import landlock, mounts, slots, stage, syscalls
+from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, STORE_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.seccomp.filters import prepare
 from nsinit.log import log
 from nsinit.own_filters import BUILDER, CGROUP_MAKER, NETWORK_MAKER, NSINIT, PartFilters
@@ -37,13 +39,15 @@ from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
 from nsinit.server.memory_watch import LockWatch, VictimWatch
 from nsinit.server.sessions import Sessions, scan
+from nsinit.server.unpacking import Unpacking
 from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
-from nsinit.storage.paths import Layout
+from nsinit.storage.layers import LayerStore
+from nsinit.storage.paths import Layout, check_owner_of
 from nsinit.storage.volumes import Volumes
 from nsinit.storage.workspaces import Workspaces
 from nsinit.wire.launching import Grant
-from nsinit.wire.protocol import Ready, Start
+from nsinit.wire.protocol import OpenStore, Ready, Start
 from nsinit.wire.validate import (
     InvalidName,
     check_cgroup_parent,
@@ -68,6 +72,7 @@ class StartedNsinit:
     sessions: Sessions
     workspaces: Workspaces
     leftovers: Leftovers
+    unpacking: Unpacking
     kernel_log: KernelLog
     lock_fd: int
 
@@ -153,6 +158,7 @@ def _start(
         keep_only(NSINIT_CAPABILITIES, last_capability)
     with steps.step("namespaces"):
         needed = layout.data_dir, builder_steps.HOST_USR, "/proc", *tree.unique, *([tree.cpuset] if tree.cpuset else [])
+        needed += _program()
         # A mount on a place itself may be the disk for it, and stays.
         unwanted = {each for each in host.find_mounts(layout) if os.path.dirname(each) != layout.data_dir}
         stage.enter_own_namespaces(needed, unwanted)
@@ -191,9 +197,11 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    watches = locks, victims, disk_watch
+    watches, store = (locks, victims, disk_watch), LayerStore(layout, crash)
     find_mounts = partial(host.find_mounts, layout)
-    sessions = Sessions(births, builders, cgroup_emptiers, network_makers, scheduler, kernel_log, *watches, find_mounts)
+    sessions = Sessions(
+        births, builders, cgroup_emptiers, network_makers, scheduler, kernel_log, *watches, store, find_mounts
+    )
     sessions.watch()  # those that an earlier nsinit built
     ready = Ready(
         seq=request.seq,
@@ -207,7 +215,45 @@ def _start(
         disk_refused=refused,
     )
     leftovers = Leftovers(tree, layout, located, name, host)
-    return StartedNsinit(ready, sessions, Workspaces(layout, volumes, crash), leftovers, kernel_log, lock_fd)
+    workspaces, unpacking = Workspaces(layout, volumes, crash), Unpacking(store, scheduler)
+    return StartedNsinit(ready, sessions, workspaces, leftovers, unpacking, kernel_log, lock_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """An nsinit that serves layers and images alone."""
+
+    unpacking: Unpacking
+
+
+def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) -> OpenedStore:
+    """Prepare for requests about layers and images; no session can be made. Raises `StepFailed`."""
+    steps = Steps()
+    with steps.step("validate"):
+        if grant is not None:
+            raise InvalidName("only root may open the store")
+        check_data_dir(request.data_dir)
+        layout, crash = Layout(request.data_dir), _crash(request.crash_at, None)
+    with steps.step("data directory"):
+        # No link is on the way there, and the directory is root's: no other user could have put another in its place.
+        fd = syscalls.openat2(k.AT_FDCWD, request.data_dir, os.O_PATH | os.O_DIRECTORY, resolve=k.RESOLVE_NO_SYMLINKS)
+        try:
+            check_owner_of(fd, request.data_dir)
+        finally:
+            os.close(fd)
+        layout.make_store()
+    with steps.step("capabilities"):
+        syscalls.unshare(k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
+        keep_only(STORE_CAPABILITIES, read_last_capability())
+    store = LayerStore(layout, crash)
+    with steps.step("sweep"):
+        store.share()
+    return OpenedStore(Unpacking(store, scheduler))
+
+
+def _program() -> tuple[str, ...]:
+    """Return where this program, its interpreter and its libraries are: the unpacker is started from there."""
+    return tuple({os.path.realpath(each) for each in (sys.executable, sys.prefix, sys.base_prefix, __file__)})
 
 
 def _crash(at: str, grant: Grant | None) -> Crash | None:

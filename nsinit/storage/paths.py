@@ -19,8 +19,12 @@ IN_ROOT = k.RESOLVE_IN_ROOT | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_MAGICLINKS
 """No link of an image is ever followed: `/dev -> /etc` makes the build fail instead of mounting over `/etc`."""
 
 SOCKET_NAME = "r.sock"
+USE_NAME = "image"
+"""The name of the record of a session's image, beside its socket."""
 SHARED_MODE = 0o1770
 """Mode of a data directory: sticky, so that a user who may write in it can't rename or remove root's files."""
+
+DIGEST_PREFIX = "sha256:"
 
 _FLAGS = struct.Struct("l")
 
@@ -74,21 +78,44 @@ class Layout:
     def trash(self) -> str:
         return f"{self.data_dir}/trash"
 
+    @property
+    def layers(self) -> str:
+        """Unpacked layers, by digest, and drafts of layers."""
+        return f"{self.data_dir}/layers"
+
+    @property
+    def images(self) -> str:
+        return f"{self.data_dir}/images"
+
+    def layer(self, digest: str) -> str:
+        """The directory of a layer; `digest` has the name of its function in front, which no path has."""
+        return f"{self.layers}/{digest.removeprefix(DIGEST_PREFIX)}"
+
+    def layer_files(self, digest: str) -> str:
+        return f"{self.layer(digest)}/fs"
+
+    def image(self, name: str) -> str:
+        return f"{self.images}/{name}"
+
     def image_rootfs(self, name: str) -> str:
-        return f"{self.data_dir}/images/{name}/rootfs"
+        return f"{self.image(name)}/rootfs"
 
     def image_shells(self, name: str) -> str:
-        return f"{self.data_dir}/images/{name}/shells"
+        return f"{self.image(name)}/shells"
 
-    def image_draft(self, name: str) -> str:
-        """The draft of an image."""
-        return f"{self.data_dir}/images/{name}"
+    def image_layers(self, name: str) -> str:
+        """The list of an image's layers, the lowest first, one on a line."""
+        return f"{self.image(name)}/layers"
 
     def session(self, session_id: str) -> str:
         return f"{self.sessions}/{session_id}"
 
     def session_run(self, session_id: str) -> str:
         return f"{self.run}/{session_id}"
+
+    def session_use(self, session_id: str) -> str:
+        """The record of a session's image and its layers."""
+        return f"{self.session_run(session_id)}/{USE_NAME}"
 
     def workspace(self, workspace_id: str, *, draft: bool = False) -> str:
         return f"{self.drafts if draft else self.workspaces}/{workspace_id}"
@@ -109,6 +136,14 @@ class Layout:
             check_owner(path)
         spread_subdirectories(self.sessions)
         self._let_pass(self.run)
+        self.make_store()
+        self._let_pass(self.layers)
+
+    def make_store(self) -> None:
+        """Make the directories of layers and images, and check that they are root's."""
+        for path in (self.layers, self.images, self.trash):
+            make_directory(path)
+            check_owner(path)
 
     def share_socket(self, session_id: str) -> None:
         """Let the daemon's group reach the socket of a session: pass through its directory, and write to the socket."""

@@ -17,7 +17,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.kernel.mountinfo import is_below
 from nsinit.log import log
-from nsinit.storage.paths import SOCKET_NAME, Layout
+from nsinit.storage.paths import SOCKET_NAME, USE_NAME, Layout
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
@@ -38,10 +38,11 @@ def discard_session(layout: Layout, session_id: str, mounts: Collection[str]) ->
     if any(is_below(point, run) for point in mounts):
         # rmdir(2) would detach it from the machine, if nsinit's own namespace does not show it.
         raise OSError(errno.EBUSY, "a mount is on it or below it", run)
-    try:
-        os.unlink(f"{run}/{SOCKET_NAME}")
-    except FileNotFoundError:
-        pass
+    for name in (SOCKET_NAME, USE_NAME):
+        try:
+            os.unlink(f"{run}/{name}")
+        except FileNotFoundError:
+            pass
     try:
         os.rmdir(run)
     except FileNotFoundError:

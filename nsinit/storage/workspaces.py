@@ -2,8 +2,8 @@
 
 A workspace is a directory of `Layout.workspaces`, a draft one of `Layout.drafts`; with a quota it is one of
 `Layout.volumes` (see `volumes`), never both. Files in a workspace are foreign and never opened here. A name changes by
-one rename(2), so that at any moment there is the old workspace or the new one. Work that may wait for the disk runs in
-a process of its own, whose exit status is the errno of its failure.
+one rename(2), so that at any moment there is the old workspace or the new one. Work that may wait for the disk is a
+chore (`chores`).
 Sources: rename(2) RENAME_EXCHANGE, RENAME_NOREPLACE; syncfs(2); fsync(2) on directories.
 """
 
@@ -14,27 +14,21 @@ import heapq
 import itertools
 import os
 import stat
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
-from nsinit.kernel.files import keep_only
 from nsinit.kernel.slots import SANDBOX_ID
-from nsinit.scheduler import Wait
 from nsinit.steps import Crash, StepFailed, failure_of, passing
+from nsinit.storage.chores import Chore, run_chore
 from nsinit.storage.paths import Layout, sync_directory
 from nsinit.storage.volumes import Volumes
 from nsinit.wire.protocol import DiscardWorkspace, GrowWorkspace, MakeWorkspace, PublishWorkspace, SyncWorkspace
 from nsinit.wire.validate import is_workspace_id
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CHORE_S = 25.0
-"""Less than the daemon waits for an answer."""
 _STAGE = "workspace"
-
-Chore = Generator[Wait, bool, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class Workspaces:
                 raise StepFailed(_STAGE, "there is one without a quota", path=path, errno=errno.EXDEV)
             self.volumes.require()
             make = partial(self.volumes.make, workspace_id, quota, self.crash, draft=draft)
-            yield from _run(path, make, self.volumes.kept_fds)
+            yield from run_chore(_STAGE, path, make, self.volumes.kept_fds)
             passing(self.crash, "nsinit.volume.made")
             return
         try:
@@ -75,14 +69,14 @@ class Workspaces:
         passing(self.crash, "nsinit.workspace.directory_made")
         _adopt(path)
         if not draft:
-            yield from _run(path, lambda: sync_directory(self.layout.workspaces))
+            yield from run_chore(_STAGE, path, lambda: sync_directory(self.layout.workspaces))
         passing(self.crash, "nsinit.workspace.made")
 
     def grow(self, request: GrowWorkspace) -> Chore:
         """Make a volume larger; see `GrowWorkspace`. Raises `StepFailed`."""
         path = self.layout.volume(request.workspace_id)
         grow = partial(self.volumes.grow, request.workspace_id, request.size_bytes, self.crash)
-        yield from _run(path, grow, self.volumes.kept_fds)
+        yield from run_chore(_STAGE, path, grow, self.volumes.kept_fds)
         passing(self.crash, "nsinit.volume.grown")
 
     def listed(self, after: str, limit: int) -> tuple[tuple[str, ...], bool]:
@@ -107,7 +101,7 @@ class Workspaces:
             except OSError as error:
                 raise failure_of(_STAGE, error) from error
             passing(self.crash, "nsinit.workspace.renamed")
-            yield from _run(path, partial(sync_directory, os.path.dirname(path)))
+            yield from run_chore(_STAGE, path, partial(sync_directory, os.path.dirname(path)))
             passing(self.crash, "nsinit.workspace.discarded")
 
     def discard_drafts(self) -> None:
@@ -147,7 +141,7 @@ class Workspaces:
             # The rename is durable only when the directory is: fsync(2), NOTES.
             sync_directory(os.path.dirname(path))
 
-        yield from _run(path, publish, volumes.kept_fds)
+        yield from run_chore(_STAGE, path, publish, volumes.kept_fds)
         passing(self.crash, "nsinit.workspace.published")
 
     def sync(self, request: SyncWorkspace) -> Chore:
@@ -155,10 +149,10 @@ class Workspaces:
         workspace_id = request.workspace_id
         if self.volumes.has(workspace_id):
             path = self.layout.volume(workspace_id)
-            yield from _run(path, partial(self.volumes.sync, path), self.volumes.kept_fds)
+            yield from run_chore(_STAGE, path, partial(self.volumes.sync, path), self.volumes.kept_fds)
         else:
             path = self.layout.workspace(workspace_id)
-            yield from _run(path, partial(_sync_file_system, path))
+            yield from run_chore(_STAGE, path, partial(_sync_file_system, path))
 
     def _trash_name(self, name: str) -> str:
         return f"{self.layout.trash}/{name}-{os.urandom(8).hex()}"
@@ -183,40 +177,6 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
-
-
-def _run(path: str, work: Callable[[], None], kept_fds: frozenset[int] = frozenset()) -> Chore:
-    """Do work that may take long in a process of its own. Raises `StepFailed` with the errno that the process ended
-    with."""
-    parent_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _end_with(work, kept_fds, parent_pid)
-    pidfd = os.pidfd_open(pid)
-    try:
-        in_time = yield Wait(fd=pidfd, timeout_s=_CHORE_S)
-        if not in_time:
-            syscalls.pidfd_send_signal(pidfd, 9)
-            yield Wait(fd=pidfd)
-        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-    finally:
-        os.close(pidfd)
-    status = result.si_status if result is not None and result.si_code == os.CLD_EXITED else errno.ETIMEDOUT
-    if status:
-        raise StepFailed(_STAGE, os.strerror(status).lower(), path=path, errno=status)
-
-
-def _end_with(work: Callable[[], None], kept_fds: frozenset[int], parent_pid: int) -> None:
-    status = errno.EIO
-    try:
-        syscalls.end_with_parent(parent_pid)  # the next nsinit must not meet work of this one
-        keep_only({0, 1, 2, *kept_fds})
-        work()
-        status = 0
-    except (OSError, StepFailed) as error:
-        status = error.errno or errno.EIO
-    finally:
-        os._exit(status)
 
 
 def _sync_file_system(path: str) -> None:

@@ -1,13 +1,18 @@
-"""Unpacks a tar archive in a jail: `python -I -S -B unpack.py PARENT MAX_MEMBERS MAX_BYTES < TAR`, verdict on stdout.
+"""Unpacks a tar archive in a jail: `python -I -B unpack.py PARENT MAX_ENTRIES MAX_BYTES RESERVE_BYTES < TAR`, verdict
+on stdout.
 
 A process of its own for one archive, which lives no longer than its parent, an nsinit. Its root directory is the new
-image, descriptor 3, and nothing else. So a member name or link of any kind can only reach the image: safety does not
+layer, descriptor 3, and nothing else. So a member name or link of any kind can only reach the layer: safety does not
 rest on judging names (CVE-2007-4559 and CVE-2025-4517 were such judgements). The process has its own mount, pid,
 network, IPC and user namespace (ids 0-65535 mapped to themselves), the four capabilities and the system calls that
 writing files of other owners needs, and can't import any module.
 
-Unpacked are directories, regular files, symbolic and hard links. Device nodes, FIFOs and unknown members are counted
-and left out; setuid, setgid, extended attributes and file capabilities are dropped.
+Unpacked are directories, regular files with their holes, symbolic and hard links, and attributes of users. Marks of
+deletion become overlayfs' own; directories that hide what is below them are told to the parent, which may mark them.
+Device nodes, FIFOs, unknown members, capabilities of files and all other attributes are counted and left out. Setuid
+and setgid bits of files are dropped and told.
+Sources: the OCI image specification (layer.md, "Whiteouts"); Documentation/filesystems/overlayfs.rst (whiteouts and
+opaque directories); mknod(2); xattr(7); pax(1).
 """
 
 from __future__ import annotations
@@ -15,38 +20,48 @@ from __future__ import annotations
 import bz2
 import codecs
 import errno
-import gzip
+import hashlib
 import lzma
 import os
 import resource
 import signal
 import stat
+import struct
 import sys
 import tarfile
 import zlib
-from typing import IO, NoReturn
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from backports import zstd
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
-from nsinit.kernel import syscalls
 from nsinit.kernel.seccomp.filters import list_filter
 from nsinit.wire import verdict
 from nsinit.wire.verdict import ArchiveRefused, Counts
 from runner.wire.tarheaders import StrictHeader
 
-PRELOADED = (bz2, gzip, lzma, zlib)
-"""tarfile imports these when it meets such an archive; no import works in the jail."""
 CODECS = ("utf-8", "ascii", "latin-1")
 ID_MAP = "0 0 65536"
+MAX_ID = 65535
 CAPABILITIES = (k.CAP_CHOWN, k.CAP_DAC_OVERRIDE, k.CAP_FOWNER, k.CAP_FSETID)
-CHUNK_BYTES = 1024 * 1024
-MEMORY_BYTES = 512 * 1024 * 1024
-"""A compressed archive may hold a header of any size, which tarfile reads at once."""
+CHUNK_BYTES = 256 * 1024
+MEMORY_BYTES = 128 * 1024 * 1024
+"""A compressed archive may hold a header of any size, which tarfile reads at once, and may ask for a large window."""
+_WINDOW_BYTES = 80 * 1024 * 1024
+"""Memory of a decoder, enough for `xz -9`."""
 CPU_S = 3600
+_BYTES_PER_ENTRY = 4096
+"""Bytes of the tar stream beside the content, for each entry: headers, padding, names, attributes."""
+_RESERVE_EVERY_BYTES = 64 * 1024 * 1024
+_MAX_ATTRIBUTE_BYTES = 64 * 1024
 _CALLS = """
 read write pread64 readv writev lseek close open openat fstat stat lstat newfstatat statx mkdir mkdirat link linkat
-symlink symlinkat unlink unlinkat chown lchown fchownat chmod fchmodat fchmodat2 utimensat brk mmap munmap mremap
+symlink symlinkat unlink unlinkat rmdir chown lchown fchownat chmod fchmod fchmodat fchmodat2 utimensat mknod mknodat
+setxattr lsetxattr fsetxattr getdents64 readlink readlinkat ftruncate statfs fstatfs brk mmap munmap mremap
 mprotect madvise futex clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group
 """
 CALLS = frozenset(_CALLS.split())
@@ -54,103 +69,341 @@ CALLS = frozenset(_CALLS.split())
 _PRIVILEGED = stat.S_ISUID | stat.S_ISGID
 _ROOT_FD = 3
 _MOUNT_FLAGS = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV | k.MOUNT_ATTR_NOEXEC
+_HIDDEN, _HIDES_ALL, _NOT_OURS = ".wh.", ".wh..wh..opq", ".wh..wh."
+_ATTRIBUTE, _OTHER_ATTRIBUTE = "SCHILY.xattr.", "LIBARCHIVE.xattr."
+_OWN = "user."
+_NOT_OWN = "user.overlay."
+"""Marks of an overlay that is mounted by a user: none is, and none of these is needed."""
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""The errors that are no fault of an archive."""
+_TIME = struct.Struct("=qH")
+
+
+class Readable(Protocol):
+    """A stream of bytes, which ends with an empty answer."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+class Decoder(Protocol):
+    """A decoder of one compressed member, as the standard library has them."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
+
+
+class Gunzip:
+    """zlib's decoder for gzip, with the interface of the others. RFC 1952."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._zlib.unconsumed_tail
+
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:
+        return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
+
+
+def _unxz() -> Decoder:
+    return lzma.LZMADecompressor(memlimit=_WINDOW_BYTES)
+
+
+DECODERS: dict[bytes, Callable[[], Decoder]] = {
+    b"\x1f\x8b": Gunzip,
+    b"\x28\xb5\x2f\xfd": zstd.ZstdDecompressor,
+    b"\xfd7zXZ\0": _unxz,
+    b"BZh": bz2.BZ2Decompressor,
+}
+"""By the first bytes of the archive, whatever it is said to be."""
+_MAGIC_BYTES = 6
+
+
+class Decoded:
+    """The content of a compressed stream, of one member or several, a bounded piece at a time."""
+
+    def __init__(self, file: Readable, head: bytes, make: Callable[[], Decoder]) -> None:
+        self._file, self._left, self._make = file, head, make
+        self._decoder = make()
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            if self._decoder.eof:  # between members there may be zeros (gzip(1), "tapes")
+                rest = self._decoder.unused_data.lstrip(b"\0")
+                while not rest and (piece := self._file.read(CHUNK_BYTES)):
+                    rest = piece.lstrip(b"\0")
+                if not rest:
+                    return b""
+                self._decoder, self._left = self._make(), rest
+            data, self._left = self._left, b""
+            if not data and self._decoder.needs_input and not (data := self._file.read(CHUNK_BYTES)):
+                raise ArchiveRefused("the compressed data ends before its end")
+            if piece := self._decoder.decompress(data, size):
+                return piece
+
+
+class TarStream:
+    """The bytes of the tar stream, digested and bounded as they are read."""
+
+    def __init__(self, file: Readable, max_bytes: int) -> None:
+        self._file, self._left = file, max_bytes
+        self._digest = hashlib.sha256()
+        self._head = file.read(_MAGIC_BYTES)
+        make = next((DECODERS[magic] for magic in DECODERS if self._head.startswith(magic)), None)
+        if make is not None:
+            self._file, self._head = Decoded(file, self._head, make), b""
+
+    def read(self, size: int, /) -> bytes:
+        data, self._head = self._head or self._file.read(size), b""
+        self._digest.update(data)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ArchiveRefused("the archive is longer than what it may hold")
+        return data
+
+    def finish(self) -> str:
+        """Read what is behind the end of the archive, which belongs to the digest; return that."""
+        while self.read(CHUNK_BYTES):
+            pass
+        return self._digest.hexdigest()
+
+
+class Names:
+    """Names for the verdict, bounded."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._room, self._most, self._what = verdict.MAX_NAMES_BYTES // 2, most, what
+        self.names: dict[bytes, None] = {}
+
+    def add(self, name: str, prefix: str = "") -> None:
+        """Add a path, without its leading `/`."""
+        encoded = os.fsencode(prefix + name.removeprefix("/") or ".")
+        self.names[encoded] = None
+        self._room -= len(encoded) + 1
+        if self._room < 0 or len(self.names) > self._most:
+            raise ArchiveRefused(f"too many {self._what}")
 
 
 class Unpacker:
-    """Writes members below `/` and keeps count. Names are taken as they come: `/` is the image."""
+    """Writes members below `/` and keeps count. Names are taken as they come: `/` is the layer."""
 
-    def __init__(self, *, max_members: int, max_bytes: int) -> None:
-        self.members = self.size_bytes = self.skipped = self.privileged = 0
-        self._max_members, self._max_bytes = max_members, max_bytes
-        self._directory_times: list[tuple[str, float]] = []
+    def __init__(self, *, max_entries: int, max_bytes: int, reserve_bytes: int) -> None:
+        self.entries = self.size_bytes = self.skipped = 0
+        self.opaque = Names(verdict.MAX_OPAQUE, "opaque directories")
+        self.privileged = Names(max_entries, "files with setuid or setgid")
+        self._max_entries, self._max_bytes, self._reserve_bytes = max_entries, max_bytes, reserve_bytes
+        self._directory_times = bytearray()
+        self._unchecked_bytes = 0
 
-    def unpack(self, file: IO[bytes]) -> None:
-        """Unpack all of `file`, whatever its compression."""
-        with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as archive:
+    def unpack(self, file: Readable) -> str:
+        """Unpack all of `file`, whatever its compression; return the digest of its tar stream."""
+        self._check_reserve()
+        stream = TarStream(file, self._max_bytes + (self._max_entries + 16) * _BYTES_PER_ENTRY)
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictHeader, bufsize=CHUNK_BYTES) as archive:  # type: ignore[call-overload]
             while member := archive.next():
-                archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
-                self.members += 1
-                if self.members > self._max_members:
-                    raise ArchiveRefused(f"more than {self._max_members} members")
+                archive.members = []  # or tarfile keeps every header in memory
+                self.entries += 1
+                if self.entries > self._max_entries:
+                    raise ArchiveRefused(f"more than {self._max_entries} members")
                 try:
                     self._unpack_member(archive, member)
                 except OSError as error:
-                    if error.errno is None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    if error.errno is None or error.errno in _MACHINE:
                         raise
-                    raise ArchiveRefused(f"{member.name[:200]!r}: {error.strerror}") from error
-        if not self.members:
-            raise ArchiveRefused("the archive is empty")
-        for path, mtime in reversed(self._directory_times):
-            _set_time(path, mtime)
+                    raise ArchiveRefused(error.strerror or "can't be made", member.name) from error
+        digest = stream.finish()
+        self._set_directory_times()
+        return digest
 
     def _unpack_member(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         path = _path_of(member.name)
         if path == "/":
             return
+        directory, _, name = path.rpartition("/")
+        if name.startswith(_HIDDEN):
+            self._hide(directory, name)
+            return
+        if not (0 <= member.uid <= MAX_ID and 0 <= member.gid <= MAX_ID):
+            raise ArchiveRefused(
+                f"its owner is {member.uid}:{member.gid}, and an image has ids up to {MAX_ID}", path[1:]
+            )
         if member.isdir():
             self._make_directory(path, member)
         elif member.isreg():
             self._write_file(path, archive, member)
         elif member.issym():
-            _make_way(path)
+            self._make_way(path)
             os.symlink(member.linkname, path)
             os.lchown(path, member.uid, member.gid)
         elif member.islnk():
-            _make_way(path)
+            self._make_way(path)
             os.link(_path_of(member.linkname), path, follow_symlinks=False)
         else:
             self.skipped += 1
+            return
+        if not member.islnk():
+            self._set_attributes(path, member)
+
+    def _hide(self, directory: str, name: str) -> None:
+        """Hide what layers below have in a directory, or under one name there. What this layer has there stays,
+        whatever came first (layer.md, "Whiteouts")."""
+        self._make_way(f"{directory}/{name}")
+        if name == _HIDES_ALL:
+            self.opaque.add(os.path.realpath(directory or "/"))
+        elif name.startswith(_NOT_OURS):
+            self.skipped += 1  # aufs' own
+        elif os.path.isdir(path := f"{directory}/{name.removeprefix(_HIDDEN)}") and not os.path.islink(path):
+            self.opaque.add(os.path.realpath(path))
+        elif path != f"{directory}/" and not os.path.lexists(path):
+            # mknod(2): a device 0:0, which overlayfs takes for a whiteout, needs no capability. No other can be made.
+            os.mknod(path, stat.S_IFCHR, 0)
 
     def _make_directory(self, path: str, member: tarfile.TarInfo) -> None:
         if not os.path.isdir(path):  # a link to a directory stays, as with merged /usr
-            _make_way(path)
+            if _is_whiteout(path):
+                self.opaque.add(path)
+            self._make_way(path)
             os.mkdir(path)
         self._own(path, member)
-        self._directory_times.append((path, member.mtime))
+        encoded = os.fsencode(path)
+        self._directory_times += _TIME.pack(_time_ns(member), len(encoded)) + encoded
 
     def _write_file(self, path: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         source = archive.extractfile(member)
         assert source is not None
-        _make_way(path)
+        if member.size > self._max_bytes - self.size_bytes:
+            raise ArchiveRefused(f"more than {self._max_bytes} bytes of files")
+        self.size_bytes += member.size
+        self._make_way(path)
+        is_sparse = member.issparse()
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as target:
             while chunk := source.read(CHUNK_BYTES):
-                self.size_bytes += len(chunk)
-                if self.size_bytes > self._max_bytes:
-                    raise ArchiveRefused(f"more than {self._max_bytes} bytes of files")
-                target.write(chunk)
+                self._unchecked_bytes += len(chunk)
+                if self._unchecked_bytes >= _RESERVE_EVERY_BYTES:
+                    self._check_reserve()
+                if is_sparse and not chunk.strip(b"\0"):
+                    target.seek(len(chunk), os.SEEK_CUR)
+                else:
+                    target.write(chunk)
+            if is_sparse:
+                target.truncate(member.size)
         self._own(path, member)
-        _set_time(path, member.mtime)
+        _set_time(path, _time_ns(member))
+
+    def _make_way(self, path: str) -> None:
+        """Make the directories above `path`, and remove what has that name."""
+        try:
+            os.unlink(path)
+        except IsADirectoryError:
+            _remove_tree(path)
+        except (FileNotFoundError, NotADirectoryError):
+            parent = ""
+            for part in path.split("/")[1:-1]:
+                parent = f"{parent}/{part}"
+                if not os.path.isdir(parent):
+                    if _is_whiteout(parent):
+                        os.unlink(parent)
+                        self.opaque.add(parent)
+                    os.mkdir(parent, 0o755)
+
+    def _check_reserve(self) -> None:
+        """Raise `OSError` (ENOSPC) when the disk has less left than must stay."""
+        self._unchecked_bytes = 0
+        disk = os.statvfs("/")
+        if disk.f_bavail * disk.f_frsize < self._reserve_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _own(self, path: str, member: tarfile.TarInfo) -> None:
         os.chown(path, member.uid, member.gid)
         if member.isreg() and member.mode & _PRIVILEGED:
-            self.privileged += 1
+            self.privileged.add(path, f"{member.mode & 0o7777:04o} ")
         os.chmod(path, member.mode & 0o7777 & ~_PRIVILEGED)
+
+    def _set_attributes(self, path: str, member: tarfile.TarInfo) -> None:
+        """Set the attributes of users; marks of overlays, capabilities and all others are left out."""
+        for name, value in member.pax_headers.items():
+            if not name.startswith((_ATTRIBUTE, _OTHER_ATTRIBUTE)):
+                continue
+            own, content = name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+            is_users = own.startswith(_OWN) and not own.startswith(_NOT_OWN) and not member.issym()
+            if not (is_users and len(content) <= _MAX_ATTRIBUTE_BYTES and _has_set(path, own, content)):
+                self.skipped += 1
+
+    def _set_directory_times(self) -> None:
+        """Set them at the end, for every file that is made in a directory sets its time."""
+        at = 0
+        while at < len(self._directory_times):
+            time_ns, length = _TIME.unpack_from(self._directory_times, at)
+            at += _TIME.size + length
+            path = os.fsdecode(bytes(self._directory_times[at - length : at]))
+            if os.path.isdir(path):
+                _set_time(path, time_ns)
 
 
 def _path_of(name: str) -> str:
     """Return where a member goes. A leading `/` means nothing; `..` and NUL are no names in an image."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in name:
-        raise ArchiveRefused(f"member name {name[:200]!r} is not a plain path")
+        raise ArchiveRefused("its name is not a plain path", name)
     return "/" + "/".join(parts)
 
 
-def _make_way(path: str) -> None:
-    """Make the directories above `path`, and remove the present entry of that name unless it is a directory."""
+def _has_set(path: str, name: str, content: bytes) -> bool:
+    """Set an attribute, if the file system has such, and has room for it beside the inode (xattr(7))."""
     try:
-        os.unlink(path)
+        os.setxattr(path, name, content)
+    except OSError:
+        return False
+    return True
+
+
+def _is_whiteout(path: str) -> bool:
+    try:
+        found = os.lstat(path)
     except FileNotFoundError:
-        parent = ""
-        for part in path.split("/")[1:-1]:
-            parent = f"{parent}/{part}"
-            if not os.path.isdir(parent):
-                os.mkdir(parent, 0o755)
+        return False
+    return stat.S_ISCHR(found.st_mode)
 
 
-def _set_time(path: str, mtime: float) -> None:
-    seconds = min(max(mtime, 0), 2**33)  # absurd times are no reason to refuse
-    os.utime(path, (seconds, seconds))
+def _remove_tree(path: str) -> None:
+    """Remove a directory. Its depth costs no stack, and no link in it is followed."""
+    left = [path]
+    while left:
+        try:
+            os.rmdir(left[-1])
+            left.pop()
+            continue
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+        directory = left[-1]
+        for entry in os.listdir(directory):
+            try:
+                os.unlink(f"{directory}/{entry}")
+            except IsADirectoryError:
+                left.append(f"{directory}/{entry}")
+
+
+def _time_ns(member: tarfile.TarInfo) -> int:
+    return int(min(max(member.mtime, 0), 2**33) * 1_000_000_000)  # absurd times are no reason to refuse
+
+
+def _set_time(path: str, time_ns: int) -> None:
+    os.utime(path, ns=(time_ns, time_ns))
 
 
 # The jail ---------------------------------------------------------------------------------------------------------
@@ -158,8 +411,9 @@ def _set_time(path: str, mtime: float) -> None:
 
 def main() -> NoReturn:
     """Make the jail, unpack in it, leave a verdict on stdout."""
-    parent_pid, max_members, max_bytes = (int(each) for each in sys.argv[1:])
+    parent_pid, max_entries, max_bytes, reserve_bytes = (int(each) for each in sys.argv[1:])
     syscalls.end_with_parent(parent_pid)
+    capabilities.keep_only(capabilities.IMPORT_CAPABILITIES, capabilities.read_last_capability())
     for name in CODECS:
         codecs.lookup(name)
     program = list_filter(CALLS)
@@ -172,10 +426,11 @@ def main() -> NoReturn:
     _close(ours[1], theirs[0])
     try:
         _enter_jail(program, wait_fd=ours[0], answer_fd=theirs[1])
-        said = _unpack(Unpacker(max_members=max_members, max_bytes=max_bytes))
+        said = _unpack(Unpacker(max_entries=max_entries, max_bytes=max_bytes, reserve_bytes=reserve_bytes))
     except OSError as error:
-        said = verdict.refused(f"the jail can't be made: {error}")
-    os.write(1, said)
+        said = verdict.refused(ArchiveRefused(f"the jail can't be made: {error}"))
+    while said:
+        said = said[os.write(1, said) :]
     os._exit(0)
 
 
@@ -242,16 +497,21 @@ def _unpack(unpacker: Unpacker) -> bytes:
     """Return the verdict."""
     try:
         with open(0, "rb", buffering=CHUNK_BYTES, closefd=False) as file:
-            unpacker.unpack(file)
+            digest = unpacker.unpack(file)
     except ArchiveRefused as error:
-        return verdict.refused(str(error))
+        return verdict.refused(error)
     except tarfile.ReadError:
-        return verdict.refused("this is no tar archive (plain, gzip, bzip2 or xz), or a broken one")
+        return verdict.refused(ArchiveRefused("this is no tar archive (plain, gzip, zstd, xz, bzip2), or a broken one"))
+    except MemoryError:
+        return verdict.refused(ArchiveRefused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory to read"))
     except OSError as error:
-        return verdict.refused(error.strerror or "the compressed data is broken")
+        if error.errno is not None:
+            return verdict.failed(error.errno)
+        return verdict.refused(ArchiveRefused("the compressed data is broken"))
     except Exception as error:  # noqa: BLE001  # a decoder met bytes its author did not think of: the archive's fault
-        return verdict.refused(f"the archive is broken ({type(error).__name__})")
-    return verdict.unpacked(Counts(unpacker.members, unpacker.size_bytes, unpacker.skipped, unpacker.privileged))
+        return verdict.refused(ArchiveRefused(f"the archive is broken ({type(error).__name__})"))
+    counts = Counts(unpacker.entries, unpacker.size_bytes, unpacker.skipped)
+    return verdict.Unpacked(counts, digest, tuple(unpacker.opaque.names), tuple(unpacker.privileged.names)).encode()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from typing import Any
 
 from nsinit.wire.protocol import (
     FILES_LIMITS,
+    DeleteImage,
     DiskLimits,
     Limits,
     OpenNetwork,
+    PublishImage,
     SandboxPlan,
     SeccompProfile,
     TrustAuthority,
@@ -90,6 +92,8 @@ class Allowance:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
         if isinstance(request, OpenNetwork | TrustAuthority) and not self.way_out:
             raise NotGranted("this daemon may not open a way out of a session's network")
+        if isinstance(request, PublishImage | DeleteImage) and self.images:  # root has said what these names stand for
+            raise NotGranted("a daemon that may use some images only can't change any")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
             self._check_plan(plan)

@@ -7,7 +7,7 @@ the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
 `RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `SocketsOpened` as many as were asked for;
-`UnpackImage` one, an archive.
+`UnpackLayer` brings two, `PublishImage` one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ NETWORK_STAGE = "network: "
 MAX_TERMINALS = 16
 """The most terminals that one sandbox may have at once, those of the API and its programs' own."""
 
+MAX_IMAGE_LAYERS = 127
+"""The most layers that an image may have."""
+MAX_DESCRIPTION_BYTES = 1 << 20
+"""The most bytes of an image's description."""
+
 MAX_STOP_GRACE_MS = 10_000
 """The longest time that the processes of a session have to end by themselves."""
 
@@ -54,9 +59,10 @@ class Request(Generic[A_co]):
 
 # Values -------------------------------------------------------------------------------------------------------------
 
-ImageKind = Literal["host", "rootfs", "files"]
+ImageKind = Literal["host", "rootfs", "layers", "files"]
 """`host`: a made `/` with the machine's own `/usr` below a second overlay. `rootfs`: an unpacked root filesystem.
-`files`: no image and no program, only a workspace and a PID 1 that reads and writes files in it for the daemon."""
+`layers`: a list of layers, one above the other. `files`: no image and no program, only a workspace and a PID 1 that
+reads and writes files in it for the daemon."""
 
 NetworkMode = Literal["none"]
 
@@ -143,12 +149,15 @@ class SandboxPlan:
     """A built-in profile, one of `Start.seccomp_profiles`, or `off`."""
     disk: DiskLimits = DEFAULT_DISK
     root_inside: bool = False
+    layers: tuple[str, ...] = ()
+    """The layers of an image of that kind, the lowest first: those that the image has when the sandbox is built, or the
+    build fails (`ESTALE`)."""
 
     @property
     def image_key(self) -> tuple[object, ...]:
         """The fields that the steps to mount an image depend on. Plans with an equal key differ only in later steps."""
         sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
-        return self.image, self.image_kind, self.disk, self.limits.memory_bytes, *sizes
+        return self.image, self.image_kind, self.layers, self.disk, self.limits.memory_bytes, *sizes
 
 
 # The first request --------------------------------------------------------------------------------------------------
@@ -156,7 +165,7 @@ class SandboxPlan:
 
 @dataclass(frozen=True, slots=True)
 class Start(Request["Ready"]):
-    """Start nsinit. The first request, unless that is `UnpackImage`.
+    """Start nsinit. The first request, unless that is `OpenStore`.
 
     `cgroup_parent`: `auto`, or the directory below every hierarchy's mount point to build in. `seccomp_profiles`: an
     operator's own, beside the built-in ones. `crash_at`: end at this crash point; for tests, and only from a daemon
@@ -182,19 +191,73 @@ class Start(Request["Ready"]):
 
 
 @dataclass(frozen=True, slots=True)
-class UnpackImage(Request["Unpacked"]):
-    """Unpack the archive that comes along, a descriptor open for reading, into the empty draft of an image, and end.
-
-    The first and only request to an nsinit that is not started. Not for a daemon that is not root. `draft_name`: the
-    directory below `images` in which `rootfs` lies. More members, or bytes of files, than allowed are a failure; at the
-    stage `unpack` the sentence is about the archive. When the other end hangs up, nsinit ends, too.
-    """
+class OpenStore(Request["Ok"]):
+    """Serve requests about layers and images alone, until the other end hangs up. The first request, unless that is
+    `Start`. Not for a daemon that is not root. `crash_at`: as in `Start`."""
 
     seq: int
     data_dir: str
-    draft_name: str
-    max_members: int
+    crash_at: str = ""
+
+
+# Requests: layers and images ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackLayer(Request["LayerUnpacked"]):
+    """Unpack the archive that comes along into a layer, named by the digest of its tar stream, which the process that
+    reads the archive says. `digest`: what that must be (`sha256:` and 64 hex digits); empty takes any. A layer that is
+    there already is not unpacked again.
+
+    Descriptors: the archive, open for reading, and the end of a pipe: when all other ends of that are closed, the
+    unpacking ends. More entries, or bytes of files, than allowed are a failure, and so is a disk with less left than
+    `reserve_bytes`. `Failed.stage`: `unpack`, the sentence is about the archive and `path` is the member's name;
+    `digest`, it has another.
+    """
+
+    seq: int
+    digest: str
     max_bytes: int
+    max_entries: int
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PublishImage(Request["Ok"]):
+    """Give layers, the lowest first, and a description a name, in one step. The description is the file that comes
+    along; nobody here reads it. With `replace` it takes the place of the image of that name. Not for a daemon that may
+    use some images only.
+
+    `Failed` with `EEXIST`: there is one, and `replace` is false; `ENOENT`: a layer is missing.
+    """
+
+    seq: int
+    name: str
+    layers: tuple[str, ...]
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteImage(Request["Ok"]):
+    """Delete an image; its layers stay until they are collected. Not for a daemon that may use some images only.
+
+    `Failed` with `EBUSY`: a session has it; `ENOENT`: there is none.
+    """
+
+    seq: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectLayers(Request["LayersCollected"]):
+    """Delete the layers that no image and no session has, and that are not in `kept`, once nobody has asked for them
+    for `grace_s`. With `only`, none but those. With `dry_run` they are counted."""
+
+    seq: int
+    grace_s: int
+    kept: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    dry_run: bool = False
 
 
 # Requests: sandboxes ------------------------------------------------------------------------------------------------
@@ -512,15 +575,26 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    """The counts of an archive. `skipped`: members left out; `privileged`: files whose setuid or setgid bit was
-    dropped."""
+class LayerUnpacked:
+    """The layer is there. `entries`: members of the archive. `skipped`: members and attributes that were left out;
+    `privileged`: files whose setuid or setgid bit was dropped. `is_new`: it was not there before."""
 
     seq: int
-    members: int
+    digest: str
+    entries: int
     size_bytes: int
     skipped: int
     privileged: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayersCollected:
+    """The number of layers that are deleted, and bytes of their files."""
+
+    seq: int
+    layers: int
+    freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -694,7 +768,11 @@ REQUESTS = Vocabulary(
         SetDisk,
         FindLeftovers,
         RemoveLeftover,
-        UnpackImage,
+        OpenStore,
+        UnpackLayer,
+        PublishImage,
+        DeleteImage,
+        CollectLayers,
     ),
 )
 
@@ -714,7 +792,7 @@ ANSWERS = Vocabulary(
         WorkspacesListed,
         QuotaFound,
     ),
-    *(Unpacked, Ok, Failed),
+    *(LayerUnpacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}

@@ -9,6 +9,7 @@ import re
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
 from nsinit.wire.protocol import (
+    MAX_IMAGE_LAYERS,
     MAX_SOCKETS,
     MAX_STOP_GRACE_MS,
     MAX_TERMINALS,
@@ -16,14 +17,13 @@ from nsinit.wire.protocol import (
     IoLimits,
     Limits,
     SandboxPlan,
-    UnpackImage,
 )
 
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----\n(?:[A-Za-z0-9+/=]{1,64}\n){1,64}-----END CERTIFICATE-----\n\Z")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
-_DRAFT_NAME = re.compile(r"\.new-[0-9a-f]{16}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _NODE_ID = re.compile(r"[0-9a-z][0-9a-z-]{7,63}")
 
@@ -72,17 +72,46 @@ def check_run_cgroup_name(text: str) -> None:
     _match(_RUN_CGROUP_NAME, text, "name of a run cgroup")
 
 
-def check_draft_name(text: str) -> None:
-    """Raise `InvalidName` unless `text` is the name of an image's draft (no image has such a name)."""
-    _match(_DRAFT_NAME, text, "name of a draft")
+def check_image_name(text: str) -> None:
+    """Raise `InvalidName` unless `text` is the name of an image."""
+    _match(_IMAGE_NAME, text, "image name")
 
 
-def check_unpack(request: UnpackImage) -> None:
-    """Raise `InvalidName` unless every field is acceptable."""
-    check_data_dir(request.data_dir)
-    check_draft_name(request.draft_name)
-    _range("max_members", request.max_members, 1, MAX_INODES)
-    _range("max_bytes", request.max_bytes, 1, MAX_BYTES)
+def is_digest(text: str) -> bool:
+    """Whether `text` is the digest of a layer."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def check_digests(digests: tuple[str, ...]) -> None:
+    """Raise `InvalidName` unless all are digests."""
+    for each in digests:
+        _match(_DIGEST, each, "digest")
+
+
+def check_digest(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a digest, or empty."""
+    check_digests((text,) if text else ())
+
+
+def check_image_layers(digests: tuple[str, ...]) -> None:
+    """Raise `InvalidName` unless these can be the layers of an image."""
+    _range("layers", len(digests), 1, MAX_IMAGE_LAYERS)
+    check_digests(digests)
+
+
+def check_bytes(number: int) -> None:
+    """Raise `InvalidName` unless a disk can have so many bytes."""
+    _range("bytes", number, 0, MAX_BYTES)
+
+
+def check_entries(number: int) -> None:
+    """Raise `InvalidName` unless a file system can have so many entries."""
+    _range("entries", number, 1, MAX_INODES)
+
+
+def check_grace(seconds: int) -> None:
+    """Raise `InvalidName` unless layers may be kept for so long."""
+    _range("grace", seconds, 0, MAX_INODES)
 
 
 def check_node_id(text: str) -> None:
@@ -152,7 +181,11 @@ def check_certificate(certificate: str) -> None:
 def check_plan(plan: SandboxPlan) -> None:
     """Raise `InvalidName` unless every field of the plan is acceptable."""
     check_session_id(plan.session_id)
-    _match(_IMAGE_NAME, plan.image, "image name")
+    check_image_name(plan.image)
+    if plan.image_kind == "layers":
+        check_image_layers(plan.layers)
+    elif plan.layers:
+        raise InvalidName("an image of another kind has no layers")
     if plan.workspace_id is not None:
         check_workspace_id(plan.workspace_id)
     if plan.image_kind == "files" and (plan.workspace_id is None or plan.root_inside):

@@ -44,6 +44,7 @@ from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
 from sandkasten.actors.services import broker, egress, events, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
+from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
@@ -299,7 +300,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         actor = jobs.Jobs(
             self._jobs,
             store=self._store,
-            layers=self._layers,
+            layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
             blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
             settings=self._config.images,
             crash=self._shared.crash,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -287,7 +287,13 @@ def _usual_inodes(size_mb: int) -> int:
 
 
 def plan_sandbox(
-    session_id: str, resolved: Resolved, *, workspace_id: str | None, image: str, image_kind: ImageKind
+    session_id: str,
+    resolved: Resolved,
+    *,
+    workspace_id: str | None,
+    image: str,
+    image_kind: ImageKind,
+    layers: Sequence[str] = (),
 ) -> SandboxPlan:
     """Return the plan for nsinit; `image` is the image's own name, never an alias."""
     limits = resolved.limits
@@ -306,6 +312,7 @@ def plan_sandbox(
         shm_inodes=limits.shm_inodes or 0,
         open_files=limits.open_files or 0,
         root_inside=resolved.options.root_inside,
+        layers=tuple(layers),
     )
 
 

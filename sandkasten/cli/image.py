@@ -11,6 +11,7 @@ from sandkasten.cli.output import print_json
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
+from sandkasten.images.layers import open_store
 from sandkasten.model.errors import SandkastenError
 
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except OSError as error:
-        raise Stop(f"{error.filename or catalog.rootfs_path('').parent}: {error.strerror}") from None
+        raise Stop(f"{error.filename or catalog.data_dir}: {error.strerror}") from None
 
 
 def _list(catalog: Catalog, *, as_json: bool) -> int:
@@ -60,7 +61,14 @@ def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
 
 
 def _remove(catalog: Catalog, name: str, *, as_json: bool) -> int:
-    gone = catalog.delete(name)
+    image = catalog.get_own(name)
+    if image.kind == "layers":
+        with open_store(catalog.data_dir) as store:
+            store.delete_image(name)
+            store.collect(grace_s=0, only=image.layers)
+        gone = True
+    else:
+        gone = catalog.delete(name)
     if as_json:
         print_json({"name": name, "ok": True, "files_gone": gone})
         return 0
@@ -73,7 +81,7 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
     if arguments.json:
         print_json(attrs.asdict(image) | {"skipped": counts.skipped, "privileged": counts.privileged})
         return 0
-    print(f"{image.name}: {counts.members} members, {counts.size_bytes / 1024**2:.1f} MiB")
+    print(f"{image.name}: {counts.entries} members, {counts.size_bytes / 1024**2:.1f} MiB")
     if counts.skipped:
         print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")
     if counts.privileged:

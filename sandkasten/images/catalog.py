@@ -1,4 +1,5 @@
-"""The image store: `<data_dir>/images/<name>/{meta.json,rootfs/}`, names, aliases, set-aside images.
+"""The image store: `<data_dir>/images/<name>/{meta.json,rootfs/}`, names, aliases, set-aside images. Images that are
+lists of layers are published by nsinit (`layers.py`); here they are read.
 
 Owns the names of images and decides when their files may go. An image that was replaced or deleted may be the lower
 layer of a running session, so it is renamed into `images/.retired/` and removed only when `<data_dir>/sessions` is
@@ -29,6 +30,7 @@ from sandkasten.images import rootfs
 from sandkasten.images.removal import remove_tree
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
+from sandkasten.model.image import ImageConfig
 
 META = "meta.json"
 HOST = "host"
@@ -44,12 +46,19 @@ class Image:
     """One image of the store. `kind` host: the machine's own `/usr` belongs below it."""
 
     name: str
-    kind: Literal["host", "rootfs"]
+    kind: Literal["host", "rootfs", "layers"]
     created_at: str
     source: str
     fingerprint: str = ""
     members: int = 0
     size_bytes: int = 0
+    layers: Sequence[str] = attrs.field(default=(), converter=tuple)
+    """The layers of an image of that kind, the lowest first."""
+    config: ImageConfig = attrs.field(factory=ImageConfig)
+    digest: str = ""
+    """The digest of its manifest, of an image that came from a registry or an OCI layout."""
+    platform: str = ""
+    tags: Sequence[str] = attrs.field(default=(), converter=tuple)
 
 
 class Catalog:
@@ -58,14 +67,22 @@ class Catalog:
     def __init__(
         self, data_dir: Path, *, aliases: Mapping[str, str] | None = None, allowed: Sequence[str] = ()
     ) -> None:
-        self._directory = data_dir / "images"
+        self.data_dir = data_dir
+        self._directory, self._layers = data_dir / "images", data_dir / "layers"
         self._sessions = data_dir / "sessions"
         self._aliases = dict(aliases or {})
         self._allowed = frozenset(allowed)
 
-    def rootfs_path(self, name: str) -> Path:
-        """Return the directory of an image's files."""
-        return self._directory / name / "rootfs"
+    def trees(self, name: str) -> Sequence[Path]:
+        """Return the directories of an image's files, the topmost first; those of layers are root's to read."""
+        image = self._read(name)
+        if image is None or image.kind != "layers":
+            return (self._directory / name / "rootfs",)
+        return [self.layer(each) for each in reversed(image.layers)]
+
+    def layer(self, digest: str) -> Path:
+        """Return the directory of a layer's files."""
+        return self._layers / digest.removeprefix("sha256:") / "fs"
 
     def images(self) -> list[Image]:
         """Return all images, by name. A directory without a readable `meta.json` is no image."""
@@ -95,6 +112,13 @@ class Catalog:
             raise InvalidImage(f"image {name!r} is not allowed", image=name)
         return image
 
+    def get_own(self, name: str) -> Image:
+        """Return the image of that very name. Raises `InvalidImage`; for an alias the message names the image."""
+        image = self.get(name)
+        if image.name != name:
+            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
+        return image
+
     def unknown(self, names: Iterable[str]) -> list[str]:
         """Return the names that lead to no image; `host`, which every start makes, counts as present."""
         return [each for each in names if not self._leads_somewhere(each)]
@@ -118,17 +142,16 @@ class Catalog:
     def validate(self, name: str) -> list[str]:
         """Return the faults of an image's files, one sentence each; none means that the image can be used."""
         image = self.get(name)
-        return rootfs.find_problems(str(self.rootfs_path(image.name)), usr="/usr" if image.kind == "host" else None)
+        return rootfs.find_problems(*map(str, self.trees(image.name)), usr="/usr" if image.kind == "host" else None)
 
     def delete(self, name: str) -> bool:
-        """Take an image out of the store; return whether its files are gone (else: at the next start without sessions).
+        """Take an image that is no list of layers out of the store; return whether its files are gone. If not, they go
+        at the next start without sessions.
 
         Raises:
             InvalidImage: there is no image of that name; for an alias the message names the image.
         """
-        image = self.get(name)
-        if image.name != name:
-            raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
+        self.get_own(name)
         self._retire(name)
         return self.sweep()
 
@@ -202,8 +225,9 @@ class Catalog:
     def _read(self, name: str) -> Image | None:
         try:
             fields = json.loads((self._directory / name / META).read_bytes())
-            return Image(**fields | {"name": name})
-        except (OSError, ValueError, TypeError):
+            config = ImageConfig.from_stored(fields.pop("config", {}))
+            return Image(**fields | {"name": name, "config": config})
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # not always root has written it
             return None
 
 

@@ -118,7 +118,7 @@ def _find_python3(root: Path) -> str | None:
     if any(os.path.lexists(root / directory / "python") for directory in PROGRAM_DIRECTORIES):
         return None
     found = (f"/{directory}/python3" for directory in PROGRAM_DIRECTORIES)
-    return next((path for path in found if rootfs.is_program(str(root), path)), None)
+    return next((path for path in found if rootfs.is_program(str(root), path=path)), None)
 
 
 def _make_tree(target: Path, root: Path) -> None:

@@ -8,47 +8,48 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Sequence
 
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "run", "workspace", "home")
 SHELLS = ("/bin/bash", "/bin/sh")
 MAX_LINKS = 40
 """The kernel's bound (path_resolution(7))."""
+_OPAQUE = "trusted.overlay.opaque"
 
 
-def find_problems(rootfs: str, *, usr: str | None = None) -> list[str]:
-    """Return the reasons why `rootfs` can't be an image, one sentence each.
+def find_problems(*trees: str, usr: str | None = None) -> list[str]:
+    """Return the reasons why directories, the topmost layer first, can't be an image together, one sentence each.
 
     `usr` is the directory of the machine that sessions see as `/usr`, for an image without one.
     """
-    if not os.path.isdir(rootfs) or os.path.islink(rootfs):
+    if any(not os.path.isdir(tree) or os.path.islink(tree) for tree in trees):
         return ["there is no rootfs directory"]
-    if os.path.exists(os.path.join(rootfs, "manifest.json")) and not os.path.exists(os.path.join(rootfs, "etc")):
+    if _find(trees, ["manifest.json"]) and not _find(trees, ["etc"]):
         return ["this is a bundle of layers, not a root file system; `docker export` a container instead"]
     problems = []
-    if usr is None and not _is_kind(rootfs, "etc", stat.S_ISDIR):
+    if usr is None and not _is_directory(trees, "etc"):
         problems.append("/etc is no directory")
     for name in MOUNT_POINTS:
-        if os.path.lexists(os.path.join(rootfs, name)) and not _is_kind(rootfs, name, stat.S_ISDIR):
+        if _find(trees, [name]) and not _is_directory(trees, name):
             problems.append(f"/{name} is no plain directory, so nothing can be mounted there")
-    if not any(is_program(rootfs, shell, usr=usr) for shell in SHELLS):
+    if not any(is_program(*trees, path=shell, usr=usr) for shell in SHELLS):
         problems.append(f"there is no shell ({' or '.join(SHELLS)})")
     return problems
 
 
-def is_program(rootfs: str, path: str, *, usr: str | None = None) -> bool:
+def is_program(*trees: str, path: str, usr: str | None = None) -> bool:
     """Whether `path`, seen from inside, is a regular file that every user may execute."""
-    found = resolve(rootfs, path, usr=usr)
+    found = resolve(*trees, path=path, usr=usr)
     if found is None:
         return False
     mode = os.lstat(found).st_mode
     return stat.S_ISREG(mode) and bool(mode & stat.S_IXOTH)
 
 
-def resolve(rootfs: str, path: str, *, usr: str | None = None) -> str | None:
-    """Return where `path`, seen from inside `rootfs`, lies on the machine; None if it does not exist.
+def resolve(*trees: str, path: str, usr: str | None = None) -> str | None:
+    """Return where `path`, seen from inside `trees`, lies on the machine; None if it does not exist.
 
-    The tree must be at rest: a walk by name is no defence against a process that changes the tree meanwhile.
+    The trees must be at rest: a walk by name is no defence against a process that changes the tree meanwhile.
     """
     todo = path.split("/")[::-1]
     inside: list[str] = []
@@ -60,12 +61,10 @@ def resolve(rootfs: str, path: str, *, usr: str | None = None) -> str | None:
         if part == "..":
             inside = inside[:-1]
             continue
-        here = _outside(rootfs, [*inside, part], usr)
-        try:
-            mode = os.lstat(here).st_mode
-        except OSError:
+        here = _find(trees, [*inside, part], usr)
+        if here is None:
             return None
-        if not stat.S_ISLNK(mode):
+        if not os.path.islink(here):
             inside.append(part)
             continue
         links += 1
@@ -74,17 +73,40 @@ def resolve(rootfs: str, path: str, *, usr: str | None = None) -> str | None:
         target = os.readlink(here)
         inside = [] if target.startswith("/") else inside
         todo += target.split("/")[::-1]
-    return _outside(rootfs, inside, usr)
+    return _find(trees, inside, usr)
 
 
-def _outside(rootfs: str, parts: list[str], usr: str | None) -> str:
+def _find(trees: Sequence[str], parts: list[str], usr: str | None = None) -> str | None:
+    """Return the path, in the topmost tree that has it, of what an overlay of the trees shows (overlayfs.rst)."""
     if usr is not None and parts[:1] == ["usr"]:
-        return os.path.join(usr, *parts[1:])
-    return os.path.join(rootfs, *parts)
+        trees, parts = (usr,), parts[1:]
+    for tree in trees:
+        path, hides = tree, False
+        for number, part in enumerate(parts, 1):
+            path = os.path.join(path, part)
+            try:
+                found = os.lstat(path)
+            except FileNotFoundError:
+                break
+            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+                return None
+            if not stat.S_ISDIR(found.st_mode) and number < len(parts):
+                return None
+            hides = hides or (len(trees) > 1 and stat.S_ISDIR(found.st_mode) and _is_opaque(path))
+        else:
+            return path
+        if hides:
+            return None
+    return None
 
 
-def _is_kind(rootfs: str, name: str, kind: Callable[[int], bool]) -> bool:
+def _is_opaque(path: str) -> bool:
     try:
-        return kind(os.lstat(os.path.join(rootfs, name)).st_mode)
-    except FileNotFoundError:
+        return os.getxattr(path, _OPAQUE) == b"y"
+    except OSError:
         return False
+
+
+def _is_directory(trees: Sequence[str], name: str) -> bool:
+    found = _find(trees, [name])
+    return found is not None and stat.S_ISDIR(os.lstat(found).st_mode)

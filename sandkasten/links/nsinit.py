@@ -53,8 +53,9 @@ class NsinitLink:
         self._next_seq += 1
         return self._next_seq
 
-    async def request(self, message: Any) -> NsinitAnswer:  # a member of nsinit.protocol.REQUESTS
-        """Send a request and wait for its answer, which may be `Failed`. Cancelling closes the answer's descriptors.
+    async def request(self, message: Any, fds: Sequence[int] = ()) -> NsinitAnswer:  # one of nsinit.protocol.REQUESTS
+        """Send a request with descriptors, which stay the caller's, and wait for its answer, which may be `Failed`.
+        Cancelling closes the answer's descriptors.
 
         Raises:
             NsinitLost: nsinit died, or broke the protocol.
@@ -64,7 +65,8 @@ class NsinitLink:
         slot = self._waiting[message.seq] = _Slot()
         try:
             async with self._send_lock:
-                await self._socket.send(REQUESTS.encode(message))
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+                await self._socket.sendmsg([REQUESTS.encode(message)], ancillary)
             await slot.done.wait()
         except OSError as error:
             raise NsinitLost("the fork server is gone") from error

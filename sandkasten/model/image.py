@@ -1,15 +1,24 @@
-"""Values of images: what the configuration of an image says about commands in it. Frozen, no I/O."""
+"""The configuration of an image: what its maker says about running programs of it. Source: the OCI image specification
+(config.md)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
+
+from sandkasten.model.errors import InvalidImage
+
+MAX_CONFIG_BYTES = 256 * 1024
+"""Bytes of a configuration as JSON."""
 
 
 @attrs.frozen
 class ImageConfig:
-    """The kept part of an image's configuration (OCI image specification, `config.md`)."""
+    """The fields that are kept. `env` is below a session's own; `user` is a name or ids of the image's accounts;
+    `exposed_ports` and `volumes` are listed and have no effect."""
 
     env: Mapping[str, str] = attrs.field(factory=dict)
     working_dir: str = ""
@@ -20,3 +29,70 @@ class ImageConfig:
     exposed_ports: Sequence[str] = ()
     volumes: Sequence[str] = ()
     stop_signal: str = ""
+
+    @property
+    def command(self) -> Sequence[str]:
+        """The command of a session that is asked to run none."""
+        return (*self.entrypoint, *self.cmd)
+
+    @classmethod
+    def from_stored(cls, said: Mapping[str, Any]) -> ImageConfig:
+        """Return the configuration in an image's description. Raises `TypeError`, `ValueError`."""
+        fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in said.items()}
+        config = cls(**fields)
+        for name in attrs.fields_dict(cls):
+            value, default = getattr(config, name), getattr(_NONE, name)
+            parts = (*value, *value.values()) if isinstance(value, dict) else value
+            if type(value) is not type(default) or not all(isinstance(each, str) for each in parts):
+                raise TypeError(f"{name} of an image's configuration is of another type")
+        return config
+
+    @classmethod
+    def from_oci(cls, said: Mapping[str, Any]) -> ImageConfig:
+        """Return the configuration in the `config` of an OCI image, or of a docker-archive's.
+
+        Raises:
+            InvalidImage: it is too large, or not of the form that the specification gives it.
+        """
+        if len(json.dumps(said)) > MAX_CONFIG_BYTES:
+            raise InvalidImage(f"the image's configuration is larger than {MAX_CONFIG_BYTES >> 10} KiB")
+        env = [each.partition("=") for each in said.get("Env") or ()]
+        try:
+            return cls.from_stored(
+                {
+                    "env": {name: value for name, _, value in env if name},
+                    "working_dir": said.get("WorkingDir") or "",
+                    "user": said.get("User") or "",
+                    "entrypoint": _words(said.get("Entrypoint")),
+                    "cmd": _words(said.get("Cmd")),
+                    "labels": dict(said.get("Labels") or {}),
+                    "exposed_ports": sorted(said.get("ExposedPorts") or ()),
+                    "volumes": sorted(said.get("Volumes") or ()),
+                    "stop_signal": said.get("StopSignal") or "",
+                }
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidImage(f"the image's configuration is malformed: {error}") from error
+
+    def to_oci(self) -> dict[str, Any]:
+        """Return the `config` of an OCI image; fields without a value are left out."""
+        said = {
+            "Env": [f"{name}={value}" for name, value in self.env.items()],
+            "WorkingDir": self.working_dir,
+            "User": self.user,
+            "Entrypoint": list(self.entrypoint),
+            "Cmd": list(self.cmd),
+            "Labels": dict(self.labels),
+            "ExposedPorts": {each: {} for each in self.exposed_ports},
+            "Volumes": {each: {} for each in self.volumes},
+            "StopSignal": self.stop_signal,
+        }
+        return {name: value for name, value in said.items() if value}
+
+
+_NONE = ImageConfig()
+
+
+def _words(said: str | Sequence[str] | None) -> list[str]:
+    """Return the words of a command: old archives have a string for the shell."""
+    return ["/bin/sh", "-c", said] if isinstance(said, str) else list(said or ())

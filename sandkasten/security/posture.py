@@ -430,7 +430,7 @@ def check_images(config: Config) -> Iterator[Finding]:
     except OSError:
         return
     for image in images:
-        if found := privileged_files(catalog.rootfs_path(image.name)):
+        if found := privileged_files(catalog.trees(image.name)[0]):
             yield low(
                 "image.setuid",
                 f"image {image.name!r} has {len(found)} setuid or setgid files, such as {found[0]}",

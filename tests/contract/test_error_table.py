@@ -51,6 +51,7 @@ PUBLISHED = {
     "CONFLICT": 409,
     "AMBIGUOUS": 409,
     "LIMIT_IN_USE": 409,
+    "IMAGE_IN_USE": 409,
     "EXEC_IDS_EXHAUSTED": 409,
     "PRECONDITION_FAILED": 412,
     "TOO_LARGE": 413,
@@ -84,7 +85,7 @@ OF_CLIENTS = {
 LEAVES = [
     cls for cls in subclasses(SandkastenError) if not cls.__subclasses__() and not issubclass(cls, tuple(OF_CLIENTS))
 ]
-CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed]
+CONCRETE = [*LEAVES, errors.Capacity, errors.InvalidImage, errors.StoreFailed]
 
 
 @pytest.mark.parametrize("cls", CONCRETE)

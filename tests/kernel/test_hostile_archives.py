@@ -78,7 +78,7 @@ def test_no_extended_attribute_arrives(catalog: Catalog, tmp_path: Path, prefix:
         entry("srv/link", tarfile.SYMTYPE, linkname="file", pax_headers=headers),
     ]
     import_tar(catalog, "x", write(tmp_path / "x.tar", entries))
-    paths = [path for path in catalog.rootfs_path("x").rglob("*") if path.parts[-2:] and "srv" in path.parts]
+    paths = [path for path in catalog.trees("x")[0].rglob("*") if path.parts[-2:] and "srv" in path.parts]
     assert len(paths) == 3
     assert [os.listxattr(path, follow_symlinks=False) for path in paths] == [[], [], []]
 
@@ -95,7 +95,7 @@ def test_whiteouts_are_left_out_or_plain_files(catalog: Catalog, tmp_path: Path)
         entry(".wh.etc"),
     ]
     _, counts = import_tar(catalog, "x", write(tmp_path / "x.tar", entries))
-    srv = catalog.rootfs_path("x") / "srv"
+    srv = catalog.trees("x")[0] / "srv"
     assert sorted(os.listdir(srv)) == [".wh..wh..opq", ".wh.kept", "kept"]
     assert (srv / "kept").read_bytes() == b"kept"
     assert counts.skipped == 1

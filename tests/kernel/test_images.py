@@ -87,7 +87,7 @@ def test_the_host_image_is_valid_and_made_once(catalog: Catalog) -> None:
 def test_the_host_image_holds_nothing_private(catalog: Catalog) -> None:
     """No file of accounts, keys or identities of the machine, and no file that not everybody may read."""
     ensure_host_image(catalog)
-    root = catalog.rootfs_path("host")
+    root = catalog.trees("host")[0]
     names = {str(path.relative_to(root)) for path in root.rglob("*")}
     for name in ("sudoers", "machine-id", "ssh", "ssl/private", "fstab", "environment", "apt/auth.conf"):
         assert f"etc/{name}" not in names
@@ -110,7 +110,7 @@ def test_the_host_image_holds_nothing_private(catalog: Catalog) -> None:
 def test_the_host_image_names_its_own_users(catalog: Catalog) -> None:
     """Accounts of the machine are not told inside."""
     ensure_host_image(catalog)
-    lines = (catalog.rootfs_path("host") / "etc/passwd").read_text().splitlines()
+    lines = (catalog.trees("host")[0] / "etc/passwd").read_text().splitlines()
     names = [line.split(":")[0] for line in lines]
     assert {"root", "daemon", "www-data", "_apt", "nobody", "sandbox"} <= set(names)
     assert [line for line in lines if 1000 <= int(line.split(":")[2]) < 65534] == lines[-1:]
@@ -136,7 +136,7 @@ def fake_machine(root: Path) -> Path:
 def test_only_listed_public_regular_files_are_copied(catalog: Catalog, tmp_path: Path) -> None:
     """Unlisted, unreadable and special files and private keys stay out, whatever their mode."""
     ensure_host_image(catalog, root=fake_machine(tmp_path / "machine"))
-    etc = catalog.rootfs_path("host") / "etc"
+    etc = catalog.trees("host")[0] / "etc"
     assert (etc / "python3.99/x").read_text() == "python3.99/x"
     assert os.listdir(etc / "ssl/certs") == ["ca.pem"]
     assert not {"shadow", "services", "protocols"} & set(os.listdir(etc))
@@ -149,7 +149,7 @@ def test_the_host_image_does_not_depend_on_the_umask(catalog: Catalog, tmp_path:
         ensure_host_image(catalog, root=fake_machine(tmp_path / "machine"))
     finally:
         os.umask(before)
-    root = catalog.rootfs_path("host")
+    root = catalog.trees("host")[0]
     closed = [path for path in root.rglob("*") if path.is_dir() and not path.stat().st_mode & 0o001]
     assert closed == [root / "root"]
 
@@ -162,7 +162,7 @@ def test_a_changed_linker_cache_makes_a_new_host_image(catalog: Catalog, tmp_pat
     (machine / "etc/ld.so.cache").write_text("more libraries")
     second = ensure_host_image(catalog, root=machine)
     assert second.fingerprint != first.fingerprint
-    assert (catalog.rootfs_path("host") / "etc/ld.so.cache").read_text() == "more libraries"
+    assert (catalog.trees("host")[0] / "etc/ld.so.cache").read_text() == "more libraries"
     (old,) = (tmp_path / "data/images/.retired").iterdir()
     assert (old / "rootfs/etc/ld.so.cache").read_text() == "ld.so.cache"
 
@@ -199,7 +199,7 @@ def test_the_machine_s_packages_count_as_installed(catalog: Catalog, tmp_path: P
     status.parent.mkdir(parents=True)
     status.write_text(STATUS)
     first = ensure_host_image(catalog, root=machine)
-    dpkg = catalog.rootfs_path("host") / "var/lib/dpkg"
+    dpkg = catalog.trees("host")[0] / "var/lib/dpkg"
     assert (dpkg / "status").read_text() == (
         "Package: liba\nStatus: install ok installed\nArchitecture: amd64\nMulti-Arch: same\nVersion: 1\n"
         "Description: a library\n"
@@ -208,7 +208,7 @@ def test_the_machine_s_packages_count_as_installed(catalog: Catalog, tmp_path: P
     status.chmod(0o640)
     os.utime(status, ns=(0, 0))
     assert ensure_host_image(catalog, root=machine).fingerprint != first.fingerprint
-    assert (catalog.rootfs_path("host") / "var/lib/dpkg/status").read_text() == ""
+    assert (catalog.trees("host")[0] / "var/lib/dpkg/status").read_text() == ""
 
 
 def add_program(path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_machine_with_python3_alone_gets_a_python_command(catalog: Catalog, tm
     """A link in the image, nothing on the machine; when the machine gets a `python` of its own the link goes."""
     machine = fake_machine(tmp_path / "machine")
     ensure_host_image(catalog, root=machine)
-    usr = catalog.rootfs_path("host") / "usr"
+    usr = catalog.trees("host")[0] / "usr"
     assert list(usr.iterdir()) == []
     add_program(machine / "usr/bin/python3")
     with_python3 = ensure_host_image(catalog, root=machine)
@@ -234,7 +234,7 @@ def test_a_machine_with_python3_alone_gets_a_python_command(catalog: Catalog, tm
     assert sorted(os.listdir(machine / "usr/bin")) == ["python3"]
     add_program(machine / "usr/local/bin/python")
     ensure_host_image(catalog, root=machine)
-    assert list((catalog.rootfs_path("host") / "usr").iterdir()) == []
+    assert list((catalog.trees("host")[0] / "usr").iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the machine's python3 in /usr")
@@ -278,7 +278,7 @@ def test_an_archive_becomes_an_image(
         ("link", tarfile.SYMTYPE, "/etc"),
     ]
     image, counts = import_tar(catalog, "x", make_tar(tmp_path / "x.tar", members, compression))
-    root = catalog.rootfs_path("x")
+    root = catalog.trees("x")[0]
     assert (image.members, image.size_bytes, counts.skipped) == (5, 5, 0)
     assert (root / "usr/share/hard").read_bytes() == b"\0\xff"
     assert (root / "usr/share/hard").stat().st_nlink == 2
@@ -299,9 +299,9 @@ def test_owners_and_modes_are_kept_and_privilege_is_not(catalog: Catalog, tmp_pa
             info.type, info.mode, info.uid, info.gid = kind, mode, 1000, 65535
             archive.addfile(info)
     _, counts = import_tar(catalog, "x", tmp_path / "x.tar")
-    status = (catalog.rootfs_path("x") / "su").stat()
+    status = (catalog.trees("x")[0] / "su").stat()
     assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1000, 65535, 0o755)
-    assert stat.S_IMODE((catalog.rootfs_path("x") / "spool").stat().st_mode) == 0o1777
+    assert stat.S_IMODE((catalog.trees("x")[0] / "spool").stat().st_mode) == 0o1777
     assert counts.privileged == 1
 
 
@@ -371,7 +371,7 @@ def test_no_member_reaches_outside_of_the_new_image(
     except InvalidImage as error:
         refusal = str(error)
     if refusal is None:
-        inside = [path.read_bytes() for path in catalog.rootfs_path("x").rglob("kept")]
+        inside = [path.read_bytes() for path in catalog.trees("x")[0].rglob("kept")]
         assert set(inside) <= {b"overwritten"}
     else:
         assert "can't be unpacked" in refusal
@@ -387,7 +387,7 @@ def test_device_nodes_and_fifos_are_left_out(catalog: Catalog, tmp_path: Path) -
     ]
     _, counts = import_tar(catalog, "x", make_tar(tmp_path / "x.tar", [*SHELL, *special]))
     assert counts.skipped == 3
-    assert sorted(os.listdir(catalog.rootfs_path("x"))) == ["bin", "etc"]
+    assert sorted(os.listdir(catalog.trees("x")[0])) == ["bin", "etc"]
 
 
 def numbers(count: int) -> list[Member]:

@@ -42,7 +42,10 @@ class MountedImage:
     @classmethod
     def of(cls, resolved: Resolved, image: Image) -> MountedImage:
         """Return the image and the plan that a create asks for."""
-        return cls(image, plan_sandbox("", resolved, workspace_id=None, image=image.name, image_kind=image.kind))
+        plan = plan_sandbox(
+            "", resolved, workspace_id=None, image=image.name, image_kind=image.kind, layers=image.layers
+        )
+        return cls(image, plan)
 
     def fits(self, other: MountedImage) -> bool:
         """Whether a sandbox with this one will do for a create that asks for the other."""

@@ -23,6 +23,7 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, R, Ref
+from sandkasten.images.layers import refusal_of
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import NsinitAnswer, NsinitLink, failure_text, is_passing
 from sandkasten.links.processes import ChildProcess, StartNsinit, forward_log, start_as_child
@@ -33,7 +34,9 @@ P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
 _REQUEST_S = 30.0
-"""Longer than anything nsinit does; a request that takes this long means that nsinit hangs."""
+"""Longer than what nsinit does for a session; a request that takes this long means that nsinit hangs."""
+_UNPACK_S = 2 * 3600.0
+"""Longer than an archive may take, in processor time, and its way to the disk."""
 
 _VICTIM_AGE_S = 10.0
 """Age beyond which a kill for memory is not the one that is asked about."""
@@ -68,6 +71,10 @@ class Call(Ask[R]):
     request: protocol.Request[Any]
     read: Callable[[NsinitAnswer], R]
     is_retriable: bool = False
+    fds: Sequence[int] = ()
+    """Descriptors that go along; they stay the asker's, who keeps them open until the answer."""
+    patience_s: float = _REQUEST_S
+    """Longer than nsinit takes."""
 
 
 @attrs.frozen
@@ -239,6 +246,32 @@ async def scan(nsinit: Ref) -> Sequence[protocol.Found]:
             return found
 
 
+async def ask_store(nsinit: Ref, request: protocol.Request[R], fds: Sequence[int] = ()) -> R:
+    """Ask about layers and images. `fds` stay the caller's; a caller that is cancelled ends an unpacking by closing the
+    other end of its pipe.
+
+    Raises:
+        SandkastenError: what `layers.refusal_of` makes of nsinit's failure.
+        NsinitLost: nsinit died.
+    """
+    try:
+        return await ask_when_up(nsinit, Call(request, _message, fds=fds, patience_s=_UNPACK_S))
+    except BuildFailed as failed:
+        message = failed.message.removeprefix(f"{failed.stage} failed: ")
+        raise refusal_of(failed.stage, failed.errno, failed.path, message) from failed
+
+
+class ThreadLink:
+    """The daemon's nsinit as a link of `images.layers.Layers`, for a worker thread of the same trio run."""
+
+    def __init__(self, nsinit: Ref) -> None:
+        self._nsinit = nsinit
+
+    def ask(self, request: protocol.Request[R], fds: Sequence[int] = ()) -> R:
+        """See `images.layers.StoreLink`."""
+        return trio.from_thread.run(ask_store, self._nsinit, request, fds)
+
+
 async def list_workspaces(nsinit: Ref) -> Sequence[str]:
     """Return the ids of the workspaces that have a directory."""
     names: list[str] = []
@@ -335,19 +368,21 @@ class NsinitClient(Actor):
     async def _call(self, message: Call[R]) -> R:
         request = _numbered(message.request, self._link.next_seq())
         try:
-            return message.read(_checked(request, await self._request(request)))
+            return message.read(_checked(request, await self._request(request, message.fds, message.patience_s)))
         except BuildFailed as failed:
             if message.is_retriable and is_passing(failed.stage, failed.errno):
                 raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
             raise
 
-    async def _request(self, request: protocol.Request[Any]) -> NsinitAnswer:
+    async def _request(
+        self, request: protocol.Request[Any], fds: Sequence[int] = (), patience_s: float = _REQUEST_S
+    ) -> NsinitAnswer:
         """Send a request; an nsinit that hangs is killed and its askers get `NsinitLost`."""
         assert self._process is not None
-        with trio.move_on_after(_REQUEST_S) as scope:
-            return await self._link.request(request)
+        with trio.move_on_after(patience_s) as scope:
+            return await self._link.request(request, fds)
         assert scope.cancelled_caught
-        log.error("nsinit_hangs", extra={"request": type(request).__name__, "waited_s": _REQUEST_S})
+        log.error("nsinit_hangs", extra={"request": type(request).__name__, "waited_s": patience_s})
         self._process.kill()
         raise NsinitLost("the fork server does not answer")
 

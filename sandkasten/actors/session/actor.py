@@ -236,8 +236,9 @@ class SessionActor(Actor):
             session.id,
             creation.resolved,
             workspace_id=session.workspace_id,
-            image=creation.image,
-            image_kind=creation.image_kind,
+            image=creation.image.name,
+            image_kind=creation.image.kind,
+            layers=creation.image.layers,
         )
         if session.workspace_id is not None:
             await ask_patiently(self._services.nsinit, call(MakeWorkspace, session.workspace_id))

@@ -16,7 +16,6 @@ from typing import Any
 import attrs
 import trio
 
-from nsinit.wire.protocol import ImageKind
 from runner.wire import protocol
 from runner.wire.protocol import Hello, HelloReply, Setup
 from sandkasten.actors.core import Ref
@@ -26,6 +25,7 @@ from sandkasten.admission.budget import Budget
 from sandkasten.admission.plan import Resolved
 from sandkasten.config import DiskSettings, Maximum
 from sandkasten.host.paths import DataPaths
+from sandkasten.images.catalog import Image
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
     InvalidImage,
@@ -137,8 +137,7 @@ class Creation:
     runner and nowhere else."""
 
     resolved: Resolved
-    image: str
-    image_kind: ImageKind
+    image: Image
     is_prepared: bool
     unused_shell_ms: int | None
     env: Mapping[str, str] = attrs.field(repr=False)

@@ -54,6 +54,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.Conflict: 409,
     errors.Ambiguous: 409,
     errors.LimitInUse: 409,
+    errors.ImageInUse: 409,
     errors.ExecIdsExhausted: 409,
     errors.ExecEnded: 409,
     errors.SessionExpired: 410,

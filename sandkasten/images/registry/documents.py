@@ -27,7 +27,6 @@ MEDIA_TYPES: Final = (
 )
 MAX_DOCUMENT_BYTES: Final = 4 << 20
 MAX_CONFIG_BYTES: Final = 1 << 20
-_MAX_KEPT_CONFIG_BYTES = 256 << 10
 _MAX_INDEX_ENTRIES = 1000
 _MAX_BLOB_BYTES = 1 << 40
 
@@ -130,8 +129,7 @@ def read_configuration(data: bytes, manifest: Manifest) -> Configuration:
     """Return the configuration of a manifest's image.
 
     Raises:
-        InvalidImage: it is none, or does not fit the manifest.
-        TooLarge: its kept part is too large.
+        InvalidImage: it is none, does not fit the manifest, or is too large.
     """
     value = _object(_parse(data), "the configuration")
     diff_ids = _object(value.get("rootfs"), "rootfs").get("diff_ids")
@@ -140,27 +138,11 @@ def read_configuration(data: bytes, manifest: Manifest) -> Configuration:
     if len(diff_ids) != len(manifest.layers):
         raise InvalidImage(f"the configuration names {len(diff_ids)} layers, the manifest {len(manifest.layers)}")
     platform = Platform(*(_text(value, name) for name in ("os", "architecture", "variant")))
-    config = _kept(_object(value.get("config") or {}, "config"))
-    size = len(orjson.dumps(attrs.asdict(config)))
-    if size > _MAX_KEPT_CONFIG_BYTES:
-        raise TooLarge(f"the configuration has {size} bytes", limit=_MAX_KEPT_CONFIG_BYTES)
+    try:
+        config = ImageConfig.from_oci(_object(value.get("config") or {}, "config"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidImage(f"the configuration is malformed: {error}") from error
     return Configuration(platform, config, tuple(diff_ids))
-
-
-def _kept(value: _Json) -> ImageConfig:
-    env = dict(each.split("=", 1) for each in _texts(value, "Env") if "=" in each)
-    labels = {name: text for name, text in _object(value.get("Labels") or {}, "Labels").items() if _is_text(text)}
-    return ImageConfig(
-        env=env,
-        working_dir=_text(value, "WorkingDir"),
-        user=_text(value, "User"),
-        entrypoint=_texts(value, "Entrypoint"),
-        cmd=_texts(value, "Cmd"),
-        labels=labels,
-        exposed_ports=tuple(_object(value.get("ExposedPorts") or {}, "ExposedPorts")),
-        volumes=tuple(_object(value.get("Volumes") or {}, "Volumes")),
-        stop_signal=_text(value, "StopSignal"),
-    )
 
 
 def _index(entries: Sequence[object]) -> Index:
@@ -203,13 +185,6 @@ def _text(fields: _Json, name: str) -> str:
     if not _is_text(value):
         raise InvalidImage(f"{name} is no text")
     return str(value)
-
-
-def _texts(fields: _Json, name: str) -> tuple[str, ...]:
-    value = fields.get(name) or []
-    if not isinstance(value, list) or not all(map(_is_text, value)):
-        raise InvalidImage(f"{name} is no list of texts")
-    return tuple(value)
 
 
 def _is_text(value: object) -> bool:

@@ -139,7 +139,7 @@ def _try(field: Field, members: Sequence[Member], name: str) -> str:
         return "refused"
     finally:
         tar.unlink()
-    wrong = find_wrong(catalog.rootfs_path(name))
+    wrong = find_wrong(catalog.trees(name)[0])
     return f"left {', '.join(wrong)}" if wrong else "imported"
 
 

@@ -1,0 +1,345 @@
+"""Layers by digest, and images that are lists of them: drafts, names, which of them are in use, what may go.
+
+A layer is `layers/<sha256>/{fs,meta.json,privileged}`: `fs` has the files, with ids 0 to 65535; `privileged` the names
+of files whose setuid or setgid bit was dropped, with their modes. It gets its name only when all of it is on the disk,
+and no other layer ever gets that name. An image is `images/<name>/{layers,meta.json}`; `layers` is what counts here,
+`meta.json` is never read.
+
+A layer is in use by an image that lists it and by a session whose record (`run/<session>/image`) does. A collection
+looks at all of them, and moves what nobody uses out of the way, with the store locked against every process that
+begins a use: one that writes a record, publishes an image, or finds a layer that it does not have to unpack.
+Sources: flock(2); rename(2) RENAME_NOREPLACE, RENAME_EXCHANGE; syncfs(2); fsync(2) on directories; openat2(2);
+Documentation/filesystems/overlayfs.rst (trusted.overlay.opaque).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from nsinit.kernel import constants as k
+from nsinit.kernel import syscalls
+from nsinit.scheduler import Wait
+from nsinit.steps import Crash, StepFailed, passing
+from nsinit.storage.chores import Chore, run_chore
+from nsinit.storage.paths import DIGEST_PREFIX, Layout, check_owner_of, make_directory, sync_directory
+from nsinit.storage.trash import remove_tree
+from nsinit.wire.protocol import (
+    MAX_DESCRIPTION_BYTES,
+    CollectLayers,
+    DeleteImage,
+    LayersCollected,
+    LayerUnpacked,
+    PublishImage,
+)
+from nsinit.wire.validate import is_digest, is_session_id
+from nsinit.wire.verdict import Unpacked
+
+DRAFT, IMAGE_DRAFT = "+new-", ".new-"
+"""The beginnings of the names of drafts. No layer and no image has such a name."""
+OPAQUE = "trusted.overlay.opaque"
+_RETIRED = ".retired"
+_META, _PRIVILEGED, _LIST = "meta.json", "privileged", "layers"
+_VERSION = 1
+_COUNTS = ("entries", "size_bytes", "skipped", "privileged")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
+_MAX_LIST_BYTES = 64 * 1024
+_CHORE_S = 600.0
+"""Seconds that a disk may take for all that was unpacked."""
+STAGE = "layer"
+IMAGE_STAGE = "image"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A layer in the making. `fd`: its directory, locked so that no sweep takes it; `files_fd`: that of its files."""
+
+    name: str
+    fd: int
+    files_fd: int
+
+    def close(self) -> None:
+        os.close(self.files_fd)
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStore:
+    """The layers and images of one data directory."""
+
+    layout: Layout
+    crash: Crash | None = None
+
+    # Layers
+
+    def share(self) -> None:
+        """Let the daemon's group read what layers are and which there are, and remove drafts that nobody works on."""
+        gid = os.stat(self.layout.layers).st_gid
+        for name in os.listdir(self.layout.layers):
+            path = f"{self.layout.layers}/{name}"
+            if name.startswith(DRAFT):
+                self._sweep(path)
+            elif os.lstat(path).st_gid != gid:
+                _share(path, gid)
+
+    def find(self, digest: str) -> LayerUnpacked | None:
+        """Return the layer of that digest, if there is one, and note that it was asked for."""
+        with self._shared():
+            try:
+                with open(f"{self.layout.layer(digest)}/{_META}", "rb") as file:
+                    said = json.loads(file.read(_MAX_LIST_BYTES))
+                os.utime(self.layout.layer(digest))
+            except FileNotFoundError:
+                return None
+        entries, size_bytes, skipped, privileged = (int(said[name]) for name in _COUNTS)
+        return LayerUnpacked(0, digest, entries, size_bytes, skipped, privileged, is_new=False)
+
+    def make_draft(self) -> Draft:
+        """Make a draft with no files. Raises `OSError`."""
+        name = f"{DRAFT}{os.urandom(8).hex()}"
+        path = f"{self.layout.layers}/{name}"
+        with self._shared():
+            os.mkdir(path, 0o700)
+            fd = os.open(path, _DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.mkdir("fs", 0o700, dir_fd=fd)
+        passing(self.crash, "nsinit.layer.drafted")
+        return Draft(name, fd, os.open("fs", _DIRECTORY, dir_fd=fd))
+
+    def keep(self, draft: Draft, unpacked: Unpacked) -> Chore:
+        """Give a draft its name, once all of it is on the disk; it stays a draft if there is such a layer by now.
+
+        Raises:
+            StepFailed: the disk is full, or a directory that the archive called opaque is none of the layer's.
+        """
+        digest, layout = DIGEST_PREFIX + unpacked.digest, self.layout
+
+        def keep() -> None:
+            for path in unpacked.opaque:
+                fd = syscalls.openat2(draft.files_fd, path, _DIRECTORY, resolve=_BENEATH)
+                os.setxattr(fd, OPAQUE, b"y")
+                os.close(fd)
+            gid = os.stat(layout.layers).st_gid
+            said = {"version": _VERSION, **unpacked.counts._asdict(), "privileged": len(unpacked.privileged)}
+            said |= {"opaque": len(unpacked.opaque), "created_at": int(time.time())}
+            _write(draft.fd, _META, json.dumps(said).encode())
+            _write(draft.fd, _PRIVILEGED, b"".join(name + b"\0" for name in unpacked.privileged))
+            _share(f"{layout.layers}/{draft.name}", gid)
+            syscalls.syncfs(draft.fd)
+            with self._shared():
+                try:
+                    syscalls.renameat2(f"{layout.layers}/{draft.name}", layout.layer(digest), k.RENAME_NOREPLACE)
+                except FileExistsError:
+                    os.utime(layout.layer(digest))
+            sync_directory(layout.layers)
+
+        yield from run_chore(STAGE, layout.layer(digest), keep, frozenset({draft.fd, draft.files_fd}), most_s=_CHORE_S)
+        passing(self.crash, "nsinit.layer.named")
+
+    def discard(self, draft: Draft) -> Chore:
+        """Remove a draft, if it has not become a layer. Raises `StepFailed`."""
+        path = f"{self.layout.layers}/{draft.name}"
+        if os.path.lexists(path):
+            yield from self._remove(path)
+
+    # Images
+
+    def publish(self, request: PublishImage, description_fd: int) -> Chore:
+        """Give layers and a description a name; see `PublishImage`. Raises `StepFailed`, `OSError`."""
+        layout, draft = self.layout, f"{self.layout.images}/{IMAGE_DRAFT}{os.urandom(8).hex()}"
+        description = os.pread(description_fd, MAX_DESCRIPTION_BYTES + 1, 0)
+        if not 0 < len(description) <= MAX_DESCRIPTION_BYTES:
+            raise OSError(errno.EFBIG, f"an image's description has up to {MAX_DESCRIPTION_BYTES} bytes")
+        path, text = layout.image(request.name), "".join(f"{each}\n" for each in request.layers)
+        images_fd = os.open(layout.images, _DIRECTORY)
+
+        def publish() -> None:
+            gid = os.fstat(images_fd).st_gid
+            with self._shared():
+                for each in request.layers:
+                    os.close(os.open(layout.layer_files(each), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW))
+                os.mkdir(draft, 0o700)
+                fd = os.open(draft, _DIRECTORY)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                try:
+                    _write(fd, _LIST, text.encode())
+                    _write(fd, _META, description)
+                    _share(draft, gid)
+                    os.fsync(fd)
+                    self._name(draft, path, replace=request.replace)
+                except OSError:
+                    remove_tree(images_fd, os.path.basename(draft))
+                    raise
+                os.fsync(images_fd)
+
+        try:
+            yield from run_chore(IMAGE_STAGE, path, publish, frozenset({images_fd}))
+        finally:
+            os.close(images_fd)
+        passing(self.crash, "nsinit.image.published")
+
+    def _name(self, draft: str, path: str, *, replace: bool) -> None:
+        """Give an image its name; the one that had it goes where no look-up leads: sessions may have its files."""
+        if replace and os.path.lexists(path):
+            # RENAME_EXCHANGE: at no moment is there no image of that name.
+            syscalls.renameat2(draft, path, k.RENAME_EXCHANGE)
+            self._retire(draft, os.path.basename(path))
+        else:
+            syscalls.renameat2(draft, path, k.RENAME_NOREPLACE)
+
+    def _retire(self, path: str, name: str) -> str:
+        retired = f"{self.layout.images}/{_RETIRED}"
+        make_directory(retired)
+        target = f"{retired}/{name}-{os.urandom(8).hex()}"
+        os.rename(path, target)
+        return target
+
+    def delete(self, request: DeleteImage) -> Chore:
+        """Delete an image; see `DeleteImage`. Raises `StepFailed`, `OSError`."""
+        path = self.layout.image(request.name)
+        with self._locked():
+            if not os.path.isdir(path):
+                raise OSError(errno.ENOENT, "there is no such image", path)
+            if any(name == request.name for name, _ in self._uses()):
+                raise OSError(errno.EBUSY, "a session has it", path)
+            has_layers = os.path.lexists(self.layout.image_layers(request.name))
+            path = self._retire(path, request.name)
+        passing(self.crash, "nsinit.image.retired")
+        if has_layers:  # the files of others may be the lower layer of a session
+            yield from self._remove(path)
+        else:
+            yield from run_chore(IMAGE_STAGE, path, partial(sync_directory, self.layout.images))
+
+    def layers_of(self, name: str) -> tuple[str, ...]:
+        """Return the layers of an image. Raises `FileNotFoundError`, and `StepFailed` where the list is no list."""
+        return _read_list(self.layout.image_layers(name))
+
+    # Uses
+
+    def note_use(self, session_id: str, name: str, digests: Iterable[str]) -> None:
+        """Record what a session has, before it has it. Raises `OSError`."""
+        text = "".join(f"{each}\n" for each in (name, *digests))
+        path = self.layout.session_use(session_id)
+        with self._shared(), contextlib.suppress(FileExistsError):  # noted when the image was mounted ahead
+            fd = os.open(path, _NEW, 0o600)
+            try:
+                os.write(fd, text.encode())
+            finally:
+                os.close(fd)
+
+    def _uses(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the image and the layers of each session that has some. Raises `OSError`, `StepFailed`: unknown."""
+        for session_id in os.listdir(self.layout.run):
+            if is_session_id(session_id):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    name, *digests = _read_lines(self.layout.session_use(session_id))
+                    yield name, tuple(digests)
+
+    def collect(self, request: CollectLayers) -> Generator[Wait, bool, LayersCollected]:
+        """Delete the layers that nobody has; see `CollectLayers`. Raises `OSError`, `StepFailed`: it is not known which
+        those are, and none was deleted."""
+        layout, before, moved, freed_bytes = self.layout, time.time() - request.grace_s, [], 0
+        with self._locked():
+            used = {each for _, digests in self._uses() for each in digests} | set(request.kept)
+            for name in os.listdir(layout.images):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    used.update(self.layers_of(name))
+            found = [DIGEST_PREFIX + name for name in os.listdir(layout.layers)]
+            for digest in request.only or found:
+                path = layout.layer(digest)
+                is_free = is_digest(digest) and digest not in used and os.path.isdir(path)
+                if not is_free or os.stat(path).st_mtime > before:
+                    continue
+                with open(f"{path}/{_META}", "rb") as file:
+                    freed_bytes += json.loads(file.read(_MAX_LIST_BYTES))["size_bytes"]
+                moved.append(f"{layout.trash}/layer-{os.urandom(8).hex()}")
+                if not request.dry_run:
+                    os.rename(path, moved[-1])
+        passing(self.crash, "nsinit.layer.collected")
+        for path in () if request.dry_run else moved:
+            yield from self._remove(path)
+        return LayersCollected(request.seq, len(moved), freed_bytes)
+
+    # Within
+
+    @contextlib.contextmanager
+    def _shared(self, operation: int = fcntl.LOCK_SH) -> Iterator[None]:
+        """Keep collections away for a moment."""
+        fd = os.open(self.layout.layers, _DIRECTORY)
+        try:
+            fcntl.flock(fd, operation)
+            yield
+        finally:
+            os.close(fd)
+
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
+        """Keep every beginning of a use away for a moment."""
+        return self._shared(fcntl.LOCK_EX)
+
+    def _sweep(self, path: str) -> None:
+        """Move a draft that nobody works on into the trash."""
+        with self._locked():
+            fd = os.open(path, _DIRECTORY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                check_owner_of(fd, path)
+                os.rename(path, f"{self.layout.trash}/layer-{os.urandom(8).hex()}")
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(fd)
+
+    def _remove(self, path: str) -> Chore:
+        """Remove a directory, first from its place. Raises `StepFailed`."""
+        trash = f"{self.layout.trash}/{os.path.basename(path)}"
+        if path != trash:
+            os.rename(path, trash)
+        trash_fd = os.open(self.layout.trash, _DIRECTORY)
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):  # somebody else is at the trash, too
+                remove_tree(trash_fd, os.path.basename(trash))
+            sync_directory(os.path.dirname(path))
+
+        try:
+            yield from run_chore(STAGE, path, remove, frozenset({trash_fd}), most_s=_CHORE_S)
+        finally:
+            os.close(trash_fd)
+
+
+def _share(path: str, gid: int) -> None:
+    """Let the group read a layer's or an image's description, and pass to no file of it."""
+    for each, mode in ((f"{path}/{_META}", 0o640), (path, 0o750 if gid else 0o700)):
+        os.chown(each, 0, gid, follow_symlinks=False)
+        os.chmod(each, mode)
+
+
+def _write(dir_fd: int, name: str, content: bytes) -> None:
+    with open(os.open(name, _NEW, 0o600, dir_fd=dir_fd), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_lines(path: str) -> list[str]:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _MAX_LIST_BYTES).decode("ascii").split()
+    finally:
+        os.close(fd)
+
+
+def _read_list(path: str) -> tuple[str, ...]:
+    digests = _read_lines(path)
+    if not digests or not all(map(is_digest, digests)):
+        raise StepFailed(IMAGE_STAGE, "the list of layers is none", path=path, errno=errno.EUCLEAN)
+    return tuple(digests)
