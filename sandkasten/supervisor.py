@@ -46,8 +46,8 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.job import Job, PullSpec
+from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
     EgressPage,
     EgressVerdict,

@@ -69,7 +69,7 @@ def layer(files: Mapping[str, bytes]) -> bytes:
 
 @attrs.define(eq=False)
 class Registry:
-    """What the server has and saw."""
+    """Content of the server, and requests that it saw."""
 
     port: int = 0
     blobs: dict[str, bytes] = attrs.field(factory=dict)
@@ -86,10 +86,19 @@ class Registry:
         """Return the reference of the image that was pushed."""
         return f"{self.name}/{REPOSITORY}{target}"
 
-    def push(self, layers: Sequence[bytes], *, tag: str = "latest", platform: Platform | None = None) -> str:
-        """Take an image of uncompressed layers; return the digest of its manifest."""
+    def push(
+        self,
+        layers: Sequence[bytes],
+        *,
+        tag: str = "latest",
+        platform: Platform | None = None,
+        contents: Sequence[bytes] | None = None,
+    ) -> str:
+        """Take an image of layers, whose uncompressed `contents` are the same unless they are given; return the digest
+        of its manifest."""
         own = platform or Platform.own()
-        config: dict[str, Any] = {**attrs.asdict(own), "rootfs": {"diff_ids": [digest_of(each) for each in layers]}}
+        diff_ids = [digest_of(each) for each in contents or layers]
+        config: dict[str, Any] = {**attrs.asdict(own), "rootfs": {"diff_ids": diff_ids}}
         config["config"] = {"Env": ["PATH=/bin", "A=b=c"], "Cmd": ["/bin/sh"], "WorkingDir": "/srv"}
         return self.push_manifest(self.add(json.dumps(config).encode()), [self.add(each) for each in layers], tag)
 

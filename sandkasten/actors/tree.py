@@ -80,7 +80,7 @@ from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
-from sandkasten.host.paths import DataPaths
+from sandkasten.host.paths import DataPaths, credentials_file
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.journal.egress import EgressLogs
@@ -303,6 +303,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
             blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
             settings=self._config.images,
+            credentials_file=credentials_file(self._config),
             crash=self._shared.crash,
         )
         await actor.run(task_status=task_status)

@@ -77,7 +77,14 @@ def hand_over(config: Config, account: Account) -> None:
     root_fd = os.open(config.data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         known = frozenset({0, os.fstat(root_fd).st_gid, account.gid})
-        for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key, *listening):
+        for path in (
+            paths.lock,
+            paths.node_id,
+            paths.node_id.with_suffix(".new"),
+            paths.api_key,
+            paths.registries,
+            *listening,
+        ):
             _give_file(root_fd, path.name, account, known)
         _keep_file(root_fd, paths.keys.name, account, known)
         for directory in (paths.spool, paths.blobs):

@@ -98,8 +98,8 @@ class Layers:
         """Return a layer of the store; None if it is not there, or can't be read."""
         try:
             said = json.loads((self._directory / diff_id.removeprefix(_PREFIX) / "meta.json").read_bytes())
-            counts = (said[name] for name in ("entries", "size_bytes", "skipped", "privileged"))
-            return LayerMeta(diff_id, *counts, is_new=False)
+            counts = {name: int(said[name]) for name in ("entries", "size_bytes", "skipped", "privileged")}
+            return LayerMeta(diff_id, **counts, is_new=False)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

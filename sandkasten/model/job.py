@@ -19,7 +19,7 @@ KEPT_JOBS = 200
 
 
 class JobKind(enum.StrEnum):
-    """What a job does."""
+    """Kinds of work."""
 
     PULL = "pull"
 
@@ -49,7 +49,7 @@ class LayerPhase(enum.StrEnum):
 
 @attrs.frozen
 class LayerProgress:
-    """How far a layer is: bytes of its blob, as the registry has it."""
+    """Progress of a layer: bytes of its blob, as the registry has it."""
 
     layer: str
     done_bytes: int

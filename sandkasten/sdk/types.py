@@ -337,7 +337,7 @@ class NetworkInfo(Taken):
 
 
 @dataclass
-class LayerProgress(Taken):
+class LayerInfo(Taken):
     """Layer of a pull: bytes of it that came, and its `phase`: `waiting`, `downloading`, `unpacking`, `done`, or
     `present` if the server had it."""
 
@@ -362,11 +362,11 @@ class JobInfo(Taken):
     ended_at: str | None = None
     digest: str | None = None
     error: dict[str, Any] | None = None
-    progress: list[LayerProgress] = field(default_factory=list)
+    progress: list[LayerInfo] = field(default_factory=list)
 
     @classmethod
     def take(cls, data: Mapping[str, Any], **others: Any) -> Self:
-        progress = [LayerProgress.take(each) for each in data.get("progress", ())]
+        progress = [LayerInfo.take(each) for each in data.get("progress", ())]
         return super().take(data, progress=progress, **others)
 
     @property

@@ -32,7 +32,7 @@ TAR = layer({"file": b"content" * 1000})
 
 
 @asynccontextmanager
-async def working(tmp_path: Path, layers: LayerStore, settings: ImagesSettings | None = None) -> AsyncIterator[Ref]:
+async def working(tmp_path: Path, layers: LayerStore) -> AsyncIterator[Ref]:
     """Run the actor over a database."""
     store = Store(Ref("store"), tmp_path / "db")
     jobs = Jobs(
@@ -40,7 +40,8 @@ async def working(tmp_path: Path, layers: LayerStore, settings: ImagesSettings |
         store=store.ref,
         layers=layers,
         blobs=Blobs(tmp_path / "blobs"),
-        settings=settings or ImagesSettings(),
+        settings=ImagesSettings(),
+        credentials_file=tmp_path / "auth.json",
         crash=Crash(),
         patience=Patience(1, 0.001, 5),
     )
@@ -123,7 +124,7 @@ async def test_a_key_begins_one_job(tmp_path: Path) -> None:
 
 
 async def test_a_job_that_is_cancelled_has_ended_when_that_is_answered(tmp_path: Path) -> None:
-    """Its readers are told, it may be cancelled again, and the number of jobs is bounded meanwhile."""
+    """Readers of the job are told, it may be cancelled again, and the number of jobs is bounded meanwhile."""
     async with serving() as registry, working(tmp_path, MemoryStore()) as jobs:
         asked = silent(registry)
         all_jobs = [await jobs.ask(BeginPull(PullSpec(registry.reference()))) for _ in range(MAX_JOBS)]
@@ -164,7 +165,7 @@ async def test_a_job_that_a_daemon_left_is_failed_for_the_next(tmp_path: Path) -
 async def test_a_failure_is_told_by_code_and_a_bug_ends_no_other_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever a store of layers raises: the next job is served."""
+    """A store of layers may raise anything: the next job is served."""
 
     class Broken(MemoryStore):
         async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
@@ -190,7 +191,7 @@ async def test_a_password_is_in_no_record_and_no_log(tmp_path: Path, caplog: pyt
     async with serving() as registry:
         write_credentials(file, registry.name, Credentials("file", "file-secret"), owner=(os.getuid(), os.getgid()))
         registry.answer = lambda _: Said(401, headers={"www-authenticate": "Basic realm=x"})
-        async with working(tmp_path, MemoryStore(), ImagesSettings(credentials_file=file)) as jobs:
+        async with working(tmp_path, MemoryStore()) as jobs:
             with caplog.at_level(logging.DEBUG):
                 for auth in (("me", "request-secret"), None):
                     job = await ended(jobs, await jobs.ask(BeginPull(PullSpec(registry.reference(), auth=auth))))

@@ -274,7 +274,10 @@ async def test_answers_are_as_described() -> None:
             ("DELETE", f"{space}/fs?path=f", None),
             ("DELETE", space, None),
         )
-        for method, url, json in requests:
+        pull = await client.post("/v1/images/pull", json={"reference": "127.0.0.1:1/x"})
+        for method in ("GET", "DELETE"):
+            assert (await client.request(method, f"/v1/jobs/{pull.json()['job_id']}")).is_success
+        for method, url, json in (*requests, ("GET", "/v1/jobs", None)):
             assert (await client.request(method, url, json=json)).is_success, url
         form: dict[str, Any] = {"files": {"file": ("f", b"x")}}
         session = await running.supervisor.create(SessionSpec())

@@ -16,7 +16,7 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
 from sandkasten.images.registry.documents import Blob, Platform
-from sandkasten.images.registry.pulling import Pull, Turns
+from sandkasten.images.registry.pulling import Pull, PullTurns
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import (
     DigestMismatch,
@@ -44,7 +44,7 @@ async def pulling(
     *,
     store: MemoryStore | None = None,
     credentials: Credentials | None = None,
-    turns: Turns | None = None,
+    turns: PullTurns | None = None,
     platform: str = "",
     floor_bytes: int = 0,
     limits: Patience = QUICK,
@@ -64,7 +64,7 @@ async def pulling(
             store or MemoryStore(),
             Blobs(tmp_path / "blobs", floor_bytes=floor_bytes),
             settings_of(**settings),
-            turns=turns or Turns(),
+            turns=turns or PullTurns(),
         )
     finally:
         await client.aclose()
@@ -185,7 +185,7 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
     """The second waits for the first, and finds the layers in the store."""
     async with serving() as registry:
         registry.push([BIG, SMALL])
-        turns, store = Turns(), MemoryStore()
+        turns, store = PullTurns(), MemoryStore()
         async with (
             pulling(tmp_path, registry.reference(), store=store, turns=turns) as first,
             pulling(tmp_path, registry.reference(), store=store, turns=turns) as second,
@@ -200,7 +200,7 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
 
 
 async def test_a_cancelled_pull_leaves_a_part_file_alone(tmp_path: Path) -> None:
-    """Which the next one goes on with; no layer is in the store, and no name."""
+    """The next one goes on with that; no layer is in the store, and no name."""
     async with serving() as registry:
         registry.push([BIG])
         asked_for = trio.Event()
@@ -416,7 +416,7 @@ async def test_a_token_is_fetched_once_for_a_pull(tmp_path: Path, credentials: C
 
 
 async def test_a_token_that_ends_in_the_middle_is_renewed(tmp_path: Path) -> None:
-    """Whatever the token server said about its time."""
+    """The token server said that it lasts longer."""
     async with serving() as registry:
         registry.push([BIG, SMALL])
         given = _token_server(registry, uses=2)

@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, assert_never
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
 
 import attrs
 import trio
@@ -21,10 +22,9 @@ from sandkasten.actors.services.store import do
 from sandkasten.config import ConfigError, ImagesSettings
 from sandkasten.crash import Crash
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import LayerStore, Pull, Turns
+from sandkasten.images.registry.pulling import LayerStore, Pull, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
@@ -40,6 +40,9 @@ from sandkasten.model.job import (
     PullSpec,
 )
 from sandkasten.store.jobs import BegunJob, begin_job, change_job, get_job, interrupt_jobs, list_jobs
+
+if TYPE_CHECKING:
+    from sandkasten.images.registry.client import Patience
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +119,15 @@ class Jobs(Actor):
         layers: LayerStore,
         blobs: Blobs,
         settings: ImagesSettings,
+        credentials_file: Path,
         crash: Crash,
         patience: Patience | None = None,
     ) -> None:
         super().__init__(ref)
         self._store, self._layers, self._blobs, self._settings = store, layers, blobs, settings
-        self._crash, self._patience = crash, patience
+        self._credentials_file, self._crash, self._patience = credentials_file, crash, patience
         self._running: dict[str, _Running] = {}
-        self._turns, self._at_once = Turns(), trio.CapacityLimiter(_AT_ONCE)
+        self._turns, self._at_once = PullTurns(), trio.CapacityLimiter(_AT_ONCE)
 
     async def on_start(self) -> None:
         """Tell jobs of an earlier daemon as failed, and begin to sweep broken downloads."""
@@ -229,12 +233,12 @@ class Jobs(Actor):
     async def _prepare(
         self, running: _Running, reference: Reference, platform: Platform, auth: Credentials | None, *, replace: bool
     ) -> Pull:
-        file = self._settings.credentials_file
+        from sandkasten.images.registry.client import RegistryClient
 
         def credentials_of(registry: str) -> Credentials | None:
             if auth is not None and registry == reference.registry:
                 return auth
-            return None if file is None else read_credentials(file, registry)
+            return read_credentials(self._credentials_file, registry)
 
         def on_progress(progress: Sequence[LayerProgress]) -> None:
             running.change(attrs.evolve(running.job, progress=tuple(progress)))

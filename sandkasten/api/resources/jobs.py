@@ -22,6 +22,7 @@ from sandkasten.model.job import Job, JobKind, JobState, LayerPhase, PullSpec
 ImageName = NewType("ImageName", str)
 add_kinds({ImageName: Matching(IMAGE_NAME, "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', no sign first")})
 
+_USUAL_LIMIT = ListLimit(100)
 _PAUSE_S = 0.25
 """Shortest time between two events of one stream."""
 
@@ -61,12 +62,12 @@ class PullHead:
 class JobsQuery:
     """The query of a list of jobs."""
 
-    limit: ListLimit = ListLimit(100)
+    limit: ListLimit = _USUAL_LIMIT
 
 
 @attrs.frozen(kw_only=True)
 class LayerProgressBody(Body):
-    """How far a layer is, in bytes of its blob."""
+    """Progress of a layer, in bytes of its blob."""
 
     layer: str
     done_bytes: int

@@ -17,13 +17,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from sandkasten.images.registry.client import Reading, RegistryClient
 from sandkasten.images.registry.documents import Blob
 from sandkasten.model.errors import DigestMismatch, DiskReserve, RegistryRefused
+
+if TYPE_CHECKING:  # a daemon that pulls nothing does not load what speaks HTTP
+    from sandkasten.images.registry.client import RegistryAnswer, RegistryClient
 
 _PART = re.compile(r"[0-9a-f]{64}\.part\Z")
 _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,7 +165,7 @@ class _Download:
     def _headers(self) -> Mapping[str, str]:
         return {"range": f"bytes={self.done}-"} if self.done else {}
 
-    async def _take(self, answer: Reading) -> None:
+    async def _take(self, answer: RegistryAnswer) -> None:
         """Take the bytes of one answer."""
         if self.done and not (answer.status == 206 and self._is_right_part(answer)):
             self._start_over()
@@ -171,10 +174,9 @@ class _Download:
         length = answer.headers.get("content-length", "")
         if length.isdigit() and int(length) > self.blob.size - self.done:
             raise self._too_long()
-        pieces = answer.pieces()
         waiting = bytearray()
         try:
-            async for piece in pieces:
+            while piece := await answer.read():
                 waiting += piece
                 if self.done + len(waiting) > self.blob.size:
                     raise self._too_long()
@@ -183,13 +185,12 @@ class _Download:
                     waiting = bytearray()
         finally:
             with trio.CancelScope(shield=True):
-                await pieces.aclose()  # type: ignore[attr-defined]  # a generator
                 if self.done + len(waiting) <= self.blob.size:
                     await self._write(waiting)
         if self.done < self.blob.size:
             raise RegistryRefused(f"the registry sends {self.done} of the {self.blob.size} bytes of {self.blob.digest}")
 
-    def _is_right_part(self, answer: Reading) -> bool:
+    def _is_right_part(self, answer: RegistryAnswer) -> bool:
         match = _CONTENT_RANGE.match(answer.headers.get("content-range", ""))
         return match is not None and int(match[1]) == self.done and match[3] in ("*", str(self.blob.size))
 

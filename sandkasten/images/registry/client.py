@@ -15,7 +15,7 @@ import re
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlencode, urljoin, urlsplit
 
 import attrs
@@ -52,7 +52,7 @@ _PORTS: Final[Mapping[str, int]] = {"http": 80, "https": 443}
 
 @attrs.frozen
 class Patience:
-    """How long a client tries. `silence_s`: a connection on which nothing comes for so long is lost."""
+    """Bounds of a client's tries. `silence_s`: a connection on which nothing comes for so long is lost."""
 
     tries: int = 5
     first_wait_s: float = 0.5
@@ -60,7 +60,7 @@ class Patience:
 
 
 @attrs.frozen
-class _Place:
+class _Source:
     """A registry's or mirror's address: `base` is a URL without a slash at its end, `registry` its name in the file of
     credentials."""
 
@@ -69,36 +69,22 @@ class _Place:
     is_last: bool
 
 
-class Reading(Protocol):
-    """An answer with a body that is read piece by piece."""
+class RegistryAnswer:
+    """An answer whose body is read piece by piece."""
 
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body. Raises `RegistryRefused` when the connection is lost."""
-        ...
-
-
-class _Answer:
     def __init__(self, response: httpcore2.Response, host: str) -> None:
         self.status = response.status
         self.headers = {name.decode("latin-1").lower(): each.decode("latin-1") for name, each in response.headers}
         self._stream: Any = response.aiter_stream()  # a generator, though its type says less
         self._response, self._host = response, host
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        while True:
-            try:
-                piece: bytes = await anext(self._stream, b"")
-            except _LOSSES as error:
-                raise _lost(self._host, error) from error
-            if not piece:
-                return
-            yield piece
+    async def read(self) -> bytes:
+        """Return the next piece of the body, empty at its end. Raises `RegistryRefused` when the connection is lost."""
+        try:
+            piece: bytes = await anext(self._stream, b"")
+        except _LOSSES as error:
+            raise _lost(self._host, error) from error
+        return piece
 
     async def whole(self, limit: int) -> bytes:
         """Return the whole body. Raises `TooLarge` as soon as it is larger than `limit`."""
@@ -106,17 +92,14 @@ class _Answer:
         if length.isdigit() and int(length) > limit:
             raise TooLarge(f"{self._host} sends a document of {length} bytes", limit=limit)
         data = bytearray()
-        pieces = self.pieces()
-        try:
-            async for piece in pieces:
-                data += piece
-                if len(data) > limit:
-                    raise TooLarge(f"{self._host} sends a document of more than {limit} bytes", limit=limit)
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]  # a generator
+        while piece := await self.read():
+            data += piece
+            if len(data) > limit:
+                raise TooLarge(f"{self._host} sends a document of more than {limit} bytes", limit=limit)
         return bytes(data)
 
     async def aclose(self) -> None:
+        """Close the connection, if there is more to read."""
         with trio.move_on_after(_CLOSE_S, shield=True):
             await self._stream.aclose()
             await self._response.aclose()
@@ -139,8 +122,8 @@ class RegistryClient:
         host = _HUB_HOST if registry == HUB else registry
         mirrors = [url.rstrip("/") for url in settings.mirrors.get(registry, ())]
         self._places = [
-            *(_Place(url, urlsplit(url).netloc, is_last=False) for url in mirrors),
-            _Place(f"{scheme}://{host}", registry, is_last=True),
+            *(_Source(url, urlsplit(url).netloc, is_last=False) for url in mirrors),
+            _Source(f"{scheme}://{host}", registry, is_last=True),
         ]
         is_named = scheme == "http" or _is_listed(settings.allow_private, registry)
         self._trusted = {_origin(url)[1:] for url in [*mirrors, *([self._places[-1].base] if is_named else [])]}
@@ -165,7 +148,7 @@ class RegistryClient:
     async def check_login(self) -> None:
         """Ask the registry whether the credentials are good. Raises `RegistryUnauthorized`, `RegistryRefused`."""
 
-        async def ask(place: _Place) -> None:
+        async def ask(place: _Source) -> None:
             async with self._opened(place, "", "/v2/", {}):
                 pass
 
@@ -180,7 +163,7 @@ class RegistryClient:
         """
         headers = {"accept": ", ".join(MEDIA_TYPES)}
 
-        async def ask(place: _Place) -> tuple[str, bytes]:
+        async def ask(place: _Source) -> tuple[str, bytes]:
             path = f"/v2/{reference.repository}/manifests/{target}"
             async with self._opened(place, reference.repository, path, headers) as answer:
                 data = await answer.whole(MAX_DOCUMENT_BYTES)
@@ -196,7 +179,7 @@ class RegistryClient:
     async def small_blob(self, repository: str, digest: str, size: int) -> bytes:
         """Return a blob as a whole. Raises as `manifest`."""
 
-        async def ask(place: _Place) -> bytes:
+        async def ask(place: _Source) -> bytes:
             async with self._opened(place, repository, f"/v2/{repository}/blobs/{digest}", {}) as answer:
                 data = await answer.whole(size)
             if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest or len(data) != size:
@@ -210,7 +193,7 @@ class RegistryClient:
         repository: str,
         digest: str,
         headers: Callable[[], Mapping[str, str]],
-        take: Callable[[Reading], Awaitable[T]],
+        take: Callable[[RegistryAnswer], Awaitable[T]],
         *,
         by_mirrors: bool = True,
     ) -> T:
@@ -220,7 +203,7 @@ class RegistryClient:
             RegistryRefused, RegistryUnauthorized, and whatever `take` raises.
         """
 
-        async def ask(place: _Place) -> T:
+        async def ask(place: _Source) -> T:
             async with self._opened(place, repository, f"/v2/{repository}/blobs/{digest}", headers()) as answer:
                 return await take(answer)
 
@@ -228,7 +211,7 @@ class RegistryClient:
 
     # Places and tries -------------------------------------------------------------------------------------------
 
-    async def _from_any(self, ask: Callable[[_Place], Awaitable[T]]) -> T:
+    async def _from_any(self, ask: Callable[[_Source], Awaitable[T]]) -> T:
         for place in self._places[:-1]:
             try:
                 return await ask(place)
@@ -236,7 +219,7 @@ class RegistryClient:
                 continue  # the next mirror, or the registry itself, whose errors count
         return await self._try(self._places[-1], ask)
 
-    async def _try(self, place: _Place, ask: Callable[[_Place], Awaitable[T]]) -> T:
+    async def _try(self, place: _Source, ask: Callable[[_Source], Awaitable[T]]) -> T:
         wait_s = self.patience.first_wait_s
         for left in reversed(range(self.patience.tries)):
             try:
@@ -253,8 +236,8 @@ class RegistryClient:
 
     @asynccontextmanager
     async def _opened(
-        self, place: _Place, repository: str, path: str, headers: Mapping[str, str]
-    ) -> AsyncIterator[_Answer]:
+        self, place: _Source, repository: str, path: str, headers: Mapping[str, str]
+    ) -> AsyncIterator[RegistryAnswer]:
         """Open an answer with a status below 300; log in when the registry asks for it, once."""
         url = place.base + path
         answer = await self._follow(url, headers, self._token(place, repository))
@@ -270,11 +253,11 @@ class RegistryClient:
         finally:
             await answer.aclose()
 
-    def _token(self, place: _Place, repository: str) -> str | None:
+    def _token(self, place: _Source, repository: str) -> str | None:
         header, until = self._tokens.get((place.base, repository), (None, 0.0))
         return header if trio.current_time() < until else None
 
-    async def _follow(self, url: str, headers: Mapping[str, str], authorization: str | None) -> _Answer:
+    async def _follow(self, url: str, headers: Mapping[str, str], authorization: str | None) -> RegistryAnswer:
         """Send a GET and follow its redirects; only the first place gets `authorization`."""
         first = _origin(url)
         for _ in range(_MAX_REDIRECTS + 1):
@@ -307,7 +290,7 @@ class RegistryClient:
     def _is_trusted(self, host: str, port: int) -> bool:
         return (host, port) in self._trusted or _is_listed(self._settings.allow_private, f"{host}:{port}")
 
-    async def _send(self, url: str, headers: Mapping[str, str]) -> _Answer:
+    async def _send(self, url: str, headers: Mapping[str, str]) -> RegistryAnswer:
         parts = urlsplit(url)
         _, host, port = _origin(url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -326,7 +309,7 @@ class RegistryClient:
             extensions={"timeout": {"connect": 10.0, "read": self.patience.silence_s, "write": 10.0, "pool": None}},
         )
         try:
-            return _Answer(await self._pool(parts.scheme, host).handle_async_request(request), parts.netloc)
+            return RegistryAnswer(await self._pool(parts.scheme, host).handle_async_request(request), parts.netloc)
         except AddressRefused as error:
             raise _final(_of_address(str(error))) from error
         except (
@@ -357,7 +340,7 @@ class RegistryClient:
 
     # Logging in -------------------------------------------------------------------------------------------------
 
-    async def _log_in(self, place: _Place, repository: str, challenge: str, stale: str | None) -> None:
+    async def _log_in(self, place: _Source, repository: str, challenge: str, stale: str | None) -> None:
         async with self._logging_in:
             if (present := self._token(place, repository)) is not None and present != stale:
                 return  # another download has renewed it
@@ -439,7 +422,7 @@ def _read_challenge(header: str) -> tuple[str, Mapping[str, str]]:
     return match[1].lower(), {name.lower(): quoted or bare for name, quoted, bare in _PARAMETER.findall(match[2])}
 
 
-async def _refused(answer: _Answer, host: str) -> RegistryRefused | RegistryUnauthorized:
+async def _refused(answer: RegistryAnswer, host: str) -> RegistryRefused | RegistryUnauthorized:
     """Return the error of a refusal, with the codes of its body: the text may say anything."""
     try:
         found = orjson.loads(await answer.whole(_MAX_SMALL_BYTES))["errors"]

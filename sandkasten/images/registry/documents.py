@@ -1,4 +1,4 @@
-"""What a registry says of an image: indexes, manifests and configurations. Pure; every byte may be hostile.
+"""Documents of a registry: indexes, manifests and configurations. Pure; every byte may be hostile.
 
 A document is judged by its shape, and its media type is not asked: registries and tools disagree about it.
 

@@ -7,7 +7,7 @@ layer by the digest that it saw itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import trio
@@ -15,7 +15,6 @@ import trio
 from sandkasten.config import MIB, ImagesSettings
 from sandkasten.crash import Crash, Point
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.images.registry.client import RegistryClient
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
     Blob,
@@ -30,6 +29,9 @@ from sandkasten.images.registry.reference import Reference
 from sandkasten.model.errors import InvalidImage, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
+
+if TYPE_CHECKING:
+    from sandkasten.images.registry.client import RegistryClient
 
 DOWNLOADS = 3
 UNPACKS = 2
@@ -50,7 +52,7 @@ class NewImage:
 
 
 class LayerStore(Protocol):
-    """What a pull needs of the store of layers and images."""
+    """Part of the store of layers and images that a pull needs."""
 
     async def has_layer(self, diff_id: str) -> bool:
         """Whether a layer of that digest is there."""
@@ -66,7 +68,7 @@ class LayerStore(Protocol):
 
 
 @attrs.frozen
-class Turns:
+class PullTurns:
     """Bounds of what all pulls of a process do at once, and who has which layer in hand."""
 
     downloads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(DOWNLOADS))
@@ -86,7 +88,7 @@ class Pull:
     blobs: Blobs
     settings: ImagesSettings
     replace: bool = False
-    turns: Turns = attrs.field(factory=Turns)
+    turns: PullTurns = attrs.field(factory=PullTurns)
     on_progress: Callable[[Sequence[LayerProgress]], None] = attrs.field(default=lambda _: None)
     crash: Crash = attrs.field(factory=Crash)
     progress: list[LayerProgress] = attrs.field(factory=list, init=False)

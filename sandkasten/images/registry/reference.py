@@ -45,7 +45,7 @@ class Reference:
 
     @property
     def target(self) -> str:
-        """What the registry is asked for."""
+        """Digest or tag that the registry is asked for."""
         return self.digest or self.tag or _LATEST
 
     @property
