@@ -48,7 +48,8 @@ async def test_an_image_from_a_registry_runs(supervisor: LocalSupervisor, config
 
 
 async def test_a_layer_that_is_another_is_not_in_the_store(supervisor: LocalSupervisor, config: Config) -> None:
-    """A blob may be what the manifest says, and not what the configuration says, or no archive. Nothing is published, and no draft stays."""
+    """A blob may be what the manifest says, and not what the configuration says, or no archive. Nothing is published,
+    and no draft stays."""
     async with serving() as registry:
         said = layer({"etc/x": b"x"})
         for code, sent, content in (
@@ -65,7 +66,7 @@ async def test_a_layer_that_is_another_is_not_in_the_store(supervisor: LocalSupe
 
 
 async def test_a_taken_name_is_replaced_if_that_is_asked_for(supervisor: LocalSupervisor, tmp_path: Path) -> None:
-    """Otherwise it is refused, with the image that is there left as it is."""
+    """A pull that does not ask is refused, with the image that is there left as it is."""
     async with serving() as registry:
         base = busybox_tar(tmp_path / "x.tar").read_bytes()
         registry.push([base, layer({"etc/word": b"one"})])

@@ -240,12 +240,13 @@ class RegistryClient:
     ) -> AsyncIterator[RegistryAnswer]:
         """Open an answer with a status below 300; log in when the registry asks for it, once."""
         url = place.base + path
-        answer = await self._follow(url, headers, self._token(place, repository))
+        used = self._token(place, repository)
+        answer = await self._follow(url, headers, used)
         try:
             if answer.status == 401:
                 challenge = answer.headers.get("www-authenticate", "")
                 await answer.aclose()
-                await self._log_in(place, repository, challenge, self._token(place, repository))
+                await self._log_in(place, repository, challenge, used)
                 answer = await self._follow(url, headers, self._token(place, repository))
             if answer.status >= 300:
                 raise await _refused(answer, urlsplit(url).netloc)
