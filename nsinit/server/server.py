@@ -129,7 +129,7 @@ class RequestLoop:
 
     def _is_busy(self) -> bool:
         """Whether something else is to be waited for at the end."""
-        return False
+        return self._scheduler.jobs > 0
 
     # Requests
 

@@ -248,6 +248,7 @@ def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) ->
     store = LayerStore(layout, crash)
     with steps.step("sweep"):
         store.share()
+        scheduler.spawn(store.empty_trash())
     return OpenedStore(Unpacking(store, scheduler))
 
 

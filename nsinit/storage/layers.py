@@ -46,6 +46,7 @@ DRAFT, IMAGE_DRAFT = "+new-", ".new-"
 """The beginnings of the names of drafts. No layer and no image has such a name."""
 OPAQUE = "trusted.overlay.opaque"
 _RETIRED = ".retired"
+_TRASH = "layer-"
 _META, _PRIVILEGED, _LIST = "meta.json", "privileged", "layers"
 _VERSION = 1
 _COUNTS = ("entries", "size_bytes", "skipped", "privileged")
@@ -151,6 +152,13 @@ class LayerStore:
         if os.path.lexists(path):
             yield from self._remove(path)
 
+    def empty_trash(self) -> Chore:
+        """Remove what an earlier removal of layers has left. What can't be removed stays."""
+        for name in os.listdir(self.layout.trash):
+            if name.startswith(_TRASH):
+                with contextlib.suppress(StepFailed):
+                    yield from self._remove(f"{self.layout.trash}/{name}")
+
     # Images
 
     def publish(self, request: PublishImage, description_fd: int) -> Chore:
@@ -165,8 +173,8 @@ class LayerStore:
         def publish() -> None:
             gid = os.fstat(images_fd).st_gid
             with self._shared():
-                for each in request.layers:
-                    os.close(os.open(layout.layer_files(each), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW))
+                if not all(os.path.isdir(layout.layer_files(each)) for each in request.layers):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
                 os.mkdir(draft, 0o700)
                 fd = os.open(draft, _DIRECTORY)
                 fcntl.flock(fd, fcntl.LOCK_SH)
@@ -208,9 +216,9 @@ class LayerStore:
         path = self.layout.image(request.name)
         with self._locked():
             if not os.path.isdir(path):
-                raise OSError(errno.ENOENT, "there is no such image", path)
+                raise StepFailed(IMAGE_STAGE, "there is no such image", errno=errno.ENOENT)
             if any(name == request.name for name, _ in self._uses()):
-                raise OSError(errno.EBUSY, "a session has it", path)
+                raise StepFailed(IMAGE_STAGE, "a session has it", errno=errno.EBUSY)
             has_layers = os.path.lexists(self.layout.image_layers(request.name))
             path = self._retire(path, request.name)
         passing(self.crash, "nsinit.image.retired")
@@ -238,6 +246,8 @@ class LayerStore:
 
     def _uses(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the image and the layers of each session that has some. Raises `OSError`, `StepFailed`: unknown."""
+        if not os.path.lexists(self.layout.run):
+            return  # nobody has ever started here what makes sessions
         for session_id in os.listdir(self.layout.run):
             if is_session_id(session_id):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -261,7 +271,7 @@ class LayerStore:
                     continue
                 with open(f"{path}/{_META}", "rb") as file:
                     freed_bytes += json.loads(file.read(_MAX_LIST_BYTES))["size_bytes"]
-                moved.append(f"{layout.trash}/layer-{os.urandom(8).hex()}")
+                moved.append(f"{layout.trash}/{_TRASH}{os.urandom(8).hex()}")
                 if not request.dry_run:
                     os.rename(path, moved[-1])
         passing(self.crash, "nsinit.layer.collected")
@@ -292,7 +302,7 @@ class LayerStore:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 check_owner_of(fd, path)
-                os.rename(path, f"{self.layout.trash}/layer-{os.urandom(8).hex()}")
+                os.rename(path, f"{self.layout.trash}/{_TRASH}{os.urandom(8).hex()}")
             except BlockingIOError:
                 pass
             finally:
@@ -300,8 +310,9 @@ class LayerStore:
 
     def _remove(self, path: str) -> Chore:
         """Remove a directory, first from its place. Raises `StepFailed`."""
-        trash = f"{self.layout.trash}/{os.path.basename(path)}"
-        if path != trash:
+        trash = path
+        if os.path.dirname(path) != self.layout.trash:
+            trash = f"{self.layout.trash}/{_TRASH}{os.urandom(8).hex()}"
             os.rename(path, trash)
         trash_fd = os.open(self.layout.trash, _DIRECTORY)
 

@@ -80,7 +80,7 @@ _TIME = struct.Struct("=qH")
 
 
 class Readable(Protocol):
-    """A stream of bytes, which ends with an empty answer."""
+    """A stream of bytes: an answer is as long as what there is, and empty at the end."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -162,7 +162,9 @@ class TarStream:
     def __init__(self, file: Readable, max_bytes: int) -> None:
         self._file, self._left = file, max_bytes
         self._digest = hashlib.sha256()
-        self._head = file.read(_MAGIC_BYTES)
+        self._head = b""
+        while len(self._head) < _MAGIC_BYTES and (piece := file.read(_MAGIC_BYTES - len(self._head))):
+            self._head += piece
         make = next((DECODERS[magic] for magic in DECODERS if self._head.startswith(magic)), None)
         if make is not None:
             self._file, self._head = Decoded(file, self._head, make), b""
@@ -318,6 +320,8 @@ class Unpacker:
                     if _is_whiteout(parent):
                         os.unlink(parent)
                         self.opaque.add(parent)
+                    elif os.path.lexists(parent):
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                     os.mkdir(parent, 0o755)
 
     def _check_reserve(self) -> None:
@@ -496,7 +500,7 @@ def _drop_power() -> None:
 def _unpack(unpacker: Unpacker) -> bytes:
     """Return the verdict."""
     try:
-        with open(0, "rb", buffering=CHUNK_BYTES, closefd=False) as file:
+        with open(0, "rb", buffering=0, closefd=False) as file:
             digest = unpacker.unpack(file)
     except ArchiveRefused as error:
         return verdict.refused(error)

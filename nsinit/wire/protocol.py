@@ -228,7 +228,7 @@ class PublishImage(Request["Ok"]):
     along; nobody here reads it. With `replace` it takes the place of the image of that name. Not for a daemon that may
     use some images only.
 
-    `Failed` with `EEXIST`: there is one, and `replace` is false; `ENOENT`: a layer is missing.
+    `Failed` with `EEXIST`: there is one, and `replace` is false; `ESTALE`: a layer is missing.
     """
 
     seq: int

@@ -224,11 +224,11 @@ def refusal_of(stage: str, number: int, path: str, message: str) -> SandkastenEr
             return DigestMismatch(f"the layer is not what it is said to be: {message}")
         case "image", errno.EEXIST:
             return InvalidImage("there is an image of that name already")
-        case "image", errno.ENOENT:
+        case "image", errno.ESTALE:
             return InvalidImage("a layer of the image is missing")
-        case "system", errno.EBUSY:
+        case "image", errno.EBUSY:
             return ImageInUse("a session has the image")
-        case "system", errno.ENOENT:
+        case "image", errno.ENOENT:
             return InvalidImage("there is no such image")
         case "grant", _:
             return InvalidImage(message)

@@ -3,192 +3,161 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import gzip
+import hashlib
 import io
+import lzma
 import os
 import select
 import signal
 import socket
 import subprocess
 import tarfile
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from backports import zstd
 
-from nsinit.kernel.capabilities import IMPORT_CAPABILITIES
+from nsinit.kernel.capabilities import IMPORT_CAPABILITIES, STORE_CAPABILITIES
 from nsinit.spawn import spawn_nsinit
 from nsinit.tools.unpack import CAPABILITIES
 from nsinit.wire.launching import Grant
-from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Failed, Unpacked, UnpackImage
-from nsinit.wire.validate import MAX_BYTES, MAX_INODES
+from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Ok, OpenStore, PublishImage, Scan, UnpackLayer
+from nsinit.wire.validate import MAX_BYTES
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
-from sandkasten.model.errors import NsinitLost
+from sandkasten.images.layers import LayerMeta, open_store
+from sandkasten.model.errors import DigestMismatch, DiskFull, LayerRefused, NsinitLost
 from tests.allowance import ALLOWANCE
 from tests.e2e.daemon import SCRIPT
-from tests.kernel.harness import Nsinit, wait_until
+from tests.kernel.harness import wait_until
+from tests.kernel.test_images import assert_nothing_left
 from tests.leaks import children
 from tests.waiting import patience
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
-DRAFT = ".new-0123456789abcdef"
 PATIENCE_S = 20.0
 STRANGER = 12345
+EVERY = (1 << 20, 10)
+"""Bounds of bytes and entries."""
 
 
-def small_tar() -> bytes:
+def small_tar(*names: str) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("file"))
+        for name in names or ("file",):
+            archive.addfile(tarfile.TarInfo(name))
     return content.getvalue()
 
 
-@pytest.fixture
-def draft(tmp_path: Path) -> Path:
-    """An empty draft of an image in a data directory."""
-    directory = tmp_path / "data/images" / DRAFT
-    (directory / "rootfs").mkdir(parents=True)
-    return directory
-
-
-@pytest.fixture
-def request_for(draft: Path) -> UnpackImage:
-    """A request that would be done."""
-    return UnpackImage(7, str(draft.parents[1]), DRAFT, 10, 1000)
+def digest_of(tar: bytes) -> str:
+    return f"sha256:{hashlib.sha256(tar).hexdigest()}"
 
 
 @contextlib.contextmanager
-def own_nsinit(grant: Grant | None = None) -> Iterator[socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(patience(PATIENCE_S))
-    with ours:
-        with theirs, open(os.devnull, "wb") as log:
-            pid = spawn_nsinit(theirs.fileno(), log.fileno(), *([grant.encode()] if grant else []))
-        try:
-            yield ours
-        finally:
-            ours.close()
-            assert os.waitpid(pid, 0)[1] == 0
+def opened(content: bytes) -> Iterator[int]:
+    """A file with that content, open at its beginning."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
-def ask(request: UnpackImage, archive: bytes | None = None, grant: Grant | None = None) -> Unpacked | Failed:
-    """Return what an nsinit of its own says; None as `archive` sends no descriptor."""
-    read_fd, write_fd = os.pipe()
-    with open(read_fd, "rb") as pipe, own_nsinit(grant) as channel:
-        os.write(write_fd, archive or b"")
-        os.close(write_fd)
-        socket.send_fds(channel, [REQUESTS.encode(request)], [] if archive is None else [pipe.fileno()])
-        answer = ANSWERS.decode(channel.recv(MAX_DATAGRAM_BYTES))
-        assert channel.recv(1) == b""  # an import is the only job of this nsinit
-    assert isinstance(answer, Unpacked | Failed)
-    return answer
-
-
-def refusal(request: UnpackImage, archive: bytes | None = b"no tar", grant: Grant | None = None) -> tuple[str, str]:
-    """Return stage and message of a refusal."""
-    answer = ask(request, archive, grant)
-    assert isinstance(answer, Failed)
-    assert answer.seq == request.seq
-    return answer.stage, answer.message
-
-
-def test_an_archive_is_unpacked_and_counted(draft: Path, request_for: UnpackImage) -> None:
-    """An archive is unpacked by an nsinit that was not started and so makes nothing else in the data directory."""
-    assert ask(request_for, small_tar()) == Unpacked(7, 1, 0, 0, 0)
-    data_dir = draft.parents[1]
-    assert sorted(str(path.relative_to(data_dir)) for path in data_dir.rglob("*")) == [
+def test_an_archive_becomes_a_layer_and_nothing_else(tmp_path: Path) -> None:
+    """A layer has the digest of its tar stream as its name, compressed or not; an nsinit that was not started for
+    sessions makes nothing for them."""
+    tar = small_tar()
+    with open_store(tmp_path / "data") as store:
+        for content in (tar, gzip.compress(tar), zstd.compress(tar), lzma.compress(tar)):
+            with opened(content) as fd:
+                layer = store.unpack_layer(fd, digest_of(tar))
+            assert layer == LayerMeta(digest_of(tar), 1, 0, 0, 0)
+            assert layer.is_new is (content is tar)
+        assert store.has(layer.diff_id)
+        assert not store.has(f"sha256:{'0' * 64}")
+    name = digest_of(tar).removeprefix("sha256:")
+    assert sorted(str(path.relative_to(tmp_path / "data")) for path in (tmp_path / "data").rglob("*")) == [
         "images",
-        f"images/{DRAFT}",
-        f"images/{DRAFT}/rootfs",
-        f"images/{DRAFT}/rootfs/file",
+        "layers",
+        *(f"layers/{name}{each}" for each in ("", "/fs", "/fs/file", "/meta.json", "/privileged")),
+        "trash",
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"data_dir": "relative"}, "data directory"),
-        ({"data_dir": "/tmp/../etc"}, "data directory"),
-        ({"draft_name": "host"}, "draft"),
-        ({"draft_name": f"../images/{DRAFT}"}, "draft"),
-        ({"draft_name": f"{DRAFT}/rootfs"}, "draft"),
-        ({"draft_name": ".new-0123456789abcdeg"}, "draft"),
-        ({"draft_name": f"{DRAFT}\n"}, "draft"),
-        ({"draft_name": ""}, "draft"),
-        ({"max_members": 0}, "max_members"),
-        ({"max_members": -1}, "max_members"),
-        ({"max_members": MAX_INODES + 1}, "max_members"),
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"max_bytes": MAX_BYTES + 1}, "max_bytes"),
-    ],
-)
-def test_names_and_bounds_are_checked_again(
-    request_for: UnpackImage, draft: Path, change: dict[str, str | int], words: str
-) -> None:
-    """Names and bounds in the request are checked by nsinit, although the command line has checked them before."""
-    stage, message = refusal(replace(request_for, **change))  # type: ignore[arg-type]
-    assert (stage, words in message) == ("validate", True), message
-    assert os.listdir(draft / "rootfs") == []
+def test_what_has_another_digest_is_no_layer(tmp_path: Path) -> None:
+    """The digest is that of the whole stream, bytes behind the end of the archive included. A stream with another
+    leaves nothing, neither under its own name nor under the one that was asked for."""
+    tar, data_dir = small_tar(), tmp_path / "data"
+    with open_store(data_dir) as store:
+        for content in (small_tar("other"), tar + bytes(512), tar[:-512]):
+            with opened(content) as fd, pytest.raises(DigestMismatch, match=digest_of(content)):
+                store.unpack_layer(fd, digest_of(tar))
+        for content, words in (
+            (gzip.compress(tar)[:-20], "ends before its end"),
+            (b"", "no tar"),
+            (b"x" * 2048, "no tar"),
+        ):
+            with opened(content) as fd, pytest.raises(LayerRefused, match=words):
+                store.unpack_layer(fd)
+        with opened(tar) as fd, pytest.raises(DiskFull):
+            store.unpack_layer(fd, reserve_bytes=1 << 45)
+    assert_nothing_left(data_dir)
 
 
-def test_there_is_no_archive_without_a_descriptor(request_for: UnpackImage) -> None:
-    """A request to unpack that comes without a descriptor is refused."""
-    assert refusal(request_for, None) == ("validate", "an archive comes as one descriptor")
+def ask_raw(data_dir: Path, request: Any, fds: int, grant: Grant | None = None) -> Any:
+    """Return what an nsinit of its own says to a request that no caller of ours makes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(patience(PATIENCE_S))
+    with ours, open(os.devnull, "r+b") as null:
+        with theirs:
+            pid = spawn_nsinit(theirs.fileno(), null.fileno(), *([grant.encode()] if grant else []))
+        ours.send(REQUESTS.encode(OpenStore(1, str(data_dir))))
+        answer = ANSWERS.decode(ours.recv(MAX_DATAGRAM_BYTES))
+        if isinstance(answer, Ok):
+            socket.send_fds(ours, [REQUESTS.encode(request)], [null.fileno()] * fds)
+            answer = ANSWERS.decode(ours.recv(MAX_DATAGRAM_BYTES))
+    assert os.waitpid(pid, 0)[1] == 0
+    return answer
 
 
-def test_a_daemon_without_privilege_may_not_ask(request_for: UnpackImage, draft: Path) -> None:
-    """A daemon without root has no archive unpacked: nsinit refuses the request and does not open the archive."""
-    grant = Grant(request_for.data_dir, STRANGER, ALLOWANCE)
-    assert refusal(request_for, small_tar(), grant) == ("validate", "only root may have an archive unpacked")
-    assert os.listdir(draft / "rootfs") == []
+def test_names_bounds_and_descriptors_are_checked_again(tmp_path: Path) -> None:
+    """What an nsinit is asked for is checked by it, whoever has checked it before; other requests are not served."""
+    good = UnpackLayer(2, digest_of(b""), *EVERY)
+    for request, fds, words in (
+        (replace(good, digest="sha256:../x"), 2, "digest"),
+        (replace(good, max_bytes=MAX_BYTES + 1), 2, "bytes"),
+        (replace(good, max_entries=0), 2, "entries"),
+        (good, 1, "descriptors"),
+        (PublishImage(2, "../x", (digest_of(b""),)), 1, "image name"),
+        (PublishImage(2, ".new-x", (digest_of(b""),)), 1, "image name"),
+        (Scan(2), 0, "already started"),
+    ):
+        answer = ask_raw(tmp_path, request, fds)
+        assert (answer.stage, words in answer.message) == ("validate", True), answer
+    answer = ask_raw(tmp_path, good, 2, Grant(str(tmp_path), STRANGER, ALLOWANCE))
+    assert (answer.stage, answer.message) == ("validate", "only root may open the store")
+    assert_nothing_left(tmp_path)
 
 
-def test_a_started_nsinit_does_not_unpack(shared: Nsinit) -> None:
-    """An nsinit that serves sessions refuses to unpack an archive, which would keep it from other requests."""
-    answer, _ = shared.ask(UnpackImage, data_dir=str(shared.data_dir), draft_name=DRAFT, max_members=1, max_bytes=1)
-    assert (type(answer), answer.message) == (Failed, "already started")
-
-
-@pytest.mark.parametrize("place", ["data", "data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
-def test_a_link_on_the_way_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """A link on the way to the draft is refused, even if it leads to a sound directory."""
+@pytest.mark.parametrize("place", ["data", "data/images", "data/layers"])
+def test_a_link_or_a_directory_of_somebody_else_is_refused(tmp_path: Path, place: str) -> None:
+    """A link on the way to the store is refused, even if it leads to a sound directory; so is a directory of another
+    user, who could exchange what is in it."""
+    for each in ("images", "layers"):
+        (tmp_path / "data" / each).mkdir(parents=True, exist_ok=True)
+    os.chown(tmp_path / place, STRANGER, STRANGER)
+    answer = ask_raw(tmp_path / "data", Scan(2), 0)
+    assert (answer.stage, f"it belongs to user {STRANGER}" in answer.message) == ("data directory", True), answer
+    os.chown(tmp_path / place, 0, 0)
     (tmp_path / place).rename(tmp_path / "elsewhere")
     (tmp_path / place).symlink_to(tmp_path / "elsewhere")
-    stage, message = refusal(request_for, small_tar())
-    assert (stage, "symbolic links" in message) == ("draft", True), message
-    assert not list(tmp_path.rglob("file"))
-
-
-@pytest.mark.parametrize("place", ["data/images", f"data/images/{DRAFT}", f"data/images/{DRAFT}/rootfs"])
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, request_for: UnpackImage, place: str) -> None:
-    """A directory of another user on the way to the draft is refused: its owner could exchange what is in it."""
-    os.chown(tmp_path / place, STRANGER, STRANGER)
-    stage, message = refusal(request_for, small_tar())
-    assert (stage, f"it belongs to user {STRANGER}" in message) == ("draft", True), message
-    assert not list(tmp_path.rglob("file"))
-
-
-def test_a_draft_with_something_in_it_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """A draft that is not empty is refused, so that no image or half of one is ever written into."""
-    (draft / "rootfs/kept").write_text("same")
-    assert refusal(request_for, small_tar()) == ("draft", "a draft is empty")
-    assert os.listdir(draft / "rootfs") == ["kept"]
-
-
-def test_a_draft_that_is_being_swept_is_refused(draft: Path, request_for: UnpackImage) -> None:
-    """A draft whose lock is held is refused: a sweep holds the lock while it removes the draft, nsinit while it
-    unpacks.
-    """
-    fd = os.open(draft, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        assert refusal(request_for, small_tar())[0] == "draft"
-    finally:
-        os.close(fd)
+    assert ask_raw(tmp_path / "data", Scan(2), 0).stage == "data directory"
 
 
 # While it runs ----------------------------------------------------------------------------------------------------
@@ -210,7 +179,7 @@ class Import:
     """`sandkasten image import` at work on an archive without end, with all that it started."""
 
     def __init__(self, data_dir: Path, tar: Path) -> None:
-        self.catalog, self._images = Catalog(data_dir), data_dir / "images"
+        self.data_dir = data_dir
         heeding = ("env", "--default-signal=INT")  # what a shell starts in the background ignores it
         command = [
             *heeding,
@@ -225,7 +194,7 @@ class Import:
             str(tar),
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: list(data_dir.glob("images/.new-*/rootfs/file")), "the first member is there")
+        wait_until(lambda: list(data_dir.glob("layers/+new-*/fs/file")), "the first member is there")
         # The unpacking program has one process outside of the jail and one inside.
         (self.nsinit,) = children(self.process.pid)
         (self.outside,) = children(self.nsinit)
@@ -240,7 +209,7 @@ class Import:
 
     @property
     def drafts(self) -> list[str]:
-        return [name for name in os.listdir(self._images) if name.startswith(".new-")]
+        return [path.name for place in ("layers/+new-*", "trash/*") for path in self.data_dir.glob(place)]
 
     def close(self) -> None:
         self.process.kill()
@@ -259,16 +228,22 @@ def importing(data_dir: Path, tmp_path: Path) -> Iterator[Import]:
             started.close()
 
 
+def sweep(data_dir: Path) -> None:
+    """Do what every start does: remove the drafts that nobody works on."""
+    with open_store(data_dir):
+        pass
+
+
 def read_status(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def test_nsinit_keeps_what_the_jail_takes_to_make(importing: Import) -> None:
-    """No network, five capabilities, and none to be had again; so has the part of the program outside of the jail."""
-    for pid in (importing.nsinit, importing.outside):
+    """No network, few capabilities, and none to be had again; fewer in the part of the program outside of the jail."""
+    for pid, capabilities in ((importing.nsinit, STORE_CAPABILITIES), (importing.outside, IMPORT_CAPABILITIES)):
         status = read_status(pid)
-        kept = f"{IMPORT_CAPABILITIES:016x}"
+        kept = f"{capabilities:016x}"
         assert [status[name] for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs")] == [kept] * 3 + ["1"]
         assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
 
@@ -284,24 +259,22 @@ def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Pa
     (mount,) = (proc / "mountinfo").read_text().splitlines()
     assert {"nosuid", "nodev", "noexec"} <= set(mount.split()[5].split(","))
     (draft,) = importing.drafts
-    assert os.path.samefile(proc / "root", data_dir / "images" / draft / "rootfs")
+    assert os.path.samefile(proc / "root", data_dir / "layers" / draft / "fs")
     for name in ("user", "mnt", "pid", "net", "ipc", "uts"):
         kind = "pid_for_children" if name == "pid" else name
         assert os.readlink(proc / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
 
 
-def test_a_killed_command_line_leaves_no_process_and_the_sweep_no_draft(importing: Import) -> None:
-    """Each of an import's four processes ends with the one before it, so none has to be found and killed."""
+def test_a_killed_command_line_leaves_neither_process_nor_draft(importing: Import) -> None:
+    """nsinit notices, ends the processes of the unpacker, removes the draft and ends."""
     importing.process.kill()
     assert importing.wait_all() == -signal.SIGKILL
-    assert len(importing.drafts) == 1
-    importing.catalog.sweep()
     assert importing.drafts == []
 
 
 def test_a_sweep_leaves_a_draft_alone_that_is_being_filled(importing: Import) -> None:
     """The sweep at a daemon's start leaves the draft of an import that is under way."""
-    importing.catalog.sweep()
+    sweep(importing.data_dir)
     assert len(importing.drafts) == 1
     assert importing.process.poll() is None
 
@@ -316,19 +289,21 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        ("nsinit", "the fork server died during the unpacking of the archive"),
+        ("nsinit", "the fork server died during work on the image"),
         ("outside", "the process that unpacks it died"),
         ("jail", "the process that unpacks it died"),
     ],
 )
 def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:
-    """The death of any process of an import ends the others, removes the draft, and is told to the person at the
-    terminal.
+    """The death of any process of an import ends the others, and is told to the person at the terminal. The draft is
+    removed at once, or by the next nsinit if it was nsinit that died.
     """
     os.kill(getattr(importing, victim), signal.SIGKILL)
     assert importing.wait_all() == 1
     assert importing.process.stderr is not None
     assert words in importing.process.stderr.read()
+    if victim == "nsinit":
+        sweep(importing.data_dir)
     assert importing.drafts == []
 
 
@@ -346,12 +321,12 @@ def test_a_library_learns_of_the_death_of_nsinit(tmp_path: Path) -> None:
         known = children(os.getpid())
         thread = threading.Thread(target=run)
         thread.start()
-        wait_until(lambda: list(tmp_path.glob("data/images/.new-*/rootfs/file")), "the first member is there")
+        wait_until(lambda: list(tmp_path.glob("data/layers/+new-*/fs/file")), "the first member is there")
         (pid,) = children(os.getpid()) - known
         os.kill(pid, signal.SIGKILL)
         thread.join(patience(PATIENCE_S))
     assert len(failures) == 1
-    assert os.listdir(tmp_path / "data/images") == []
+    assert list(tmp_path.glob("data/images/*")) == []
 
 
 def test_mounts_of_the_jail_do_not_spread(data_dir: Path, tmp_path: Path) -> None:

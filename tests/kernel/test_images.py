@@ -43,6 +43,11 @@ def outside(tmp_path: Path) -> Iterator[Path]:
     assert [(entry.name, entry.read_text()) for entry in directory.iterdir()] == [("kept", "same")]
 
 
+def assert_nothing_left(data_dir: Path) -> None:
+    """Assert that neither an image nor a layer, nor anything of one, is there."""
+    assert [each for name in ("images", "layers", "trash") for each in (data_dir / name).glob("*")] == []
+
+
 SHELL: list[Member] = [("etc", tarfile.DIRTYPE, ""), ("bin/sh", tarfile.REGTYPE, b"#!\n")]
 
 
@@ -375,7 +380,7 @@ def test_no_member_reaches_outside_of_the_new_image(
         assert set(inside) <= {b"overwritten"}
     else:
         assert "can't be unpacked" in refusal
-        assert os.listdir(tmp_path / "data/images") == []
+        assert_nothing_left(tmp_path / "data")
 
 
 def test_device_nodes_and_fifos_are_left_out(catalog: Catalog, tmp_path: Path) -> None:
@@ -397,13 +402,13 @@ def numbers(count: int) -> list[Member]:
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ([], "the archive is empty"),
+        ([], "/etc is no directory"),
         ([*SHELL, *numbers(20)], "more than 10 members"),
         ([*SHELL, ("big", tarfile.REGTYPE, b"x" * 2000)], "more than 1000 bytes"),
         ([*SHELL, ("n" * 300, tarfile.REGTYPE, b"")], "File name too long"),
         ([*SHELL, ("d/" * 3000, tarfile.DIRTYPE, "")], "File name too long"),
         ([*SHELL, ("s", tarfile.SYMTYPE, "t" * 5000)], "File name too long"),
-        ([*SHELL, ("etc", tarfile.REGTYPE, b"")], "Is a directory"),
+        ([*SHELL, ("etc", tarfile.REGTYPE, b"")], "/etc is no directory"),
         ([*SHELL, ("bin/sh/x", tarfile.REGTYPE, b"")], "Not a directory"),
         ([("etc", tarfile.DIRTYPE, "")], "there is no shell"),
         ([*SHELL, ("dev", tarfile.SYMTYPE, "/etc")], "/dev is no plain directory"),
@@ -416,7 +421,7 @@ def test_what_can_not_be_an_image_is_refused_in_words(
     tar = make_tar(tmp_path / "x.tar", members)
     with pytest.raises(InvalidImage, match=words):
         import_tar(catalog, "x", tar, max_members=10, max_bytes=1000)
-    assert os.listdir(tmp_path / "data/images") == []
+    assert_nothing_left(tmp_path / "data")
 
 
 @pytest.mark.parametrize("damage", ["half", "broken header"])
@@ -432,7 +437,7 @@ def test_half_an_archive_is_no_image(catalog: Catalog, tmp_path: Path, damage: s
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(InvalidImage, match="broken"):
         import_tar(catalog, "x", tmp_path / "x.tar")
-    assert os.listdir(tmp_path / "data/images") == []
+    assert_nothing_left(tmp_path / "data")
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all\n" * 100, b"\x1f\x8b\x08garbage", b"BZh9garbage" * 9])
@@ -441,7 +446,7 @@ def test_a_file_that_is_no_archive_is_refused(catalog: Catalog, tmp_path: Path, 
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(InvalidImage, match=r"no tar archive|broken|empty"):
         import_tar(catalog, "x", tmp_path / "x.tar")
-    assert os.listdir(tmp_path / "data/images") == []
+    assert_nothing_left(tmp_path / "data")
 
 
 def test_a_cut_archive_is_refused(catalog: Catalog, tmp_path: Path) -> None:
@@ -451,7 +456,7 @@ def test_a_cut_archive_is_refused(catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InvalidImage):
         import_tar(catalog, "x", tmp_path / "x.tar")
-    assert os.listdir(tmp_path / "data/images") == []
+    assert_nothing_left(tmp_path / "data")
 
 
 def test_a_header_larger_than_memory_is_refused(catalog: Catalog, tmp_path: Path) -> None:
@@ -462,9 +467,9 @@ def test_a_header_larger_than_memory_is_refused(catalog: Catalog, tmp_path: Path
     head = deflate.compress(info.tobuf()) + deflate.flush(zlib.Z_FULL_FLUSH)
     block = deflate.compress(bytes(1024**2)) + deflate.flush(zlib.Z_FULL_FLUSH)  # can be repeated as it is
     (tmp_path / "x.tar").write_bytes(b"\x1f\x8b\x08" + bytes(7) + head + block * 1024)
-    with pytest.raises(InvalidImage, match=r"MemoryError|Cannot allocate|broken"):
+    with pytest.raises(InvalidImage, match="more than 128 MiB of memory"):
         import_tar(catalog, "x", tmp_path / "x.tar")
-    assert os.listdir(tmp_path / "data/images") == []
+    assert_nothing_left(tmp_path / "data")
 
 
 @pytest.mark.skipif(shutil.which("busybox") is None, reason="needs busybox")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsinit.server.requests import TABLE, Row
+from nsinit.server.requests import STORE_TABLE, TABLE, Row
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ANSWERS, DiskLimits, Limits, SandboxPlan
 from nsinit.wire.validate import InvalidName
@@ -26,6 +26,10 @@ GOOD: dict[str, object] = {
     "after": "",
     "leftover": protocol.Leftover("trash", "x"),
     "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
+    "digest": f"sha256:{'a' * 64}",
+    "layers": (f"sha256:{'a' * 64}",),
+    "kept": (),
+    "only": (f"sha256:{'a' * 64}",),
 }
 BAD: dict[str, object] = {
     "session_id": "../../etc",
@@ -39,6 +43,14 @@ BAD: dict[str, object] = {
     "count": 17,
     "certificate": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\nand more\n",
     "plan": SandboxPlan("../x", "base", "host", LIMITS),
+    "digest": f"sha256:{'a' * 63}/",
+    "layers": (f"sha256:{'a' * 64}",) * 128,
+    "kept": ("../x",),
+    "only": ("",),
+    "max_bytes": -1,
+    "max_entries": 0,
+    "reserve_bytes": -1,
+    "grace_s": -1,
 }
 
 
@@ -50,7 +62,7 @@ def make(request: type, **changed: object) -> Any:
 
 def test_the_table_covers_every_request_but_those_that_only_come_first() -> None:
     """A request without a row would be refused, one that begins nsinit has no place in a running one."""
-    first = {protocol.Start, protocol.UnpackImage}
+    first = {protocol.Start, protocol.OpenStore}
     assert set(TABLE) | first == set(protocol.REQUESTS.classes)
     assert not set(TABLE) & first
     assert {row.answer for row in TABLE.values()} <= set(ANSWERS.classes)
@@ -59,10 +71,13 @@ def test_the_table_covers_every_request_but_those_that_only_come_first() -> None
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.request.__name__)
 def test_a_good_request_passes_and_each_bad_field_alone_does_not(row: Row[Any]) -> None:
     """Each value that is part of a path or goes to the kernel is checked; one that is only compared may be anything."""
-    row.check(make(row.request))
+    fds = range(row.fds)
+    row.check(make(row.request), fds)
+    with pytest.raises(InvalidName, match="descriptors"):
+        row.check(make(row.request), [*fds, 3])
     for name in set(row.checks) & set(BAD):
         with pytest.raises(InvalidName):
-            row.check(make(row.request, **{name: BAD[name]}))
+            row.check(make(row.request, **{name: BAD[name]}), fds)
     assert set(row.checks) - set(BAD) <= {"after", "leftover"}
 
 
@@ -71,7 +86,9 @@ def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: R
     """The key tells sessions from workspaces of the same name."""
     names = {each.name for each in fields(row.request)}
     if row.key is None:
-        assert row.request.__name__.startswith(("Ask", "Find", "List", "Scan", "RemoveLeftover"))
+        assert row.request.__name__.startswith(("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers"))
+    elif row.request in STORE_TABLE:
+        assert row.key(make(row.request)).split()[0] in ("image", "layer")
     else:
         assert row.key(make(row.request)) == ("workspace work" if "workspace_id" in names else ID)
 
