@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,8 +197,8 @@ def describe(
 
 @contextlib.contextmanager
 def description(content: bytes) -> Iterator[int]:
-    """Open a file in memory with a description."""
-    with open(os.memfd_create("image"), "wb", buffering=0) as file:
+    """Open a file without a name that has a description; the daemon's own filter has no file in memory."""
+    with tempfile.TemporaryFile(buffering=0) as file:
         file.write(content)
         yield file.fileno()
 

@@ -14,7 +14,7 @@ import trio
 
 from sandkasten.host.account import find_account
 from sandkasten.images.catalog import Catalog
-from tests.e2e.daemon import SCRIPT, running_daemon
+from tests.e2e.daemon import KEY, SCRIPT, running_daemon
 from tests.kernel.test_images_foreign import busybox_tar
 from tests.registry import Asked, Registry, Said, digest_of, layer, serving
 from tests.waiting import patience
@@ -27,6 +27,7 @@ async def command(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run the command to its end, on one data directory."""
     crash = {"SANDKASTEN_CRASH_AT": crash_at, "SANDKASTEN_CRASH_POINTS": "true"} if crash_at else {}
+    crash["SANDKASTEN_API_KEY"] = KEY
     words = [str(SCRIPT), "image", *arguments, "--data-dir", str(data_dir)]
     with trio.fail_after(patience(60)):
         return await trio.run_process(

@@ -62,6 +62,22 @@ class Blobs:
                 os.close(fd)
         return count
 
+    def drop(self, blob: Blob) -> None:
+        """Remove what came of a blob whose layer is there, unless somebody has it."""
+        path = self._path(blob)
+        try:
+            fd = os.open(path, _FILE & ~os.O_CREAT)
+        except FileNotFoundError:
+            return
+        try:
+            if _is_locked(fd):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+    def _path(self, blob: Blob) -> Path:
+        return self._directory / f"{blob.digest.removeprefix('sha256:')}.part"
+
     def require_room(self, size: int) -> None:
         """Raise `DiskReserve` unless there is room for so many bytes."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -84,7 +100,7 @@ class Blobs:
             DiskReserve, RegistryRefused, RegistryUnauthorized.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        path = self._directory / f"{blob.digest.removeprefix('sha256:')}.part"
+        path = self._path(blob)
         fd = await _open_locked(path)
         try:
             download = _Download(fd, blob, self, on_bytes, self._limiter)

@@ -156,6 +156,7 @@ class Pull:
         try:
             async with lock:
                 if await self.store.has_layer(diff_id):
+                    self.blobs.drop(blob)  # of a pull that was killed behind its last use
                     self._note(number, blob.size, LayerPhase.PRESENT)
                     return
                 await self._load(number, blob, diff_id)
