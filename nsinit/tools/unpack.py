@@ -333,9 +333,11 @@ class Unpacker:
 
     def _own(self, path: str, member: tarfile.TarInfo) -> None:
         os.chown(path, member.uid, member.gid)
-        if member.isreg() and member.mode & _PRIVILEGED:
-            self.privileged.add(path, f"{member.mode & 0o7777:04o} ")
-        os.chmod(path, member.mode & 0o7777 & ~_PRIVILEGED)
+        mode = member.mode & 0o7777
+        if member.isreg() and mode & _PRIVILEGED:
+            self.privileged.add(path, f"{mode:04o} ")
+            mode &= ~_PRIVILEGED
+        os.chmod(path, mode)  # setgid of a directory gives no privilege, but its files the right group (inode(7))
 
     def _set_attributes(self, path: str, member: tarfile.TarInfo) -> None:
         """Set the attributes of users; marks of overlays, capabilities and all others are left out."""

@@ -83,7 +83,8 @@ class Shells:
         if DEFAULT_SHELL not in self._queues:
             self._apply(request)
             unused_s = None if request.unused_shell_ms is None else max(0, request.unused_shell_ms) / 1000
-            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell), Descriptor(), unused_s)
+            cwd = request.cwd if may_enter(self._context, self._context.as_user, request.cwd) else None
+            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell, cwd=cwd), Descriptor(), unused_s)
             self._context.config.passing("runner.create.set_up")
         return self.hello()
 

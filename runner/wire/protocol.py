@@ -276,6 +276,8 @@ class Setup:
     graces: Graces = field(default_factory=Graces)
     user: str | None = None
     files: FileRules | None = None
+    cwd: str | None = None
+    """The directory in which the default shell starts, if its user may enter it."""
     unused_shell_ms: int | None = None
     """Milliseconds for which the default shell's process is kept before its first command, which starts it again. 0:
     the first command starts it. None: it is kept."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -34,6 +35,7 @@ from sandkasten.model import (
     StreamsMode,
 )
 from sandkasten.model.errors import InvalidImage, InvalidRequest
+from sandkasten.model.image import ImageConfig
 from sandkasten.model.network import Network
 from sandkasten.model.workspace import WorkspaceMode
 
@@ -69,10 +71,28 @@ class Resolved:
     network: Network
     secrets: SecretTexts = NO_SECRETS
     """Secrets that the network names, once they were asked for."""
+    image_env: Mapping[str, str] = attrs.field(factory=dict)
+    """The image's variables, once the image is known."""
+    image_dir: str | None = None
+    """The image's directory for programs, once the image is known."""
 
     def environment(self, session_id: str, spec: SessionSpec) -> Mapping[str, str]:
         """Return the environment of a session that is made with these settings."""
-        return self.secrets.environment(session_id, self.network, spec.env, spec.secret_env)
+        own = self.secrets.environment(session_id, self.network, spec.env, spec.secret_env)
+        return {**self.image_env, **own}
+
+    def of_image(self, config: ImageConfig) -> Resolved:
+        """Return the settings with what an image says where nothing was asked for: user, variables, directory.
+
+        A root that the session may not have is nobody: such an image has the usual user. Variables that no shell takes
+        are left out. All of them reach programs alone, and no process of ours.
+        """
+        user = self.options.user or config.user or None
+        if user and user == config.user and user.partition(":")[0] in _ROOT and not self.options.root_inside:
+            user = self.options.user
+        env = {name: value for name, value in config.env.items() if _is_variable(name, value)}
+        options = attrs.evolve(self.options, user=user)
+        return attrs.evolve(self, options=options, image_env=env, image_dir=config.working_dir or None)
 
 
 def resolve(spec: SessionSpec, config: Config) -> Resolved:
@@ -284,6 +304,18 @@ def _usual_inodes(size_mb: int) -> int:
 
 
 # The plan
+
+
+_ROOT = ("root", "0")
+_VARIABLE = re.compile(r"(?!__sk_)[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _is_variable(name: str, value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return _VARIABLE.fullmatch(name) is not None and "\0" not in value
 
 
 def plan_sandbox(

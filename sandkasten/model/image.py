@@ -30,11 +30,6 @@ class ImageConfig:
     volumes: Sequence[str] = ()
     stop_signal: str = ""
 
-    @property
-    def command(self) -> Sequence[str]:
-        """The command of a session that is asked to run none."""
-        return (*self.entrypoint, *self.cmd)
-
     @classmethod
     def from_stored(cls, said: Mapping[str, Any]) -> ImageConfig:
         """Return the configuration in an image's description. Raises `TypeError`, `ValueError`."""

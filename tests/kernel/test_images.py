@@ -293,7 +293,7 @@ def test_an_archive_becomes_an_image(
 
 
 def test_owners_and_modes_are_kept_and_privilege_is_not(catalog: Catalog, tmp_path: Path) -> None:
-    """Plain ids stay as they are; setuid and setgid are dropped and counted, sticky stays."""
+    """Plain ids stay as they are; setuid and setgid of files are dropped and counted; those of directories stay."""
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name, kind, content in SHELL:
             info = tarfile.TarInfo(name)
@@ -306,7 +306,7 @@ def test_owners_and_modes_are_kept_and_privilege_is_not(catalog: Catalog, tmp_pa
     _, counts = import_tar(catalog, "x", tmp_path / "x.tar")
     status = (catalog.trees("x")[0] / "su").stat()
     assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1000, 65535, 0o755)
-    assert stat.S_IMODE((catalog.trees("x")[0] / "spool").stat().st_mode) == 0o1777
+    assert stat.S_IMODE((catalog.trees("x")[0] / "spool").stat().st_mode) == 0o3777
     assert counts.privileged == 1
 
 

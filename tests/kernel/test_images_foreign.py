@@ -9,14 +9,19 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import pytest
+import trio
 
+from sandkasten.actors.services.nsinit import ThreadLink
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
+from sandkasten.images.layers import Layers
 from sandkasten.model import Cause, ExecSpec, SessionSpec
 from sandkasten.model.errors import InvalidImage
+from sandkasten.model.image import ImageConfig
 from tests import debian
 
 
@@ -85,14 +90,51 @@ async def test_an_image_whose_shell_is_gone_is_refused_by_name(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
     """An image damaged after its import: the create fails typed and leaves nothing; other images work."""
-    for name in ("sound", "damaged"):
-        import_tar(Catalog(config.data_dir), name, busybox_tar(tmp_path / f"{name}.tar"))
-    shutil.rmtree(Catalog(config.data_dir).rootfs_path("damaged") / "bin")
+    for name, links in (("sound", ("bin/sh",)), ("damaged", ("bin/sh", "bin/ls"))):
+        import_tar(Catalog(config.data_dir), name, busybox_tar(tmp_path / f"{name}.tar", links=links))
+    shutil.rmtree(Catalog(config.data_dir).trees("damaged")[0] / "bin")
     with pytest.raises(InvalidImage, match="the image has no shell"):
         await supervisor.create(SessionSpec(image="damaged"))
     session = await supervisor.create(SessionSpec(image="sound"))
     assert os.listdir(config.data_dir / "sessions") == [session.id]
     await supervisor.destroy(session.id)
+
+
+async def test_a_session_begins_as_its_image_says(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
+    """Variables, user and directory of an image's configuration hold where the create asks for no others; a directory
+    that is not there is the workspace. The daemon's own nsinit takes layers and publishes the image."""
+    accounts = {"etc/passwd": b"app:x:70:71::/srv:/bin/sh\n", "srv/here": b""}
+    with tarfile.open(tmp_path / "top.tar", "w") as archive:
+        for name, content in accounts.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    tars = busybox_tar(tmp_path / "base.tar"), tmp_path / "top.tar"
+    env = {"BOTH": "image", "ONE": "image", "BASH_ENV": "/nowhere", "not a name": "x"}
+    said = ImageConfig(env=env, user="app", working_dir="/srv")
+
+    def publish(name: str, config_of_image: ImageConfig) -> None:
+        store = Layers(config.data_dir, ThreadLink(supervisor._nsinit))
+        layers = []
+        for tar in tars:
+            with tar.open("rb") as file:
+                layers.append(store.unpack_layer(file.fileno()).diff_id)
+        store.publish_image(name, layers=layers, config=config_of_image)
+
+    await trio.to_thread.run_sync(publish, "said", said)
+    await trio.to_thread.run_sync(publish, "root", attrs.evolve(said, user="root", working_dir="/gone"))
+    script = "echo $BOTH $ONE $BASH_ENV; id -u; id -g; pwd"
+    spec = SessionSpec(image="said", env={"BOTH": "session"}, root_inside=False)
+    for asked, expected in (
+        (spec, "session image /nowhere 70 71 /srv"),
+        (attrs.evolve(spec, user="sandbox"), "session image /nowhere 1000 1000 /srv"),
+        (attrs.evolve(spec, image="root"), "session image /nowhere 1000 1000 /workspace"),
+    ):
+        session = await supervisor.create(asked)
+        assert session.cwd == expected.split()[-1]
+        result = await supervisor.exec(session.id, ExecSpec(script))
+        assert result.output.decode().split() == expected.split()
+        await supervisor.destroy(session.id)
 
 
 async def test_a_debian_from_the_archive_is_an_image(supervisor: LocalSupervisor, config: Config) -> None:
@@ -102,7 +144,7 @@ async def test_a_debian_from_the_archive_is_an_image(supervisor: LocalSupervisor
     except debian.Unavailable as reason:
         pytest.skip(str(reason))
     _, counts = import_tar(Catalog(config.data_dir), "debian", tar)
-    assert counts.members > 1000
+    assert counts.entries > 1000
     assert counts.privileged >= 5  # su, mount, passwd and friends came without their setuid bit
     script = (
         "id -un; dpkg-query -W -f '${Package}\\n' dpkg; stat -c %a:%U /usr/bin/su /etc/shadow; "

@@ -73,12 +73,16 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
 
 @pytest.mark.parametrize("by_fd", [True, False])
 def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bool) -> None:
-    """Directories show what both have, and a file of the first covers one of the second."""
+    """Directories show what both have, and a file of the first covers one of the second; so it is with as many as there
+    may be."""
     first, second, session, staged = (tmp_path / name for name in ("first", "second", "session", "stage"))
+    others = [tmp_path / str(number) for number in range(stage.MAX_LOWERS - 2)]
     for lower in (first, second):
         (lower / "bin").mkdir(parents=True)
         (lower / "bin/same").write_text(lower.name)
         (lower / "bin" / lower.name).write_text("")
+    for lower in others:
+        lower.mkdir()
     staged.mkdir()
 
     def check() -> None:
@@ -88,14 +92,14 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
             return
         os.mkdir(session, 0o700)
         make_layers(str(session), FIRST_BASE)
-        layers = Layers((str(first), str(second)), str(session), "usr", userns_fd)
+        layers = Layers(tuple(map(str, (first, *others, second))), str(session), "usr", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
         merged = staged / stage.ROOT / "bin"
         assert sorted(os.listdir(merged)) == ["first", "same", "second"]
         assert (merged / "same").read_text() == "first"
         table = Path("/proc/self/mountinfo").read_text()
-        assert [line for line in table.splitlines() if f" {staged}/lower" in line] == []
+        assert [line for line in table.splitlines() if f" {staged}/0 " in line] == []
 
     _in_own_mount_namespace(check)
 

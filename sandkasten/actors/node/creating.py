@@ -132,6 +132,7 @@ class Creating:
             if isinstance(claimed, Session):
                 timings_ms = {"pool": round((trio.current_time() - began) * 1000, 3)}
                 return attrs.evolve(claimed, timings_ms=timings_ms)
+            resolved = resolved.of_image(image.config)
             return await self._create_cold(spec, digest, resolved, image, missed=claimed, began=began)
         finally:
             self.under_way -= 1
@@ -219,6 +220,7 @@ class Creating:
 
     def start_member(self, resolved: Resolved, image: Image, digest: str) -> SessionActor:
         """Start the actor of a new member of a session pool."""
+        resolved = resolved.of_image(image.config)
         now = datetime.now(UTC)
         session = Session(
             id=self._node.new_session_id(),

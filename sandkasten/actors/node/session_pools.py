@@ -256,7 +256,7 @@ class SessionPool:
                 reason = STALE
                 self._services.start_task(self._end, member, "its image was replaced")
                 continue
-            session = await self._hand_out(member, spec, resolved, digest)
+            session = await self._hand_out(member, spec, resolved.of_image(image.config), digest)
             if session is not None:
                 self._claimed += 1
                 self._metrics.pool_claims(self._name).inc()

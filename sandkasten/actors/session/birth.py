@@ -152,6 +152,7 @@ def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup
         shell=creation.resolved.shell,
         graces=graces,
         user=options.user,
+        cwd=creation.resolved.image_dir,
         unused_shell_ms=creation.unused_shell_ms,
         files=None if rules is None else protocol.FileRules(_listed(rules.readable), _listed(rules.writable)),
     )
