@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import ssl
 import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -76,6 +77,7 @@ class Registry:
     manifests: dict[str, bytes] = attrs.field(factory=dict)
     asked: list[Asked] = attrs.field(factory=list)
     answer: Callable[[Asked], Said | None] = lambda _: None
+    tls: ssl.SSLContext | None = None
 
     @property
     def name(self) -> str:
@@ -142,8 +144,11 @@ class Registry:
             return Said(206, data[first:], {"content-range": f"bytes {first}-{len(data) - 1}/{len(data)}"})
         return Said(200, data)
 
-    async def serve(self, stream: trio.SocketStream) -> None:
+    async def serve(self, plain: trio.SocketStream) -> None:
         """Answer one connection."""
+        stream: trio.abc.Stream = plain
+        if self.tls is not None:
+            stream = trio.SSLStream(plain, self.tls, server_side=True, https_compatible=True)
         async with stream:
             try:
                 head = b""
@@ -161,7 +166,7 @@ class Registry:
                 return
 
 
-async def _say(stream: trio.SocketStream, said: Said) -> None:
+async def _say(stream: trio.abc.Stream, said: Said) -> None:
     headers = {"connection": "close", **said.headers}
     if not said.endless:
         headers["content-length"] = str(len(said.body) if said.length is None else said.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -377,6 +378,55 @@ async def test_a_redirect_to_a_named_place_is_followed_without_the_credentials(t
         assert "authorization" not in objects.asked[0].headers
 
 
+async def test_a_registry_by_tls_must_have_a_certificate_for_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an authority that the machine trusts; the name is that of the reference, whatever its address is."""
+    pair, trusted = tmp_path / "pair.pem", tmp_path / "trusted.pem"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    new = ("openssl", "req", "-x509", "-days", "2", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
+    try:
+        await trio.run_process([*new, *subject, "-keyout", pair, "-out", trusted], capture_stderr=True)
+    except FileNotFoundError:
+        pytest.skip("needs openssl")
+    _join(pair, trusted)
+    async with serving() as registry:
+        registry.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        registry.tls.load_cert_chain(pair)
+        registry.push([SMALL])
+        place = f"localhost:{registry.port}"
+        settings: dict[str, Any] = {"insecure_registries": (), "allow_private": (place, registry.name)}
+        with pytest.raises(RegistryRefused, match="certificate"):
+            await pull(tmp_path, f"{place}/{REPOSITORY}", **settings)
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        store = await pull(tmp_path, f"{place}/{REPOSITORY}", **settings)
+        assert list(store.layers) == [digest_of(SMALL)]
+        with pytest.raises(RegistryRefused, match="certificate"):
+            await pull(tmp_path, registry.reference(), **settings)
+
+
+async def test_the_environments_proxy_is_used_but_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy resolves by itself, and gets its own password; an address that is special is refused all the same."""
+    async with serving() as proxy:
+        monkeypatch.setenv("http_proxy", f"http://me:pw@127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        proxy.push([SMALL])
+        asked = proxy.honest
+        proxy.answer = lambda found: asked(Asked(found.path.removeprefix("http://registry.invalid"), found.headers))
+        store = await pull(tmp_path, f"registry.invalid/{REPOSITORY}", insecure_registries=("registry.invalid",))
+        assert list(store.layers) == [digest_of(SMALL)]
+        wanted = "Basic " + base64.b64encode(b"me:pw").decode()
+        assert {each.headers.get("proxy-authorization") for each in proxy.asked} == {wanted}
+        count = len(proxy.asked)
+        with pytest.raises(RegistryRefused, match="allow_private"):
+            await pull(tmp_path, "169.254.169.254/x/y")
+        assert len(proxy.asked) == count
+
+
 # Authentication -----------------------------------------------------------------------------------------------------
 
 
@@ -505,6 +555,10 @@ async def test_a_pull_that_has_no_room_takes_no_blob(tmp_path: Path) -> None:
         with pytest.raises(TooLarge):
             await pull(tmp_path, registry.reference(), max_pull_mb=1)
         assert registry.count(digest_of(BIG)) == 0
+
+
+def _join(pair: Path, certificate: Path) -> None:
+    pair.write_text(pair.read_text() + certificate.read_text())
 
 
 def _bytes_kept(tmp_path: Path) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -442,6 +443,11 @@ async def _refused(answer: RegistryAnswer, host: str) -> RegistryRefused | Regis
 
 
 def _lost(host: str, error: Exception) -> RegistryRefused:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _final(f"{host} has no good certificate: {cause.verify_message}")
+        cause = cause.__cause__ or cause.__context__
     return RegistryRefused(f"the connection to {host} was lost or can't be made ({error or type(error).__name__})")
 
 
