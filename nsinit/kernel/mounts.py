@@ -16,8 +16,11 @@ from nsinit.kernel import stage, syscalls
 NOSUID_NODEV = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV
 INERT = NOSUID_NODEV | k.MOUNT_ATTR_NOEXEC
 
-_OVERLAY_OPTIONS = {"metacopy": "off", "index": "off", "xino": "off", "redirect_dir": "nofollow"}
-"""No redirect and no metacopy: `trusted.overlay.*` attributes smuggled into a layer mean nothing."""
+_OVERLAY_OPTIONS = {"metacopy": "off", "index": "off", "xino": "off", "redirect_dir": "on"}
+"""With `redirect_dir` a session may rename a directory of the image; without, it is told EXDEV (overlayfs.rst,
+"Directories with renames"). The kernel then believes `trusted.overlay.redirect` of every layer: the unpacker lets none
+into one (`tools/unpack.py`), and a session's programs have no power over such attributes. Nothing is believed of the
+content of a file (`metacopy`)."""
 
 
 class ReadOnlyOverlay(Exception):

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             case "validate":
                 return _validate(catalog, arguments.name, as_json=arguments.json)
             case "rm":
-                return _remove(catalog, arguments.name, as_json=arguments.json)
+                return _remove(catalog, arguments.name, Crash(config.testing.crash_at), as_json=arguments.json)
             case _:
                 return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
@@ -60,10 +60,10 @@ def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def _remove(catalog: Catalog, name: str, *, as_json: bool) -> int:
+def _remove(catalog: Catalog, name: str, crash: Crash, *, as_json: bool) -> int:
     image = catalog.get_own(name)
     if image.kind == "layers":
-        with open_store(catalog.data_dir) as store:
+        with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
             store.delete_image(name)
             store.collect(grace_s=0, only=image.layers)
         gone = True

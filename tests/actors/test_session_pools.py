@@ -152,7 +152,11 @@ async def test_a_claim_writes_one_row_and_asks_pid_1_once_and_nsinit_nothing() -
         assert set(session.timings_ms) == {"pool"}
         assert tree.supervisor._metrics.store_jobs("ok")._value.get() - written == 1
         assert tree.runners[member].requests[before:] == [runner_protocol.SetEnv({"X": "secret"})]
-        assert not [each for each in tree.nsinit.requests if not isinstance(each, protocol.FindLeftovers)]
+        assert not [
+            each
+            for each in tree.nsinit.requests
+            if not isinstance(each, protocol.FindLeftovers | protocol.CollectLayers)
+        ]
         assert rows(tree)[member] == "running"
         assert (await tree.supervisor.get(member)).labels == {"a": "b"}
         assert (await tree.supervisor.exec(member, ExecSpec("true"))).end.exit_code == 0

@@ -64,6 +64,8 @@ _NEED_POOL_SANDBOX = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Points that are reached only with a pool sandbox made with other limits than the session wants."""
 _OF_PULLS = "image.pull."
 """Points that need a registry: test_pulls.py has one, and visits them."""
+_OF_IMAGES = ("nsinit.layer.", "nsinit.image.")
+"""Points of an nsinit that works for the command line."""
 _NEED_SESSION_POOL = "daemon.claim."
 """Points that are reached only with a session pool. The daemon after the crash has none."""
 
@@ -193,7 +195,7 @@ class Walk:
 
     def visit(self, point: str) -> None:
         """Let a process end at the point, and hold the next start to account. Raises `AssertionError`."""
-        if point.startswith("import."):
+        if point.startswith(("import.", *_OF_IMAGES)):
             self._import(point)
         elif point.startswith(_NEED_SESSION_POOL):
             with self.daemon(point, members=2) as daemon:
@@ -216,11 +218,16 @@ class Walk:
     def _import(self, point: str) -> None:
         environment = {**os.environ, "SANDKASTEN_CRASH_POINTS": "true", "SANDKASTEN_CRASH_AT": point}
         name = point.replace(".", "-")
-        command = [str(SCRIPT), "image", "import", "--data-dir", str(self.data_dir), "--name", name]
-        done = subprocess.run(
-            [*command, "--tar", str(self.tar)], env=environment, capture_output=True, timeout=patience(60), check=False
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        place = ["--data-dir", str(self.data_dir)]
+        for words in (["import", "--name", name, "--tar", str(self.tar)], ["rm", name]):
+            command = [str(SCRIPT), "image", words[0], *place, *words[1:]]
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=patience(60), check=False)
+            if done.returncode:
+                break
+        if point.startswith(_OF_IMAGES):  # the command line lives, and tells
+            assert b"the fork server died during work on the image" in done.stderr, done.stderr
+        else:
+            assert done.returncode == -signal.SIGKILL, done.stderr
 
     def _claim(self, daemon: Daemon, *, key: str) -> None:
         """Claim a member of a pool, with variables, and die at it. A repeated create with the key gets the session that
@@ -294,6 +301,8 @@ class Walk:
         until(lambda: self._owned() == {self.kept}, "what was ended is gone")
         images = os.listdir(self.data_dir / "images")
         assert not [name for name in images if name.startswith(".new-")], images
+        layers = os.listdir(self.data_dir / "layers")
+        assert not [name for name in layers if name.startswith("+new-")], layers
 
     def finish(self) -> None:
         """End the last session; nothing may be left at all."""

@@ -296,6 +296,28 @@ def test_a_daemon_that_may_use_some_images_changes_none(tmp_path: Path) -> None:
         assert shared == [0o710, 0o750, 0o700, 0o640]
 
 
+def test_directories_of_an_image_are_renamed_and_redirects_of_others_mean_nothing(
+    data_dir: Path, server: Nsinit
+) -> None:
+    """A session renames a directory that the image has. Marks of overlayfs that an archive brings along lead nowhere,
+    and a program of the session can set none."""
+    marks = {f"SCHILY.xattr.trusted.overlay.{each}": "/secret" for each in ("redirect", "metacopy", "origin")}
+    marks |= {f"SCHILY.xattr.user.overlay.{each}": "/secret" for each in ("redirect", "metacopy", "opaque")}
+    names = ("home/sandbox", "home/sandbox/old", "home/sandbox/old/file")
+    lower = tar_of(
+        {"secret": None, "secret/x": b"secret", names[0]: None, names[1]: None, names[2]: b""},
+        **dict.fromkeys(names, {"uid": 1000, "gid": 1000}),
+    )
+    upper = tar_of({"evil": None, "file": b""}, evil={"pax_headers": marks}, file={"pax_headers": marks})
+    layers = publish(data_dir, "renames", base_layer(), lower, upper)
+    box = server.build(plan_of("renames", layers))
+    assert box.run("cd /; ls -A /evil; cat /file").out == ""
+    # mv(1) would copy where it can't rename, and the copy would be another file.
+    numbers = box.run("cd /home/sandbox; stat -c %i old/file; mv old new; stat -c %i new/file; ls").out.split()
+    assert (numbers[0], numbers[2:]) == (numbers[1], ["new"])
+    box.teardown()
+
+
 # Which may go -----------------------------------------------------------------------------------------------------
 
 

@@ -37,12 +37,13 @@ from sandkasten.actors.node.reconcile import (
 )
 from sandkasten.actors.services import store as store_actor
 from sandkasten.actors.services.directory import Shared
-from sandkasten.actors.services.nsinit import ask_patiently, call, scan, teardown
+from sandkasten.actors.services.nsinit import ask_patiently, ask_store, call, scan, teardown
 from sandkasten.actors.services.store import do
 from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.session.ending import ENDINGS, let_stop
 from sandkasten.actors.workspaces.actor import release_soon
 from sandkasten.host.paths import DataPaths
+from sandkasten.images.layers import LAYER_GRACE_S
 from sandkasten.model import EndReason, EventType, Session, Status
 from sandkasten.model.errors import SandkastenError, SessionNotFound
 from sandkasten.model.lifecycle import END_REASONS, ENDED, IN_KERNEL, LIVE, Trigger, next_status
@@ -108,6 +109,12 @@ class LeftoverSearch:
         for each in plan.news:
             self._tell(each)
         return plan
+
+    async def collect_layers(self) -> None:
+        """Have the layers deleted that no image and no session has. Raises `SandkastenError`."""
+        collected = await ask_store(self._nsinit, protocol.CollectLayers(0, LAYER_GRACE_S))
+        if collected.layers:
+            log.info("layers_collected", extra={"count": collected.layers, "freed_bytes": collected.freed_bytes})
 
     async def _leftovers(self) -> Sequence[Leftover]:
         """Return nsinit's findings; none when nsinit can't look, which must not hold up the rest."""
@@ -438,6 +445,7 @@ class Reaper(Actor):
             for decision in due:
                 failures += await _failure_of(self._sessions.ask, Settle(decision))
             removed = await self._leftovers.remove(plan.remove)
+            failures += await _failure_of(self._leftovers.collect_layers)
             failures += await _failure_of(self._forget)
             self._metrics.swept.inc(len(due) + removed)
             if failures:
