@@ -1,5 +1,6 @@
-"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT; and a
-preview, the way in, beside a connection made in the session's own network.
+"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT, and with
+the broker of secrets beside a plain tunnel; and the ways in, a preview and a published port, beside connections made in
+the session's own network.
 
 `python -m bench.ways_out` is a node of its own in new network and mount namespaces, all of which end with it: the
 daemon and its egress process run there, and one veth pair leads from it to the world, where the server is. A second
@@ -11,6 +12,7 @@ Sources: veth(4), network_namespaces(7), nft(8).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -42,8 +44,11 @@ MAKING = "the three descriptors of a way out"
 CREATE_NONE, CREATE_ALLOW = "create, network none", "create, network allow"
 PATCH = "a way out for a session that runs, PATCH"
 PREVIEW, DIRECT = "a request over a preview", "the same request, in the session's network"
+TUNNEL, BROKER = "a tunnel", "the broker"
+PUBLISHED, DIRECT_PORT = "a published port, MB/s", "the same port, in the session's network, MB/s"
 MIB = 1024 * 1024
 _PORT, _NAME = 9000, "world.example"
+_TLS_PORT, _TLS_NAMES = 9443, {TUNNEL: "plain.example", BROKER: "secret.example"}
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _IDLE_S, _SETTLE_S = 5.0, 0.03
@@ -127,6 +132,79 @@ while True:
 """
 
 
+_TLS_SERVER = f"""
+import os, socket, ssl, sys, threading
+from egress.authority import Authority, new_authority
+authority = Authority(new_authority(), os.memfd_create("certificates"))
+with open(sys.argv[1], "w") as file:
+    file.write(authority.certificate)
+contexts = {{name: authority.context_for(name) for name in {sorted(_TLS_NAMES.values())!r}}}
+first = next(iter(contexts.values()))
+def choose(sock, name, _context):
+    sock.context = contexts[name]
+first.sni_callback = choose
+def serve(plain):
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with first.wrap_socket(plain, server_side=True) as client:
+        data = b""
+        while got := client.recv(65536):
+            data += got
+            if data.endswith(b"\\r\\n\\r\\n"):
+                size = int(data.split()[1][1:])
+                client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % size)
+                client.sendall(bytes(size))
+                data = b""
+server = socket.create_server(("{_WORLD}", {_TLS_PORT}), backlog=512)
+print("ready", flush=True)
+while True:
+    client, _ = server.accept()
+    threading.Thread(target=serve, args=(client,)).start()
+"""
+_TLS_CLIENT = """
+import json, os, socket, ssl, sys, time
+host, port, connects, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+context, found = ssl.create_default_context(), {"connects_ms": []}
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the tunnel's certificate is the world's
+def ask(client, size):
+    head = f"GET /{size} HTTP/1.1\\r\\nHost: {host}:{port}\\r\\nAuthorization: Bearer {os.environ['KEY']}\\r\\n\\r\\n"
+    client.sendall(head.encode())
+    data = b""
+    while b"\\r\\n\\r\\n" not in data:
+        data += client.recv(65536)
+    assert data.startswith(b"HTTP/1.1 200"), data
+    left, room = size - len(data.partition(b"\\r\\n\\r\\n")[2]), bytearray(262144)
+    while left:
+        left -= client.recv_into(room)
+def connected():
+    plain = socket.create_connection((host, port))
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as clients of HTTP do
+    return context.wrap_socket(plain, server_hostname=host)
+for _ in range(connects):
+    began = time.perf_counter()
+    with connected() as client:
+        ask(client, 1)
+    found["connects_ms"].append((time.perf_counter() - began) * 1000)
+with connected() as client:
+    ask(client, 1)
+    began = time.perf_counter()
+    ask(client, size)
+    found["down"] = size / (time.perf_counter() - began) / 1e6
+print(json.dumps(found))
+"""
+_SENDER_PORT = 8001
+_SENDER = f"""
+import socket, threading
+def send(client):
+    with client:
+        left, block = int(client.recv(16)), bytes(262144)
+        while left:
+            left -= client.send(block[:left])
+server = socket.create_server(("127.0.0.1", {_SENDER_PORT}), backlog=16)
+while True:
+    threading.Thread(target=send, args=(server.accept()[0],)).start()
+"""
+
+
 async def measure_ways_out(table: Table, share: float, seed: int) -> dict[str, Any]:
     """Have a node of its own measure; add its rows to `table` and return its facts."""
     if shutil.which("ip") is None:
@@ -152,7 +230,12 @@ def main() -> None:
         _become_node(Path(scratch))
         world = undo.enter_context(_namespace("world", _NODE, _WORLD))
         undo.enter_context(_serving(world))
+        has_broker = importlib.util.find_spec("cryptography") is not None
         environ = {"SANDKASTEN_EGRESS_PERMIT": f"{_WORLD}/32", "SANDKASTEN_PREVIEW_LISTEN": "127.0.0.1:0"}
+        environ["SANDKASTEN_PREVIEW_PUBLISH"] = "127.0.0.1"
+        if has_broker:
+            environ["SANDKASTEN_EGRESS_CA_FILE"] = authority = str(Path(scratch, "authority.pem"))
+            undo.enter_context(_serving(world, _TLS_SERVER, authority))
         pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
         session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": {"cpu": os.cpu_count() or 1}})
@@ -166,7 +249,12 @@ def main() -> None:
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # of this namespace (ip-sysctl.rst)
             _run("nft", _MASQUERADE)
         _measure_carrying(table, facts, works, share, chance)
+        if has_broker:
+            _measure_broker(table, facts, client, share, chance)
+        else:
+            facts[BROKER] = "not measured: the extra `secrets` is not installed"
         _measure_preview(table, client, session["id"], _count(400, share), chance)
+        _measure_published(facts, client, session["id"], share, chance)
         client.call("DELETE", f"/v1/sessions/{session['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
         _measure_keeping(facts, client, pid, way_out, _count(300, share))
@@ -186,7 +274,7 @@ def _become_node(scratch: Path) -> None:
     syscalls.unshare(k.CLONE_NEWNET | k.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=k.MS_REC | k.MS_PRIVATE)
     hosts = scratch / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{_WORLD} {_NAME}\n")
+    hosts.write_text(f"127.0.0.1 localhost\n{_WORLD} {_NAME} {' '.join(_TLS_NAMES.values())}\n")
     hosts.chmod(0o644)
     syscalls.mount(str(hosts), "/etc/hosts", flags=k.MS_BIND)
     network.loopback_up()
@@ -209,9 +297,9 @@ def _namespace(link: str, near: str, far: str) -> Iterator[int]:
 
 
 @contextmanager
-def _serving(pid: int) -> Iterator[None]:
-    command = [*_entering(pid), sys.executable, "-c", _SERVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+def _serving(pid: int, program: str = _SERVER, *arguments: str) -> Iterator[None]:
+    command = [*_entering(pid), sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as server:
         try:
             assert server.stdout is not None
             if server.stdout.readline() != b"ready\n":
@@ -233,8 +321,8 @@ def _run(*command: str, pid: int = 0) -> bytes:
     return done.stdout
 
 
-def _inside(client: daemon.Client, session: str, arguments: Sequence[str]) -> bytes:
-    argv = ["python3", "-c", _CLIENT, *arguments]
+def _inside(client: daemon.Client, session: str, arguments: Sequence[str], program: str = _CLIENT) -> bytes:
+    argv = ["python3", "-c", program, *arguments]
     answer = client.call("POST", f"/v1/sessions/{session}/exec", {"argv": argv, "timeout_ms": 110_000})
     if answer["exit_code"] != 0:
         raise RuntimeError(str(answer)[-300:])
@@ -278,6 +366,55 @@ def _measure_carrying(
         table.row(connect_row(name)).values += found["connects_ms"]
         for way in ("up", "down"):
             rates.setdefault(rate_fact(name, way), []).append(found[way])
+    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+
+
+def _measure_broker(
+    table: Table, facts: dict[str, Any], client: daemon.Client, share: float, chance: random.Random
+) -> None:
+    """Make TLS connections with a request, by a tunnel and by the broker in turn; then carry a large body."""
+    hosts = {name: f"{host}:{_TLS_PORT}" for name, host in _TLS_NAMES.items()}
+    client.call("POST", "/v1/secrets", {"name": "bench", "value": "value-of-bench", "hosts": [hosts[BROKER]]})
+    way_out = {"mode": "allow", "allow": sorted(hosts.values()), "secrets": ["bench"]}
+    limits = {"cpu": os.cpu_count() or 1}
+    asked = {"network": way_out, "env": {"KEY": {"secret": "bench"}}, "limits": limits}
+    session = client.call("POST", "/v1/sessions", asked)["id"]
+    size, rates = max(4 * MIB, round(256 * MIB * share)), dict[str, list[float]]()
+    for name in blocks(list(hosts), max(2, round(6 * share)), chance):
+        arguments = [_TLS_NAMES[name], str(_TLS_PORT), str(max(5, round(50 * share))), str(size)]
+        found = json.loads(_inside(client, session, arguments, _TLS_CLIENT))
+        table.row(tls_row(name)).values += found["connects_ms"]
+        rates.setdefault(rate_fact(f"TLS by {name},", "down"), []).append(found["down"])
+    facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
+    client.call("DELETE", f"/v1/sessions/{session}")
+
+
+def tls_row(name: str) -> str:
+    return f"TLS connection and a request, by {name}"
+
+
+def _measure_published(
+    facts: dict[str, Any], client: daemon.Client, session: str, share: float, chance: random.Random
+) -> None:
+    """Have a server in a session send bytes, over a published port and within the session's own network, in turn."""
+    place = f"/v1/sessions/{session}"
+    started = client.call("POST", f"{place}/processes", {"argv": ["python3", "-c", _SENDER]})
+    waited = {"port": _SENDER_PORT, "timeout_ms": 30_000}
+    client.call("POST", f"{place}/processes/{started['exec_id']}/wait", waited)
+    published = client.call("POST", f"{place}/previews", {"port": _SENDER_PORT, "access": "local"})["host_port"]
+    network = client.call("POST", f"{place}/exec", {"cmd": "readlink /proc/self/ns/net"})["output"].strip()
+    size, rates = max(4 * MIB, round(512 * MIB * share)), dict[str, list[float]]()
+    for name in blocks([PUBLISHED, DIRECT_PORT], max(2, round(6 * share)), chance):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM) if name == PUBLISHED else _socket_of(network)
+        with sock:
+            sock.connect(("127.0.0.1", published if name == PUBLISHED else _SENDER_PORT))
+            began, left, room = time.perf_counter(), size, bytearray(256 * 1024)
+            sock.sendall(b"%d" % size)
+            while got := sock.recv_into(room):
+                left -= got
+            if left:
+                raise RuntimeError(f"{name}: {left} bytes are missing")
+            rates.setdefault(name, []).append(size / (time.perf_counter() - began) / 1e6)
     facts |= {name: round(statistics.median(each)) for name, each in rates.items()}
 
 
@@ -389,7 +526,7 @@ def _memory(carrier: int) -> tuple[int, int]:
 def _carrier(pid: int) -> int:
     """Return the pid of a daemon's egress process."""
     commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in measure.family(pid)}
-    (found,) = (each for each, command in commands.items() if b"egress" in command and b"\0gateway" not in command)
+    (found,) = (each for each, command in commands.items() if b"\0egress\0" in command)
     return found
 
 

@@ -7,8 +7,9 @@ fails is a log line and status 1; what the machine does not have is a warning. I
 is descriptor 3, does, with status 0. `ROLE` is `egress`, the default, `gateway` or `broker`.
 
 A word is `cgroup=PATH`, a cgroup to make and enter; `permit=NETWORK`, a private network that sessions may reach;
-`data=PATH`, the data directory, and `ca=PATH`, a file of more authorities, for the broker. They are the starter's,
-which takes them from root's configuration, and not from the daemon, which may run without privilege.
+`proxy=URL`, the operator's proxy, and nothing else then; `data=PATH`, the data directory, and `ca=PATH`, a
+file of more authorities, for the broker. They are the starter's, which takes them from root's configuration, and not
+from the daemon, which may run without privilege.
 """
 
 from __future__ import annotations
@@ -38,26 +39,29 @@ def main() -> int:
     sys.path.append(os.path.dirname(here))
     import codecs
     import signal
+    from functools import partial
 
     import trio
 
     from egress import barrier, gateway, resolver
     from egress.confinement import confine
+    from egress.policy import parse_proxy
     from egress.protocol import CHANNEL_FD, USER_IDS
     from egress.server import log, log_fault, serve
 
     codecs.lookup("idna")  # else imported at the first name beyond ASCII
     role, *words = sys.argv[1:] or ["egress"]
-    given: dict[str, list[str]] = {"cgroup": [], "permit": [], "data": [], "ca": []}
+    given: dict[str, list[str]] = {"cgroup": [], "permit": [], "proxy": [], "data": [], "ca": []}
     try:
         user_id = USER_IDS[role]
         for key, _, value in (word.partition("=") for word in words):
             given[key].append(value)
         permit = [ip_network(value) for value in given["permit"]]
+        proxy, proxy_port = parse_proxy(*given["proxy"]) if given["proxy"] else (None, 0)
         if len(given["data"]) != (role == "broker"):
             raise ValueError
-    except (KeyError, ValueError):
-        log("error", "usage", reason="the arguments are a role, and cgroup=, permit=, data= and ca=")
+    except (KeyError, TypeError, ValueError):
+        log("error", "usage", reason="the arguments are a role, and cgroup=, permit=, proxy=, data= and ca=")
         return 2
     os.closerange(CHANNEL_FD + 1, os.sysconf("SC_OPEN_MAX"))
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -68,8 +72,9 @@ def main() -> int:
     os.environ["LOCALDOMAIN"] = ""
     try:
         channel = _channel(CHANNEL_FD)
-        table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers())
-        lacks = barrier.enclose(given["cgroup"], table if role == "egress" else None)
+        table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers(), proxy)
+        later = barrier.LaterAddresses(permit)
+        lacks = barrier.enclose(given["cgroup"], table if role == "egress" else None, proxy_port, later)
         confine(user_id, user_id, dials=role == "egress")
     except OSError as error:
         log("error", "not_confined", reason=str(error))
@@ -80,7 +85,7 @@ def main() -> int:
     try:
         if role == "gateway":
             return trio.run(gateway.serve, channel)
-        return trio.run(serve, channel, lookup)
+        return trio.run(partial(serve, channel, lookup, has_own=later.add))
     except BaseException as error:  # noqa: BLE001 - the last that this process says
         log_fault(None, error)
         return 1

@@ -1,13 +1,15 @@
 """The second check of addresses, made by the kernel: a cgroup for the process alone, with programs that refuse.
 
 The kernel asks the programs when a socket of the cgroup connects, or sends a datagram to an address. They refuse what
-`addresses` refuses: special ranges, and the addresses that this host had at the start; but for the operator's permits,
-and for port 53 of the machine's resolvers. The first check knows more: names, rules, and addresses that came later.
+`addresses` refuses: special ranges, and this host's own addresses; but for the operator's permits, and for port 53 of
+the machine's resolvers. The first check knows more: names and rules. With an operator's proxy they refuse everything
+but its port.
 
-Map, programs and cgroup are made before the process gives its rights away. No descriptor of them is kept, bpf(2) is
-closed afterwards, and the files of the cgroup are root's, so a process that was taken over can't undo the check. The
-programs go with the cgroup, which the starter of the process removes. A socket belongs to the cgroup that its maker was
-in: those that the daemon hands over, which are of sessions' networks, are not asked about.
+Maps, programs and cgroup are made before the process gives its rights away. Of all that, one descriptor is kept: of the
+map that addresses are added to which the host gets later. What is in that map is refused, whatever its value, and of
+bpf(2) the process keeps the one command that adds. The files of the cgroup are root's. So a process that was taken over
+can't undo the check. The programs go with the cgroup, which the starter of the process removes. A socket belongs to
+the cgroup that its maker was in: those of sessions' networks, which the daemon hands over, are not asked about.
 
 Sources: bpf(2); linux/bpf.h; Documentation/bpf/{map_lpm_trie,standardization/instruction-set}.rst; cgroups(7);
 Documentation/admin-guide/cgroup-v2.rst; cgroup-v1/memory.rst; resolv.conf(5).
@@ -24,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 from egress.addresses import SPECIAL_V4, SPECIAL_V6, UNICAST_V6
-from egress.confinement import call
+from egress.confinement import MAP_UPDATE_ELEM, call
 from egress.policy import Address, Network
 from egress.resolver import Lookup, LookupFailed
 from egress.server import log
@@ -38,8 +40,8 @@ _LIMITS = {
 
 # What may be reached -------------------------------------------------------------------------------------------------
 
-REACHABLE, RESOLVER = 1, 2
-"""Bits of a verdict: every port may be reached; the port of DNS may."""
+REACHABLE, RESOLVER, PROXY = 1, 2, 4
+"""Bits of a verdict: every port may be reached; the port of DNS may; the port of the operator's proxy may."""
 
 DNS_PORT = 53
 RESOLV_CONF = "/etc/resolv.conf"
@@ -51,9 +53,13 @@ _MAPPED = IPv6Network("::ffff:0:0/96")
 _UNSPECIFIED = (ip_address("0.0.0.0"), ip_address("::"))
 
 
-def make_table(permit: Iterable[Network], own: Collection[Address], servers: Iterable[Address]) -> Table:
+def make_table(
+    permit: Iterable[Network], own: Collection[Address], servers: Iterable[Address], proxy: Address | None = None
+) -> Table:
     """Return the table of the operator's permits, this host's own addresses and its resolvers. It says the same as
-    `AddressCheck`, but for the resolvers."""
+    `AddressCheck`, but for the resolvers. With a proxy it has the proxy's address alone."""
+    if proxy is not None:
+        return {IPv6Network("::/0"): 0, _host(proxy): PROXY}
     table: Table = {_MAPPED: REACHABLE, IPv6Network("::/0"): 0, IPv6Network(UNICAST_V6): REACHABLE}
     table |= dict.fromkeys((_mapped(ip_network(text)) for text in (*SPECIAL_V4, *SPECIAL_V6)), 0)
     # A permit of mapped addresses permits nothing there, since an address is unwrapped first.
@@ -68,6 +74,35 @@ def make_table(permit: Iterable[Network], own: Collection[Address], servers: Ite
     for address in servers:
         table[_host(address)] = verdict(table, address) | RESOLVER
     return table
+
+
+class LaterAddresses:
+    """Addresses that this host got after the start of the process: they are added to what the programs refuse, and stay
+    refused when the host has them no more. `permits` as in `make_table`: an address that is permitted by itself alone
+    is not refused."""
+
+    def __init__(self, permits: Iterable[Network]) -> None:
+        self._named = {_mapped(each) for each in permits}
+        self._known: set[Address] = set()
+        self._map_fd = -1
+
+    def keep(self, map_fd: int) -> None:
+        """Own the descriptor of the map."""
+        self._map_fd = map_fd
+
+    def add(self, own: Collection[Address]) -> None:
+        """Have these refused from now on. Where the kernel does not grant that (before 5.19, with
+        kernel.unprivileged_bpf_disabled), or the map is full, the first check alone refuses them: a warning."""
+        for address in [each for each in own if each not in self._known and not each.is_loopback]:
+            self._known.add(address)
+            if self._map_fd < 0 or _host(address) in self._named:
+                continue
+            try:
+                _update(self._map_fd, _host(address).network_address.packed, 1)
+            except OSError as error:
+                log("warning", "less_protected", addresses_of_later=f"bpf(2): {error.strerror}")
+                os.close(self._map_fd)
+                self._map_fd = -1
 
 
 def verdict(table: Table, address: Address) -> int:
@@ -122,9 +157,12 @@ def watch_resolvers(lookup: Lookup, table: Table, end: Callable[[], object]) -> 
 # The cgroup ----------------------------------------------------------------------------------------------------------
 
 
-def enclose(directories: Sequence[str], table: Table | None) -> dict[str, str]:
+def enclose(
+    directories: Sequence[str], table: Table | None, proxy_port: int = 0, later: LaterAddresses | None = None
+) -> dict[str, str]:
     """Make the cgroups of these paths, one in each hierarchy, with limits; enter them and have the programs asked there
-    if there is a table. To be called as root, with one thread.
+    if there is a table. To be called as root, with one thread. `proxy_port`: of the address in the table that is the
+    proxy's. `later` gets a map for its addresses.
 
     Return what this machine does not have, with the reasons.
 
@@ -148,7 +186,7 @@ def enclose(directories: Sequence[str], table: Table | None) -> dict[str, str]:
             lacks[name] = "the cgroup has no such controller"
     if table is not None:
         unified = [each for each in directories if os.path.exists(f"{each}/cgroup.controllers")]
-        reason = _attach(unified[0], table) if unified else "there is no cgroup v2 tree"
+        reason = _attach(unified[0], table, proxy_port, later) if unified else "there is no cgroup v2 tree"
         if reason is not None:
             lacks["address programs"] = reason
     return lacks
@@ -161,8 +199,8 @@ def _write(path: str, value: str) -> None:
 
 # The programs --------------------------------------------------------------------------------------------------------
 
-_MAP_CREATE, _MAP_UPDATE_ELEM, _PROG_LOAD, _PROG_ATTACH = 0, 2, 5, 8
-_LPM_TRIE, _NO_PREALLOC, _SOCK_ADDR = 11, 1, 18
+_MAP_CREATE, _PROG_LOAD, _PROG_ATTACH = 0, 5, 8
+_HASH, _LPM_TRIE, _NO_PREALLOC, _SOCK_ADDR = 1, 11, 1, 18
 _ALLOW_MULTI = 2
 """With the programs of cgroups above, such as a service manager's, which are asked, too."""
 
@@ -183,6 +221,7 @@ _NAME = b"sandkasten_dial"
 
 _USER_IP4, _USER_IP6, _USER_PORT = 4, 8, 24
 """Places in `struct bpf_sock_addr`, in network order."""
+_MAX_LATER = 4096
 _KEY_BYTES, _KEY, _DATA = 20, -20, -16
 """Size of `struct bpf_lpm_trie_key` with an IPv6 address, and the places of the key and of its address in the frame."""
 _MAPPED_WORD = -(1 << 16)
@@ -201,7 +240,7 @@ Line = tuple[int, int, int, "int | str", int] | str
 label."""
 
 
-def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
+def _lines(map_fd: int, later_fd: int, family: int, proxy_port: int) -> tuple[Line, ...]:
     if family == 4:
         words = [(_STORE_VALUE, _FRAME, 0, _DATA + 4 * word, 0) for word in (0, 1)]
         words += [(_STORE_VALUE, _FRAME, 0, _DATA + 8, _MAPPED_WORD)]
@@ -214,6 +253,12 @@ def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
         (_MOVE, 6, 1, 0, 0),  # the facts of the call, which helper functions leave alone
         (_STORE_VALUE, _FRAME, 0, _KEY, 128),  # bits to compare
         *words,
+        (_LOAD_64, 1, _PSEUDO_MAP_FD, 0, later_fd),
+        (0, 0, 0, 0, 0),
+        (_MOVE, 2, _FRAME, 0, 0),
+        (_ADD_VALUE, 2, 0, 0, _DATA),
+        (_CALL, 0, 0, 0, _LOOKUP),
+        (_JUMP_UNEQUAL, 0, 0, "refuse", 0),
         (_LOAD_64, 1, _PSEUDO_MAP_FD, 0, map_fd),
         (0, 0, 0, 0, 0),  # the upper half of the value above
         (_MOVE, 2, _FRAME, 0, 0),
@@ -223,8 +268,11 @@ def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
         (_LOAD, 7, 0, 0, 0),
         (_JUMP_SET, 7, 0, "allow", REACHABLE),
         (_LOAD, 2, 6, _USER_PORT, 0),
-        (_JUMP_UNEQUAL, 2, 0, "refuse", socket.htons(DNS_PORT)),
+        (_JUMP_UNEQUAL, 2, 0, "other port", socket.htons(DNS_PORT)),
         (_JUMP_SET, 7, 0, "allow", RESOLVER),
+        "other port",
+        (_JUMP_UNEQUAL, 2, 0, "refuse", socket.htons(proxy_port)),
+        (_JUMP_SET, 7, 0, "allow", PROXY),
         "refuse",
         (_MOVE_VALUE, 0, 0, 0, _REFUSE),
         (_EXIT, 0, 0, 0, 0),
@@ -234,10 +282,10 @@ def _lines(map_fd: int, family: int) -> tuple[Line, ...]:
     )
 
 
-def _program(map_fd: int, family: int) -> bytes:
+def _program(map_fd: int, later_fd: int, family: int, proxy_port: int) -> bytes:
     places: dict[str, int] = {}
     instructions: list[tuple[int, int, int, int | str, int]] = []
-    for line in _lines(map_fd, family):
+    for line in _lines(map_fd, later_fd, family, proxy_port):
         if isinstance(line, str):
             places[line] = len(instructions)
         else:
@@ -248,14 +296,15 @@ def _program(map_fd: int, family: int) -> bytes:
     )
 
 
-def _attach(directory: str, table: Table) -> str | None:
+def _attach(directory: str, table: Table, proxy_port: int, later: LaterAddresses | None) -> str | None:
     """Have the programs asked in a cgroup that this process is in; return why they can't be, None if they are."""
     directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    map_fd = -1
+    map_fd = later_fd = -1
     try:
         map_fd = _make_map(table)
+        later_fd = _bpf(_MAP_CREATE, _CREATE.pack(_HASH, _KEY_BYTES - 4, 4, _MAX_LATER, _NO_PREALLOC))
         for hook, family in HOOKS.items():
-            program_fd = _load(_program(map_fd, family), hook)
+            program_fd = _load(_program(map_fd, later_fd, family, proxy_port), hook)
             try:
                 _bpf(_PROG_ATTACH, _ATTACH.pack(directory_fd, program_fd, hook, _ALLOW_MULTI))
             finally:
@@ -264,20 +313,27 @@ def _attach(directory: str, table: Table) -> str | None:
         if error.errno not in _NOT_HERE:
             raise
         return f"bpf(2): {error.strerror}"
+    else:
+        if later is not None:
+            later.keep(later_fd)
+            later_fd = -1
     finally:
-        os.close(directory_fd)
-        if map_fd >= 0:
-            os.close(map_fd)
+        for fd in (directory_fd, map_fd, later_fd):
+            if fd >= 0:
+                os.close(fd)
     return None if _is_refused(table) else "the programs are asked about no socket of this process"
 
 
 def _make_map(table: Table) -> int:
     map_fd = _bpf(_MAP_CREATE, _CREATE.pack(_LPM_TRIE, _KEY_BYTES, 4, len(table), _NO_PREALLOC))
     for network, bits in table.items():
-        key = ctypes.create_string_buffer(struct.pack("=I16s", network.prefixlen, network.network_address.packed))
-        value = ctypes.c_uint32(bits)
-        _bpf(_MAP_UPDATE_ELEM, _UPDATE.pack(map_fd, ctypes.addressof(key), ctypes.addressof(value), 0))
+        _update(map_fd, struct.pack("=I16s", network.prefixlen, network.network_address.packed), bits)
     return map_fd
+
+
+def _update(map_fd: int, key_bytes: bytes, bits: int) -> None:
+    key, value = ctypes.create_string_buffer(key_bytes, len(key_bytes)), ctypes.c_uint32(bits)
+    _bpf(MAP_UPDATE_ELEM, _UPDATE.pack(map_fd, ctypes.addressof(key), ctypes.addressof(value), 0))
 
 
 def _load(code: bytes, hook: int) -> int:

@@ -102,6 +102,10 @@ REFUSED: Final = {
 }
 """Calls that fail with EPERM, by name, with their numbers on x86_64 and aarch64."""
 
+MAP_UPDATE_ELEM = 2
+"""The one command of bpf(2) that a process which dials keeps (linux/bpf.h): `barrier.LaterAddresses` adds by it. The
+kernel takes the command for an int, so its lower half is compared."""
+
 _X32_BIT = 0x40000000
 """Numbers from here on are the x32 ABI's, another way to the same calls (linux/unistd.h, __X32_SYSCALL_BIT)."""
 
@@ -216,6 +220,9 @@ def filter_program(machine: str, *, dials: bool = True) -> bytes:
     eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [(_LD_ABS, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RET, 0, 0, _KILL_PROCESS), (_LD_ABS, 0, 0, _NR)]
     program += [(_JGE, 0, 1, _X32_BIT), (_RET, 0, 0, eperm)]
+    if dials:
+        adds = [(_LD_ABS, 0, 0, _ARGUMENT_0), *_one_of((MAP_UPDATE_ELEM,), _ALLOW), (_RET, 0, 0, eperm)]
+        program += [(_JEQ, 0, len(adds), REFUSED["bpf"][column] or 0), *adds]
     for numbers in REFUSED.values():
         if (number := numbers[column]) is not None:
             program += [(_JEQ, 0, 1, number), (_RET, 0, 0, eperm)]

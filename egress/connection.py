@@ -20,6 +20,7 @@ a refusal is an answer.
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,10 +37,11 @@ from egress.hello import CHANGE_CIPHER_SPEC, ClientHello, HelloReader, NotTls, i
 from egress.http import MAX_FEED_BYTES, HttpGuard, looks_like_http
 from egress.names import OWN_ADDRESS, RANGE, SyntheticName
 from egress.policy import Address, Reason
-from egress.protocol import EgressEntry, SecretUse
+from egress.protocol import EgressEntry, SecretUse, UpstreamProxy
 from egress.proxy import ESTABLISHED, PROXY_PORT, BadProxyRequest, ProxyReader, ProxyRequest, refusal
 from egress.resolver import LookupFailed, NoSuchName
 from egress.state import Refusal, WayOutState
+from egress.upstream import NotTunnelled, is_local_name, tunnel
 
 TLS_PORT = 443
 FIRST_BYTES_S = 10.0
@@ -129,7 +131,7 @@ class CarriedConnection:
         except Refusal as refusal:
             self._refuse(refusal)
         except OSError as error:
-            self._cause = self._cause or _short(error)
+            self._cause = self._cause or relay.name_of(error)
         except Exception as error:  # noqa: BLE001 - a fault of ours refuses one connection, and no other
             self._fault(error)
 
@@ -189,9 +191,26 @@ class CarriedConnection:
             if not isinstance(host, str) and self._state.machine.check.refusal(host) is not None:
                 raise Refusal(Reason.BAD_ADDRESS)
             with trio.move_on_at(self._state.ask(host, self._port)) as patience:
-                await changed.wait()
+                await self._wait_with_client(changed)
             if patience.cancelled_caught:
                 raise self._held
+
+    async def _wait_with_client(self, changed: trio.Event) -> None:
+        """Wait for an event, and cut the connection when the client ends its stream before: it has given up.
+
+        What the client has sent stays unread, so that being readable says nothing; an epoll(7) of its own waits for
+        EPOLLRDHUP alone. It takes the place that the descriptor of the server will have.
+        """
+        with select.epoll() as ends:
+            ends.register(self._client, select.EPOLLRDHUP)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._cut_when_readable, ends.fileno())
+                await changed.wait()
+                nursery.cancel_scope.cancel()
+
+    async def _cut_when_readable(self, fd: int) -> None:
+        await trio.lowlevel.wait_readable(fd)
+        self.cut("gave up")
 
     def _use(self, entry: SyntheticName | None, otherwise: Reason) -> None:
         if entry is None:
@@ -241,6 +260,8 @@ class CarriedConnection:
         """Tell the proxy's client why there is no connection; the end is no reset then."""
         reason = (self._refusal.reason if self._refusal else self._reason) or Reason.ERROR
         text = self._bad_request or f"{self._name or self._destination}:{self._port}"
+        if reason is Reason.UPSTREAM:
+            text += f" ({self._cause})"
         with trio.move_on_after(_FAREWELL_S), suppress(OSError):
             await relay.send_all(self._client, refusal(reason, text))
             relay.shut(self._client)
@@ -251,6 +272,8 @@ class CarriedConnection:
 
     async def _dial(self) -> socket.socket:
         """Return a socket that is connected to one of the addresses; each was checked and is judged right before."""
+        if self._state.machine.upstream is not None:
+            return await self._dial_through(self._state.machine.upstream)
         with trio.move_on_after(self._state.limits.dial_s) as scope:
             addresses = await self._addresses()
             last: OSError | Refusal = Refusal(Reason.NO_ADDRESS)
@@ -271,6 +294,20 @@ class CarriedConnection:
             raise last
         self._reason = Reason.DIAL
         raise OSError(errno.ETIMEDOUT, "no answer")
+
+    async def _dial_through(self, proxy: UpstreamProxy) -> socket.socket:
+        """Return a socket that leads to the host by way of the operator's proxy, which finds the addresses of names."""
+        host = self._name or self._destination
+        refused = is_local_name(host) if isinstance(host, str) else self._state.machine.check.refusal(host) is not None
+        if refused:
+            raise Refusal(Reason.BAD_ADDRESS)
+        try:
+            with trio.move_on_after(self._state.limits.dial_s):
+                return await tunnel(proxy, host, self._port)
+            self._cause = "timeout"
+        except NotTunnelled as error:
+            self._cause = str(error)
+        raise Refusal(Reason.UPSTREAM)
 
     async def _addresses(self) -> list[Address]:
         if self._entry is None:
@@ -345,7 +382,7 @@ class CarriedConnection:
             self._refuse(refusal)
             self._scope.cancel()
         except OSError as error:
-            self.cut(_short(error))
+            self.cut(relay.name_of(error))
         except Exception as error:  # noqa: BLE001 - as in `run`
             self._fault(error)
             self._scope.cancel()
@@ -521,10 +558,6 @@ class CarriedConnection:
             bytes_up=self._up,
             bytes_down=self._down,
             duration_ms=round((trio.current_time() - self._began) * 1000),
-            cause=None if refusal else self._cause or "idle",
+            cause=None if refusal and refusal.reason is not Reason.UPSTREAM else self._cause or "idle",
             dial_ms=self._dial_ms,
         )
-
-
-def _short(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, type(error).__name__)

@@ -172,9 +172,10 @@ class HttpGuard:
         except h11.RemoteProtocolError as error:
             if data:
                 refused = Reason.BAD_HTTP
-                self._refuse(
-                    400 if self._client.their_state is h11.ERROR else 502, f"not HTTP/1 as it must be: {error}"
-                )
+                if self._client.their_state is h11.ERROR:
+                    self._refuse(400, f"not HTTP/1 as it must be: {error}")
+                else:  # the error has the server's bytes in it, which may be the value of a secret
+                    self._refuse(502, "the server's answer is not HTTP/1 as it must be")
             self._is_over = True  # without data: a message that broke off
         except h11.LocalProtocolError:  # the other side has ended, or cannot be told this
             self._is_over = True

@@ -68,6 +68,8 @@ class Reason(enum.StrEnum):
     RESOLVER = "resolver"
     """The resolver outside gave no answer."""
     DIAL = "dial"
+    UPSTREAM = "upstream"
+    """The operator's proxy refused the connection, or was not reached."""
     TIMEOUT = "timeout"
     CERTIFICATE = "certificate"
     """The server of a host that has a secret shows no certificate that is good for the host."""
@@ -150,6 +152,21 @@ def parse_rule(text: str) -> EgressRule:
         return EgressRule(_host(host), DEFAULT_PORTS if ports is None else _ports(ports), is_bare=ports is None)
     except ValueError as error:
         raise InvalidRule(f"rule {_short(text)}: {error}") from None
+
+
+def parse_proxy(url: str) -> tuple[Address, int]:
+    """Return the address and the port of an operator's proxy, `http://ADDRESS:PORT`.
+
+    Raises:
+        ValueError: it is none. A name is refused: the kernel's check has to know the address.
+    """
+    host, port = _split(url.removeprefix("http://").removesuffix("/"))
+    if not url.startswith("http://") or port is None or not _PORT.fullmatch(port) or int(port) > 65535 or "%" in host:
+        raise ValueError(f"{url!r} is no http://ADDRESS:PORT")
+    try:
+        return unwrapped(ip_address(host)), int(port)
+    except ValueError:
+        raise ValueError(f"{url!r} is no http://ADDRESS:PORT, and a name is no address") from None
 
 
 def _split(text: str) -> tuple[str, str | None]:

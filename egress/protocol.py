@@ -33,7 +33,7 @@ MAX_FDS = 3
 MAX_ENTRIES = 256
 """Log entries in one notice."""
 
-VERSION = 2
+VERSION = 3
 """To be raised when this module, or what it means, changes: a process of another version is replaced."""
 
 CHANNEL_FD = 3
@@ -148,8 +148,8 @@ class EgressEntry:
     connection to it waits. `time`: of its beginning, in seconds since the epoch.
 
     `host`: the name, or the address where the session asked for one. `address`: the one dialled. `reason`: of a
-    refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended.
-    `dial_ms`: from the first look-up to a connected server.
+    refusal, a `egress.policy.Reason`. `rule`: the one that decided. `cause`: how an allowed connection ended, or
+    what became of one at the operator's proxy. `dial_ms`: from the first look-up to a connected server.
     """
 
     session_id: str
@@ -168,18 +168,29 @@ class EgressEntry:
     dial_ms: float | None = None
 
 
+@attrs.frozen
+class UpstreamProxy:
+    """The operator's proxy, through which all connections go. `credentials`: `user:password` for it, or nothing."""
+
+    address: str
+    port: int
+    credentials: str = attrs.field(default="", repr=False)
+
+
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Configure:
     """The first request of a daemon. `permit`: networks that may be dialled although they are private; `always_deny`:
-    rules that come before those of every session. A pipe for the log may come along, in place of the one before.
+    rules that come before those of every session. With `upstream` no name is looked up, and nothing else is dialled. A
+    pipe for the log may come along, in place of the one before.
     """
 
     seq: int
     permit: tuple[str, ...] = ()
     always_deny: tuple[str, ...] = ()
+    upstream: UpstreamProxy | None = None
     version: int = VERSION
 
 
@@ -310,12 +321,14 @@ EgressAnswer = Configured | SessionTaken | Accomplished | Described | EgressFail
 
 
 def encode(message: attrs.AttrsInstance) -> bytes:
-    """Return the datagram of a message.
+    """Return the datagram of a message. A field whose default None is also its value is left out: an older
+    process takes what it knows.
 
     Raises:
         ProtocolError: the datagram would be longer than `MAX_DATAGRAM_BYTES`.
     """
-    body = {_TAG: type(message).__name__, **attrs.asdict(message)}
+    said = attrs.asdict(message, filter=lambda field, value: value is not None or field.default is not None)
+    body = {_TAG: type(message).__name__, **said}
     data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(data) > MAX_DATAGRAM_BYTES:
         raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes; a datagram has {MAX_DATAGRAM_BYTES}")

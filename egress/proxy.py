@@ -26,6 +26,7 @@ _STATUSES = {
     Reason.NO_ADDRESS: 502,
     Reason.RESOLVER: 502,
     Reason.DIAL: 502,
+    Reason.UPSTREAM: 502,
 }
 
 

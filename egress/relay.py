@@ -254,6 +254,11 @@ async def send_message(channel: socket.socket, data: bytes, fds: Sequence[int] =
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
 
 
+def name_of(error: OSError) -> str:
+    """Return the short name of an error, such as ECONNREFUSED."""
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
 def shut(sock: socket.socket) -> None:
     """End the stream to the other side, which may go on sending."""
     try:

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from typing import TypeVar
 
 import attrs
@@ -216,10 +216,13 @@ class EgressServer:
         try:
             permit = [ip_network(text) for text in request.permit]
             always_deny = tuple(parse_rule(text) for text in request.always_deny)
+            if request.upstream is not None:
+                ip_address(request.upstream.address)
         except ValueError as error:
             raise _RequestFailed("INVALID", str(error)) from None
         check = AddressCheck(permit, self._own)
         machine = SharedState(self._resolver, check, self._report, log_fault, self._note_change, self._totals)
+        machine.upstream = request.upstream
         return _Configuration(request, always_deny, machine)
 
     def _take(self, request: p.TakeSession) -> tuple[p.SessionTaken, Sequence[int]]:
@@ -432,13 +435,23 @@ def close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-async def serve(channel: socket.socket, lookup: Lookup = ask_machine, kept_s: float = KEPT_S) -> int:
+async def serve(
+    channel: socket.socket,
+    lookup: Lookup = ask_machine,
+    kept_s: float = KEPT_S,
+    has_own: Callable[[frozenset[Address]], None] = lambda _addresses: None,
+) -> int:
     """Serve the daemon at the other end of a socket, or, at a socket that listens, one after the other. Return the
-    status to end with: 0 when there is none any more."""
+    status to end with: 0 when there is none any more. `has_own` is told of this host's addresses, now and later."""
     status = 0
+
+    def note(addresses: frozenset[Address]) -> None:
+        server.set_own_addresses(addresses)
+        has_own(addresses)
+
     async with trio.open_nursery() as nursery:
         server = EgressServer(nursery, lookup, kept_s)
-        await nursery.start(watch_own_addresses, server.set_own_addresses)
+        await nursery.start(watch_own_addresses, note)
         nursery.start_soon(server.batch_entries)
         log("info", "started")
         try:

@@ -17,7 +17,15 @@ from egress.handed import HandOverLink
 from egress.names import SyntheticName, SyntheticNames
 from egress.pacing import Pacing
 from egress.policy import Address, EgressRule, Policy, Reason, parse_rule
-from egress.protocol import MAX_FDS, EgressEntry, EgressTotals, SecretUse, WayOutCounters, WayOutLimits
+from egress.protocol import (
+    MAX_FDS,
+    EgressEntry,
+    EgressTotals,
+    SecretUse,
+    UpstreamProxy,
+    WayOutCounters,
+    WayOutLimits,
+)
 from egress.resolver import LookupShare, NameResolver
 
 PINNED_S = 300.0
@@ -68,7 +76,8 @@ class RateBucket:
 @attrs.define(eq=False)
 class SharedState:
     """State that all sessions share. `fault` logs an error of our own; `descriptors`: the most that the process may
-    have; `changed` is called after a change of `totals`; `handed` connections are with the broker now.
+    have; `changed` is called after a change of `totals`; `handed` connections are with the broker now. With `upstream`
+    no name is looked up.
     """
 
     resolver: NameResolver
@@ -81,6 +90,7 @@ class SharedState:
     sessions: int = 0
     broker: HandOverLink | None = None
     handed: int = 0
+    upstream: UpstreamProxy | None = None
 
     def has_descriptors(self) -> bool:
         """Tell whether one more connection could be accepted and dialled."""

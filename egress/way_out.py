@@ -5,7 +5,8 @@ session's network namespace alive, and the BPF link is held for it alone: what i
 
 A connection to port 53 of any address is DNS over TCP (RFC 7766). A name that is not allowed does not exist, and the
 question for it never leaves the machine; one that is allowed gets the address that stands for it. So does, in the mode
-`ask`, a name that no rule decides on: whether it exists is asked for outside when it is allowed, and not before.
+`ask`, a name that no rule decides on: whether it exists is asked for outside when it is allowed, and not before. With
+an operator's proxy no name is looked up, and each allowed one has an address.
 
 Sources: ip(7) (IP_PKTINFO), accept(2), udp(7); RFC 1035, 4.2.2; RFC 8914.
 """
@@ -30,6 +31,7 @@ from egress.policy import Address, Policy, Reason, Ruling
 from egress.protocol import EgressEntry, WayOutLimits
 from egress.resolver import LookupFailed, NoSuchName
 from egress.state import HostSecret, RateBucket, Refusal, WayOutState
+from egress.upstream import is_local_name
 
 DNS_PORT = 53
 ANSWER_TTL_S = 5
@@ -269,11 +271,13 @@ class WayOut:
 
     async def _answer_question(self, question: dns.Question) -> bytes:
         decision = self.state.policy.judge_name(question.name) if question.name else Ruling(False, Reason.BAD_NAME)
-        if decision.reason is Reason.UNANSWERED:
+        if not decision.is_allowed and decision.reason is not Reason.UNANSWERED:
+            return self._deny(question, decision.reason or Reason.ERROR, decision.rule, dns.Ede.FILTERED)
+        if self.state.machine.upstream is not None and is_local_name(question.name):
+            return self._deny(question, Reason.BAD_ADDRESS, None, dns.Ede.BLOCKED)
+        if not decision.is_allowed or self.state.machine.upstream is not None:
             self._count_allowed()
             return self._stand_in(question)
-        if not decision.is_allowed:
-            return self._deny(question, decision.reason or Reason.ERROR, decision.rule, dns.Ede.FILTERED)
         try:
             addresses = await self.state.find(question.name)
         except NoSuchName:

@@ -37,7 +37,7 @@ def main(lanes: int, arguments: Sequence[str]) -> int:
         return status
     os.environ[NEEDED_AGAIN] = "\n".join(failed)
     again = ("-p", "tests.twice", "--last-failed", "--last-failed-no-failures", "none")
-    return _pytest("-n", "0", *again, *arguments)
+    return _pytest("-n", "0", *again, *arguments, *failed)  # named, so that no other file is collected
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -27,7 +27,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -119,9 +119,11 @@ class Charge:
         self._tidy()
 
 
-def _programs(grant: Grant, permit: Iterable[str], ca_file: str) -> dict[bytes, Charge]:
+def _programs(grant: Grant, what: LaunchForParent | LaunchForUser) -> dict[bytes, Charge]:
     """Return what the launcher starts, by the words for it."""
     argument = grant.encode()
+    reach = [*(f"permit={network}" for network in what.permit), *([f"proxy={what.proxy}"] if what.proxy else [])]
+    authorities = [f"ca={what.ca_file}"] if what.ca_file else []
 
     def beside(name: str, role: str, *words: str) -> Charge:
         cgroups: list[str] = []
@@ -134,9 +136,9 @@ def _programs(grant: Grant, permit: Iterable[str], ca_file: str) -> dict[bytes, 
 
     return {
         START: Charge("fork server", lambda channel_fd, log_fd: spawn_nsinit(channel_fd, log_fd, argument)),
-        START_EGRESS: beside("egress process", "egress", *(f"permit={network}" for network in permit)),
+        START_EGRESS: beside("egress process", "egress", *reach),
         START_GATEWAY: beside("preview gateway", "gateway"),
-        START_BROKER: beside("broker", "broker", f"data={grant.data_dir}", *([f"ca={ca_file}"] if ca_file else [])),
+        START_BROKER: beside("broker", "broker", f"data={grant.data_dir}", *authorities),
     }
 
 
@@ -209,7 +211,7 @@ def become_small() -> None:
 def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     """Serve the daemon that is this process's parent until it ends."""
     grant = Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters)
-    programs = _programs(grant, what.permit, what.ca_file)
+    programs = _programs(grant, what)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
     sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
     channel.send(READY)
@@ -269,7 +271,7 @@ def launch_for_user(listener: socket.socket, what: LaunchForUser) -> None:
     stop_read, stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(stop_write)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    LauncherService(listener, what.uid, _programs(grant, what.permit, what.ca_file), manager).serve(stop_read)
+    LauncherService(listener, what.uid, _programs(grant, what), manager).serve(stop_read)
     manager.tell(b"STOPPING=1")
     listener.close()
 

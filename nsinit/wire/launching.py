@@ -190,8 +190,8 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
     the daemon, with device and inode; the launcher removes them when the daemon ends. `permit`: private networks that
-    the kernel lets the egress process reach. `ca_file`: authorities of servers besides the machine's, for the broker.
-    Root says both."""
+    the kernel lets the egress process reach; `proxy`: the URL of the only address, if there is one. `ca_file`:
+    authorities of servers besides the machine's, for the broker. Root says all three."""
 
     data_dir: str
     gid: int
@@ -201,6 +201,7 @@ class LaunchForParent:
     own_filters: bool = True
     permit: tuple[str, ...] = ()
     ca_file: str = ""
+    proxy: str = ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -210,7 +211,7 @@ class LaunchForParent:
 class LaunchForUser:
     """The launcher's argument as a service. `uid`: the one user besides root who may connect. `notify_fd`: a datagram
     socket to the service manager (sd_notify(3)), -1: none. `beat_s`: seconds between signs of life, 0: none.
-    `cgroup_parent`: as in `Grant`. `permit`, `ca_file`: as in `LaunchForParent`."""
+    `cgroup_parent`: as in `Grant`. `permit`, `ca_file`, `proxy`: as in `LaunchForParent`."""
 
     data_dir: str
     gid: int
@@ -222,6 +223,7 @@ class LaunchForUser:
     cgroup_parent: str = AUTO
     permit: tuple[str, ...] = ()
     ca_file: str = ""
+    proxy: str = ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from runner.files.tree import READ, TreeFile, Walk, is_of_kernel
+from runner.files.tree import READ, Check, TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.wire.protocol import CHUNK_BYTES, Packed, Unpack
@@ -174,10 +174,12 @@ def _content_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 class TreeMaker:
     """Makes the members of an archive below the directory `top_fd`, whose path is `real`, within the request's bounds.
-    Members are described as those of a tar archive are."""
+    Members are described as those of a tar archive are. Where `check` ends the work, the files that were made stay, and
+    none of them by halves."""
 
-    def __init__(self, top_fd: int, real: bytes, kernel: Kernel, request: Unpack) -> None:
+    def __init__(self, top_fd: int, real: bytes, kernel: Kernel, request: Unpack, check: Check) -> None:
         self._top_fd, self._real, self._kernel, self._request = top_fd, real, kernel, request
+        self._check = check
         self._entries = self._size = self._skipped = 0
         self._directories: dict[bytes, tuple[int, int]] = {}
 
@@ -188,6 +190,7 @@ class TreeMaker:
             Refused: BAD_ARCHIVE, TOO_LARGE.
             OSError: the disk is full, or broken.
         """
+        self._check()
         self._entries += 1
         if self._entries > self._request.max_entries:
             raise Refused("TOO_LARGE", f"more than {self._request.max_entries} members")
@@ -245,11 +248,16 @@ class TreeMaker:
             open_content() as source,
             open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file,
         ):
-            while chunk := source.read(CHUNK_BYTES):
-                self._note_written(len(chunk))
-                rest = memoryview(chunk)
-                while rest:
-                    rest = rest[file.write(rest) :]
+            try:
+                while chunk := source.read(CHUNK_BYTES):
+                    self._check()
+                    self._note_written(len(chunk))
+                    rest = memoryview(chunk)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+            except BaseException:
+                _make_way(parent_fd, name)
+                raise
             os.fchmod(file.fileno(), member.mode & PERMISSIONS)
             os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
 
@@ -308,7 +316,7 @@ def _make_directory(parent_fd: int, name: bytes) -> None:
 
 
 def _make_way(parent_fd: int, name: bytes) -> None:
-    """Remove the file of an earlier member: the last member of a name stays, as in tar(1)."""
+    """Remove a file that is there: of an earlier member, for the last one of a name stays, as in tar(1)."""
     try:
         os.unlink(name, dir_fd=parent_fd)
     except FileNotFoundError:

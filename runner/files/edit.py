@@ -31,7 +31,7 @@ from runner.files.contents import (
     temporary_name,
 )
 from runner.files.paths import FileTarget, Resolver, refusal, status_of
-from runner.files.tree import READ, etag_of
+from runner.files.tree import READ, Check, etag_of
 from runner.loop.context import Refused
 from runner.wire.protocol import MAX_EDITS, MAX_FRAME_BYTES, Edited, EditedFile, EditFiles, GetFile, Unedited
 
@@ -67,6 +67,7 @@ class _Draft:
     after: bytes | None = None
     target: FileTarget | None = None
     fd: int = -1
+    temporary: bytes = b""
     spare: bytes = b""
     offsets: list[int] = field(default_factory=list)
 
@@ -77,7 +78,7 @@ class _Draft:
             os.close(self.target.directory_fd)
 
 
-def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | Unedited:
+def edit(request: EditFiles, resolver: Resolver, source: RawIOBase, check: Check) -> Edited | Unedited:
     """Make the edits that come as a JSON list, or none of them.
 
     Raises:
@@ -90,6 +91,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
     room = _DIFFS_BYTES
     try:
         for number, each in enumerate(edits):
+            check()
             draft = _draft_of(each["path"], resolver, drafts)
             earlier = draft.after
             draft.offsets = []
@@ -111,7 +113,7 @@ def edit(request: EditFiles, resolver: Resolver, source: RawIOBase) -> Edited | 
             for draft in wanted:
                 _check_place(draft, resolver)
             return Edited(tuple(results))
-        _put_all(wanted, resolver, syncs=request.sync)
+        _put_all(wanted, resolver, check, syncs=request.sync)
         etags = {id(each): _etag_now(each, resolver) for each in drafts.values()}
         return Edited(
             tuple(
@@ -379,20 +381,23 @@ _OPERATIONS: Mapping[str, Callable[[_Edit, _Draft], int]] = {
 # Places ---------------------------------------------------------------------------------------------------------------
 
 
-def _put_all(drafts: list[_Draft], resolver: Resolver, *, syncs: bool) -> None:
-    """Write all files beside their targets, then let them take their places."""
+def _put_all(drafts: list[_Draft], resolver: Resolver, check: Check, *, syncs: bool) -> None:
+    """Write all files beside their targets, then let them take their places: not one of them if `check` ends the work
+    before the first has its place, and all of them otherwise."""
     drafts = sorted(drafts, key=lambda draft: draft.encoded)  # so that no two requests wait for each other's files
     with ExitStack() as stack:
         try:
             for draft in drafts:
+                check()
                 draft.target = target = resolver.target_for_writing(draft.encoded)
                 stack.enter_context(held(target, must=True))
                 _write_beside(draft, target)
                 if len(drafts) > 1 and draft.before is not None:
                     _keep(draft)
+            check()
             for draft in drafts:
                 _put(draft, syncs=syncs)
-        except (OSError, Refused) as error:
+        except BaseException as error:
             for each in reversed(drafts):
                 _put_back(each)
             if isinstance(error, OSError):
@@ -424,7 +429,8 @@ def _write_beside(draft: _Draft, target: FileTarget) -> None:
         raise Refused("EXISTS", f"another process changed the file meanwhile: {draft.path[:200]}")
     check_writable(target)
     if draft.after is not None:
-        draft.fd = open_new(target.directory_fd, temporary_name(os.getpid()))
+        draft.temporary = temporary_name(os.getpid())
+        draft.fd = open_new(target.directory_fd, draft.temporary)
         data = memoryview(draft.after)
         while data:
             data = data[os.write(draft.fd, data) :]
@@ -442,7 +448,7 @@ def _put(draft: _Draft, *, syncs: bool) -> None:
     target = draft.target
     assert target is not None
     if draft.after is not None:
-        put_in_place(draft.fd, temporary_name(os.getpid()), target, syncs=syncs, create_only=draft.before is None)
+        put_in_place(draft.fd, draft.temporary, target, syncs=syncs, create_only=draft.before is None)
         return
     with open(os.open(target.name, READ, dir_fd=target.directory_fd), "rb") as file:
         os.unlink(target.name, dir_fd=target.directory_fd)
@@ -468,6 +474,8 @@ def _put_back(draft: _Draft) -> None:
             os.unlink(draft.spare, dir_fd=fd)
         elif was_placed and draft.before is None:
             os.unlink(name, dir_fd=fd)
+        if draft.fd >= 0 and not was_placed and os.fstat(draft.fd).st_nlink:
+            os.unlink(draft.temporary, dir_fd=fd)
     except OSError:  # the spare keeps the old content, under its own name
         pass
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from runner.files import archive, changes, contents, edit, search, uploads, view, watch, zip_archive
 from runner.files.paths import Resolver, directory_of, made_directory_of, open_regular, parent_of, refusal
-from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Names, OrderedWalk, Walk, describe, etag_of
+from runner.files.tree import CLOCK_EVERY, JSON_BYTES, PAGE_BYTES, Check, Names, OrderedWalk, Walk, describe, etag_of
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.process.users import MAX_FILE_BYTES, names_of
@@ -66,7 +66,7 @@ _UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "
 class FileWork:
     """Means of a worker: paths, system calls, a head for the client (to be given before any output), the content of the
     request, of which a read returns what has come, and the way of the answer's content. `passing` is called with the
-    name of each step that was just done."""
+    name of each step that was just done. `check` raises when the client has left; what was begun is then undone."""
 
     resolver: Resolver
     kernel: Kernel
@@ -74,6 +74,7 @@ class FileWork:
     source: RawIOBase
     out: RawIOBase
     passing: Callable[[str], None]
+    check: Check
 
     @property
     def names(self) -> Names:
@@ -117,7 +118,7 @@ def _unpack(request: Unpack, work: FileWork) -> Packed:
         made_directory_of(request.path, work.resolver) as (fd, real),
         BufferedReader(work.source, CHUNK_BYTES) as source,
     ):
-        maker = archive.TreeMaker(fd, real, work.kernel, request)
+        maker = archive.TreeMaker(fd, real, work.kernel, request, work.check)
         if request.kind == "zip":
             return zip_archive.unpack(fd, source, maker)
         return archive.unpack(source, maker)
@@ -228,17 +229,17 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
     GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.start),
     MakeDirectory: lambda request, work: changes.make_directory(request, work.resolver),
-    MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel),
-    CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel),
-    ChangeMode: lambda request, work: changes.change_mode(request, work.resolver),
-    ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver),
+    MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel, work.check),
+    CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel, work.check),
+    ChangeMode: lambda request, work: changes.change_mode(request, work.resolver, work.check),
+    ChangeOwner: lambda request, work: changes.change_owner(request, work.resolver, work.check),
     PutFile: lambda request, work: contents.put(request, work.resolver, work.source, work.passing),
     BeginUpload: lambda request, work: uploads.begin(request, work.resolver),
     AppendUpload: lambda request, work: uploads.append(request, work.resolver, work.source),
     LookUpload: lambda request, work: uploads.look(request, work.resolver),
-    CommitUpload: lambda request, work: uploads.commit(request, work.resolver),
+    CommitUpload: lambda request, work: uploads.commit(request, work.resolver, work.check),
     DropUpload: lambda request, work: uploads.drop(request, work.resolver),
-    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.source),
+    EditFiles: lambda request, work: edit.edit(request, work.resolver, work.source, work.check),
     ViewFile: lambda request, work: view.view(request, work.resolver, work.out),
     WatchFiles: lambda request, work: watch.watch(request, work.resolver, work.kernel, work.start, work.out),
     ListFiles: _list,
@@ -246,7 +247,7 @@ _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # 
     SearchFiles: lambda request, work: search.search(request, work.resolver, work.out),
     StatFile: _stat,
     StatFiles: _stat_many,
-    RemoveFile: lambda request, work: changes.remove(request, work.resolver),
+    RemoveFile: lambda request, work: changes.remove(request, work.resolver, work.check),
     Measure: _measure,
     Pack: _pack,
     Unpack: _unpack,

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from runner.loop.context import Refused
 from runner.wire.protocol import FileEntry, FileKind
 
+Check = Callable[[], None]
+"""Called between two steps of work that takes long; raises where the work should end."""
+
 MAX_DEPTH = 4096
 MAX_ORDERED_DEPTH = 256
 _NAMES_AT_ONCE = 8192
@@ -38,6 +41,10 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def never_ends() -> None:
+    """Check nothing: the work goes on to its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeFile:
     """One file of a tree: `name` in the directory `parent_fd`, which is open until the next file is asked for.
@@ -54,10 +61,13 @@ class TreeFile:
 
 class Walk:
     """Iterates over all files below a directory. With `passes_denied`, directories that may not be read are passed over
-    and counted; otherwise they are an error. With the directory's path, `real`, the kernel's files are not entered."""
+    and counted; otherwise they are an error. With the directory's path, `real`, the kernel's files are not entered.
+    `check` is called before each file is looked at."""
 
-    def __init__(self, top_fd: int, *, passes_denied: bool = False, real: bytes = b"") -> None:
-        self._top_fd, self._real = top_fd, real
+    def __init__(
+        self, top_fd: int, *, passes_denied: bool = False, real: bytes = b"", check: Check = never_ends
+    ) -> None:
+        self._top_fd, self._real, self._check = top_fd, real, check
         self._passes_denied = passes_denied
         self.denied = 0
 
@@ -66,6 +76,7 @@ class Walk:
         names = [os.scandir(stack[0][0])]
         try:
             while stack:
+                self._check()
                 fd, above = stack[-1]
                 entry = next(names[-1], None)
                 if entry is None:

@@ -21,7 +21,7 @@ from io import RawIOBase
 
 from runner.files.contents import MAX_MODE, check_writable, compare, held, present, put_in_place
 from runner.files.paths import FileTarget, Resolver, mode_of_file, parent_of, refusal
-from runner.files.tree import etag_of
+from runner.files.tree import Check, etag_of, never_ends
 from runner.loop.context import Refused
 from runner.wire.protocol import (
     MAX_FRAME_BYTES,
@@ -80,7 +80,7 @@ def look(request: LookUpload, resolver: Resolver) -> UploadState:
         return UploadState(os.fsdecode(target.path), status.st_size)
 
 
-def commit(request: CommitUpload, resolver: Resolver) -> FilePut | Unmatched | UploadState:
+def commit(request: CommitUpload, resolver: Resolver, check: Check) -> FilePut | Unmatched | UploadState:
     """Put the part file in place if it is what was announced, and the present file of the right version."""
     if request.mode is not None and not 0 <= request.mode <= MAX_MODE:
         raise Refused("BAD_REQUEST", "no such mode")
@@ -88,7 +88,7 @@ def commit(request: CommitUpload, resolver: Resolver) -> FilePut | Unmatched | U
         size = os.fstat(fd).st_size
         if request.size_bytes is not None and size != request.size_bytes:
             return UploadState(os.fsdecode(target.path), size, "size")
-        if request.sha256 and digest_of(fd) != request.sha256:
+        if request.sha256 and digest_of(fd, check) != request.sha256:
             return UploadState(os.fsdecode(target.path), size, "digest")
         name = _part_name(request.upload_id)
         with held(target, must=bool(request.if_match)):
@@ -146,10 +146,11 @@ def _part(upload_id: str, target: FileTarget) -> Iterator[int]:
         os.close(fd)
 
 
-def digest_of(fd: int) -> str:
+def digest_of(fd: int, check: Check = never_ends) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     digest, offset = hashlib.sha256(), 0
     while chunk := os.pread(fd, _HASH_BYTES, offset):
         digest.update(chunk)
         offset += len(chunk)
+        check()
     return digest.hexdigest()

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, refusal
 from runner.loop.context import Caller, Context, Refused
-from runner.loop.identity import UserAccount
+from runner.loop.identity import ROOT, UserAccount
 from runner.loop.kernel import FD_MAX
 from runner.loop.reaper import unblock_signals
 from runner.process.spawn import change_user, fork
@@ -38,12 +38,22 @@ from runner.wire.protocol import (
     MAX_REQUEST_BYTES,
     MAX_WATCHES,
     REQUESTS,
+    DropUpload,
     Error,
     FileRequest,
     FrameDecoder,
+    GetFile,
+    GlobFiles,
     Kind,
+    ListFiles,
+    LookUpload,
+    Measure,
+    Pack,
     ProtocolError,
     SearchFiles,
+    StatFile,
+    StatFiles,
+    ViewFile,
     WatchFiles,
     encode_header,
 )
@@ -55,8 +65,13 @@ what lasts."""
 IDLE_S = 5.0
 """A worker costs a mebibyte while it waits; a new one costs the client a millisecond or two."""
 
-_LEAVE_S = 0.25
-"""A worker that waits for content finds out by itself that the client has left, and removes what it has begun."""
+_UNDO_S = 60.0
+"""For so long a worker may undo what it has begun for a client that has left."""
+
+_ONLY_LOOK = (
+    *(GetFile, ListFiles, GlobFiles, SearchFiles, StatFile, StatFiles, ViewFile, WatchFiles, Measure, Pack, LookUpload),
+)
+"""Requests after which nothing is to be undone."""
 
 _TIMEVAL = struct.Struct("ll")
 _READ_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
@@ -77,7 +92,7 @@ class FileWorkers:
         Raises:
             Refused: TOO_MANY, NO_SUCH_USER.
         """
-        account = self._account_of(request.user)
+        account = self._account_of(request)
         if len(self._living) >= MAX_WORKERS:
             raise Refused("TOO_MANY", f"{MAX_WORKERS} requests for files are under way")
         if request.lasts and sum(each.lasts for each in self._living) >= MAX_WATCHES:
@@ -90,12 +105,14 @@ class FileWorkers:
         self._living.add(worker)
         return worker
 
-    def _account_of(self, user: str | None) -> UserAccount:
-        if user is None:
+    def _account_of(self, request: FileRequest) -> UserAccount:
+        if request.user is None:
             return self._context.as_user.account
-        if self._context.config.files_only:
-            raise Refused("NO_SUCH_USER", "the files here have one user")
-        return look_up(self._context, user)
+        if not self._context.config.files_only:
+            return look_up(self._context, request.user)
+        if request.user == ROOT.name and isinstance(request, DropUpload):
+            return ROOT  # to remove what a session's root has left in a directory of its own
+        raise Refused("NO_SUCH_USER", "the files here have one user")
 
 
 class FileWorker:
@@ -120,7 +137,7 @@ class FileWorker:
         if self._pid == 0:
             _live(context, account, request, *caller.hand_over())
         caller.hand_over()  # what came with the request belongs to the worker
-        context.reaper.watch(self._pid, self._on_death)
+        context.reaper.watch(self._pid, self._on_death, on_stop=self._on_stop)
 
     def _on_death(self, status: int) -> None:
         self._pid = 0
@@ -130,13 +147,18 @@ class FileWorker:
         else:
             self._caller.close()
 
+    def _on_stop(self) -> None:
+        """Have the worker go on: a command of its user has stopped it, and a client waits."""
+        self._kill(signal.SIGCONT)
+
     def on_close(self) -> None:
         """End the worker: the client has left."""
-        self._context.loop.call_later(_LEAVE_S, self._kill, lambda _error: None)
+        self._kill(signal.SIGTERM)
+        self._context.loop.call_later(_UNDO_S, self._kill, lambda _error: None)
 
-    def _kill(self) -> None:
+    def _kill(self, number: int = signal.SIGKILL) -> None:
         if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
 
     @property
     def wants_input(self) -> bool:
@@ -184,7 +206,7 @@ def _become(account: UserAccount, context: Context, fd: int) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that has left is an error of the write
     unblock_signals()
     context.kernel.keep_pages_apart()  # before foreign bytes are read: a fork has the marks of its parent's memory
-    change_user(context.kernel, account)
+    change_user(context.kernel, account, is_powerful=context.config.root_inside)
     if rules_fd >= 0:
         context.kernel.enter_file_rules(rules_fd)
         os.close(rules_fd)
@@ -207,6 +229,10 @@ class _Conversation:
         self._unsent_bytes = 0
         self._is_live = False
         """Whether what there is to tell is told at once; else it goes out in large pieces."""
+        self._undoes = False
+        """Whether a request is under way that would leave something by halves."""
+        self._has_left = False
+        signal.signal(signal.SIGTERM, self._on_leaving)
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
@@ -223,12 +249,15 @@ class _Conversation:
 
     def _perform(self, request: FileRequest) -> None:
         self._is_live = isinstance(request, SearchFiles | WatchFiles)
+        self._undoes = not isinstance(request, _ONLY_LOOK)
         answer = self._answer(request)
         self.send(Kind.ERROR if isinstance(answer, Error) else Kind.REPLY, ANSWERS.encode(answer))
         self.flush()
+        self._undoes = False
 
     def _answer(self, request: FileRequest) -> object:
-        work = FileWork(self._resolver, self._kernel, self._start, _Content(self), _Output(self), self._passing)
+        content, output = _Content(self), _Output(self)
+        work = FileWork(self._resolver, self._kernel, self._start, content, output, self._passing, self._check)
         try:
             return perform(request, work)
         except Refused as refused:
@@ -237,6 +266,17 @@ class _Conversation:
             return refusal(error, os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "").error
         except Exception as error:  # noqa: BLE001 - whatever failed, the client is told, and the next request is served
             return Error("IO_ERROR", f"the work failed ({type(error).__name__})")
+
+    def _on_leaving(self, _number: int, _frame: object) -> None:
+        """Handle SIGTERM, by which PID 1 says that the client has left."""
+        self._has_left = True
+        if not self._undoes:
+            os._exit(_BROKEN)
+
+    def _check(self) -> None:
+        """End the work between two of its steps. Raises `_Left`."""
+        if self._has_left:
+            raise _Left
 
     def _next_request(self) -> FileRequest | None:
         """Return the next request, None if there is none for a while. Frames before it are of the one before, which was

@@ -66,13 +66,16 @@ class ChildReaper:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._watched: dict[int, OnEnd] = {}
+        self._on_stop: dict[int, Callable[[], None]] = {}
         self._wake_up_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         loop.watch(self._wake_up_fd, READ, self._on_wake_up, _cannot_fail)
 
-    def watch(self, pid: int, on_death: OnDeath) -> None:
-        """Call `on_death(wait status)` once, when the child `pid` has ended."""
+    def watch(self, pid: int, on_death: OnDeath, *, on_stop: Callable[[], None] | None = None) -> None:
+        """Call `on_death(wait status)` once, when the child `pid` has ended, and `on_stop` each time it is stopped."""
         self._watched[pid] = lambda status, _usage: on_death(status)
+        if on_stop is not None:
+            self._on_stop[pid] = on_stop
 
     def watch_usage(self, pid: int, on_end: OnEnd) -> None:
         """Call `on_end(wait status, usage)` once; the usage is of the child `pid` and of all it has waited for."""
@@ -91,20 +94,28 @@ class ChildReaper:
         self.reap()
 
     def reap(self) -> None:
-        """Collect every child that has ended."""
+        """Collect every child that has ended, and look at those that were stopped."""
         while True:  # SIGCHLD coalesces: one signal may stand for many
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            if os.WIFSTOPPED(status):
+                self._on_stop.get(pid, _do_nothing)()
+                continue
+            self._on_stop.pop(pid, None)
             on_end = self._watched.pop(pid, None)
             if on_end is not None:
                 self._tell(on_end, status, usage)
 
     def _tell(self, on_end: OnEnd, status: int, usage: resource.struct_rusage) -> None:
         self._loop.guard(lambda each: on_end(each, usage), status, _cannot_fail)
+
+
+def _do_nothing() -> None:
+    """Leave a child stopped that is no business of anyone here."""
 
 
 def _cannot_fail(_error: Exception) -> None:

@@ -193,12 +193,13 @@ def _take_streams(stdio: tuple[int, int, int] | None) -> None:
             os.dup2(fd, number)
 
 
-def change_user(kernel: Kernel, account: UserAccount) -> None:
-    """Give up PID 1's ids and capabilities. Root keeps the capabilities of the sandbox's root, any other user none."""
+def change_user(kernel: Kernel, account: UserAccount, *, is_powerful: bool = True) -> None:
+    """Give up PID 1's ids and capabilities. Root keeps the capabilities of the sandbox's root if it `is_powerful`, any
+    other user none."""
     os.setgroups(account.groups)  # groups first, the uid last: with it goes the right to change the others
     os.setresgid(account.gid, account.gid, account.gid)
     os.setresuid(account.uid, account.uid, account.uid)
-    if account.uid == ROOT_ID:
+    if account.uid == ROOT_ID and is_powerful:
         kernel.keep_root_caps()
     else:
         kernel.clear_caps()  # from one non-zero uid to another the kernel clears nothing by itself

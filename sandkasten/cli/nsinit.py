@@ -67,6 +67,7 @@ def nsinit(arguments: argparse.Namespace) -> int:
         arguments.cgroup or AUTO,
         config.egress.permit,
         str(config.egress.ca_file or ""),
+        config.egress.upstream_proxy or "",
     )
     command = launcher_command(what.encode())
     os.execve(command[0], command, ENVIRONMENT)

@@ -144,6 +144,7 @@ def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequen
             config.security.own_filters,
             config.egress.permit,
             str(config.egress.ca_file or ""),
+            config.egress.upstream_proxy or "",
         )
         launcher = open_launcher(what)
         try:

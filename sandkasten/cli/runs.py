@@ -52,6 +52,8 @@ _CAUSES = {
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
+_PUBLISHED_S = 86_400
+"""Seconds for which ports of a new session are published: the most that a server grants."""
 _LONGEST_LINE = 64 * 1024
 _LAST_KEYS_S = 1.0
 _END_S = 5.0
@@ -73,6 +75,14 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group")
     made.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
     made.add_argument("--proxy-env", action="store_true", help="name the network's proxy in the environment")
+    made.add_argument(
+        "-p",
+        "--publish",
+        action="append",
+        default=[],
+        metavar="[LOCAL:]REMOTE",
+        help="let a port of the server's machine lead to one inside, for a day at most",
+    )
     made.add_argument("--idle", type=_span, metavar="SPAN", help="end of a session that nobody uses: 90s, 30m, 12h, 7d")
     made.add_argument("--keep", action="store_true", help="leave the session when the command has ended")
     made.add_argument("--rm", action="store_true", help=argparse.SUPPRESS)  # docker's habit, and the default here
@@ -111,6 +121,18 @@ def labels_of(given: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in (each.partition("=") for each in given)}
 
 
+def port_pair(text: str) -> tuple[int, int]:
+    """Return the local and the remote port; 0 is any free one. Raises `Stop`."""
+    local, colon, remote = text.rpartition(":")
+    try:
+        ports = int(local) if colon else int(remote), int(remote)
+        if not (0 <= ports[0] <= 0xFFFF and 0 < ports[1] <= 0xFFFF):
+            raise ValueError
+    except ValueError:
+        raise Stop(f"{printable_line(text)!r} is no [LOCAL:]REMOTE pair of ports", BAD_ARGUMENTS) from None
+    return ports
+
+
 def network_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the network that the options of a new session ask for; empty for the server's default."""
     mode = arguments.network or ("allow" if arguments.allow else None)
@@ -134,9 +156,13 @@ async def create(client: SandboxClient, arguments: argparse.Namespace) -> Sessio
 
 @contextlib.asynccontextmanager
 async def passing(client: SandboxClient, arguments: argparse.Namespace) -> AsyncIterator[_Passing]:
-    """Make a session that ends with the block, unless it is to stay."""
+    """Make a session that ends with the block, unless it is to stay. Its published ports end with the session."""
+    wanted = [port_pair(each) for each in arguments.publish]
     stays = _Passing(await create(client, arguments), arguments.keep)
     try:
+        for local, remote in wanted:
+            made = await stays.session.preview(remote, access="local", host_port=local, ttl_seconds=_PUBLISHED_S)
+            tell(f"{made.url} on the server's machine leads to port {remote}")
         yield stays
     finally:
         if stays.stays:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from sandkasten.cli.client import BAD_ARGUMENTS, FAULT, LAST, add_client_options, add_session, find_session, verb
 from sandkasten.cli.common import Stop, printable_line
 from sandkasten.cli.output import Progress, print_json, print_table, tell, write_held
-from sandkasten.cli.runs import kill
+from sandkasten.cli.runs import kill, port_pair
 
 if TYPE_CHECKING:
     from anyio.abc import SocketStream
@@ -204,7 +204,7 @@ def add_port(parser: argparse.ArgumentParser) -> None:
 
 async def port(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Forward ports until ^C, publish or open previews of them, or list those on which a session listens."""
-    wanted = [_ports_of(each) for each in arguments.ports]
+    wanted = [port_pair(each) for each in arguments.ports]
     session = await find_session(client, arguments.session)
     if arguments.preview:
         if any(local != remote for local, remote in wanted) or not wanted:
@@ -272,18 +272,6 @@ async def _publish(arguments: argparse.Namespace, session: Session, wanted: Sequ
         with anyio.move_on_after(_CLOSE_S, shield=True), contextlib.suppress(errors.SandkastenError):
             for remote in opened:
                 await session.close_preview(remote)
-
-
-def _ports_of(text: str) -> tuple[int, int]:
-    """Return the local and the remote port; 0 is any free one. Raises `Stop`."""
-    local, colon, remote = text.rpartition(":")
-    try:
-        ports = int(local) if colon else int(remote), int(remote)
-        if not (0 <= ports[0] <= 0xFFFF and 0 < ports[1] <= 0xFFFF):
-            raise ValueError
-    except ValueError:
-        raise Stop(f"{printable_line(text)!r} is no [LOCAL:]REMOTE pair of ports", BAD_ARGUMENTS) from None
-    return ports
 
 
 _PYTHON_RELAY = """\

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
-from egress.policy import parse_rule
+from egress.policy import parse_proxy, parse_rule
 from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
     EXEC_MODES,
@@ -400,12 +400,22 @@ def _groups(instance: object, attribute: attrs.Attribute[Any], value: Mapping[st
         _rules(instance, attribute, rules)
 
 
+def _upstream_proxy(_instance: object, _attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None:
+        try:
+            parse_proxy(value)
+        except ValueError as error:
+            raise ValueError(f"egress.upstream_proxy: {error}") from None
+
+
 @attrs.frozen
 class EgressSettings:
     """The way out of sessions. No session has a mode beyond `max_mode`. `permit` are private networks that may be
     reached, where a session's rules allow it; `always_deny` are rules that hold in every session. `groups` are rules by
     a name, which a session's rules call `@name`. `ask_timeout_s` is the longest time that a connection waits in the
     mode `ask`. `ca_file`: authorities besides the machine's, in PEM, that hosts of secrets may have certificates of.
+    `upstream_proxy`: a proxy, as `http://ADDRESS:PORT`, that all connections go through; the first line of
+    `upstream_proxy_auth` is `user:password` for it.
     """
 
     max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))
@@ -414,6 +424,8 @@ class EgressSettings:
     always_deny: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_rules)
     groups: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_groups)
     ca_file: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+    upstream_proxy: str | None = attrs.field(default=None, validator=_upstream_proxy)
+    upstream_proxy_auth: Path | None = attrs.field(default=None, converter=_absolute_or_none)
 
     @property
     def groups_in_force(self) -> Mapping[str, tuple[str, ...]]:

@@ -21,6 +21,7 @@ import platform
 import re
 import resource
 import shlex
+import socket
 import stat
 import sys
 import time
@@ -31,6 +32,7 @@ from types import MappingProxyType
 
 import attrs
 
+from egress.policy import parse_proxy
 from nsinit.wire.protocol import MAX_TERMINALS
 from sandkasten.admission.budget import SessionRoom
 from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
@@ -703,6 +705,18 @@ def check_merging(host: Host) -> Check:
         consequence="isolation.merge_pages has no effect: sessions take as much memory as without",
         fix=runnable(fix),
     )
+
+
+def check_upstream(url: str) -> Check:
+    """Return the check of `egress.upstream_proxy`: whether something listens there. Waits for at most 3 s."""
+    address, port = parse_proxy(url)
+    try:
+        socket.create_connection((str(address), port), timeout=3).close()
+    except OSError as error:
+        seen, lacks = f"{url}: {error.strerror or 'no answer'}", "no session with a way out reaches anything"
+        fix = "start the proxy, or set egress.upstream_proxy to one that this machine reaches"
+        return Check("upstream_proxy", "upstream proxy", Verdict.MISSING, seen, consequence=lacks, fix=fix)
+    return Check("upstream_proxy", "upstream proxy", Verdict.WORKS, f"{url} takes connections")
 
 
 def _small_pool(name: str, value: int, needed: int) -> Check:

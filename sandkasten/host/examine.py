@@ -34,6 +34,7 @@ from sandkasten.host.checks import (
     check_pools,
     check_room,
     check_sysctls,
+    check_upstream,
     fails,
     nearest,
     read_host,
@@ -66,6 +67,8 @@ def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = Fa
     in_order = [by_id[check_id] for check_id in CATALOGUE if check_id in by_id]
     facts = {"container": host.container, "wsl": host.is_wsl, **tried.facts}
     pools = [] if config is None else _check_sessions(host, config)
+    if config is not None and thorough and config.egress.upstream_proxy is not None:
+        pools.append(check_upstream(config.egress.upstream_proxy))
     return Machine(datetime.now(UTC), [*in_order, *check_sysctls(host), *pools], facts)
 
 

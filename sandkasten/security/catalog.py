@@ -13,11 +13,12 @@ from sandkasten.security.attacks.memory import MEMORY
 from sandkasten.security.attacks.quotas import QUOTAS
 from sandkasten.security.attacks.results import RESULTS
 from sandkasten.security.attacks.runner import RUNNER
+from sandkasten.security.attacks.secrets import SECRETS
 from sandkasten.security.attacks.ways_in import WAYS_IN
 from sandkasten.security.attacks.ways_out import WAYS_OUT
 from sandkasten.security.attacks.workspaces import WORKSPACES
 
 ATTACKS = (
     *(*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *QUOTAS, *MEMORY, *RUNNER, *RESULTS, *ARCHIVES),
-    *(*WAYS_OUT, *WAYS_IN),
+    *(*WAYS_OUT, *WAYS_IN, *SECRETS),
 )

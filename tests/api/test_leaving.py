@@ -50,12 +50,20 @@ async def test_a_reset_during_a_json_request_is_no_error(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize(
     ("method", "rest", "body"),
-    [("GET", "list", b""), ("POST", "glob", b'{"pattern": "*"}'), ("GET", "view?path=f", b"")],
+    [
+        ("GET", "list", b""),
+        ("POST", "glob", b'{"pattern": "*"}'),
+        ("GET", "view?path=f", b""),
+        ("POST", "copy", b'{"from": "f", "to": "g"}'),
+        ("POST", "edit", b'{"edits": [{"path": "f", "op": "delete"}]}'),
+        ("DELETE", "?path=f", b""),
+        ("POST", "archive", b"no tar archive"),
+    ],
 )
-async def test_a_walk_through_files_ends_with_its_client(
+async def test_a_request_for_files_ends_with_its_client(
     caplog: pytest.LogCaptureFixture, method: str, rest: str, body: bytes
 ) -> None:
-    """Nobody waits for the list of a tree that takes long."""
+    """Nobody waits for the list of a tree that takes long, or is told that a copy was made."""
 
     async def is_over() -> bool:
         return any(record.message == "request" for record in caplog.records)
@@ -65,7 +73,8 @@ async def test_a_walk_through_files_ends_with_its_client(
         running.tree.runner.files.gate = trio.Event()
         with caplog.at_level(logging.INFO, "sandkasten"):
             stream = await running.connect()
-            await stream.send_all(request_bytes(method, f"/v1/sessions/{session.id}/fs/{rest}", body=body))
+            path = f"/v1/sessions/{session.id}/fs/{rest}".replace("/?", "?")
+            await stream.send_all(request_bytes(method, path, body=body))
             await trio.testing.wait_all_tasks_blocked(0.05)
             assert not await is_over()
             await stream.aclose()

@@ -244,6 +244,34 @@ def test_a_port_is_published(command: Command, session: str) -> None:
     assert (done.returncode, done.stderr.count("\n"), "Address already in use" in done.stderr) == (125, 1, True), done
 
 
+@pytest.mark.usefixtures("_network_maker")
+def test_a_new_session_has_published_ports(command: Command) -> None:
+    """The port of the server's machine is there before the command runs, and gone with the session; where it is taken,
+    there is a sentence and no session."""
+    with command.started("run", "--publish", "0:8000", "--", "python3", "-c", SERVER) as process:
+        assert process.stderr is not None
+        (port,) = map(int, re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", process.stderr.readline()))
+        data = b""
+        while data != b"cba":  # until the program listens, a connection is reset
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=patience(20)) as link,
+            ):
+                link.sendall(b"abc")
+                link.shutdown(socket.SHUT_WR)
+                data = b"".join(iter(lambda: link.recv(65536), b""))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+    before = len(command.lines("ps"))
+    with socket.create_server(("127.0.0.1", port)):
+        done = command.run("run", "-d", "--publish", f"{port}:8000")
+    assert (done.returncode, "Address already in use" in done.stderr, len(command.lines("ps"))) == (
+        125,
+        True,
+        before,
+    ), done
+
+
 def test_a_port_has_a_link(command: Command, session: str) -> None:
     """With `--preview` each port of the session is a URL with its token, and no local port is taken for one."""
     links = command.out("port", "--preview", session, "8000", "8001").splitlines()

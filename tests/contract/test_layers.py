@@ -95,7 +95,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("way_out"),
         Layer("connection"),
         Layer("guarded", "state"),
-        Layer("handed", "substitution"),
+        Layer("handed", "substitution", "upstream"),
         Layer("relay", "resolver", "names", "pacing"),
         Layer("preview"),
         Layer("knocking", "brokering"),

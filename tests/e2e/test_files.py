@@ -194,14 +194,15 @@ def test_a_connection_goes_on_after_a_small_body_was_refused(
         ("POST", "glob", {"path": "/", "pattern": "**/nothing"}),
         ("GET", "view?path=big", {}),
         ("GET", "stat?path=big&digest=sha256", {}),
+        ("POST", "copy", {"from": "/usr", "to": "copy"}),
     ],
-    ids=["watch", "search", "file", "archive", "list", "glob", "view", "digest"],
+    ids=["watch", "search", "file", "archive", "list", "glob", "view", "digest", "copy"],
 )
 def test_what_a_client_leaves_ends(
     daemon: Daemon, client: httpx.Client, session: str, place: str, request_: tuple[str, str, dict[str, Any]]
 ) -> None:
-    """The worker ends, sooner than one that has nothing to do; the session's processes are those of before, and no
-    connection or descriptor stays."""
+    """The worker ends, sooner than one that has nothing to do; the session's processes and files are those of before,
+    and no connection or descriptor stays."""
     run(client, session, "truncate -s 400G big")
     until(lambda: not workers(daemon))
     before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
@@ -214,7 +215,7 @@ def test_what_a_client_leaves_ends(
             wire.socket.sendall(content)
             until(lambda: bool(workers(daemon)))
         until(lambda: not workers(daemon), within_s=IDLE_S - 1)
-    assert run(client, session, "echo fine") == "fine\n"
+    assert run(client, session, "ls -A") == "big\n"
     # Two may be those of a session's idle connections, which any request makes.
     until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) <= before + 2)
 

@@ -268,7 +268,12 @@ class Egress:
 
 @asynccontextmanager
 async def egress(
-    names: Names | None = None, *, permit: Sequence[str] = (), always_deny: Sequence[str] = (), kept_s: float = KEPT_S
+    names: Names | None = None,
+    *,
+    permit: Sequence[str] = (),
+    always_deny: Sequence[str] = (),
+    kept_s: float = KEPT_S,
+    upstream: p.UpstreamProxy | None = None,
 ) -> AsyncIterator[Egress]:
     """Run the server, configured, in this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -279,7 +284,7 @@ async def egress(
             nursery.start_soon(serve, theirs, names, kept_s)
             nursery.start_soon(daemon.read)
             try:
-                await daemon.done(lambda seq: p.Configure(seq, tuple(permit), tuple(always_deny)))
+                await daemon.done(lambda seq: p.Configure(seq, tuple(permit), tuple(always_deny), upstream))
                 yield daemon
             finally:
                 names.go_on.set()
@@ -290,9 +295,10 @@ async def egress(
 class Program:
     """The egress process as it really is: a program of its own, in a cgroup, confined."""
 
-    def __init__(self, permit: Sequence[str], descriptors: int) -> None:
+    def __init__(self, permit: Sequence[str], descriptors: int, proxy: str) -> None:
         self.cgroups = name_cgroups("egress")
         words = [f"cgroup={each}" for each in self.cgroups] + [f"permit={each}" for each in permit]
+        words += [f"proxy={proxy}"] if proxy else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.daemon = Egress(ours)
         self._log_read, log_write = os.pipe()
@@ -330,12 +336,14 @@ class Program:
 
 
 @asynccontextmanager
-async def program(*permit: str, descriptors: int = 1024) -> AsyncIterator[Program]:
+async def program(
+    *permit: str, descriptors: int = 1024, proxy: str = "", upstream: p.UpstreamProxy | None = None
+) -> AsyncIterator[Program]:
     """Run the process itself, and have it end well if the test has not waited for its end."""
-    process = Program(permit, descriptors)
+    process = Program(permit, descriptors, proxy)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(process.daemon.read)
-        await process.daemon.done(lambda seq: p.Configure(seq, permit))
+        await process.daemon.done(lambda seq: p.Configure(seq, permit, upstream=upstream))
         try:
             yield process
         finally:

@@ -229,7 +229,7 @@ async def test_clients_that_leave_do_not_make_room_for_more_questions() -> None:
     async with asking() as (daemon, inside, _outside):
         for number in range(state.MAX_ASKED + 5):
             await trio.aclose_forcefully(await inside.connect_to(f"n{number}.example", 5000))
-        await daemon.until(lambda: len(daemon.entries) >= state.MAX_ASKED + 5)
+        await daemon.until(lambda: sum(each.reason == "limit" for each in daemon.entries) == 5)
         assert len(asked(daemon)) == state.MAX_ASKED
 
 
@@ -250,3 +250,20 @@ async def test_a_session_that_ends_releases_what_it_holds() -> None:
         assert await is_reset(stream)
         assert (await daemon.entry(verdict="denied")).reason == "unanswered"
         await daemon.until(lambda: daemon.totals.connections_open == 0)
+
+
+async def test_a_client_that_gives_up_counts_no_longer() -> None:
+    """Bytes that it has sent do not hide that. The question stands, the log has the connection as unanswered, and
+    others that wait for the same host go on."""
+    async with asking(connections=2) as (daemon, inside, _outside), server(PUBLIC, 5000):
+        gone = await held(daemon, inside, "new.example")
+        stays = await inside.connect_to("new.example", 5000)
+        await gone.send_all(b"\x01never read")
+        await gone.aclose()
+        entry = await daemon.entry(verdict="denied", kind="tcp")
+        assert (entry.host, entry.reason) == ("new.example", "unanswered")
+        while (await daemon.counters()).connections_open != 1:  # its end was told before
+            pass
+        await daemon.set_policy("new.example:5000", mode="ask")
+        await echoes(stays)
+        assert asked(daemon) == [("new.example", 5000)]

@@ -30,10 +30,10 @@ from egress.resolver import LookupFailed
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups, sweep
 from nsinit.cgroup.tree import BESIDE, Tree, locate_process
 from nsinit.kernel import constants as k
-from tests.egress.conftest import OWN
-from tests.egress.harness import METADATA, PRIVATE, PUBLIC, PUBLIC_V6, program
-from tests.egress.taken_over import WAYS
-from tests.waiting import patience
+from tests.egress.conftest import OWN, add_own_address
+from tests.egress.harness import METADATA, OTHER_PUBLIC, PRIVATE, PUBLIC, PUBLIC_V6, program
+from tests.egress.taken_over import UNDOING, WAYS
+from tests.waiting import patience, until
 
 _ROOT = str(Path(egress.__file__).parents[1])
 SERVER, PERMITTED = "10.9.9.9", "10.77.0.1"
@@ -44,7 +44,7 @@ REFUSED = (
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:169.254.169.254", f"::ffff:{OWN}"),
 )
 CONTROLLERS_ARE_V1 = "memory" in locate_process().v1
-_BPF_PROG_QUERY = 16
+_BPF_MAP_LOOKUP_ELEM, _BPF_MAP_GET_FD_BY_ID, _BPF_PROG_QUERY = 1, 14, 16
 _QUERY = struct.Struct("=4IQI")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -142,6 +142,47 @@ def test_the_process_can_not_undo_it(cgroups: list[str]) -> None:
     """No way leads out of its cgroup, and no program can be detached: files and bpf(2) are closed to the process."""
     found = taken_over(cgroups)["found"]
     assert (found["leave"], found["detach"]) == (f"errno {errno.EACCES}", f"errno {errno.EPERM}")
+
+
+@pytest.mark.usefixtures("outside")
+def test_an_address_of_later_is_refused_and_stays_so(cgroups: list[str]) -> None:
+    """A public address that became the host's is refused in both notations, one that is permitted by itself is not; and
+    the confined process has no way to take one back."""
+    targets = [(PUBLIC, 80), (f"::ffff:{PUBLIC}", 80), (PUBLIC_V6, 80), (OTHER_PUBLIC, 80)]
+    later = [PUBLIC, PUBLIC_V6, OTHER_PUBLIC, "127.0.0.1"]
+    found = taken_over(cgroups, permit=[f"{OTHER_PUBLIC}/32"], later=later, targets=targets)["found"]
+    refused = {target for target in targets if all(found[f"{way} {target[0]} 80"] == "errno 1" for way in WAYS)}
+    assert refused == set(targets[:3])
+    assert {found[each] for each in UNDOING} == {f"errno {errno.EPERM}"}
+
+
+@pytest.mark.usefixtures("outside")
+async def test_the_process_adds_the_addresses_that_its_host_gets() -> None:
+    """The kernel's table has an address soon after an interface has it."""
+    async with program() as process:
+        await process.daemon.attach("good.example")
+        assert not is_in_map(process.pid, PUBLIC)
+        add_own_address(PUBLIC)
+
+        async def is_there() -> bool:
+            return is_in_map(process.pid, PUBLIC)
+
+        await until(is_there)
+
+
+def is_in_map(pid: int, address: str) -> bool:
+    """Tell whether the map that a process has open has an IPv4 address, as root can tell (bpf(2))."""
+    texts = [each.read_text() for each in Path(f"/proc/{pid}/fdinfo").iterdir()]
+    (number,) = (int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("map_id:"))
+    map_fd = _libc.syscall(k.SYS_bpf, _BPF_MAP_GET_FD_BY_ID, struct.pack("=III", number, 0, 0), 12)
+    assert map_fd >= 0
+    key = ctypes.create_string_buffer(bytes(10) + b"\xff" * 2 + IPv4Address(address).packed, 16)
+    value = ctypes.c_uint32(0)
+    place = struct.pack("=I4x3Q", map_fd, ctypes.addressof(key), ctypes.addressof(value), 0)
+    try:
+        return int(_libc.syscall(k.SYS_bpf, _BPF_MAP_LOOKUP_ELEM, place, len(place))) == 0
+    finally:
+        os.close(map_fd)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EPERM])

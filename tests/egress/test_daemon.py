@@ -393,7 +393,13 @@ async def test_sessions_without_a_daemon_end_after_a_while(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "change", [{"permit": ("10.0.0.0/8",)}, {"always_deny": ("a.example",)}, {"version": p.VERSION + 1}]
+    "change",
+    [
+        {"permit": ("10.0.0.0/8",)},
+        {"always_deny": ("a.example",)},
+        {"upstream": p.UpstreamProxy("10.0.0.1", 3128)},
+        {"version": p.VERSION + 1},
+    ],
 )
 async def test_a_process_that_was_configured_otherwise_gives_its_sessions_away(change: dict[str, Any]) -> None:
     """Nothing changes for a daemon that wants something else, which takes the descriptors and ends the process."""

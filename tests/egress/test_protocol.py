@@ -13,7 +13,7 @@ from egress import protocol as p
 from egress.policy import MAX_POLICY_CHARS, MAX_RULES
 
 MESSAGES = (
-    p.Configure(1, permit=("10.0.0.0/8",), always_deny=("*.bad.example",)),
+    p.Configure(1, ("10.0.0.0/8",), ("*.bad.example",), p.UpstreamProxy("10.0.0.1", 3128, "user:secret")),
     p.AttachSession(2, "s-1", p.PolicyText("allow", ("example.org",)), p.WayOutLimits(connections=3, bytes_up=0)),
     p.SetPolicy(3, "s-1", p.PolicyText("open", deny=("192.0.2.0/24",))),
     p.DetachSession(4, "s-1"),

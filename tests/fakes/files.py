@@ -20,7 +20,7 @@ import trio
 from nsinit.sandbox.child import RunnerKernel
 from runner.files.operations import FileWork, perform
 from runner.files.paths import Resolver, refusal
-from runner.files.tree import is_of_kernel
+from runner.files.tree import is_of_kernel, never_ends
 from runner.loop.config import RunnerConfig
 from runner.loop.context import Refused
 from runner.wire import protocol
@@ -123,7 +123,8 @@ class ScriptedFiles:
         """Perform a request whose input is in `spool`, which holds the output afterwards."""
         with tempfile.TemporaryFile() as out:
             source, target = (io.FileIO(each.fileno(), "r+b", closefd=False) for each in (spool, out))
-            answer = perform(request, FileWork(self._resolver, self._kernel, start, source, target, lambda _step: None))
+            work = FileWork(self._resolver, self._kernel, start, source, target, lambda _step: None, never_ends)
+            answer = perform(request, work)
             if not isinstance(request, _TAKES_CONTENT):
                 spool.seek(0)
                 spool.truncate()

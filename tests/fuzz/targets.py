@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from base64 import b64encode
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,6 +20,7 @@ from egress.http import MAX_WAITING_BYTES, HttpGuard, looks_like_http
 from egress.policy import canonical_name
 from egress.preview import Site, VisitRefused, answer_outside
 from egress.proxy import BadProxyRequest, ProxyReader, refusal
+from egress.substitution import SecretGuard
 from nsinit.wire import protocol as nsinit_protocol
 from nsinit.wire import validate
 from runner.wire import protocol as runner_protocol
@@ -403,6 +405,44 @@ def egress_http(data: bytes) -> None:
         assert len(guard._client.trailing_data[0]) <= MAX_WAITING_BYTES or is_over or step.wants_raw
 
 
+_VALUE, _PLACEHOLDER = b"value-that-nobody-sees", b"placeholder-of-it"
+_SECRET_PIECES = (
+    *(b"X-Key: %s\r\n" % _PLACEHOLDER, b"Authorization: Bearer %s\r\n" % _PLACEHOLDER, b"Host: %s\r\n" % _PLACEHOLDER),
+    *(b"Authorization: Basic %s\r\n" % b64encode(b"me:" + _PLACEHOLDER), b"Authorization: Basic =\r\n"),
+    *(b"GET /%s HTTP/1.1\r\nHost: example.org\r\n\r\n" % _PLACEHOLDER, b"11\r\n%s\r\n" % _PLACEHOLDER, _PLACEHOLDER),
+)
+_SECRET_REQUESTS = tuple(
+    b"%s\r\nHost: example.org\r\n%s\r\n" % (start, field)
+    for start in (b"GET / HTTP/1.1", b"POST / HTTP/1.1\r\nContent-Length: 3", b"GET / HTTP/1.1\r\nUpgrade: websocket")
+    for field in (_SECRET_PIECES[0], _SECRET_PIECES[3])
+)
+_ANSWER_PIECES = (
+    *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 OK\r\n", b"HTTP/1.1 100 OK\r\n", b"HTTP/1.0 404 "),
+    *(b"\r\n", b"\r\n", b"Content-Length: 44\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n", b"16\r\n", b"x"),
+)
+_ECHOES = (_VALUE, _VALUE[:9], _VALUE[9:], b64encode(b"me:" + _VALUE), b"16\r\n%s\r\n" % _VALUE, b"X: %s\r\n" % _VALUE)
+
+
+def egress_secrets(data: bytes) -> None:
+    """As `egress_http`, with a secret: the value goes to the server in a field and nowhere else, and never back."""
+    choices = Choices(data)
+    guard = SecretGuard("example.org", 80, {_PLACEHOLDER: _VALUE})
+    up, down = guard.from_client(choices.pick(_SECRET_REQUESTS)).to_server, b""
+    is_server = True
+    while not choices.is_over:
+        own = _ECHOES if is_server else _SECRET_PIECES
+        usual = _ANSWER_PIECES if is_server else _HTTP_PIECES
+        piece = choices.pick(own) if choices.one_in(3) else choices.pick(usual)
+        piece = grammar.damage(choices, piece) if choices.one_in(9) else piece
+        step = guard.from_server(piece) if is_server else guard.from_client(piece)
+        up, down = up + step.to_server, down + step.to_client
+        if step.is_over:
+            break
+        is_server = not choices.one_in(4)
+    assert all(b": " in line.partition(_VALUE)[0] for line in up.split(b"\n") if _VALUE in line), up
+    assert not any(each in down for each in (_VALUE, b64encode(b"me:" + _VALUE)) if each in up), down
+
+
 def egress_proxy(data: bytes) -> None:
     """First bytes to the proxy, in pieces: a request that names its host, or a refusal of one line."""
     choices = Choices(data)
@@ -513,6 +553,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
-        *(egress_dns, egress_hello, egress_http, egress_proxy, preview_http),
+        *(egress_dns, egress_hello, egress_http, egress_secrets, egress_proxy, preview_http),
     )
 }

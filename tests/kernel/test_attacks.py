@@ -35,7 +35,7 @@ ISSUED = (
     *("processes", "proc", "sys", "devices", "namespaces", "mounts", "ptrace", "signals", "descriptors", "sockets"),
     *("keyrings", "ttys", "io_uring", "userfaultfd", "bpf", "setuid"),
     *("files", "workspaces", "imports", "front", "exhaustion", "quotas", "memory", "runner", "archives"),
-    *("egress", "egress_process", "previews"),
+    *("egress", "egress_process", "previews", "secrets"),
 )
 """The classes that there must be."""
 

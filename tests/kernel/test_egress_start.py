@@ -33,9 +33,9 @@ PATIENCE_S = 20.0
 
 
 @asynccontextmanager
-async def launched(tmp_path: Path, permit: tuple[str, ...] = ()) -> AsyncIterator[Launcher]:
+async def launched(tmp_path: Path, permit: tuple[str, ...] = (), proxy: str = "") -> AsyncIterator[Launcher]:
     """A launcher of this process, as a daemon has one that gave root away."""
-    launcher = open_launcher(LaunchForParent(str(tmp_path), 61_100, ALLOWANCE, os.getpid(), permit=permit))
+    launcher = open_launcher(LaunchForParent(str(tmp_path), 61_100, ALLOWANCE, os.getpid(), permit=permit, proxy=proxy))
     try:
         yield launcher
     finally:
@@ -65,9 +65,9 @@ def status_of(process: ChildProcess) -> dict[str, str]:
 
 
 def permits_of(process: ChildProcess) -> list[str]:
-    """Return the private networks that a process was started with."""
+    """Return what a process was told at its start that it may reach."""
     words = Path(f"/proc/{status_of(process)['Pid']}/cmdline").read_text().split("\0")
-    return [each for each in words if each.startswith("permit=")]
+    return [each for each in words if each.startswith(("permit=", "proxy="))]
 
 
 def cgroups_beside() -> list[str]:
@@ -172,9 +172,10 @@ async def test_it_ends_with_the_daemon_of_its_launcher(tmp_path: Path) -> None:
 
 async def test_the_launcher_takes_permits_from_root_alone(tmp_path: Path) -> None:
     """The process is started with those of the launcher's argument, whatever the daemon asks for."""
-    async with launched(tmp_path, permit=("10.77.0.0/16",)) as launcher:
-        process = await launcher.start_egress("egress", None, "permit=10.0.0.0/8")
-        assert permits_of(process) == ["permit=10.77.0.0/16"]
+    proxy = "http://10.77.0.1:3128"
+    async with launched(tmp_path, permit=("10.77.0.0/16",), proxy=proxy) as launcher:
+        process = await launcher.start_egress("egress", None, "permit=10.0.0.0/8", "proxy=http://10.0.0.1:80")
+        assert permits_of(process) == ["permit=10.77.0.0/16", f"proxy={proxy}"]
         await process.end("egress", patience(PATIENCE_S))
 
 

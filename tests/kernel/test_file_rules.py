@@ -140,6 +140,25 @@ async def test_requests_for_files_keep_to_the_rules(
     assert [each.name for each in (await listed(supervisor.workspace_files("given"))).entries] == ["f"]
 
 
+@needs_rules
+async def test_a_move_of_what_can_not_be_removed_is_undone_or_told(supervisor: LocalSupervisor) -> None:
+    """Only the kernel knows the rules. Where nothing could be removed the copy is gone again; else it is whole, and the
+    error says what is left."""
+    for name in ("kept/f", "half/d/f"):
+        await written(supervisor.workspace_files("given", make=True), name, b"x")
+    rules = FileRules(readable=("/usr", "/workspace"), writable=("/tmp", "/workspace/half/d"))
+    session = await supervisor.create(SessionSpec(filesystem=rules, workspace_id="given"))
+    files = supervisor.files(session.id)
+    assert await refusal_of(files, MoveFile("kept", "/tmp/kept")) == "PERMISSION_DENIED"
+    with pytest.raises(PermissionDenied, match="copied whole, and not all of the original could be removed"):
+        await files.ask(MoveFile("half", "/tmp/half"), Done)
+    found = await output(supervisor, session.id, "cd /workspace; find . -mindepth 1; cd /tmp; find half kept 2>&1")
+    assert sorted(found[:4]) == ["./half", "./half/d", "./kept", "./kept/f"]
+    assert found[4:7] == ["half", "half/d", "half/d/f"]
+    assert "No such file" in " ".join(found[7:])
+    await supervisor.destroy(session.id)
+
+
 def archive(name: str) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as made:

@@ -142,7 +142,7 @@ async def test_the_end_of_a_session_lets_go_of_what_it_holds(supervisor: LocalSu
 
 async def test_an_adopted_session_asks_again(config: Config, outside: World) -> None:
     """The end of a daemon resets what waits; the next daemon is told of the next connection."""
-    async with served(config, outside, ends_sessions=False) as supervisor:
+    async with served(config, outside, ends_sessions=False, ask_timeout_s=3) as supervisor:
         session = await supervisor.create(SessionSpec(network=ASK))
         spec = ProcessSpec(argv=("python3", "-c", f"import time, urllib.request\n{FETCH_IN_THE_END}"))
         process = await supervisor.start_process(session.id, spec)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import sqlite3
+from base64 import b64encode
 from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,9 +24,9 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, PoolSettings, PoolSize
 from sandkasten.model import ExecSpec, Session, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import EgressUnavailable
-from sandkasten.model.network import Network
-from tests.kernel.test_network import ALLOWED, FETCH, outside, python, served, supervisor
-from tests.kernel.world import World
+from sandkasten.model.network import EgressDenial, Network, NetworkMode
+from tests.kernel.test_network import ALLOWED, CONNECT, FETCH, PRIVATE, outside, python, served, supervisor
+from tests.kernel.world import World, http
 from tests.waiting import until
 
 __all__ = ["outside", "supervisor"]
@@ -279,3 +283,44 @@ async def test_an_adopted_session_is_within_the_maximum_of_now(config: Config, o
         outside.heard.clear()
         refused = await python(second, other, FETCH.format("site.example"))
         assert (refused.end.exit_code, outside.heard) == (1, [])
+
+
+def proxy(connection: socket.socket, heads: list[bytes]) -> None:
+    """Answer a CONNECT to the site as the site would, and refuse every other one."""
+    heads.append(connection.recv(65536))
+    if b"CONNECT site.example:80 " not in heads[-1]:
+        connection.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+        return
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    http(b"by way of the proxy")(connection)
+
+
+async def test_all_goes_through_the_operators_proxy(
+    config: Config, outside: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program inside needs no setting. What the proxy refuses is in the result of the run. The credentials are in no
+    argument, log or event. A daemon with other ones replaces the process, and the session goes on."""
+    heads: list[bytes] = []
+    outside.serve(PRIVATE, 3128, partial(proxy, heads=heads))
+    file = tmp_path / "credentials"
+    settings: dict[str, Any] = {"upstream_proxy": f"http://{PRIVATE}:3128", "upstream_proxy_auth": file}
+    allowed = Network(NetworkMode.ALLOW, allow=["site.example", "other.example:7"])
+    file.write_text("node-7:first secret\n")
+    async with served(config, outside, ends_sessions=False, **settings) as supervisor:
+        session = await supervisor.create(SessionSpec(network=allowed))
+        pid = outside.egress_pid
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"by way of the proxy\n"
+        result = await python(supervisor, session, CONNECT.format("other.example", 7))
+        assert result.end.egress_denied == (EgressDenial("other.example", 7, "upstream", 1),)
+        page = await supervisor.egress_log(session.id, host="other.example")
+        assert [(each.reason, each.cause) for each in page.entries] == [("upstream", "status 403")]
+        assert b"secret" not in await trio.Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert "secret" not in repr([supervisor._shared.journal.recent(session.id, limit=100), page])
+    file.write_text("node-7:second secret\n")
+    async with served(config, outside, **settings) as supervisor:
+        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"by way of the proxy\n"
+        assert outside.egress_pid != pid
+    assert "secret" not in repr([vars(record) for record in caplog.records])
+    first, second = (b"Basic " + b64encode(each) for each in (b"node-7:first secret", b"node-7:second secret"))
+    assert [(first in each, second in each) for each in heads] == [(True, False), (True, False), (False, True)]
+    assert outside.heard == [(PRIVATE, 3128)] * 3

@@ -14,6 +14,7 @@ import pytest
 from runner.files import worker
 from runner.wire.protocol import (
     CHUNK_BYTES,
+    CopyFile,
     Done,
     FileEntry,
     FilePart,
@@ -314,13 +315,32 @@ def test_a_worker_that_is_killed_costs_its_connection_alone(sandbox: Sandbox, sh
     assert placed(other.write_file("f", b"whole"))[1] == 5
 
 
-def test_a_worker_that_stands_still_ends_with_its_client(sandbox: Sandbox, client: Client) -> None:
-    """Stopped by a signal, it finds out nothing by itself."""
-    client.read_file("/etc/hostname")
+def test_a_worker_that_is_stopped_goes_on(sandbox: Sandbox, client: Client) -> None:
+    """A command of its user holds up no request with signals, whatever that waits for, and not the end of one."""
+    client.request(PutFile("f"))
+    client.send(Kind.DATA, b"con")
     pid = only_worker(sandbox)
+    for number in (signal.SIGSTOP, signal.SIGTSTP):
+        os.kill(pid, number)
+        client.send(Kind.DATA, b"t")
+    os.kill(pid, signal.SIGSTOP)
+    client.send(Kind.END)
+    assert placed(client.next_message()) == (f"{WORKSPACE}/f", 5)
+    os.kill(pid, signal.SIGSTOP)
+    assert client.read_file("f")[1] == b"contt"
     os.kill(pid, signal.SIGSTOP)
     client.sock.close()
     until(lambda: not workers(sandbox))
+
+
+def test_a_worker_undoes_what_its_client_has_left(sandbox: Sandbox, shell: Client, client: Client) -> None:
+    """Half a copy is removed again, before the worker ends."""
+    shell.run("mkdir tree; seq -f tree/%g 40000 | xargs touch")
+    client.request(CopyFile("tree", "copy"))
+    until(lambda: b".sandkasten-" in shell.stdout("ls -A"))
+    client.sock.close()
+    until(lambda: not workers(sandbox))
+    assert shell.stdout("ls -A") == b"tree\n"
 
 
 def test_workers_are_bounded(sandbox: Sandbox, shell: Client) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import statistics
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from nsinit.helpers.cgroup_maker import EMPTIER_NAME
 from nsinit.sandbox.init_steps import NAME
 from runner.wire.protocol import ChangeOwner, Done
 from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.actors.workspaces.uploads import sweep_once
 from sandkasten.config import Config
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model import ExecSpec, ProcessSpec, SessionSpec, Status, errors
-from sandkasten.model.workspace import WorkspacePatch, WorkspaceSpec
+from sandkasten.model.workspace import UPLOAD_S, UploadSpec, WorkspacePatch, WorkspaceSpec
 from tests import file_requests
 from tests.file_requests import listed, looked_at, removed, written
 from tests.kernel.processes import is_init, nsinit_pid
@@ -44,6 +45,19 @@ async def run(supervisor: LocalSupervisor, session_id: str, command: str) -> str
     result = await supervisor.exec(session_id, ExecSpec(command))
     assert result.end.exit_code == 0, result.output
     return result.stdout.decode()
+
+
+async def test_a_part_that_root_has_left_is_removed(supervisor: LocalSupervisor, config: Config) -> None:
+    """Also from a directory that root alone may enter, when its session is gone."""
+    session = await supervisor.create(SessionSpec(workspace_id=WORKSPACE))
+    await supervisor.exec(session.id, ExecSpec("mkdir -m 700 private", user="root", stateless=True))
+    await supervisor.files(session.id).begin_upload(UploadSpec("private/f", user="root"))
+    await supervisor.destroy(session.id)
+    place = config.data_dir / "workspaces" / WORKSPACE / "private"
+    assert len(list(place.iterdir())) == 1
+    late = datetime.now(UTC) + timedelta(seconds=UPLOAD_S + 60)
+    await sweep_once(supervisor._store, supervisor._files_at, late)
+    assert list(place.iterdir()) == []
 
 
 async def test_files_need_no_session(supervisor: LocalSupervisor, config: Config) -> None:

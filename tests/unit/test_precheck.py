@@ -25,6 +25,7 @@ from sandkasten.host.checks import (
     check_pools,
     check_room,
     check_sysctls,
+    check_upstream,
     find_mount,
     read_host,
 )
@@ -243,6 +244,15 @@ def test_merging_of_pages_is_the_operators_to_switch_on() -> None:
     assert switched_off.verdict is missing.verdict is Verdict.FALLS_BACK
     assert "`echo 1 > /sys/kernel/mm/ksm/run`" in switched_off.fix
     assert missing.fix == "CONFIG_KSM=y"
+
+
+def test_a_proxy_that_nothing_is_reached_by_is_told() -> None:
+    """The operator's proxy is connected to; without it no session reaches anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert check_upstream(url).verdict is Verdict.WORKS
+    away = check_upstream(url)
+    assert (away.verdict, away.seen) == (Verdict.MISSING, f"{url}: Connection refused")
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:

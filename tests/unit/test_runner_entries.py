@@ -30,6 +30,7 @@ def work_in(
     source_fd: int = -1,
     out_fd: int = -1,
     start: Callable[[object], None] = lambda _head: None,
+    check: tree.Check = tree.never_ends,
 ) -> FileWork:
     """Return means of work within a directory, or `anywhere`. The descriptors, of content, stay the caller's."""
     kernel = RunnerKernel(filters_commands=False)
@@ -37,7 +38,7 @@ def work_in(
     nothing = io.RawIOBase()
     source = nothing if source_fd < 0 else io.FileIO(source_fd, "rb", closefd=False)
     out = nothing if out_fd < 0 else io.FileIO(out_fd, "wb", closefd=False)
-    return FileWork(Resolver(config, kernel), kernel, start, source, out, config.passing)
+    return FileWork(Resolver(config, kernel), kernel, start, source, out, config.passing, check)
 
 
 def pages(top: Path, request: ListFiles) -> list[str]:

@@ -9,9 +9,11 @@ import pytest
 import trio
 import trio.testing
 
-from runner.wire.protocol import FROM_DAEMON, MAX_REQUEST_BYTES, Exec, FrameDecoder, Kind, encode_frame
+from runner.wire.protocol import FROM_DAEMON, MAX_FRAME_BYTES, MAX_REQUEST_BYTES, Exec, FrameDecoder, Kind, encode_frame
+from sandkasten.actors.workspaces.files import LocalFileStream
 from sandkasten.links.runner import RunnerConnection
-from sandkasten.model.errors import RunnerLost
+from sandkasten.model.errors import RunnerLost, SandboxError
+from tests.waiting import patience
 
 
 @pytest.fixture
@@ -90,3 +92,15 @@ async def test_nothing_overtakes_a_request_that_does_not_fit(peer: tuple[RunnerC
             frames += [kind for kind, _ in decoder]
     assert frames == [Kind.REQUEST, Kind.END]
     assert not connection.is_sending
+
+
+async def test_content_that_does_not_go_on_ends(peer: tuple[RunnerConnection, socket.socket]) -> None:
+    """Each piece has its time, whatever the whole may take, and the error says what did not come or go."""
+    connection, theirs = peer
+    theirs.send(encode_frame(Kind.DATA, b"x"))
+    stream = LocalFileStream(connection, patience(), piece_s=0.01)
+    assert await anext(stream) == b"x"
+    with pytest.raises(SandboxError, match="nothing has come from the sandbox"):
+        await anext(stream)
+    with pytest.raises(SandboxError, match="taken nothing of the content"):
+        await stream.send(bytes(64 * MAX_FRAME_BYTES))

@@ -102,3 +102,12 @@ def test_a_guard_cuts_the_bytes_after_a_101() -> None:
     assert guard.from_server(answer).wants_raw
     step = guard.from_server(b"\x81\x0f" + VALUE)
     assert (step.is_over, step.refused, step.to_client) == (True, Reason.ECHO, b"")
+
+
+def test_a_refusal_says_nothing_of_the_servers_bytes() -> None:
+    """An answer that is no HTTP may have the value where an error would show it."""
+    guard = SecretGuard("a.example", 443, {b"placeholder": VALUE})
+    guard.from_client(b"GET / HTTP/1.1\r\nHost: a.example\r\nX: placeholder\r\n\r\n")
+    step = guard.from_server(VALUE + b"\r\n\r\n")
+    assert step.to_client.startswith(b"HTTP/1.1 502 ")
+    assert VALUE not in step.to_client

@@ -27,7 +27,7 @@ import attrs
 import trio
 
 from egress import protocol
-from egress.policy import Reason
+from egress.policy import Reason, parse_proxy
 from nsinit.wire.protocol import NETWORK_STAGE, TrustAuthority
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref, unwrap
@@ -382,13 +382,14 @@ class EgressClient(Actor):
         """Find the process of an earlier daemon, or start one, with the first way out; give it every way out, and serve
         it until it ends. Raises `EgressUnavailable`, when it could not be started or configured."""
         assert self._start is not None
-        permits = (f"permit={network}" for network in self._settings.permit)
+        reach = [f"permit={network}" for network in self._settings.permit]
+        reach += [f"proxy={url}"] if (url := self._settings.upstream_proxy) else []
         found = None if self._has_taken.is_set() else find_egress(self._path)
         if found is None:
             self._has_taken.set()
             if self._processes == 0:
                 await self._work.wait()
-        process, log_write = found or (await self._start("egress", self._path, *permits), None)
+        process, log_write = found or (await self._start("egress", self._path, *reach), None)
         self._process = process
         failure: BaseException | None = None
         is_over = False
@@ -444,7 +445,8 @@ class EgressClient(Actor):
     async def _configure(self, link: EgressLink, log_write: OwnedFd | None) -> bool:
         """Configure the process and take the descriptors that it has; tell whether it works as it was told. One that
         was told something else by another daemon has ended then."""
-        settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny)
+        upstream = await _read_upstream(self._settings)
+        settings = protocol.Configure(0, self._settings.permit, self._settings.always_deny, upstream)
         with ExitStack() as copies:
             fds = [copies.enter_context(log_write).fileno()] if log_write is not None else []
             configured = await link.request(settings, protocol.Configured, fds)
@@ -585,6 +587,23 @@ class EgressClient(Actor):
             return not is_claimed and entry is not None and not entry.session.network.has_way_out
         way = self._ways.get(session_id)
         return way is None or way.unclaimed_since is None or way.unclaimed_since + _CLAIM_S < trio.current_time()
+
+
+async def _read_upstream(settings: EgressSettings) -> protocol.UpstreamProxy | None:
+    """Return the operator's proxy with the credentials of its file. Raises `EgressUnavailable`."""
+    if settings.upstream_proxy is None:
+        return None
+    address, port = parse_proxy(settings.upstream_proxy)
+    credentials = ""
+    if settings.upstream_proxy_auth is not None:
+        try:
+            credentials = (await trio.Path(settings.upstream_proxy_auth).read_text()).partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "is no text"
+            raise EgressUnavailable(f"egress.upstream_proxy_auth: {settings.upstream_proxy_auth}: {reason}") from None
+        if ":" not in credentials:
+            raise EgressUnavailable("egress.upstream_proxy_auth: its first line is not `user:password`")
+    return protocol.UpstreamProxy(str(address), port, credentials)
 
 
 @attrs.define

@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_S = 60.0
-"""Time for PID 1 to send the next piece of a file."""
+"""Time for a file worker to send the next piece of a file, or to take one."""
 
 _PROBE_S = 5.0
 _DURABLE = protocol.PutFile | protocol.CommitUpload | protocol.EditFiles
@@ -100,22 +100,25 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
 
 
 class LocalFileStream:
-    """Implements `supervisor.FileStream`."""
+    """Implements `supervisor.FileStream`. However long all of it takes, each piece of content goes within `piece_s`;
+    what comes before the first one, or without any, has `patience_s`: a tree is copied, or a file brought to the
+    disk."""
 
-    def __init__(self, connection: RunnerConnection, patience_s: float) -> None:
-        self._connection, self._patience_s = connection, patience_s
+    def __init__(self, connection: RunnerConnection, patience_s: float, piece_s: float = _ANSWER_S) -> None:
+        self._connection, self._patience_s, self._piece_s = connection, patience_s, piece_s
         self._answer: object = None
 
     async def head(self, expected: type[T] | tuple[type[T], ...]) -> T:
-        return require(await self._connection.receive_answer(deadline=self._deadline), expected)
+        return require(await self._in_time(self._connection.receive_answer), expected)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
-        kind, body = await self._connection.receive(deadline=self._deadline)
+        kind, body = await self._in_time(self._connection.receive)
         if kind is Kind.DATA:
             check_piece(body, "a file")
+            self._patience_s = self._piece_s
             return body
         self._answer = decode_answer(kind, body)
         raise StopAsyncIteration
@@ -138,15 +141,21 @@ class LocalFileStream:
         return await self.answer(expected)
 
     async def _send(self, kind: Kind, body: bytes = b"") -> None:
-        """Send a frame. Raises `RunnerLost` when a worker, which programs of its user can stop, does not take it."""
-        with trio.move_on_at(self._deadline) as scope:
+        """Send a frame. Raises `SandboxError` when the worker does not take it."""
+        with trio.move_on_after(self._piece_s) as scope:
             await self._connection.send(kind, body)
         if scope.cancelled_caught:
-            raise RunnerLost("the sandbox takes no more content")
+            raise SandboxError(f"the sandbox has taken nothing of the content for {self._piece_s:g} s")
 
-    @property
-    def _deadline(self) -> float:
-        return trio.current_time() + self._patience_s
+    async def _in_time(self, receive: Callable[..., Awaitable[T]]) -> T:
+        """Return what comes next. Raises `SandboxError` when nothing does."""
+        deadline = trio.current_time() + self._patience_s
+        try:
+            return await receive(deadline=deadline)
+        except RunnerLost:
+            if trio.current_time() < deadline:
+                raise
+        raise SandboxError(f"nothing has come from the sandbox for {self._patience_s:g} s")
 
 
 class LocalFileReader:
@@ -238,7 +247,7 @@ class LocalFiles:
             try:
                 async with link.connection(Pool.NONE if is_alone else Pool.FILES) as connection:
                     await connection.send_request(asked)
-                    yield LocalFileStream(connection, math.inf if request.lasts else patience_s)
+                    yield LocalFileStream(connection, *((math.inf, math.inf) if request.lasts else (patience_s,)))
                 if self._sync is not None and isinstance(request, protocol.Unpack):
                     await self._sync()  # a worker may not: many files by one call
             except RunnerLost as error:
@@ -283,7 +292,8 @@ class LocalFiles:
             upload = attrs.evolve(upload, spec=attrs.evolve(spec, path=begun.path))
             await self._store.ask_again(do(change_upload, upload))
             return upload
-        await self.end_upload(upload.id)
+        if not isinstance(refusal, RunnerLost | SandboxError):  # else there may be a part file, which is swept
+            await self.end_upload(upload.id)
         raise refusal
 
     async def upload(self, upload_id: str) -> Upload:

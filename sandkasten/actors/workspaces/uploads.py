@@ -66,8 +66,12 @@ async def _is_dropped(files_at: FilesAt, place: str, upload: Upload) -> bool:
         spec = upload.spec
         if spec.workspace_id is None or not posixpath.join(_TOP, spec.path).startswith(_TOP):
             return True
-        kept = attrs.evolve(upload, spec=attrs.evolve(spec, user=None, workspace_id=None))
-        return await _is_dropped(files_at, f"{WORKSPACE_PLACE}{spec.workspace_id}", kept)
+        place = f"{WORKSPACE_PLACE}{spec.workspace_id}"
+        for user in (None, "root"):  # whose directory it is in is not known, and there are no other users
+            kept = attrs.evolve(upload, spec=attrs.evolve(spec, user=user, workspace_id=None))
+            if await _is_dropped(files_at, place, kept):
+                return True
+        return False
     except SandkastenError as error:
         log.info("upload_left", extra={"place": place, "upload_id": upload.id, "error": str(error)})
         return False

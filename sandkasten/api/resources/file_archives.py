@@ -110,7 +110,7 @@ async def unpack(exchange: Exchange) -> Answer:
     )
     async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:
         await forward(exchange, head, stream.send)
-        packed = await stream.end(Packed)
+        packed = await exchange.until_disconnect(lambda: stream.end(Packed))
     return json_answer(UnpackedBody.take(packed, ok=True), status=201)
 
 

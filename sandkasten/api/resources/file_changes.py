@@ -1,6 +1,7 @@
 """Changes of directory trees: made, moved, copied, removed, with another mode or owner.
 
-All of it happens in the sandbox, with the rights of the request's user; paths are those of `file_entries.py`.
+All of it happens in the sandbox, with the rights of the request's user; paths are those of `file_entries.py`. It ends
+when the client leaves.
 """
 
 from __future__ import annotations
@@ -115,5 +116,5 @@ async def change_owner(exchange: Exchange) -> Answer:
 
 
 async def _perform(exchange: Exchange, request: FileRequest) -> Answer:
-    done = await exchange.files.ask(request, Done, patience_s=WRITE_S)
+    done = await exchange.until_disconnect(lambda: exchange.files.ask(request, Done, patience_s=WRITE_S))
     return json_answer(WrittenBody(True, spell_path(done.path)))

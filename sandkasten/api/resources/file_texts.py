@@ -125,12 +125,9 @@ async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
     request = await read_request(exchange, EditRequest, limit_bytes=exchange.settings.max_json_bytes)
     edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
-    wanted = EditFiles(request.dry_run, user=request.user)
-    async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
-        # Not as ASCII, which would be three times as long as what came; names of any bytes hold surrogates.
-        text = json.dumps(edits, ensure_ascii=False, separators=(",", ":"))
-        await stream.send(text.encode("utf-8", "surrogatepass"))
-        answer: Edited | Unedited = await stream.end((Edited, Unedited))
+    # Not as ASCII, which would be three times as long as what came; names of any bytes hold surrogates.
+    text = json.dumps(edits, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    answer = await exchange.until_disconnect(lambda: _edit(exchange, request, text))
     if isinstance(answer, Unedited):
         raise _refusal(answer, request.edits)
     if len(answer.files) != len(edits):
@@ -143,6 +140,14 @@ async def edit(exchange: Exchange) -> Answer:
             ]
         )
     )
+
+
+async def _edit(exchange: Exchange, request: EditRequest, edits: bytes) -> Edited | Unedited:
+    wanted = EditFiles(request.dry_run, user=request.user)
+    async with exchange.made_files(make=not request.dry_run).stream(wanted, patience_s=_EDIT_S) as stream:
+        await stream.send(edits)
+        answer: Edited | Unedited = await stream.end((Edited, Unedited))
+        return answer
 
 
 def _refusal(answer: Unedited, edits: Edits) -> Ambiguous | Conflict | PreconditionFailed:

@@ -130,8 +130,9 @@ async def commit(exchange: Exchange) -> Answer:
         create_only=conditions.if_none_match is not None,
         user=spec.user,
     )
-    done: FilePut | Unmatched | UploadState
-    done = await exchange.files.ask(request, (FilePut, Unmatched, UploadState), patience_s=WRITE_S)
+    done: FilePut | Unmatched | UploadState = await exchange.until_disconnect(
+        lambda: exchange.files.ask(request, (FilePut, Unmatched, UploadState), patience_s=WRITE_S)
+    )
     if isinstance(done, UploadState):
         expected = {"size": spec.size_bytes} if done.problem == "size" else {"sha256": spec.sha256}
         raise Conflict(f"the {done.problem} is not the announced one", offset=done.size_bytes, **expected)

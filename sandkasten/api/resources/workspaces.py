@@ -296,7 +296,7 @@ async def import_archive(exchange: Exchange) -> Answer:
     query = read_query(exchange, ImportQuery)
     async with exchange.workspaces.open_unpack(exchange.workspace_id, replace=query.replace) as archive:
         await forward(exchange, await head_of(exchange), archive.send)
-        packed = await archive.commit()
+        packed = await exchange.until_disconnect(archive.commit)
     return json_answer(UnpackedBody.take(packed, ok=True), status=201)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -64,14 +64,25 @@ class Field:
 
     @asynccontextmanager
     async def session(
-        self, limits: Limits = _ORDINARY, *, workspace_id: str | None = None, network: Network | None = None
+        self,
+        limits: Limits = _ORDINARY,
+        *,
+        workspace_id: str | None = None,
+        network: Network | None = None,
+        secret_env: Mapping[str, str] | None = None,
     ) -> AsyncIterator[str]:
         """Make a session for the block, destroyed afterwards; yield its id. The `network` is none by default.
 
         Raises:
             NotApplicable: this machine can give no session that network.
         """
-        spec = SessionSpec(image="host", limits=limits, workspace_id=workspace_id, network=network or Network())
+        spec = SessionSpec(
+            image="host",
+            limits=limits,
+            workspace_id=workspace_id,
+            network=network or Network(),
+            secret_env=secret_env or {},
+        )
         try:
             session = await self.supervisor.create(spec)
         except (EgressUnavailable, NetworkNotSupported) as error:
