@@ -46,6 +46,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
+from sandkasten.model.image import ImageInfo, Pruned
 from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -467,6 +468,27 @@ class Supervisor(WorkspaceSupervisor, Protocol):
     async def delete_secret(self, name: str) -> None:
         """Forget a secret; connections that may use it end. Raises `SecretNotFound`, `SecretsOff`,
         `EgressUnavailable`, `StoreFailed`."""
+        ...
+
+    async def images(self) -> Sequence[ImageInfo]:
+        """Return all images, by name."""
+        ...
+
+    async def image(self, name: str) -> ImageInfo:
+        """Return the image of a name or an alias. Raises `InvalidImage`."""
+        ...
+
+    async def delete_image(self, name: str) -> None:
+        """Delete an image of layers, with the layers that nobody else has.
+
+        Raises:
+            InvalidImage: there is none of that name, or it is none of layers.
+            ImageInUse: a session has it.
+        """
+        ...
+
+    async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
+        """Remove the layers that nobody has had for so long; with `dry_run` count them."""
         ...
 
     async def pull_image(self, spec: PullSpec) -> Job:

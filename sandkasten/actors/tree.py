@@ -103,6 +103,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
+from sandkasten.model.image import ImageInfo, Pruned
 from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
@@ -292,7 +293,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        await images.Images(self._images, self._catalog).run(task_status=task_status)
+        await images.Images(self._images, self._catalog, self._nsinit).run(task_status=task_status)
 
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir = self._config.data_dir
@@ -485,6 +486,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def delete_secret(self, name: str) -> None:
         await self._broker.ask_again(broker.ForgetSecret(name))
+
+    # Images -----------------------------------------------------------------------------------------------------
+
+    async def images(self) -> Sequence[ImageInfo]:
+        return await self._images.ask_again(images.DescribeImages())
+
+    async def image(self, name: str) -> ImageInfo:
+        (found,) = await self._images.ask_again(images.DescribeImages(name))
+        return found
+
+    async def delete_image(self, name: str) -> None:
+        await self._images.ask_again(images.RemoveImage(name))
+
+    async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
+        return await self._images.ask_again(images.PruneLayers(older_than_s, dry_run))
 
     # Jobs -------------------------------------------------------------------------------------------------------
 

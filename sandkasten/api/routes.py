@@ -30,6 +30,7 @@ from sandkasten.api.openapi import document
 from sandkasten.api.resources import (
     events,
     files,
+    images,
     jobs,
     keys,
     mcp,
@@ -313,6 +314,21 @@ TABLE = RouteTable(
             ),
         ),
         # Images, and the jobs that make them
+        *_failing(
+            (errors.InvalidImage,),
+            _json(
+                *("GET", "/v1/images", images.list_images, RULE_NODE),
+                query=images.ImagesQuery,
+                answer=images.ImagesBody,
+            ),
+            _json(
+                *("DELETE", "/v1/images", images.delete, RULE_NODE),
+                query=images.ImageQuery,
+                answer=sessions.DoneBody,
+                errors=(errors.ImageInUse,),
+            ),
+        ),
+        _json("POST", "/v1/images/prune", images.prune, RULE_NODE, body=images.PruneRequest, answer=images.PrunedBody),
         _json(
             *("POST", "/v1/images/pull", jobs.pull, RULE_NODE),
             head=jobs.PullHead,

@@ -277,7 +277,8 @@ async def test_answers_are_as_described() -> None:
         pull = await client.post("/v1/images/pull", json={"reference": "127.0.0.1:1/x"})
         for method in ("GET", "DELETE"):
             assert (await client.request(method, f"/v1/jobs/{pull.json()['job_id']}")).is_success
-        for method, url, json in (*requests, ("GET", "/v1/jobs", None)):
+        looks = [("GET", f"/v1/{name}", None) for name in ("jobs", "images", "images?name=host")]
+        for method, url, json in (*requests, *looks):
             assert (await client.request(method, url, json=json)).is_success, url
         form: dict[str, Any] = {"files": {"file": ("f", b"x")}}
         session = await running.supervisor.create(SessionSpec())

@@ -6,14 +6,17 @@ import gzip
 import os
 from pathlib import Path
 
+import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
+from sandkasten.model import SessionSpec
+from sandkasten.model.errors import ImageInUse, InvalidImage
 from sandkasten.model.job import Job, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
-from tests.registry import layer, serving
+from tests.registry import digest_of, layer, serving
 from tests.waiting import patience
 
 
@@ -79,3 +82,27 @@ async def test_a_taken_name_is_replaced_if_that_is_asked_for(supervisor: LocalSu
         done = await pulled(supervisor, PullSpec(registry.reference(), replace=True))
         assert done.state is JobState.DONE
         assert await run(supervisor, "image", "cat /etc/word") == "two"
+
+
+async def test_an_image_is_described_deleted_and_its_layers_go(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """Not while a session has it, and not those of another image; a layer that is left over is pruned."""
+    async with serving() as registry:
+        base, top = busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})
+        registry.push([base, top], tag="one")
+        registry.push([base], tag="two")
+        for tag in ("one", "two"):
+            assert (await pulled(supervisor, PullSpec(registry.reference(f":{tag}"), name=tag))).state is JobState.DONE
+    found = {each.name: each for each in await supervisor.images()}
+    assert [each.digest for each in found["one"].layers] == [digest_of(base), digest_of(top)]
+    assert found["one"].layers[1].size_bytes == 3
+    assert (list(found["host"].layers), list(found["host"].alias_names)) == ([], ["base", "python"])
+    session = await supervisor.create(SessionSpec(image="one"))
+    with pytest.raises(ImageInUse):
+        await supervisor.delete_image("one")
+    await supervisor.destroy(session.id)
+    await supervisor.delete_image("one")
+    assert (await supervisor.prune_images(older_than_s=0, dry_run=True)).layers == 0
+    assert await run(supervisor, "two", "cat /etc/word 2> /dev/null || echo none") == "none\n"
+    for name in ("one", "host", "../x"):
+        with pytest.raises(InvalidImage):
+            await supervisor.delete_image(name)
