@@ -46,7 +46,9 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
         aliases = catalog.aliases_of(image.name)
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
-        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {image.created_at:<26} {printable_line(source)}")
+        print(
+            f"{image.name:<24} {image.kind:<8} {size:>10}  {printable_line(image.created_at):<26} {printable_line(source)}"
+        )
     return 0
 
 
@@ -83,7 +85,7 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
         return 0
     print(f"{image.name}: {counts.entries} members, {counts.size_bytes / 1024**2:.1f} MiB")
     if counts.skipped:
-        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs or unknown members")
+        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs, unknown members or attributes")
     if counts.privileged:
         print(f"{image.name}: dropped the setuid or setgid bit of {counts.privileged} files")
     return 0

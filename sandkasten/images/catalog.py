@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ META = "meta.json"
 HOST = "host"
 _RETIRED = ".retired"
 _NEW = ".new-"
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
 """Modification time and inode of `meta.json`, of the image of a name and of the image it is an alias of."""
@@ -226,9 +228,21 @@ class Catalog:
         try:
             fields = json.loads((self._directory / name / META).read_bytes())
             config = ImageConfig.from_stored(fields.pop("config", {}))
-            return Image(**fields | {"name": name, "config": config})
+            image = Image(**fields | {"name": name, "config": config})
+            return image if _is_sound(image) else None
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # not always root has written it
             return None
+
+
+def _is_sound(image: Image) -> bool:
+    """Whether all fields are of their types: a daemon that was broken into may have written them."""
+    texts = (image.created_at, image.source, image.fingerprint, image.digest, image.platform, *image.tags)
+    return (
+        image.kind in ("host", "rootfs", "layers")
+        and all(isinstance(each, str) for each in (*texts, *image.layers))
+        and all(_DIGEST.fullmatch(each) for each in image.layers)
+        and type(image.members) is type(image.size_bytes) is int
+    )
 
 
 def _is_locked(directory: Path) -> bool:

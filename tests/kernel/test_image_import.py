@@ -127,7 +127,7 @@ def ask_raw(data_dir: Path, request: Any, fds: int, grant: Grant | None = None) 
 
 
 def test_names_bounds_and_descriptors_are_checked_again(tmp_path: Path) -> None:
-    """What an nsinit is asked for is checked by it, whoever has checked it before; other requests are not served."""
+    """Requests are checked by the nsinit that gets them, whoever has checked them before; others are not served."""
     good = UnpackLayer(2, digest_of(b""), *EVERY)
     for request, fds, words in (
         (replace(good, digest="sha256:../x"), 2, "digest"),

@@ -306,7 +306,7 @@ def test_directories_of_an_image_are_renamed_and_redirects_of_others_mean_nothin
     names = ("home/sandbox", "home/sandbox/old", "home/sandbox/old/file")
     lower = tar_of(
         {"secret": None, "secret/x": b"secret", names[0]: None, names[1]: None, names[2]: b""},
-        **dict.fromkeys(names, {"uid": 1000, "gid": 1000}),
+        **{each: {"uid": 1000, "gid": 1000} for each in names},
     )
     upper = tar_of({"evil": None, "file": b""}, evil={"pax_headers": marks}, file={"pax_headers": marks})
     layers = publish(data_dir, "renames", base_layer(), lower, upper)

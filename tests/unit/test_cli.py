@@ -230,11 +230,11 @@ def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pyte
     assert main(["image", "import", "--name", "small", "--tar", str(tmp_path / "small.tar"), *place]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "small: 3 members, 0.0 MiB",
-        "small: left out 1 device nodes, FIFOs or unknown members",
+        "small: left out 1 device nodes, FIFOs, unknown members or attributes",
         "small: dropped the setuid or setgid bit of 1 files",
     ]
     assert main(["image", "list", *place]) == 0
-    assert re.search(r"^small +rootfs .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^small +layers .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
     assert main(["image", "validate", "small", *place]) == 0
     assert capsys.readouterr().out == "small: ok\n"
     assert main(["image", "import", "--json", "--name", "other", "--tar", str(tmp_path / "small.tar"), *place]) == 0

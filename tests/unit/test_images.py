@@ -75,6 +75,35 @@ def test_half_written_images_are_not_listed(tmp_path: Path) -> None:
     assert [image.name for image in catalog.images()] == ["good"]
 
 
+def test_a_description_of_other_types_is_no_image(tmp_path: Path) -> None:
+    """A daemon that was broken into writes descriptions: none makes the catalogue fail, or name a path."""
+    catalog = Catalog(tmp_path)
+    digest = f"sha256:{'a' * 64}"
+    good = {"kind": "layers", "created_at": "", "source": "", "layers": [digest], "config": {"env": {"A": "b"}}}
+    for number, change in enumerate(
+        (
+            {"layers": ["../../etc"]},
+            {"layers": 7},
+            {"kind": "other"},
+            {"source": ["x"]},
+            {"size_bytes": "x"},
+            {"config": []},
+            {"config": {"env": {"A": 1}}},
+            {"config": {"user": None}},
+            {"unknown": 1},
+        )
+    ):
+        (tmp_path / f"images/bad{number}").mkdir(parents=True)
+        (tmp_path / f"images/bad{number}/meta.json").write_text(json.dumps(good | change))
+    (tmp_path / "images/deep").mkdir()
+    (tmp_path / "images/deep/meta.json").write_text("[" * 100_000)
+    (tmp_path / "images/good").mkdir()
+    (tmp_path / "images/good/meta.json").write_text(json.dumps(good))
+    (image,) = catalog.images()
+    assert (image.name, image.layers, image.config.env) == ("good", (digest,), {"A": "b"})
+    assert catalog.trees("good") == [tmp_path / "layers" / ("a" * 64) / "fs"]
+
+
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """The files built so far go away with the exception."""
     catalog = Catalog(tmp_path)

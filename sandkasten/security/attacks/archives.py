@@ -185,7 +185,9 @@ def find_wrong(root: Path) -> list[str]:
         for name in [*names, *files]:
             path = os.path.join(directory, name)
             status = os.lstat(path)
-            if stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode):
+            is_whiteout = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0  # it hides a name in layers below
+            is_device = stat.S_ISBLK(status.st_mode) or (stat.S_ISCHR(status.st_mode) and not is_whiteout)
+            if is_device or stat.S_ISFIFO(status.st_mode):
                 wrong.append(f"node {name}")
             if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_ISUID | stat.S_ISGID):
                 wrong.append(f"setuid {name}")
