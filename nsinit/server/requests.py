@@ -269,7 +269,7 @@ def remove_leftover(node: StartedNsinit, request: p.RemoveLeftover) -> Work:
 
 
 class StoreNode(Protocol):
-    """What has layers and images: a started nsinit, or one that serves them alone."""
+    """An nsinit with layers and images: a started one, or one that serves them alone."""
 
     @property
     def unpacking(self) -> Unpacking: ...

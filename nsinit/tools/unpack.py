@@ -356,7 +356,7 @@ class Unpacker:
                 self.skipped += 1
 
     def _set_directory_times(self) -> None:
-        """Set them at the end, for every file that is made in a directory sets its time."""
+        """Set times at the end, for every file that is made in a directory sets that of the directory."""
         at = 0
         while at < len(self._directory_times):
             time_ns, length = _TIME.unpack_from(self._directory_times, at)

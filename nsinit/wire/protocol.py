@@ -757,42 +757,13 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(
-        MakeRunCgroup,
-        RemoveRunCgroup,
-        OpenNetwork,
-        TrustAuthority,
-        OpenSockets,
-        FindOomKills,
-        AskDisk,
-        SetDisk,
-        FindLeftovers,
-        RemoveLeftover,
-        OpenStore,
-        UnpackLayer,
-        PublishImage,
-        DeleteImage,
-        CollectLayers,
-    ),
+    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, TrustAuthority, OpenSockets, FindOomKills, AskDisk, SetDisk),
+    *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
 )
 
 ANSWERS = Vocabulary(
-    *(
-        Ready,
-        Built,
-        Adopted,
-        Scanned,
-        TornDown,
-        RunCgroupMade,
-        NetworkOpened,
-        SocketsOpened,
-        OomKills,
-        DiskUse,
-        LeftoversFound,
-        WorkspacesListed,
-        QuotaFound,
-    ),
-    *(LayerUnpacked, LayersCollected, Ok, Failed),
+    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, SocketsOpened, OomKills, DiskUse),
+    *(LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}

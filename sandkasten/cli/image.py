@@ -46,9 +46,8 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
         aliases = catalog.aliases_of(image.name)
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
-        print(
-            f"{image.name:<24} {image.kind:<8} {size:>10}  {printable_line(image.created_at):<26} {printable_line(source)}"
-        )
+        told = f"{printable_line(image.created_at):<26} {printable_line(source)}"
+        print(f"{image.name:<24} {image.kind:<8} {size:>10}  {told}")
     return 0
 
 

@@ -183,7 +183,8 @@ _CHECKS: tuple[tuple[Callable[[Any], None], str], ...] = (
     (validate.check_workspace_id, "workspace_id"),
     (validate.check_run_cgroup_name, "name"),
     (validate.check_node_id, "node_id"),
-    (validate.check_draft_name, "draft_name"),
+    (validate.check_digest, "digest"),
+    (validate.check_image_name, "name"),
     (validate.check_limits, "limits"),
     (validate.check_plan, "plan"),
 )

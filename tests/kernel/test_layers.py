@@ -45,7 +45,7 @@ Content = bytes | str | None
 """Of a file, the target of a link, or a directory."""
 
 
-def tar_of(entries: Mapping[str, Content], **fields: Mapping[str, Any]) -> bytes:
+def tar_of(entries: Mapping[str, Content], **fields: dict[str, Any]) -> bytes:
     """Return an archive; `fields` are of the header, for each name."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -73,11 +73,11 @@ def base_layer() -> bytes:
     )
 
 
-def unpack(store: Layers, tar: bytes, **bounds: int) -> str:
+def unpack(store: Layers, tar: bytes) -> str:
     with tempfile.TemporaryFile() as file:
         file.write(tar)
         file.seek(0)
-        return store.unpack_layer(file.fileno(), **bounds).diff_id
+        return store.unpack_layer(file.fileno()).diff_id
 
 
 def publish(data_dir: Path, name: str, *tars: bytes, replace: bool = False) -> tuple[str, ...]:
@@ -109,7 +109,9 @@ def server(data_dir: Path) -> Iterator[Nsinit]:
 def test_members_become_what_overlayfs_takes_them_for(tmp_path: Path) -> None:
     """Marks of deletion become whiteouts and opaque directories, whatever the order; what the same layer has stays.
     Attributes of users, holes and setgid of directories are kept; privilege of files is told and dropped."""
-    xattr = {"pax_headers": {"SCHILY.xattr.user.kept": "\udcff", "SCHILY.xattr.trusted.overlay.redirect": "/etc"}}
+    xattr: dict[str, Any] = {
+        "pax_headers": {"SCHILY.xattr.user.kept": "\udcff", "SCHILY.xattr.trusted.overlay.redirect": "/etc"}
+    }
     tar = tar_of(
         {
             "d/.wh.gone": b"",

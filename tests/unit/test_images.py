@@ -79,20 +79,18 @@ def test_a_description_of_other_types_is_no_image(tmp_path: Path) -> None:
     """A daemon that was broken into writes descriptions: none makes the catalogue fail, or name a path."""
     catalog = Catalog(tmp_path)
     digest = f"sha256:{'a' * 64}"
-    good = {"kind": "layers", "created_at": "", "source": "", "layers": [digest], "config": {"env": {"A": "b"}}}
-    for number, change in enumerate(
-        (
-            {"layers": ["../../etc"]},
-            {"layers": 7},
-            {"kind": "other"},
-            {"source": ["x"]},
-            {"size_bytes": "x"},
-            {"config": []},
-            {"config": {"env": {"A": 1}}},
-            {"config": {"user": None}},
-            {"unknown": 1},
-        )
-    ):
+    good: dict[str, object] = {
+        "kind": "layers",
+        "created_at": "",
+        "source": "",
+        "layers": [digest],
+        "config": {"env": {"A": "b"}},
+    }
+    changes: list[dict[str, object]] = [
+        *({"layers": ["../../etc"]}, {"layers": 7}, {"kind": "other"}, {"source": ["x"]}, {"size_bytes": "x"}),
+        *({"config": []}, {"config": {"env": {"A": 1}}}, {"config": {"user": None}}, {"unknown": 1}),
+    ]
+    for number, change in enumerate(changes):
         (tmp_path / f"images/bad{number}").mkdir(parents=True)
         (tmp_path / f"images/bad{number}/meta.json").write_text(json.dumps(good | change))
     (tmp_path / "images/deep").mkdir()
