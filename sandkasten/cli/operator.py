@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sandkasten.cli.client import is_elsewhere, verb
+from sandkasten.cli.common import span_seconds
 
 
 def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -105,7 +106,12 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
     validate = actions.add_parser("validate", help="check an image")
     remove = actions.add_parser("rm", aliases=["delete"], help="remove an image")
-    for name, action in (("validate", validate), ("rm", remove)):
+    inspect = actions.add_parser("inspect", help="print an image as JSON")
+    prune = actions.add_parser("prune", help="remove layers that no image and no session has")
+    prune.add_argument("--older-than", type=span_seconds, default="1h", metavar="SPAN", help="time unused, such as 12h")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    prune.set_defaults(command=_late("image", "run"), action="prune")
+    for name, action in (("validate", validate), ("rm", remove), ("inspect", inspect)):
         action.add_argument("name")
         action.set_defaults(command=_late("image", "run"), action=name)
     importing = actions.add_parser("import", help="make an image of a tar archive")
@@ -126,7 +132,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     for action in (pulling, login):
         add_installation_options(action)
     _add_json(pulling)
-    for action in (listing, validate, remove, importing):
+    for action in (listing, validate, remove, importing, prune, inspect):
         _add_json(action)
         add_installation_options(action)
 

@@ -14,6 +14,7 @@ import trio
 
 from sandkasten.host.account import find_account
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.registry.documents import Platform
 from tests.e2e.daemon import KEY, SCRIPT, running_daemon
 from tests.kernel.test_images_foreign import busybox_tar
 from tests.registry import Asked, Registry, Said, digest_of, layer, serving
@@ -67,6 +68,10 @@ async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_p
         assert (done.returncode, done.stdout.decode()) == (0, f"tiny: {digest}\n"), done.stderr
         again = await command(data_dir, "pull", registry.reference(), "--name", "tiny", "--replace", "--json")
         assert json.loads(again.stdout) == {"name": "tiny", "digest": digest}
+    said = json.loads((await command(data_dir, "inspect", "tiny")).stdout)
+    assert (said["digest"], said["tags"], said["platform"]) == (digest, ["latest"], str(Platform.own()))
+    pruned = await command(data_dir, "prune", "--json")
+    assert json.loads(pruned.stdout) == {"layers": 0, "freed_bytes": 0}, pruned.stderr
     lines = done.stderr.decode().splitlines()
     assert sorted(line[:19] for line in lines[1:]) == sorted(each["digest"][:19] for each in _layers(registry))
     assert PASSWORD not in "".join(str(each) for each in (refused, missing, kept, done, again))
