@@ -139,9 +139,11 @@ class _Side:
 
     async def next(self, within_s: float) -> Any:  # an event of h11, or PAUSED
         """Return the next event. Raises `RemoteProtocolError`, `TooSlowError`, `OSError`."""
-        with trio.fail_after(within_s):
-            while (event := self.http.next_event()) is h11.NEED_DATA:
-                self.http.receive_data(await relay.receive(self.sock, _READ_BYTES))
+        if (event := self.http.next_event()) is h11.NEED_DATA:
+            with trio.fail_after(within_s):
+                while event is h11.NEED_DATA:
+                    self.http.receive_data(await relay.receive(self.sock, _READ_BYTES))
+                    event = self.http.next_event()
         return event
 
     async def send(self, event: h11.Event) -> None:
@@ -149,10 +151,14 @@ class _Side:
         await self.write(self.http.send(event) or b"")
 
     async def write(self, data: bytes) -> None:
-        """Write all of it. Raises `TooSlowError`, `OSError`."""
-        with trio.fail_after(WRITE_S):
-            await trio.lowlevel.checkpoint()
-            await relay.send_all(self.sock, data)
+        """Write all of it; others have their turns when more is read. Raises `TooSlowError`, `OSError`."""
+        try:
+            sent = self.sock.send(data) if data else 0
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            with trio.fail_after(WRITE_S):
+                await relay.send_all(self.sock, data[sent:])
 
 
 _GONE = (OSError, trio.TooSlowError, h11.RemoteProtocolError, h11.LocalProtocolError)
@@ -166,6 +172,7 @@ class _Visitor(_Side):
         self.address = address
         self.is_head = False
         """Whether the present request is HEAD, whose answer has no body."""
+        self._held: list[bytes] = []
 
     async def next(self, within_s: float) -> Any:  # as above
         try:
@@ -176,6 +183,22 @@ class _Visitor(_Side):
     async def send(self, event: h11.Event) -> None:
         try:
             await super().send(event)
+        except _GONE as error:
+            raise _ClientGone from error
+
+    def put(self, event: h11.Event) -> None:
+        """Have an event sent by the next `flush`. Raises `_ClientGone`."""
+        try:
+            self._held.append(self.http.send(event) or b"")
+        except h11.LocalProtocolError as error:
+            raise _ClientGone from error
+
+    async def flush(self) -> None:
+        """Send what was put. Raises `_ClientGone`."""
+        held = b"".join(self._held)
+        self._held.clear()
+        try:
+            await self.write(held)
         except _GONE as error:
             raise _ClientGone from error
 
@@ -466,10 +489,13 @@ async def _up(client: _Visitor, inside: _Side, visit: Visit) -> None:
 
 
 async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:
-    """Send an answer out, and after a 101 carry bytes both ways. Raises as `_carry`."""
+    """Send an answer out, and after a 101 carry bytes both ways. Head and body go together if they came so. Raises as
+    `_carry`."""
     try:
         while True:
-            event = await inside.next(math.inf)
+            if (event := inside.http.next_event()) is h11.NEED_DATA:
+                await client.flush()
+                event = await inside.next(math.inf)
             match event:
                 case h11.InformationalResponse(status_code=101) if visit.is_upgrade:
                     await client.send(answer_outside(event))
@@ -479,11 +505,12 @@ async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:
                     if client.http.their_http_version == b"1.1":  # RFC 9110, 15.2: not for clients of 1.0
                         await client.send(answer_outside(event))
                 case h11.Response():
-                    await client.send(answer_outside(event))
+                    client.put(answer_outside(event))
                 case h11.Data():
-                    await client.send(h11.Data(data=event.data))
+                    client.put(h11.Data(data=event.data))
                 case h11.EndOfMessage():
-                    await client.send(h11.EndOfMessage())
+                    client.put(h11.EndOfMessage())
+                    await client.flush()
                     return
                 case _:
                     raise h11.RemoteProtocolError("an answer of another protocol")

@@ -17,7 +17,7 @@ from typing import Final
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
-from nsinit.kernel.netlink import NETLINK_ROUTE
+from nsinit.kernel.netlink import NETLINK_NETFILTER, NETLINK_ROUTE
 from nsinit.kernel.seccomp.bpf import encode
 from nsinit.kernel.seccomp.compile import TRAP, compile_list, compile_refusals
 from nsinit.kernel.seccomp.filters import ARCH
@@ -137,7 +137,25 @@ NETWORK_MAKER: Final = Part(
 """Sockets, address and route of a session's network, and the program that steers there: no process, no file. The one
 part that calls bpf(2), for four of its commands."""
 
-PARTS: Final = (DAEMON, NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER)
+BRIDGE_MAKER: Final = Part(
+    "bridge maker",
+    _names(
+        _LIFE,
+        _TALKING,
+        "read write open openat close close_range fstat newfstatat lseek fcntl ioctl poll ppoll setns bind",
+    ),
+    (
+        *_NO_TYPING,
+        *_families(_AF_UNIX, _AF_INET),  # the C library asks for the number of an interface over one of these
+        *(
+            Rule(("socket",), "allow", args=(ArgTest(0, "eq", _AF_NETLINK), ArgTest(2, "eq", each)))
+            for each in (NETLINK_ROUTE, NETLINK_NETFILTER)
+        ),
+    ),
+)
+"""Links, routes, rules of packets, and settings of networks: no process, no file but of /proc/sys."""
+
+PARTS: Final = (DAEMON, NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER, BRIDGE_MAKER)
 
 MACHINE: Final = _names(
     "init_module finit_module delete_module create_module get_kernel_syms query_module kexec_load kexec_file_load",

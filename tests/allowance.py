@@ -20,5 +20,6 @@ ALLOWANCE = Allowance(
     shm_bytes=32 << 20,
     merge_pages=False,
     way_out=False,
+    bridge=None,
 )
 """The allowance of a daemon in tests."""

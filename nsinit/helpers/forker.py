@@ -6,8 +6,8 @@ and nsinit writes many. In the forker runs one short loop and nothing else. PID 
 
 `Forker` is nsinit's side, `_live` and below the process. nsinit starts another forker when one died; then only the
 clone under way fails. A filter of system calls is inherited, and what runs in sandboxes must not be under nsinit's: so
-forkers, and network makers, are forks of a seed, which nsinit forks before it goes under its filter, and which does
-nothing but fork.
+forkers, network makers and bridge makers are forks of a seed, which nsinit forks before it goes under its filter, and
+which does nothing but fork.
 Sources: clone(2) CLONE_PARENT, CLONE_INTO_CGROUP; unix(7) SCM_RIGHTS.
 """
 
@@ -21,7 +21,7 @@ import socket
 import struct
 from typing import NoReturn
 
-from nsinit.helpers import network_maker
+from nsinit.helpers import bridge_maker, network_maker
 from nsinit.kernel import constants as k
 from nsinit.kernel import stage, syscalls
 from nsinit.log import log
@@ -41,7 +41,8 @@ _MAX_BYTES, _MAX_FDS = 32768, 4
 _HEAD = struct.Struct("=I")
 _ANSWER = _INT = struct.Struct("=i")
 _CHANNEL_FD = 3
-_FORK_FORKER, _FORK_NETWORK_MAKER = b"forker", b"network"
+_FORK_FORKER, _FORK_NETWORK_MAKER, _FORK_BRIDGE_MAKER = b"forker", b"network", b"bridge"
+_MAKERS = {_FORK_NETWORK_MAKER: network_maker.live, _FORK_BRIDGE_MAKER: bridge_maker.live}
 _REHEARSALS = 16
 """The interpreter rewrites the code of a function at its 8th call, each instruction with the next calls, and keeps the
 method names that it has looked up. Such writes are made once in the seed, and not in a page of each PID 1."""
@@ -81,7 +82,14 @@ class Forker:
             OSError: there is no room for a process.
             SeedGone: the seed has ended.
         """
-        if (pid := self._ask_seed(_FORK_NETWORK_MAKER, theirs)) < 0:
+        return self._fork_of_seed(_FORK_NETWORK_MAKER, theirs)
+
+    def fork_bridge_maker(self, theirs: socket.socket) -> int:
+        """Have the seed fork a bridge maker. Raises as `fork_network_maker`."""
+        return self._fork_of_seed(_FORK_BRIDGE_MAKER, theirs)
+
+    def _fork_of_seed(self, word: bytes, theirs: socket.socket) -> int:
+        if (pid := self._ask_seed(word, theirs)) < 0:
             raise OSError(-pid, f"clone3: {os.strerror(-pid)}")
         return pid
 
@@ -140,8 +148,8 @@ class Forker:
 
 
 def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Runner, parent_pid: int) -> NoReturn:
-    """Run the seed until nsinit hangs up: fork a forker or a network maker, a child of nsinit, for each socket that
-    comes. Ends the process, always."""
+    """Run the seed until nsinit hangs up: fork a forker or a maker, a child of nsinit, for each socket that comes.
+    Ends the process, always."""
     try:
         syscalls.end_with_parent(parent_pid)
         os.dup2(channel.fileno(), _CHANNEL_FD, inheritable=False)
@@ -161,8 +169,8 @@ def _live_as_seed(channel: socket.socket, machine: BuildFacts, runner: child.Run
             except OSError as error:
                 pid = -(error.errno or errno.EIO)
             with socket.socket(fileno=fds[0]) as theirs:
-                if pid == 0 and word == _FORK_NETWORK_MAKER:
-                    network_maker.live(theirs, machine, parent_pid)
+                if pid == 0 and word in _MAKERS:
+                    _MAKERS[word](theirs, machine, parent_pid)
                 if pid == 0:
                     _live(theirs, machine, runner, parent_pid)
             quiet.send(_ANSWER.pack(pid))

@@ -18,13 +18,13 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nsinit.helpers.pool import HelperKind
 from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
 from nsinit.kernel.files import keep_only
-from nsinit.own_filters import NETWORK_MAKER
+from nsinit.own_filters import NETWORK_MAKER, Part
 from nsinit.sandbox.builder_steps import BuildFacts
 from nsinit.sandbox.network import make_sockets, open_proxy, open_way_out
 from nsinit.steps import StepFailed, Steps
@@ -66,33 +66,45 @@ def kind_of(machine: BuildFacts, fork: Callable[[socket.socket], int]) -> Helper
 
 def live(channel: socket.socket, machine: BuildFacts, parent_pid: int) -> NoReturn:
     """Serve until nsinit hangs up. Ends the process, always."""
+    work_on_networks(channel, machine, parent_pid, NAME, NETWORK_MAKER, ORDERS, _serve)
+
+
+def work_on_networks(
+    channel: socket.socket,
+    machine: BuildFacts,
+    parent_pid: int,
+    name: str,
+    part: Part,
+    orders: Vocabulary,
+    serve: Callable[[Any, list[int], int], bytes],
+) -> NoReturn:
+    """Live as `name`, under the filter of `part`, with capabilities for networks alone. For each order `serve` gets
+    the order, the descriptors that came along, and that of the namespace to go back to; it returns the answer."""
     try:
         syscalls.end_with_parent(parent_pid)
         keep_only({0, 1, 2, channel.fileno()})
-        syscalls.set_name(NAME)
+        syscalls.set_name(name)
         home_fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         # CAP_SETPCAP is what dropping the bounding set takes (prctl(2)); it goes with the next call.
         capabilities.keep_only(_CAPABILITIES | 1 << k.CAP_SETPCAP, machine.last_capability)
         syscalls.capset(_CAPABILITIES)
         if machine.parts is not None:
-            machine.parts.enter(NETWORK_MAKER)
+            machine.parts.enter(part)
         kept = {0, 1, 2, channel.fileno(), home_fd}
         channel.sendall(control.READY)
         while True:
             data, fds, _, _ = socket.recv_fds(channel, MAX_DATAGRAM_BYTES, _MAX_FDS)
             if not data:
                 break
-            order = ORDERS.decode(data)
-            netns_fd, answer_fd = fds
-            answer = _serve(order, netns_fd, answer_fd, home_fd)
+            answer = serve(orders.decode(data), fds, home_fd)
             keep_only(kept)  # before the answer: nothing of this way out is held here when its holder has it
             channel.sendall(answer)
     finally:
         os._exit(1)
 
 
-def _serve(order: OpenWayOut | MakeSockets, netns_fd: int, answer_fd: int, home_fd: int) -> bytes:
-    steps = Steps()
+def _serve(order: OpenWayOut | MakeSockets, fds: list[int], home_fd: int) -> bytes:
+    steps, (netns_fd, answer_fd) = Steps(), fds
     try:
         with steps.step(f"{NETWORK_STAGE}namespace"):
             syscalls.setns(netns_fd, k.CLONE_NEWNET)

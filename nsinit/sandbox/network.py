@@ -108,6 +108,16 @@ def open_way_out(netns_fd: int) -> list[int]:
         return [listener.detach(), resolver.detach(), link_fd]
 
 
+def forget_way_out() -> None:
+    """Take back the address and the route of a way out, if there are any. Raises `OSError`."""
+    for _, remove, body in (_local_route(), _own_address()):
+        try:
+            _remove(remove, body)
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EADDRNOTAVAIL):
+                raise
+
+
 def open_proxy() -> list[int]:
     """Make what there can be of a way out where the kernel does not steer, and return two descriptors: the listener at
     the port of the proxy, and the socket of DNS. No other address can be connected to. Raises as `open_way_out`."""

@@ -68,10 +68,10 @@ def write_etc(root_fd: int, base: int, hostname: str) -> None:
         os.close(etc_fd)
 
 
-def name_server(root_fd: int, base: int, address: str) -> None:
-    """Name the name server of a running session. Its `/etc` may be anything by now: nothing is made there but the file
+def name_servers(root_fd: int, base: int, *addresses: str) -> None:
+    """Name the name servers of a running session. Its `/etc` may be anything by now: nothing is made there but the file
     itself, and no link is followed. Raises `OSError`."""
-    text = f"nameserver {address}\noptions edns0\n"
+    text = "".join(f"nameserver {address}\n" for address in addresses) + "options edns0\n"
     try:
         views.rewrite(root_fd, dict.fromkeys(views.RESOLVER, text.encode()))
         return

@@ -25,6 +25,7 @@ from nsinit.wire import protocol as p
 from nsinit.wire.validate import (
     MIN_DISK_INODES,
     InvalidName,
+    check_bridge_rules,
     check_bytes,
     check_certificate,
     check_digest,
@@ -190,6 +191,16 @@ def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
     return p.NetworkOpened(request.seq, request.session_id), fds
 
 
+def open_bridge(node: StartedNsinit, request: p.OpenBridge) -> Work:
+    link = yield from node.sessions.open_bridge(request)
+    return p.BridgeOpened(request.seq, request.session_id, link), []
+
+
+def close_bridge(node: StartedNsinit, request: p.CloseBridge) -> Work:
+    yield from node.sessions.close_bridge(request.session_id)
+    return p.Ok(request.seq), []
+
+
 def trust_authority(node: StartedNsinit, request: p.TrustAuthority) -> Answer:
     node.sessions.trust(request.session_id, request.certificate)
     return p.Ok(request.seq), []
@@ -350,6 +361,7 @@ def _of_workspace(request: OfWorkspace) -> str:
 _SESSION = {"session_id": check_session_id}
 _RUN_CGROUP = {**_SESSION, "name": check_run_cgroup_name}
 _WORKSPACE = {"workspace_id": check_workspace_id}
+_BRIDGE = {"allow": check_bridge_rules, "deny": check_bridge_rules}
 _LIMITS, _DISK, _PLAN, _AFTER = (
     {"limits": check_limits},
     {"disk": check_disk},
@@ -389,6 +401,8 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
     Row(p.OpenNetwork, _SESSION, _of_session, open_network),
+    Row(p.OpenBridge, {**_SESSION, **_BRIDGE}, _of_session, open_bridge),
+    Row(p.CloseBridge, _SESSION, _of_session, close_bridge),
     Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),
     Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),

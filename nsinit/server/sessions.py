@@ -32,6 +32,7 @@ from nsinit.log import log
 from nsinit.sandbox import network, rootfs, views
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
+from nsinit.server.bridges import Bridges
 from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
@@ -53,6 +54,7 @@ from nsinit.wire.protocol import (
     Found,
     Identity,
     Limits,
+    OpenBridge,
     SandboxPlan,
 )
 from nsinit.wire.validate import is_session_id
@@ -104,6 +106,7 @@ class Sessions:
     builders: HelperPool
     cgroup_emptiers: HelperPool
     network_makers: HelperPool
+    bridges: Bridges
     scheduler: Scheduler
     kernel_log: KernelLog
     locks: LockWatch
@@ -236,7 +239,7 @@ class Sessions:
             self.births.slots.reserve(identity.base_uid)
             self.victims.reset(session_id)  # an nsinit that ended while memory was scarce left it the highest scores
         self.watch()
-        return Adopted(0, session_id, identity, kind), [pidfd, event_fd]
+        return Adopted(0, session_id, identity, kind, self.bridges.has(session_id)), [pidfd, event_fd]
 
     def scan(self, after: str, limit: int) -> tuple[list[Found], bool]:
         """List the first `limit` sessions after an id that have a cgroup or files; and whether there are more."""
@@ -324,6 +327,7 @@ class Sessions:
     def open_network(self, session_id: str, *, steers: bool) -> Generator[Wait, bool, list[int]]:
         """Open a way out of a running session's network; return its descriptors. Raises `StepFailed`."""
         identity = self._with_network(session_id)
+        yield from self.close_bridge(session_id)
         deadline_s = time.monotonic() + _PORTS_PATIENCE_S
         while True:
             try:
@@ -333,15 +337,46 @@ class Sessions:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
                     raise _of_network(error) from error
             yield Wait(timeout_s=_PORTS_PAUSE_S)
+        self._name_servers(session_id, identity, network.ADDRESS)
+        return fds
+
+    def open_bridge(self, request: OpenBridge) -> Generator[Wait, bool, str]:
+        """Give a running session a bridge, or its bridge other rules; return the link. Raises `StepFailed`."""
+        identity = self._with_network(request.session_id)
+        try:
+            netns_fd = open_network(identity)
+            try:
+                link = yield from self.bridges.open(request.session_id, netns_fd, request.allow, request.deny)
+            finally:
+                os.close(netns_fd)
+        except (OSError, StepFailed) as error:
+            raise _of_network(error) from error
+        if self.bridges.terms is not None:
+            self._name_servers(request.session_id, identity, *self.bridges.terms.resolvers)
+        return link
+
+    def close_bridge(self, session_id: str) -> Generator[Wait, bool, None]:
+        """Remove a running session's bridge, if it has one. Raises `StepFailed`."""
+        if not self.bridges.has(session_id):
+            return
+        try:
+            netns_fd = open_network(self._with_network(session_id))
+            try:
+                yield from self.bridges.close(session_id, netns_fd)
+            finally:
+                os.close(netns_fd)
+        except (OSError, StepFailed) as error:
+            raise _of_network(error) from error
+
+    def _name_servers(self, session_id: str, identity: Identity, *addresses: str) -> None:
         try:
             root_fd = open_root(identity)
             try:
-                rootfs.name_server(root_fd, identity.base_uid, network.ADDRESS)
+                rootfs.name_servers(root_fd, identity.base_uid, *addresses)
             finally:
                 os.close(root_fd)
         except OSError as error:  # /etc is the session's own: what it made of that is no reason to have no way out
             log("warning", "name server not written", session_id, reason=str(error))
-        return fds
 
     def trust(self, session_id: str, certificate: str) -> None:
         """Have programs of a running session trust an authority. Raises `StepFailed`."""
@@ -415,6 +450,10 @@ class Sessions:
             freezer.thaw_dying(cgroup)
             yield Wait(timeout_s=pause_s)
         passing(machine.crash, "nsinit.destroy.emptied")
+        try:
+            yield from self.bridges.close(session_id)
+        except StepFailed as error:
+            leftovers.append(f"network: {error}")
         counters = cgroup.counters()
         if session_id in self._over:
             self._over.discard(session_id)

@@ -21,7 +21,7 @@ from nsinit.cgroup import beside as beside_daemon
 from nsinit.cgroup import disk_io
 from nsinit.cgroup import tree as cgroup_tree
 from nsinit.cgroup.tree import owner_of, read_owner, set_owner
-from nsinit.helpers import builder, cgroup_maker, network_maker
+from nsinit.helpers import bridge_maker, builder, cgroup_maker, network_maker
 from nsinit.helpers.forker import Forker
 from nsinit.helpers.pool import HelperPool
 from nsinit.kernel import constants as k
@@ -29,11 +29,12 @@ from nsinit.kernel import landlock, mounts, slots, stage, syscalls
 from nsinit.kernel.capabilities import NSINIT_CAPABILITIES, STORE_CAPABILITIES, keep_only, read_last_capability
 from nsinit.kernel.seccomp.filters import prepare
 from nsinit.log import log
-from nsinit.own_filters import BUILDER, CGROUP_MAKER, NETWORK_MAKER, NSINIT, PartFilters
+from nsinit.own_filters import BRIDGE_MAKER, BUILDER, CGROUP_MAKER, NETWORK_MAKER, NSINIT, PartFilters
 from nsinit.sandbox import builder_steps, child, views
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
 from nsinit.server.births import Births
+from nsinit.server.bridges import Bridges, HostNetwork
 from nsinit.server.disk_watch import DiskWatch
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
@@ -50,6 +51,7 @@ from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import OpenStore, Ready, Start
 from nsinit.wire.validate import (
     InvalidName,
+    check_bridge_terms,
     check_cgroup_parent,
     check_data_dir,
     check_disk_floor,
@@ -87,6 +89,7 @@ class StartedNsinit:
         births.cgroup_makers.stop()
         self.sessions.cgroup_emptiers.stop()
         self.sessions.network_makers.stop()
+        self.sessions.bridges.stop()
         births.forker.stop()
         beside_daemon.sweep(self.leftovers.located, births.tree)
         cgroup_tree.release(births.tree, self.leftovers.located)
@@ -119,12 +122,17 @@ def _start(
         check_io(request.io)
         check_terminals(request.terminals)
         check_disk_floor(request.disk_floor_bytes)
+        bridge_terms = request.bridge if grant is None else grant.allowance.bridge
+        if bridge_terms is not None:
+            check_bridge_terms(bridge_terms)
         crash = _crash(request.crash_at, grant)
     with steps.step("seccomp profiles"):
         filters = prepare(request.seccomp_profiles)
     with steps.step("host view"):  # while the whole machine is in sight: nsinit's own mounts show no `/sys`
         host = HostView.open()
         undo.callback(host.close)
+        host_network = HostNetwork.open(request.node_id, bridge_terms)
+        undo.callback(host_network.close)
         io_disk = disk_io.find_disk(layout.data_dir)
         may_merge = request.merge_pages and (grant is None or grant.allowance.merge_pages)
         merges = may_merge and os.path.exists(_MERGING)
@@ -176,7 +184,7 @@ def _start(
         features = mounts.probe_features(layout.stage, slot.userns_fd)
         powers = last_capability, landlock.probe_abi(), filters
         has_own_filters = request.own_filters if grant is None else grant.own_filters
-        parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER) if has_own_filters else None
+        parts = PartFilters(NSINIT, BUILDER, CGROUP_MAKER, NETWORK_MAKER, BRIDGE_MAKER) if has_own_filters else None
         asked = crash, parts, merges
         machine = builder_steps.BuildFacts(
             layout, features, *powers, disk, volumes, request.io, io_disk, request.terminals, size, tree, *asked
@@ -191,6 +199,8 @@ def _start(
         cgroup_emptiers.start()
         forker = Forker(machine, runner)
         network_makers = HelperPool(network_maker.kind_of(machine, forker.fork_network_maker), scheduler)
+        bridge_makers = HelperPool(bridge_maker.kind_of(machine, forker.fork_bridge_maker), scheduler)
+        bridges = Bridges(bridge_makers, host_network, bridge_terms)
     if parts is not None:
         with steps.step("own filter"):  # after the seed of the forkers, which what runs in sandboxes descends from
             parts.enter(NSINIT)
@@ -199,10 +209,10 @@ def _start(
     births = Births(machine, tree, table, forker, cgroup_makers)
     watches, store = (locks, victims, disk_watch), LayerStore(layout, crash)
     find_mounts = partial(host.find_mounts, layout)
-    sessions = Sessions(
-        births, builders, cgroup_emptiers, network_makers, scheduler, kernel_log, *watches, store, find_mounts
-    )
+    makers = builders, cgroup_emptiers, network_makers, bridges
+    sessions = Sessions(births, *makers, scheduler, kernel_log, *watches, store, find_mounts)
     sessions.watch()  # those that an earlier nsinit built
+    scheduler.spawn(bridges.sweep([each.session_id for each in scan(tree, layout)[0] if each.identity is not None]))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),

@@ -15,9 +15,11 @@ from typing import Any
 
 from nsinit.wire.protocol import (
     FILES_LIMITS,
+    BridgeTerms,
     DeleteImage,
     DiskLimits,
     Limits,
+    OpenBridge,
     OpenNetwork,
     PublishImage,
     SandboxPlan,
@@ -57,7 +59,8 @@ class Allowance:
 
     `profiles`: names of seccomp profiles. `own_profiles`: the operator's own as `describe_profiles` returns them; the
     daemon sends them, too, and may send no others. `images`: names, empty for every image of the store. A cpu quota is
-    per 100 ms. `way_out`: sessions may have a way out of their networks.
+    per 100 ms. `way_out`: sessions may have a way out of their networks. `bridge`: what holds in the
+    network mode `bridge`, None where no session may be in it.
     """
 
     profiles: tuple[str, ...]
@@ -74,6 +77,7 @@ class Allowance:
     shm_bytes: int
     merge_pages: bool
     way_out: bool
+    bridge: BridgeTerms | None = None
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Allowance:  # JSON values
@@ -81,7 +85,10 @@ class Allowance:
         if said.keys() != {each.name for each in fields(cls)}:
             raise ValueError("not the allowance of this version")
         lists = {name: tuple(map(str, said[name])) for name in ("profiles", "images")}
-        return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"])})
+        if (bridge := said["bridge"]) is not None:
+            terms = {name: tuple(map(str, bridge[name])) for name in ("refused", "resolvers")}
+            bridge = BridgeTerms(str(bridge["range"]), **terms)
+        return cls(**{**said, **lists, "disk": DiskLimits(**said["disk"]), "bridge": bridge})
 
     def check_profiles(self, own: tuple[SeccompProfile, ...]) -> None:
         """Raise `NotGranted` unless these are the operator's own profiles."""
@@ -94,6 +101,8 @@ class Allowance:
             raise NotGranted("this daemon may not open a way out of a session's network")
         if isinstance(request, PublishImage | DeleteImage) and self.images:  # root has said what these names stand for
             raise NotGranted("a daemon that may use some images only can't change any")
+        if isinstance(request, OpenBridge) and self.bridge is None:
+            raise NotGranted("this daemon may not give a session a bridge")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)
         if isinstance(plan, SandboxPlan):
             self._check_plan(plan)

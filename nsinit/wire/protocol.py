@@ -112,6 +112,27 @@ class IoLimits:
     write_iops: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BridgeTerms:
+    """Terms of every session in the network mode `bridge`. `range`: the network that sessions have addresses of;
+    `refused`: networks that no session reaches; `resolvers`: addresses whose port of DNS every session reaches. Other
+    sessions and the host's own addresses are never reached. All are IPv4."""
+
+    range: str
+    refused: tuple[str, ...]
+    resolvers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeRule:
+    """An IPv4 network: with `ports`, those of TCP and UDP in it, without, all that there is."""
+
+    network: str
+    ports: tuple[int, ...] = ()
+
+
+MAX_BRIDGE_RULES = 512
+
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
 
 
@@ -172,7 +193,8 @@ class Start(Request["Ready"]):
     that is root. `terminals`: the number that each sandbox may have. `own_filters`: nsinit and its helpers go under
     filters of their own; from a daemon that is not root nsinit does what its grant says. `merge_pages`: PID 1s offer
     their pages to the kernel for merging, where it can merge (`features` of `Ready` say so). `disk_floor_bytes`: with
-    less free on the data directory's disk, images take no more blocks. `Failed` is also the answer when the `disk` mode
+    less free on the data directory's disk, images take no more blocks. `bridge`: sessions may be given the network mode
+    `bridge`; from a daemon that is not root the grant says so. `Failed` is also the answer when the `disk` mode
     can't be had.
     """
 
@@ -188,6 +210,7 @@ class Start(Request["Ready"]):
     own_filters: bool = True
     merge_pages: bool = False
     disk_floor_bytes: int = 0
+    bridge: BridgeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +437,30 @@ class OpenNetwork(Request["NetworkOpened"]):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenBridge(Request["BridgeOpened"]):
+    """Give a running session a link into the host's network, or the one that it has other rules. It reaches what
+    `BridgeTerms` leave, of that what `allow` has, or all if that is empty, and nothing that `deny` has. A way out that
+    the session had carries nothing any more.
+
+    `Failed`, with a stage that begins with `NETWORK_STAGE`: the session's network is as before. With `EPERM` the mode
+    is not granted; with `EHOSTUNREACH`, `ENETUNREACH` or `EADDRINUSE` the sentence says what the host lacks.
+    """
+
+    seq: int
+    session_id: str
+    allow: tuple[BridgeRule, ...] = ()
+    deny: tuple[BridgeRule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBridge(Request["Ok"]):
+    """Remove a running session's link into the host's network. Idempotent."""
+
+    seq: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrustAuthority(Request["Ok"]):
     """Have programs of a running session trust an authority, whose certificate is in PEM: by a file of ours that its
     environment may name, and by the image's bundle, unless that can't be written.
@@ -624,6 +671,8 @@ class Adopted:
     session_id: str
     identity: Identity
     oom_event: EventKind
+    bridged: bool = False
+    """The session has a link into the host's network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -688,6 +737,15 @@ class NetworkOpened:
 
     seq: int
     session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeOpened:
+    """The link is up, and the rules hold. `link`: the name of the host's end, whose counters are the session's."""
+
+    seq: int
+    session_id: str
+    link: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -757,13 +815,14 @@ class Failed:
 REQUESTS = Vocabulary(
     *(Start, Prepare, MountImage, Build, Adopt, Scan, SetLimits, SetFrozen, StopProcesses, Teardown),
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
-    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, TrustAuthority, OpenSockets, FindOomKills, AskDisk, SetDisk),
-    *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
+    *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, OpenBridge, CloseBridge, TrustAuthority, OpenSockets),
+    *(FindOomKills, AskDisk, SetDisk, FindLeftovers, RemoveLeftover),
+    *(OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
 )
 
 ANSWERS = Vocabulary(
-    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, SocketsOpened, OomKills, DiskUse),
-    *(LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
+    *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, BridgeOpened, SocketsOpened, OomKills),
+    *(DiskUse, LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}

@@ -6,13 +6,17 @@ Pure: looks at no file and changes nothing. A name that passes can be joined to 
 from __future__ import annotations
 
 import re
+from ipaddress import IPv4Network
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
 from nsinit.wire.protocol import (
+    MAX_BRIDGE_RULES,
     MAX_IMAGE_LAYERS,
     MAX_SOCKETS,
     MAX_STOP_GRACE_MS,
     MAX_TERMINALS,
+    BridgeRule,
+    BridgeTerms,
     DiskLimits,
     IoLimits,
     Limits,
@@ -39,6 +43,9 @@ MIN_OPEN_FILES, MAX_OPEN_FILES = 1024, 1 << 20
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
 """Below, an ext4 has no room for its own tables; above, no block numbers."""
 MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
+MIN_BRIDGE_PREFIX, MAX_BRIDGE_PREFIX = 8, 29
+MAX_BRIDGE_PORTS = 512
+"""In all rules of a session together, each of which is a rule of the kernel for TCP and one for UDP."""
 MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
 
 
@@ -171,6 +178,31 @@ def check_stop_grace(grace_ms: int) -> None:
 def check_socket_count(count: int) -> None:
     """Raise `InvalidName` unless so many sockets may be asked for at once."""
     _range("sockets", count, 1, MAX_SOCKETS)
+
+
+def check_bridge_terms(terms: BridgeTerms) -> None:
+    """Raise `InvalidName` unless bridges can be made on these terms."""
+    if not MIN_BRIDGE_PREFIX <= _network(terms.range).prefixlen <= MAX_BRIDGE_PREFIX or not terms.refused:
+        raise InvalidName(f"no terms of a bridge: {terms.range[:40]!r}, {len(terms.refused)} networks refused")
+    for text in (*terms.refused, *terms.resolvers):
+        _network(text)
+
+
+def check_bridge_rules(rules: tuple[BridgeRule, ...]) -> None:
+    """Raise `InvalidName` unless a bridge can have these rules."""
+    _range("rules", len(rules), 0, MAX_BRIDGE_RULES)
+    _range("ports of rules", sum(len(each.ports) for each in rules), 0, MAX_BRIDGE_PORTS)
+    for rule in rules:
+        _network(rule.network)
+        for port in rule.ports:
+            _range("port", port, 1, 65535)
+
+
+def _network(text: str) -> IPv4Network:
+    try:
+        return IPv4Network(text)
+    except ValueError:
+        raise InvalidName(f"invalid IPv4 network: {text[:80]!r}") from None
 
 
 def check_certificate(certificate: str) -> None:

@@ -236,6 +236,7 @@ class _Conversation:
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setblocking(True)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(IDLE_S), 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_FRAME_BYTES)  # a whole frame wakes up once
 
     def go_on(self, request: FileRequest) -> None:
         """Answer a request and those that follow, all of one user, until none comes for a while. One that lasts has a

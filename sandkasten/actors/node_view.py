@@ -41,6 +41,7 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
 from sandkasten.model import MAX_TTL_S, Session, Status
 from sandkasten.model.lifecycle import LIVE
+from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.model.workspace import MAX_UPLOADS
 from sandkasten.output.store import OutputStore
@@ -61,6 +62,7 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready, *, 
         "disk_refused": ready.disk_refused,
         "way_out": has_egress,
         "steering": machine.steers,
+        "bridge": config.egress_in_force.max_mode == NetworkMode.BRIDGE,
     }
     return System(
         version=package_version(),
@@ -111,7 +113,7 @@ def limits_in_force(config: Config) -> dict[str, Any]:  # JSON values
                 "max": None if config.runs.allow_unlimited else config.defaults.max_exec_timeout_ms,
             },
             "ttl_seconds": {"min": 1, "max": min(MAX_TTL_S, config.maximum.idle_timeout_seconds or MAX_TTL_S)},
-            "network_mode": {"max": config.egress.max_mode},
+            "network_mode": {"max": config.egress_in_force.max_mode},
             "idle_timeout_seconds": {"min": 1, "max": config.maximum.idle_timeout_seconds},
             "max_lifetime_seconds": {"min": 1, "max": config.maximum.max_lifetime_seconds},
         }

@@ -72,7 +72,7 @@ from sandkasten.actors.workspaces.records import QuotaPolicy
 from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
-from sandkasten.admission.network import fit_network, resolve_network
+from sandkasten.admission.network import bridge_terms, fit_network, resolve_network
 from sandkasten.admission.previews import check_preview, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.admission.secrets import placeholder_key
@@ -81,6 +81,7 @@ from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths, credentials_file
+from sandkasten.host.resolvers import machine_resolvers
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.journal.egress import EgressLogs
@@ -242,6 +243,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             crash_at=self._shared.crash.take_foreign(),
             own_filters=self._config.security.own_filters,
             merge_pages=self._config.isolation.merge_pages,
+            bridge=bridge_terms(self._config, machine_resolvers()),
             disk_floor_bytes=disk_floor_bytes(data_dir, self._config.disk),
             start_nsinit=self._start_nsinit,
         )
@@ -265,7 +267,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             self._egress,
             nsinit=self._nsinit,
             broker=self._broker,
-            settings=self._config.egress,
+            settings=self._config.egress_in_force,
             directory=self._directory,
             logs=self._shared.egress_logs,
             journal=self._journal,

@@ -7,11 +7,14 @@ node does not take any more, and `rules_in_force` refuses them: the caller gives
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv4Network, ip_network
 
 import attrs
 
 from egress import policy
+from egress.addresses import SPECIAL_V4
+from nsinit.wire.protocol import BridgeRule, BridgeTerms
 from sandkasten.config import GROUP_MARK, Config, EgressSettings
 from sandkasten.model.errors import InvalidRequest, InvalidRule
 from sandkasten.model.network import NETWORK_LIMIT_BOUNDS, Network, NetworkLimits, NetworkMode
@@ -37,16 +40,26 @@ def resolve_network(asked: Network | None, config: Config) -> Network:
     if not network.has_way_out and (given := bound):
         problems = {f"network.{name}": "must be empty in the mode 'none'" for name in given}
         raise InvalidRequest("a rule needs a way out", **problems)
+    if network.mode is NetworkMode.BRIDGE:
+        _check_bridge(network)
     _check_limits(network.limits)
-    rules_in_force(network, config.egress)
+    rules_in_force(network, config.egress_in_force)
     return network
+
+
+def _check_bridge(network: Network) -> None:
+    problem = "can't be had in the mode 'bridge': it is for 'allow', 'ask' and 'open'"
+    asked = {"limits": network.limits != NetworkLimits(), "secrets": network.secrets, "proxy_env": network.proxy_env}
+    if problems := {f"network.{name}": problem for name, is_asked in asked.items() if is_asked}:
+        raise InvalidRequest("the mode 'bridge' has neither limits nor secrets nor a proxy", **problems)
 
 
 def fit_network(asked: Network | None, config: Config, *, steers: bool) -> Network:
     """Return the network of a session that asks for this one, as this kernel can have it: where it does not steer, the
     session's environment names the proxy, which is all there is."""
     network = Network(NetworkMode(config.defaults.network_mode)) if asked is None else asked
-    return network if steers or not network.has_way_out else attrs.evolve(network, proxy_env=True)
+    needs_proxy = network.mode not in (NetworkMode.NONE, NetworkMode.BRIDGE) and not steers
+    return network if not needs_proxy else attrs.evolve(network, proxy_env=True)
 
 
 def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
@@ -58,18 +71,61 @@ def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
     """
     most = NetworkMode(settings.max_mode)
     if network.mode.exceeds(most):
+        setting = "egress.max_mode"
+        if network.mode is NetworkMode.BRIDGE:
+            setting = "isolation.allow_bridge, and egress.max_mode"
         raise InvalidRequest(
             "the network mode is above this server's maximum",
-            **{"network.mode": f"must be at most {most.value!r} on this server (the operator's egress.max_mode)"},
+            **{"network.mode": f"must be at most {most.value!r} on this server (the operator's {setting})"},
         )
     groups = settings.groups_in_force
     allow, deny = (tuple(_expand(rules, groups)) for rules in (network.allow, network.deny))
     if network.has_way_out:
         try:
-            policy.parse_policy(network.mode.value, allow, deny)
+            # In the mode `bridge` the rules of a policy are the same, and the kernel keeps it.
+            mode = "allow" if network.mode is NetworkMode.BRIDGE else network.mode.value
+            policy.parse_policy(mode, allow, deny)
         except policy.InvalidRule as error:  # what is wrong with all rules together
             raise InvalidRule(str(error)) from None
+    if network.mode is NetworkMode.BRIDGE:
+        for text in (*allow, *deny):
+            if not isinstance(policy.parse_rule(text).host, IPv4Network):
+                raise InvalidRule(
+                    f"rule {text[:100]!r}: in the mode 'bridge' rules are for IPv4 addresses and networks; "
+                    "for names, use the mode 'allow' or 'open'",
+                    rule=text[:100],
+                )
     return RulesInForce(allow, deny)
+
+
+def bridge_rules(rules: Sequence[str]) -> tuple[BridgeRule, ...]:
+    """Return the rules of a session in the mode `bridge` as nsinit takes them; those for names are left out."""
+    parsed = (policy.parse_rule(text) for text in rules)
+    return tuple(
+        BridgeRule(str(each.host), () if each.is_bare else each.ports)
+        for each in parsed
+        if isinstance(each.host, IPv4Network)
+    )
+
+
+def bridge_terms(config: Config, machine_resolvers: Sequence[str]) -> BridgeTerms | None:
+    """Return what holds for every session in the mode `bridge`, None where no session may be in it: special addresses
+    are refused but for `egress.permit`, and the name servers are the machine's unless the configuration has others."""
+    isolation = config.isolation
+    if NetworkMode.BRIDGE.exceeds(NetworkMode(config.egress_in_force.max_mode)):
+        return None
+    refused = [IPv4Network(text) for text in SPECIAL_V4]
+    for permit in map(ip_network, config.egress.permit):
+        if isinstance(permit, IPv4Network):
+            refused = [left for each in refused for left in _without(each, permit)]
+    resolvers = isolation.bridge_resolvers or tuple(machine_resolvers)
+    return BridgeTerms(isolation.bridge_range, tuple(map(str, refused)), resolvers)
+
+
+def _without(network: IPv4Network, taken: IPv4Network) -> Iterable[IPv4Network]:
+    if network.subnet_of(taken):
+        return ()
+    return network.address_exclude(taken) if taken.subnet_of(network) else (network,)
 
 
 def _expand(rules: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[str]:

@@ -158,7 +158,9 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--creates-per-minute", type=int, metavar="N")
     create.add_argument("--requests-per-second", type=int, metavar="N")
     create.add_argument(
-        "--max-network", choices=("none", "allow", "ask", "open"), help="widest network that the key may ask for"
+        "--max-network",
+        choices=("none", "allow", "ask", "open", "bridge"),
+        help="widest network that the key may ask for",
     )
     create.set_defaults(command=_late("keys", "run"), action="create")
     listing = actions.add_parser("list", help="show all keys, of this machine or of a server elsewhere")

@@ -20,6 +20,7 @@ from nsinit.tools.drop import NotDropped, confine, drop_privilege
 from nsinit.wire.launching import Allowance, LaunchForParent, describe_profiles
 from nsinit.wire.protocol import DiskLimits, SeccompProfile
 from sandkasten import app
+from sandkasten.admission.network import bridge_terms
 from sandkasten.admission.plan import CPU_PERIOD_US
 from sandkasten.api.http.listen import EarlySockets, listen_early
 from sandkasten.cli.common import Stop
@@ -28,6 +29,7 @@ from sandkasten.config.values import MIB
 from sandkasten.host.account import Account, find_account
 from sandkasten.host.data_dir import hand_over
 from sandkasten.host.paths import DataPaths
+from sandkasten.host.resolvers import machine_resolvers
 from sandkasten.images.catalog import Catalog, share_store
 from sandkasten.links.processes import (
     Launcher,
@@ -119,6 +121,7 @@ def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowanc
         shm_bytes=most.shm_limit_mb * MIB,
         merge_pages=config.isolation.merge_pages,
         way_out=NetworkMode(config.egress.max_mode) is not NetworkMode.NONE,
+        bridge=bridge_terms(config, machine_resolvers()),
     )
 
 

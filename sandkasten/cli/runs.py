@@ -71,7 +71,7 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("-l", "--label", action="append", default=[], metavar="NAME=VALUE")
     made.add_argument("--cpus", type=float, metavar="CORES")
     made.add_argument("-m", "--memory", type=memory_mb, metavar="SIZE", help="512m, 2g")
-    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), ask, open")
+    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), ask, open, bridge")
     made.add_argument("--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group")
     made.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
     made.add_argument("--proxy-env", action="store_true", help="name the network's proxy in the environment")

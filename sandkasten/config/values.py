@@ -142,7 +142,7 @@ class Defaults:
     shm_limit_mb: int = attrs.field(default=64, validator=_between(*FIXED_BOUNDS["shm_mb"]), kw_only=True)
     shm_inodes: int = attrs.field(default=0, validator=_between(0, FIXED_BOUNDS["shm_inodes"][1]), kw_only=True)
     max_exec_timeout_ms: int = attrs.field(default=120_000, validator=_between(1, 7 * 86_400_000))
-    network_mode: str = attrs.field(default="none", validator=_one_of(*NetworkMode, later=("proxy", "bridge", "host")))
+    network_mode: str = attrs.field(default="none", validator=_one_of(*NetworkMode, later=("proxy", "host")))
     readonly_rootfs: bool = False
     exec_mode: str = attrs.field(default=STATEFUL, validator=_one_of(*EXEC_MODES))
     stop_grace_ms: int = attrs.field(default=0, validator=_between(*STOP_GRACE_BOUNDS_MS), kw_only=True)
@@ -212,15 +212,36 @@ def _protections(_instance: object, attribute: attrs.Attribute[Any], value: tupl
             raise ValueError(f"allow_missing: no sandbox can be made without {name}")
 
 
+def _bridge_range(_instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    try:
+        network = ipaddress.IPv4Network(value)
+    except ValueError:
+        raise ValueError(f"{attribute.name}: {value!r} is no IPv4 network such as 10.213.0.0/16") from None
+    if not 8 <= network.prefixlen <= 29:
+        raise ValueError(f"{attribute.name}: a prefix of 8 to 29 bits, not {value!r}")
+
+
+def _resolvers(_instance: object, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    for text in value:
+        try:
+            ipaddress.IPv4Address(text)
+        except ValueError:
+            raise ValueError(f"{attribute.name}: {text!r} is no IPv4 address") from None
+
+
 @attrs.frozen
 class IsolationSettings:
     """Protections by name: `required` ones must be fully on, `allow_missing` ones may be missing though the start is
     refused without them by default. `root_inside`: commands may run as the session's root. `merge_pages`: the kernel
-    may merge equal pages of the PID 1s of sessions.
+    may merge equal pages of the PID 1s of sessions. `allow_bridge`: sessions may have the network mode `bridge`, with
+    addresses of `bridge_range`; `bridge_resolvers` are their name servers, and without any those of the machine.
     """
 
     root_inside: bool = True
     merge_pages: bool = False
+    allow_bridge: bool = False
+    bridge_range: str = attrs.field(default="10.213.0.0/16", validator=_bridge_range)
+    bridge_resolvers: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_resolvers)
     required: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
     allow_missing: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_protections)
 
@@ -418,7 +439,7 @@ class EgressSettings:
     `upstream_proxy_auth` is `user:password` for it.
     """
 
-    max_mode: str = attrs.field(default=NetworkMode.OPEN.value, validator=_one_of(*NetworkMode))
+    max_mode: str = attrs.field(default=NetworkMode.BRIDGE.value, validator=_one_of(*NetworkMode))
     ask_timeout_s: int = attrs.field(default=30, validator=_between(1, 600))
     permit: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_networks)
     always_deny: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_rules)
@@ -658,6 +679,8 @@ class Config:
             raise ValueError(
                 "testing.crash_points: refused to a daemon that other machines can reach; listen on loopback only"
             )
+        if NetworkMode(self.defaults.network_mode) is NetworkMode.BRIDGE and not self.isolation.allow_bridge:
+            raise ValueError("defaults.network_mode: bridge is refused while isolation.allow_bridge is false")
         if NetworkMode(self.defaults.network_mode).exceeds(NetworkMode(self.egress.max_mode)):
             raise ValueError(
                 f"egress.max_mode is {self.egress.max_mode}, less than defaults.network_mode, which is "
@@ -675,6 +698,12 @@ class Config:
                 f"pool.images: {together} sessions together, more than server.max_sessions, "
                 f"which is {self.server.max_sessions}"
             )
+
+    @property
+    def egress_in_force(self) -> EgressSettings:
+        """The way out with the widest mode that a session may have: `bridge` where `isolation.allow_bridge` says so."""
+        is_bounded = self.isolation.allow_bridge or not NetworkMode(self.egress.max_mode).exceeds(NetworkMode.OPEN)
+        return self.egress if is_bounded else attrs.evolve(self.egress, max_mode=NetworkMode.OPEN.value)
 
     @property
     def workspace_quota_mb(self) -> int:

@@ -22,6 +22,7 @@ from nsinit.wire.protocol import MAX_TERMINALS
 from sandkasten.counters.cgroup import CgroupStats, parse_pressure
 from sandkasten.counters.metrics import gauge
 from sandkasten.model import Limits, Pressure
+from sandkasten.model.network import NetworkCounters
 from sandkasten.model.node import Amounts
 
 _MIB = 1024 * 1024
@@ -292,3 +293,20 @@ def _lines(path: str) -> list[str]:
         return []
     finally:
         os.close(fd)
+
+
+_DEVICES = "/proc/self/net/dev"
+_SENT = 8
+"""The place of the bytes that were sent, behind what was received (proc_pid_net(5))."""
+
+
+def read_link(link: str) -> NetworkCounters:
+    """Return what passed the node's end of a session's link, whose `up` are bytes that the node received, refused ones
+    among them; all are 0 without the link."""
+    with open(_DEVICES) as file:
+        for line in file:
+            name, _, numbers = line.partition(":")
+            if name.strip() == link:
+                values = numbers.split()
+                return NetworkCounters(bytes_up=int(values[0]), bytes_down=int(values[_SENT]))
+    return NetworkCounters()

@@ -83,6 +83,11 @@ class RunnerConnection:
         await trio.lowlevel.checkpoint_if_cancelled()
         await self._send_frame(Kind.REQUEST, REQUESTS.encode(request), fd)
 
+    async def send_piece(self, kind: Kind, body: bytes | memoryview, *, within_s: float) -> bool:
+        """Send one frame as `send`, without a turn of the event loop if the socket takes it at once. Return whether it
+        was sent in time."""
+        return await self._send_frame(kind, body, within_s=within_s)
+
     async def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send one frame, whole, also beside other sending tasks. Raises `RunnerLost` when PID 1 is gone.
 
@@ -169,9 +174,11 @@ class RunnerConnection:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
 
-    async def _send_frame(self, kind: Kind, body: bytes, fd: int | None = None) -> None:
-        """Send a frame. Mostly the socket takes all of it at once, and neither the lock nor a switch of tasks is
-        needed."""
+    async def _send_frame(
+        self, kind: Kind, body: bytes | memoryview, fd: int | None = None, within_s: float = math.inf
+    ) -> bool:
+        """Send a frame, and return whether there was time enough. Mostly the socket takes all of it at once, and
+        neither the lock nor a switch of tasks is needed."""
         parts = encode_header(kind, len(body)), body
         sent_bytes = 0
         if fd is None and not self.is_sending:
@@ -182,11 +189,13 @@ class RunnerConnection:
             except _CLOSED as error:
                 raise _lost() from error
             if sent_bytes == HEADER_BYTES + len(body):
-                return
+                return True
         frame = b"".join(parts)
         if sent_bytes:
             self._unsent, frame = frame[sent_bytes:], b""  # goes out before what others send meanwhile
-        await self._send_in_turn(frame, fd)
+        with trio.move_on_after(within_s) as scope:
+            await self._send_in_turn(frame, fd)
+        return not scope.cancelled_caught
 
     async def _send_in_turn(self, frame: bytes, fd: int | None = None) -> None:
         """Send what is left of a cut frame, and then this one."""

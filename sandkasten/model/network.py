@@ -31,6 +31,10 @@ class NetworkMode(enum.StrEnum):
     OPEN = "open"
     """Every public address by TCP that `deny` does not name; never private addresses, the host or metadata services."""
 
+    BRIDGE = "bridge"
+    """As `OPEN`, or what `allow` names if it names anything, by every protocol of IPv4: through a link of its own into
+    the node's network. Rules are for addresses."""
+
     def exceeds(self, most: NetworkMode) -> bool:
         """Whether this mode reaches more than `most`."""
         order = list(NetworkMode)

@@ -193,7 +193,14 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "whatever a session holds, a program in it can send to any public address",
             "defaults.network_mode: none",
         )
-    yield from check_egress(config.egress)
+    if config.isolation.allow_bridge and config.egress_in_force.max_mode == NetworkMode.BRIDGE:
+        yield medium(
+            "network.bridge",
+            "sessions may have the network mode 'bridge'",
+            "packets of a session reach the node's kernel and public addresses by every protocol of IPv4",
+            "isolation.allow_bridge: false, or keys with --max-network open",
+        )
+    yield from check_egress(config.egress_in_force)
     if config.server.log_level == "debug":
         yield low(
             "log.debug",

@@ -71,7 +71,7 @@ async def test_a_change_replaces_the_network_whole() -> None:
         ({"mode": "allow", "allow": ["@python", "@nobody"]}, "INVALID_RULE", {"rule"}),
         ("open", "INVALID_REQUEST", {"network.mode"}),
         ({"mode": "ask"}, "INVALID_REQUEST", {"network.mode"}),
-        ("bridge", "INVALID_REQUEST", {"network"}),
+        ("bridge", "INVALID_REQUEST", {"network.mode"}),
         ({"mode": "proxy"}, "INVALID_REQUEST", {"network.mode"}),
     ],
 )

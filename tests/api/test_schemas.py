@@ -187,7 +187,6 @@ def test_a_network_is_an_object_or_a_mode() -> None:
         ({"limits": "cpu"}, "limits"),
         ({"limits": []}, "limits"),
         ({"network": {"mode": "host"}}, "network.mode"),
-        ({"network": {"mode": "bridge"}}, "network.mode"),
         ({"network": {"mode": "x"}}, "network.mode"),
         ({"exec_mode": "stateles"}, "exec_mode"),
         ({"stop_grace_ms": 10001}, "stop_grace_ms"),

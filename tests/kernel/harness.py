@@ -25,6 +25,7 @@ from typing import Any
 
 import nsinit
 from nsinit import spawn
+from nsinit.helpers.bridge_maker import NAME as BRIDGE_MAKER
 from nsinit.helpers.builder import NAME as BUILDER
 from nsinit.helpers.cgroup_maker import EMPTIER_NAME as CGROUP_EMPTIER
 from nsinit.helpers.cgroup_maker import NAME as CGROUP_MAKER
@@ -37,6 +38,7 @@ from nsinit.wire.protocol import (
     MAX_DATAGRAM_BYTES,
     MAX_FDS,
     REQUESTS,
+    BridgeTerms,
     Build,
     Built,
     DiskWish,
@@ -203,7 +205,7 @@ class Nsinit:
 
     def processes(self) -> set[int]:
         """Return the pids below nsinit that belong to a session or delete its files; its helpers are there for good."""
-        helpers = BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER, NETWORK_MAKER, SEED
+        helpers = BRIDGE_MAKER, BUILDER, CGROUP_EMPTIER, CGROUP_MAKER, FORKER, NETWORK_MAKER, SEED
         return {pid for pid, name in descendants(self.pid) if name not in helpers}
 
     def helpers(self, name: str) -> set[int]:
@@ -378,10 +380,11 @@ def running(
     own_filters: bool = True,
     merge_pages: bool = False,
     cgroup_parent: str = "auto",
+    bridge: BridgeTerms | None = None,
 ) -> Iterator[Nsinit]:
     """An nsinit; every session it knows of is torn down afterwards."""
-    wishes = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
-    wishes["merge_pages"] = merge_pages
+    wishes: dict[str, Any] = {"disk": disk, "io": io, "own_filters": own_filters, "cgroup_parent": cgroup_parent}
+    wishes |= {"merge_pages": merge_pages, "bridge": bridge}
     server = Nsinit(data_dir, node_id or new_node_id(), wrapper, allowance, **wishes)
     try:
         yield server

@@ -17,6 +17,7 @@ from nsinit.wire.protocol import (
     Limits,
     MakeWorkspace,
     MountImage,
+    OpenBridge,
     OpenNetwork,
     Prepare,
     SandboxPlan,
@@ -27,7 +28,7 @@ from nsinit.wire.protocol import (
 )
 from nsinit.wire.validate import InvalidName
 from sandkasten.cli.privilege import allowance_of
-from sandkasten.config import Config, ConfigError, EgressSettings
+from sandkasten.config import Config, ConfigError, EgressSettings, IsolationSettings
 from sandkasten.host.account import FALLBACK_ID, NAME, ROOT, Account, find_account
 from sandkasten.model.network import NetworkMode
 from tests.allowance import ALLOWANCE
@@ -119,6 +120,7 @@ def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> No
         MakeWorkspace(1, "work", quota=DiskLimits(1 << 31, 300)),
         GrowWorkspace(1, "work", 1 << 31),
         OpenNetwork(1, "a" * 24),
+        OpenBridge(1, "a" * 24),
     ],
     ids=lambda request: type(request).__name__,
 )
@@ -131,8 +133,10 @@ def test_a_grant_bounds_every_request(request_: object) -> None:
 @pytest.mark.parametrize("mode", NetworkMode)
 def test_a_grant_allows_ways_out_where_the_operator_does(mode: NetworkMode) -> None:
     """The operator's `egress.max_mode` counts."""
-    granted = allowance_of(Config(egress=EgressSettings(max_mode=mode.value)), ())
+    isolation = IsolationSettings(allow_bridge=True)
+    granted = allowance_of(Config(isolation=isolation, egress=EgressSettings(max_mode=mode.value)), ())
     assert granted.way_out is (mode is not NetworkMode.NONE)
+    assert (granted.bridge is not None) is (mode is NetworkMode.BRIDGE)
     assert parse_grant([Grant("/data", 990, granted).encode()]) == Grant("/data", 990, granted)
     with nullcontext() if granted.way_out else pytest.raises(NotGranted):
         granted.check(OpenNetwork(1, "a" * 24))

@@ -93,14 +93,19 @@ def test_older_spellings_are_understood(tmp_path: Path) -> None:
         ("defaults: 3", "unknown key 'defaults'"),
         ("limits: {pids_limit: 9}\ndefaults: {pids_limit: 9}", "defaults.pids_limit is given twice"),
         ("default_image: a\ndefault_image: b", "'default_image' is given twice"),
-        ("defaults: {network_mode: host}", "network_mode: 'host' is not available; there are none, allow, ask, open"),
-        ("network: {mode: bridge}", "'bridge' is not available"),
-        ("defaults: {network_mode: nonne}", "network_mode must be one of none, allow, ask, open"),
+        (
+            "defaults: {network_mode: host}",
+            "network_mode: 'host' is not available; there are none, allow, ask, open, bridge",
+        ),
+        ("network: {mode: bridge}", "refused while isolation.allow_bridge is false"),
+        ("isolation: {bridge_range: 10.0.0.0/30}", "bridge_range: a prefix of 8 to 29 bits"),
+        ("isolation: {bridge_resolvers: [dns.example]}", "bridge_resolvers: 'dns.example' is no IPv4 address"),
+        ("defaults: {network_mode: nonne}", "network_mode must be one of none, allow, ask, open, bridge"),
         (
             "defaults: {network_mode: open}\negress: {max_mode: allow}",
             "max_mode is allow, less than defaults.network_mode",
         ),
-        ("egress: {max_mode: bridge}", "max_mode must be one of none, allow, ask, open"),
+        ("egress: {max_mode: host}", "max_mode must be one of none, allow, ask, open, bridge"),
         ("egress: {permit: [10.0.0.1/8]}", "permit: 10.0.0.1/8 has host bits set"),
         (
             "egress: {upstream_proxy: 'http://proxy.example:3128'}",

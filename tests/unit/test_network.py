@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address, ip_network
+
 import attrs
 import pytest
 
 from egress.policy import MAX_RULES, parse_policy
-from sandkasten.admission.network import resolve_network, rules_in_force
+from nsinit.wire.protocol import BridgeRule
+from nsinit.wire.validate import check_bridge_terms
+from sandkasten.admission.network import bridge_rules, bridge_terms, fit_network, resolve_network, rules_in_force
 from sandkasten.admission.plan import spec_digest
-from sandkasten.config import Config, Defaults, EgressSettings
+from sandkasten.config import Config, Defaults, EgressSettings, IsolationSettings
 from sandkasten.config.values import BUILT_IN_GROUPS
+from sandkasten.host.resolvers import usable
 from sandkasten.model import SessionSpec
 from sandkasten.model.errors import InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkLimits, NetworkMode
@@ -21,8 +26,8 @@ GROUPS = EgressSettings(groups={"python": ("mirror.example:8443",), "own": ("a.e
 def test_modes_are_ordered_by_reach() -> None:
     """Each mode exceeds those before it alone."""
     found = [[mode.exceeds(most) for most in NetworkMode] for mode in NetworkMode]
-    assert found == [[False] * 4, [True, *[False] * 3], [True, True, False, False], [True, True, True, False]]
-    assert [*NetworkMode] == ["none", "allow", "ask", "open"]
+    assert found == [[True] * place + [False] * (5 - place) for place in range(5)]
+    assert [*NetworkMode] == ["none", "allow", "ask", "open", "bridge"]
 
 
 def test_a_request_without_a_network_gets_the_configured_mode() -> None:
@@ -104,3 +109,54 @@ def test_no_network_and_no_word_of_it_are_one_request() -> None:
     others = (Network("allow"), Network("open"), Network("allow", ["a.example"]), Network(log="denied"))
     assert len({spec_digest(SessionSpec(network=each)) for each in others} - digests) == len(others)
     assert attrs.evolve(Network("allow"), mode="none") == Network()
+
+
+BRIDGED = Config(isolation=IsolationSettings(allow_bridge=True))
+
+
+@pytest.mark.parametrize(
+    ("network", "config", "named"),
+    [
+        (Network("bridge"), CONFIG, "isolation.allow_bridge"),
+        (Network("bridge"), attrs.evolve(BRIDGED, egress=EgressSettings(max_mode="open")), "egress.max_mode"),
+        (Network("bridge", limits=NetworkLimits(mbit_up=1)), BRIDGED, "limits"),
+        (Network("bridge", secrets=["key"]), BRIDGED, "secrets"),
+        (Network("bridge", proxy_env=True), BRIDGED, "proxy"),
+        (Network("bridge", ["example.org"]), BRIDGED, "use the mode 'allow'"),
+        (Network("bridge", deny=["@python"]), BRIDGED, "use the mode 'allow'"),
+        (Network("bridge", ["[2001:db8::1]:443"]), BRIDGED, "IPv4"),
+    ],
+)
+def test_a_bridge_is_refused_by_name_of_what_is_in_its_way(network: Network, config: Config, named: str) -> None:
+    """The setting, the field, or the rule."""
+    with pytest.raises((InvalidRequest, InvalidRule)) as refused:
+        resolve_network(network, config)
+    assert named in f"{refused.value} {refused.value.details}"
+
+
+def test_a_bridge_has_rules_for_networks_and_the_operators_terms() -> None:
+    """Permitted networks are taken out of those that are refused; without ports a rule is for all of them."""
+    network = Network("bridge", ["192.0.2.0/24", "192.0.2.7:443,80"])
+    assert resolve_network(network, BRIDGED) == fit_network(network, BRIDGED, steers=False) == network
+    rules = bridge_rules([*network.allow, "example.org"])
+    assert rules == (BridgeRule("192.0.2.0/24"), BridgeRule("192.0.2.7/32", (80, 443)))
+    assert bridge_terms(CONFIG, ()) is None
+    permitted = attrs.evolve(BRIDGED, egress=EgressSettings(permit=("10.20.0.0/16", "172.16.0.0/12", "fd00::/8")))
+    terms = bridge_terms(permitted, ("192.0.2.53",))
+    assert terms is not None
+    check_bridge_terms(terms)
+    assert (terms.range, terms.resolvers) == ("10.213.0.0/16", ("192.0.2.53",))
+    for address, is_refused in {
+        "10.20.3.4": False,
+        "10.21.0.1": True,
+        "172.17.0.1": False,
+        "169.254.1.1": True,
+    }.items():
+        assert any(ip_address(address) in ip_network(each) for each in terms.refused) is is_refused
+
+
+def test_name_servers_of_the_loopback_are_none_of_a_bridges() -> None:
+    """Three servers of IPv4 at most, in their order."""
+    lines = ["# nameserver 192.0.2.1", "nameserver 127.0.0.53", "nameserver ::1", "search example.org", "nameserver"]
+    lines += [f"nameserver 192.0.2.{number}" for number in range(1, 6)]
+    assert usable(lines) == ("192.0.2.1", "192.0.2.2", "192.0.2.3")

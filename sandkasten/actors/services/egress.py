@@ -28,15 +28,16 @@ import trio
 
 from egress import protocol
 from egress.policy import Reason, parse_proxy
-from nsinit.wire.protocol import NETWORK_STAGE, TrustAuthority
+from nsinit.wire.protocol import NETWORK_STAGE, CloseBridge, OpenBridge, TrustAuthority
 from sandkasten import logcontext
 from sandkasten.actors.core import Actor, Ask, Ref, unwrap
 from sandkasten.actors.services.broker import ConnectEgress, find_secrets
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import NetworkSockets, ask_patiently, call, open_network
-from sandkasten.admission.network import rules_in_force
+from sandkasten.admission.network import bridge_rules, rules_in_force
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
+from sandkasten.counters.node import read_link
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.egress import EgressLink
@@ -55,7 +56,7 @@ from sandkasten.model.errors import (
     SecretsOff,
     Unavailable,
 )
-from sandkasten.model.network import EgressEntry, EgressLogging, EgressVerdict, Network, NetworkCounters
+from sandkasten.model.network import EgressEntry, EgressLogging, EgressVerdict, Network, NetworkCounters, NetworkMode
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ _CLAIM_S = 60.0
 """Time for the daemon to know of the sessions whose ways out it has taken from a process of an earlier one."""
 
 _MOST_TAKEN = 16_384
+_NO_BRIDGE = _NOT_HERE | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENOENT}
+"""Errors of nsinit that say what the machine, or root's configuration, lacks for the mode `bridge`."""
+
 _NEVER = (InvalidRequest, InvalidRule, SecretNotFound, SecretsOff)
 """Errors of a wish that will not pass."""
 
@@ -197,6 +201,8 @@ class EgressClient(Actor):
         self._ways: dict[str, _Way] = {}
         self._detached: dict[str, trio.Event] = {}
         """Sessions that the process still has, and the events of their detachment."""
+        self._bridges: dict[str, str] = {}
+        """Sessions in the mode `bridge`, and the names of their links."""
         self._newest: dict[str, OpenWay | CloseWay] = {}
         """The last message about each session; what came before it and still waits has no effect."""
         self._has_taken = trio.Event()
@@ -258,7 +264,32 @@ class EgressClient(Actor):
 
     # Wishes -----------------------------------------------------------------------------------------------------
 
+    async def _open_bridge(self, message: OpenWay) -> None:
+        """Give a session a link of its own, which the kernel and nsinit see to, in place of a way out."""
+        session_id = message.session_id
+        refusal: SandkastenError | None = None
+        try:
+            rules = rules_in_force(message.network, self._settings)
+        except _NEVER as error:
+            refusal = error
+        if refusal is not None:  # an earlier daemon allowed more
+            await ask_patiently(self._nsinit, call(CloseBridge, session_id))
+            raise refusal
+        allow, deny = (bridge_rules(each) for each in (rules.allow, (*rules.deny, *self._settings.always_deny)))
+        try:
+            opened = await ask_patiently(self._nsinit, call(OpenBridge, session_id, allow, deny))
+        except BuildFailed as error:
+            if error.stage.startswith(NETWORK_STAGE) and error.errno in _NO_BRIDGE:
+                raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {error}") from error
+            raise
+        self._require_newest(message)
+        await self._close(session_id, False)
+        self._bridges[session_id] = opened.link
+
     async def _open(self, message: OpenWay) -> None:
+        if message.network.mode is NetworkMode.BRIDGE:
+            await self._open_bridge(message)
+            return
         if self._start is None:
             raise EgressUnavailable("this daemon has no way to start an egress process")
         await self._wait_taken()
@@ -334,6 +365,7 @@ class EgressClient(Actor):
             sockets.close_unused()
             raise EgressUnavailable("the way out was closed meanwhile")
         way.take(sockets)
+        self._bridges.pop(way.session_id, None)  # nsinit has removed it
 
     def _wish_of(self, network: Network) -> tuple[protocol.PolicyText, protocol.WayOutLimits]:
         """Return policy and limits as the process takes them. Raises `InvalidRequest`, `InvalidRule`."""
@@ -344,6 +376,9 @@ class EgressClient(Actor):
         return protocol.PolicyText(mode, tuple(rules.allow), tuple(rules.deny)), limits
 
     async def _close_as_asked(self, message: CloseWay) -> None:
+        may_have_bridge = self._bridges.pop(message.session_id, None) is not None or self._may_bridge
+        if may_have_bridge and not message.forget:  # with the session its bridge ends, too
+            await ask_patiently(self._nsinit, call(CloseBridge, message.session_id))
         if message.session_id not in self._ways:
             await self._wait_taken()
         if message.forget or self._newest.get(message.session_id) is message:
@@ -365,7 +400,13 @@ class EgressClient(Actor):
             for type in (EventType.EGRESS_DENIED, EventType.EGRESS_LIMITED):
                 self._refusals.pop((type, session_id), None)
 
+    @property
+    def _may_bridge(self) -> bool:
+        return self._settings.max_mode == NetworkMode.BRIDGE
+
     async def _count(self, session_id: str) -> NetworkCounters:
+        if (link := self._bridges.get(session_id)) is not None:
+            return read_link(link)
         way = self._ways.get(session_id)
         if way is None:
             return NetworkCounters()

@@ -94,6 +94,8 @@ class Sandbox:
     oom_kind: protocol.EventKind
     oom_fd: OwnedFd | None
     timings_us: dict[str, int]
+    bridged: bool = False
+    """Whether the session has a link into the node's network."""
 
     def close_unused(self) -> None:
         """Close the descriptors, when nobody is left to receive the sandbox."""
@@ -214,7 +216,8 @@ def _sandbox(answer: NsinitAnswer) -> Sandbox:
         raise _wrong_descriptors(answer)
     timings = found.timings_us if isinstance(found, protocol.Built) else {}
     oom_fd = answer.fds[1] if len(answer.fds) > 1 else None
-    return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings)
+    bridged = isinstance(found, protocol.Adopted) and found.bridged
+    return Sandbox(found.identity, answer.fds[0], found.oom_event, oom_fd, timings, bridged)
 
 
 def _wrong_descriptors(answer: NsinitAnswer) -> NsinitLost:
@@ -309,6 +312,7 @@ class NsinitClient(Actor):
         crash_at: str = "",
         own_filters: bool = True,
         merge_pages: bool = False,
+        bridge: protocol.BridgeTerms | None = None,
         disk_floor_bytes: int = 0,
         start_nsinit: StartNsinit = start_as_child,
     ) -> None:
@@ -316,7 +320,7 @@ class NsinitClient(Actor):
         self._data_dir, self._node_id, self._disk, self._io = data_dir, node_id, disk, io
         self._profiles, self._terminals, self._disk_floor_bytes = tuple(profiles), terminals, disk_floor_bytes
         self._start_nsinit, self._crash_at, self._own_filters = start_nsinit, crash_at, own_filters
-        self._merge_pages = merge_pages
+        self._merge_pages, self._bridge = merge_pages, bridge
         self._process: ChildProcess | None = None
 
     async def on_start(self) -> None:
@@ -338,6 +342,7 @@ class NsinitClient(Actor):
             own_filters=self._own_filters,
             merge_pages=self._merge_pages,
             disk_floor_bytes=self._disk_floor_bytes,
+            bridge=self._bridge,
         )
         self._ready: protocol.Ready = _checked(start, await self._request(start)).message
         log.info("nsinit_ready", extra=describe(self._ready))

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 import attrs
 import trio
 
-from nsinit.wire.protocol import MakeWorkspace, SetFrozen
+from nsinit.wire.protocol import CloseBridge, MakeWorkspace, SetFrozen
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors.core import DEFERRED, LATER, Actor, Ref, Reply, unwrap
@@ -344,7 +344,10 @@ class SessionActor(Actor):
 
     async def _adopt(self) -> None:
         """Take over a sandbox that outlived its daemon, with its runs and the state of its shells."""
-        self._hold(await ask_patiently(self._services.nsinit, attach(self.session.id)))
+        sandbox = await ask_patiently(self._services.nsinit, attach(self.session.id))
+        self._hold(sandbox)
+        if sandbox.bridged and not self.session.network.has_way_out:  # the last daemon died over a change
+            await ask_patiently(self._services.nsinit, call(CloseBridge, self.session.id))
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._adoption.recover()
         is_member = self.session.status is Status.POOL_IDLE

@@ -130,21 +130,20 @@ class LocalFileStream:
         return require(self._answer, expected)
 
     async def send(self, data: bytes) -> bool:
+        await trio.lowlevel.checkpoint()
         for start in range(0, len(data), MAX_FRAME_BYTES):
             if self._connection.has_arrived:
                 return False
-            await self._send(Kind.DATA, data[start : start + MAX_FRAME_BYTES])
+            await self._send(Kind.DATA, memoryview(data)[start : start + MAX_FRAME_BYTES])
         return True
 
     async def end(self, expected: type[T] | tuple[type[T], ...]) -> T:
         await self._send(Kind.END)
         return await self.answer(expected)
 
-    async def _send(self, kind: Kind, body: bytes = b"") -> None:
+    async def _send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
         """Send a frame. Raises `SandboxError` when the worker does not take it."""
-        with trio.move_on_after(self._piece_s) as scope:
-            await self._connection.send(kind, body)
-        if scope.cancelled_caught:
+        if not await self._connection.send_piece(kind, body, within_s=self._piece_s):
             raise SandboxError(f"the sandbox has taken nothing of the content for {self._piece_s:g} s")
 
     async def _in_time(self, receive: Callable[..., Awaitable[T]]) -> T:

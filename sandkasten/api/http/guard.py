@@ -2,10 +2,10 @@
 
 Per connection, not per request. Looks at no route, header or key.
 - hypercorn's `send` returns without a checkpoint once the client is gone, so a loop of sends would freeze the event
-  loop. Here the send of each piece is a checkpoint, and every send raises once the connection is over (`websocket.py`
-  does so for WebSockets). The end of an HTTP client's side alone does not end the connection here: a handler that is
-  soon done still answers. A handler that waits is told by the connection's `Leave` (`Exchange.until_disconnect`), and
-  by `http.disconnect`.
+  loop. Here the send of each piece is a checkpoint, by hypercorn's lock if something is sent, and every send raises
+  once the connection is over (`websocket.py` does so for WebSockets). The end of an HTTP client's side alone does not
+  end the connection here: a handler that is soon done still answers. A handler that waits is told by the connection's
+  `Leave` (`Exchange.until_disconnect`), and by `http.disconnect`.
 - hypercorn hands on bodies, and the end of answers, through a queue of a few pieces. An application that answers
   without reading would wait for itself for ever. Here the unread rest of a body is dropped meanwhile.
 - hypercorn reports `http.disconnect` after each complete answer. quart-trio cancels itself on it, which also cancels
@@ -62,11 +62,12 @@ class GuardedApp:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 is_answered = True
                 self._stream.has_unread_body = not is_body_read and has_body(scope)
+            sent_bytes = self._stream.sent_bytes
             if is_answered and self._stream.has_unread_body:
                 await _send_dropping(send, message, receive)
             else:
                 await send(message)
-            if is_http and message.get("more_body", False):
+            if is_http and message.get("more_body", False) and self._stream.sent_bytes == sent_bytes:
                 await trio.lowlevel.checkpoint()
 
         self._stream.has_unread_body = False

@@ -19,7 +19,8 @@ import orjson
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.events import Closed, RawData
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
@@ -101,8 +102,16 @@ class _TcpConnection(TCPServer):
     """hypercorn's connection, which ends with the client's side: the original then waits for its keep-alive timer."""
 
     async def _read_data(self) -> None:
+        """As the original, without its deadline for each read: the stream has that."""
         Http1.install(self, on_refusal=self._expect_rest)
-        await super()._read_data()
+        data = b"-"
+        try:
+            while data:
+                data = bytes(await self.stream.receive_some(MAX_RECV))
+                await self.protocol.handle(RawData(data))
+        except (trio.ClosedResourceError, trio.BrokenResourceError):
+            pass
+        await self.protocol.handle(Closed())
         await self.idle_task.stop()
 
     def _expect_rest(self) -> None:

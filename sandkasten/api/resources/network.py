@@ -50,7 +50,7 @@ SessionEnvironment = NewType("SessionEnvironment", dict[str, Any])
 SessionEnvironmentPatch = NewType("SessionEnvironmentPatch", dict[str, Any])
 """Variables of a session, whose values may be secrets: `{"secret": NAME}`. In a patch a value may be null."""
 
-_MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "bridge", "host"))
+_MODE = Choice(tuple(NetworkMode), not_offered=("proxy", "host"))
 
 
 def _rules(value: object) -> tuple[str, ...]:

@@ -9,16 +9,18 @@ Sources: proc_pid_mem(5), proc_pid_environ(5), proc_pid_cgroup(5); RFC 6066, 3.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -31,12 +33,21 @@ from sandkasten.model.network import Network, NetworkMode, NewSecret
 from sandkasten.security.attacks.field import Field, secret
 from sandkasten.security.probes.attempt import Answers, NotApplicable, attempt, collect
 
-if TYPE_CHECKING:
-    from egress.authority import Authority
-
 _NAME, _HOST, _OTHER = "attacked", "secret.example", "other.example"
 _PLACEHOLDER, _FOREIGN = "placeholder-of-this-session", "placeholder-of-another-session"
 _NOTHING = "nothing"
+_CERTIFY = """
+import json, os, sys
+sys.path.append(sys.argv[1])
+from egress.authority import Authority, new_authority
+file = os.memfd_create("certificates")
+authority, made = Authority(new_authority(), file), {}
+for host in sys.argv[2:]:
+    authority.context_for(host)  # writes key and certificate
+    made[host] = os.pread(file, 1 << 20, 0).decode()
+print(json.dumps([authority.certificate, made]))
+"""
+"""Program that makes an authority, with keys and certificates of hosts; in a process of its own, as all of `egress`."""
 _MOST_OF_A_MAPPING = _MOST_OF_A_FILE = 64 * 1024**2
 _LOOK = """
 import os
@@ -52,7 +63,7 @@ for each in os.listdir("/proc"):
 # Traces -------------------------------------------------------------------------------------------------------------
 
 
-class _Lines(logging.Handler):
+class _Logged(logging.Handler):
     """All that is logged meanwhile."""
 
     def __init__(self) -> None:
@@ -64,8 +75,8 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def _listening() -> Iterator[_Lines]:
-    lines, root = _Lines(), logging.getLogger()
+def _listening() -> Iterator[_Logged]:
+    lines, root = _Logged(), logging.getLogger()
     root.addHandler(lines)
     try:
         yield lines
@@ -147,7 +158,7 @@ async def find_traces(field: Field) -> Answers:
                             happened.append(event)
                 nursery.cancel_scope.cancel()
         finally:
-            with suppress(SandkastenError):
+            with trio.move_on_after(10 * field.patience, shield=True), suppress(SandkastenError):
                 await field.supervisor.delete_secret(_NAME)
     is_written = await trio.to_thread.run_sync(_is_in_files, field.config.data_dir, value.encode())
     return {
@@ -165,7 +176,7 @@ async def find_traces(field: Field) -> Answers:
 
 @attrs.frozen
 class _Seen:
-    """What came to the server, and what the client was told."""
+    """Bytes that came to the server, and bytes that the client was told."""
 
     server: bytes
     client: bytes
@@ -184,8 +195,8 @@ class _Seen:
 class _FalseEgress:
     """An egress process in the hands of an attacker, as a broker sees it. Blocking."""
 
-    def __init__(self, channel: socket.socket, authority: Authority, patience_s: float) -> None:
-        self._channel, self._authority, self._patience_s = channel, authority, patience_s
+    def __init__(self, channel: socket.socket, directory: Path, patience_s: float) -> None:
+        self._channel, self._directory, self._patience_s = channel, directory, patience_s
 
     def carry(
         self, head: str, *, host: str = _HOST, port: int = 443, hosts: Iterable[str] = (_HOST,), echoes: bool = False
@@ -196,7 +207,9 @@ class _FalseEgress:
         seen = {"server": b"", "client": b""}
 
         def serve() -> None:
-            with suppress(OSError), self._authority.context_for(host).wrap_socket(server, server_side=True) as tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._directory / host)
+            with suppress(OSError), context.wrap_socket(server, server_side=True) as tls:
                 seen["server"] = _read_head(tls)
                 body = seen["server"] if echoes else b"ok"
                 tls.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
@@ -245,29 +258,33 @@ async def _false_egress(value: str, patience_s: float) -> AsyncIterator[_FalseEg
         raise NotApplicable("this attack starts a process as root, as the daemon's launcher does")
     if importlib.util.find_spec("cryptography") is None:
         raise NotApplicable("the extra `secrets` is not installed")
-    from egress.authority import Authority, new_authority
-
     with tempfile.TemporaryDirectory(prefix="sandkasten-attack-") as directory:
-        certificates = os.memfd_create("certificates of the attack")
+        ca_file = await trio.to_thread.run_sync(_certify, Path(directory))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(patience_s)
         try:
-            authority = Authority(new_authority(), certificates)
-            ca_file = Path(directory, "authority.pem")
-            ca_file.write_text(authority.certificate)  # noqa: ASYNC240 - some bytes, in memory as a rule
             broker = await start_egress_as_child("broker", None, f"data={directory}", f"ca={ca_file}")
             try:
                 broker.sock.settimeout(patience_s)
                 await trio.to_thread.run_sync(_order, broker.sock, b.PutSecret(1, _NAME, value, (_HOST,)))
                 await trio.to_thread.run_sync(_order, broker.sock, b.JoinEgress(2), theirs.fileno())
-                yield _FalseEgress(ours, authority, patience_s)
+                yield _FalseEgress(ours, Path(directory), patience_s)
             finally:
                 with trio.CancelScope(shield=True):
                     await broker.end("broker", STOP_S)
         finally:
             ours.close()
             theirs.close()
-            os.close(certificates)
+
+
+def _certify(directory: Path) -> Path:
+    """Make files with keys and certificates of the hosts of the attack; return that of their authority."""
+    hosts = (_HOST, _OTHER, f"a.{_HOST}")
+    command = [sys.executable, "-I", "-B", "-c", _CERTIFY, str(Path(b.__file__).parents[1]), *hosts]
+    certificate, made = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    for name, text in {"authority": certificate, **made}.items():
+        (directory / name).write_text(text)
+    return directory / "authority"
 
 
 def _order(sock: socket.socket, request: b.BrokerRequest, *fds: int) -> None:
