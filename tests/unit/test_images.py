@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,9 +87,16 @@ def test_a_description_of_other_types_is_no_image(tmp_path: Path) -> None:
         "layers": [digest],
         "config": {"env": {"A": "b"}},
     }
-    changes: list[dict[str, object]] = [
-        *({"layers": ["../../etc"]}, {"layers": 7}, {"kind": "other"}, {"source": ["x"]}, {"size_bytes": "x"}),
-        *({"config": []}, {"config": {"env": {"A": 1}}}, {"config": {"user": None}}, {"unknown": 1}),
+    changes: list[Any] = [  # JSON objects
+        {"layers": ["../../etc"]},
+        {"layers": 7},
+        {"kind": "other"},
+        {"source": ["x"]},
+        {"size_bytes": "x"},
+        {"config": []},
+        {"config": {"env": {"A": 1}}},
+        {"config": {"user": None}},
+        {"unknown": 1},
     ]
     for number, change in enumerate(changes):
         (tmp_path / f"images/bad{number}").mkdir(parents=True)
