@@ -46,7 +46,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.image import ImageInfo, Pruned
+from sandkasten.model.image import ImageDescription, Pruned
 from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -470,11 +470,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         `EgressUnavailable`, `StoreFailed`."""
         ...
 
-    async def images(self) -> Sequence[ImageInfo]:
+    async def images(self) -> Sequence[ImageDescription]:
         """Return all images, by name."""
         ...
 
-    async def image(self, name: str) -> ImageInfo:
+    async def image(self, name: str) -> ImageDescription:
         """Return the image of a name or an alias. Raises `InvalidImage`."""
         ...
 

@@ -104,7 +104,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model.image import ImageInfo, Pruned
+from sandkasten.model.image import ImageDescription, Pruned
 from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
@@ -491,10 +491,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     # Images -----------------------------------------------------------------------------------------------------
 
-    async def images(self) -> Sequence[ImageInfo]:
+    async def images(self) -> Sequence[ImageDescription]:
         return await self._images.ask_again(images.DescribeImages())
 
-    async def image(self, name: str) -> ImageInfo:
+    async def image(self, name: str) -> ImageDescription:
         (found,) = await self._images.ask_again(images.DescribeImages(name))
         return found
 

@@ -339,7 +339,7 @@ class ImagesSettings:
     are spoken to by plain HTTP; `allow_private` may have private addresses, as those and mirrors may."""
 
     insecure_registries: tuple[str, ...] = attrs.field(
-        default=("localhost", "127.0.0.1", "[::1]"), converter=_strings, validator=_registries
+        default=("localhost", "127.0.0.1"), converter=_strings, validator=_registries
     )
     allow_private: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_registries)
     mirrors: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_lists_by_name, validator=_mirrors)

@@ -94,7 +94,7 @@ def _words(said: str | Sequence[str] | None) -> list[str]:
 
 
 @attrs.frozen
-class LayerInfo:
+class ImageLayer:
     """One layer of an image: its digest, unpacked, and what is in it."""
 
     digest: str
@@ -103,7 +103,7 @@ class LayerInfo:
 
 
 @attrs.frozen
-class ImageInfo:
+class ImageDescription:
     """One image of the node. `digest` is its manifest's, of an image that came from a registry or an OCI layout;
     `layers`, from the bottom, are empty for an image that is no list of them."""
 
@@ -117,7 +117,7 @@ class ImageInfo:
     alias_names: Sequence[str]
     size_bytes: int
     config: ImageConfig
-    layers: Sequence[LayerInfo]
+    layers: Sequence[ImageLayer]
 
 
 @attrs.frozen

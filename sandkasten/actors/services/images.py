@@ -15,7 +15,7 @@ from sandkasten.actors.services.nsinit import ThreadLink, ask_store
 from sandkasten.images.catalog import Catalog, Image, Stamp
 from sandkasten.images.layers import Layers
 from sandkasten.model.errors import InvalidImage
-from sandkasten.model.image import ImageInfo, LayerInfo, Pruned
+from sandkasten.model.image import ImageDescription, ImageLayer, Pruned
 
 _THREADS = 2
 _MAX_KNOWN = 1000
@@ -30,7 +30,7 @@ class Resolve(Ask[Image]):
 
 
 @attrs.frozen
-class DescribeImages(Ask[Sequence[ImageInfo]]):
+class DescribeImages(Ask[Sequence[ImageDescription]]):
     """Return all images, by name, or that of one name or alias; raises `InvalidImage`."""
 
     name: str | None = None
@@ -91,17 +91,17 @@ class Images(Actor):
     async def _in_thread(self, function: Any, *args: Any) -> Any:  # of the catalogue
         return await trio.to_thread.run_sync(function, *args, limiter=self._limiter)
 
-    async def _describe(self, name: str | None) -> Sequence[ImageInfo]:
-        def read() -> Sequence[ImageInfo]:
+    async def _describe(self, name: str | None) -> Sequence[ImageDescription]:
+        def read() -> Sequence[ImageDescription]:
             found = self._catalog.images() if name is None else [self._catalog.get(name)]
             return [self._info(image) for image in found]
 
-        described: Sequence[ImageInfo] = await self._in_thread(read)
+        described: Sequence[ImageDescription] = await self._in_thread(read)
         return described
 
-    def _info(self, image: Image) -> ImageInfo:
+    def _info(self, image: Image) -> ImageDescription:
         found = [(digest, self._layers.find(digest)) for digest in image.layers]
-        return ImageInfo(
+        return ImageDescription(
             name=image.name,
             kind=image.kind,
             source=image.source,
@@ -112,7 +112,7 @@ class Images(Actor):
             alias_names=self._catalog.aliases_of(image.name),
             size_bytes=image.size_bytes,
             config=image.config,
-            layers=[LayerInfo(digest, meta.entries, meta.size_bytes) for digest, meta in found if meta is not None],
+            layers=[ImageLayer(digest, meta.entries, meta.size_bytes) for digest, meta in found if meta is not None],
         )
 
     async def _remove(self, name: str) -> None:

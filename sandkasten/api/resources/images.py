@@ -12,7 +12,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.resources.fields import Between, add_kinds, read_query, read_request
 from sandkasten.api.resources.sessions import DoneBody
-from sandkasten.model.image import ImageInfo
+from sandkasten.model.image import ImageDescription
 
 GraceSeconds = NewType("GraceSeconds", int)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
@@ -83,7 +83,7 @@ class ImageBody(Body):
     layers: Sequence[ImageLayerBody]
 
     @classmethod
-    def of(cls, image: ImageInfo) -> ImageBody:
+    def of(cls, image: ImageDescription) -> ImageBody:
         """Return the body of an image."""
         layers = [ImageLayerBody.take(each) for each in image.layers]
         return cls.take(image, config=ImageConfigBody.take(image.config), layers=layers)
