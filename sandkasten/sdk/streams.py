@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from sandkasten import errors
 from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, Silent, StreamRecovery, Transport
-from sandkasten.sdk.types import Event, RunEnd, StreamName
+from sandkasten.sdk.types import Event, JobInfo, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, reading, run_end
 
 T = TypeVar("T")
@@ -186,6 +186,32 @@ def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
         seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
         return Piece(value["stream"], base64.b64decode(value["chunk"]), seq, value["timestamp"])
     return run_end(event.value) if event.name == "done" else None
+
+
+class JobEvents:
+    """A job as it goes on: `async for job in events`, up to its end. A lost connection is followed by another."""
+
+    def __init__(self, place: Endpoint) -> None:
+        """Internal: use `SandboxClient.follow_job`."""
+        self._stream = ResumedEvents(place.transport, place.call("GET", "/events"))
+        self._has_ended = False
+
+    def __aiter__(self) -> AsyncIterator[JobInfo]:
+        return self
+
+    async def __anext__(self) -> JobInfo:
+        """Return the job after its next change. Raises `JobNotFound`, and others as of a call."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        job = await self._stream.take(lambda found: JobInfo.take(found.value))
+        if job.has_ended:
+            self._has_ended = True
+            await self.aclose()
+        return job
+
+    async def aclose(self) -> None:
+        """Close the connection; the job goes on."""
+        await self._stream.aclose()
 
 
 class Events:

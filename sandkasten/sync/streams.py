@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sandkasten import errors
-from sandkasten.sdk.types import Event, RunEnd, StreamName
+from sandkasten.sdk.types import Event, JobInfo, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, reading, run_end
 from sandkasten.sync.transport import SILENCE_S, Endpoint, HttpStream, Lost, Silent, StreamRecovery, Transport
 
@@ -187,6 +187,32 @@ def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
         seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
         return Piece(value["stream"], base64.b64decode(value["chunk"]), seq, value["timestamp"])
     return run_end(event.value) if event.name == "done" else None
+
+
+class JobEvents:
+    """A job as it goes on: `for job in events`, up to its end. A lost connection is followed by another."""
+
+    def __init__(self, place: Endpoint) -> None:
+        """Internal: use `SandboxClient.follow_job`."""
+        self._stream = ResumedEvents(place.transport, place.call("GET", "/events"))
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[JobInfo]:
+        return self
+
+    def __next__(self) -> JobInfo:
+        """Return the job after its next change. Raises `JobNotFound`, and others as of a call."""
+        if self._has_ended:
+            raise StopIteration
+        job = self._stream.take(lambda found: JobInfo.take(found.value))
+        if job.has_ended:
+            self._has_ended = True
+            self.close()
+        return job
+
+    def close(self) -> None:
+        """Close the connection; the job goes on."""
+        self._stream.close()
 
 
 class Events:
