@@ -47,7 +47,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.image import ImageDescription, Pruned
-from sandkasten.model.job import Job, PullSpec
+from sandkasten.model.job import ImageJob, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
     EgressPage,
@@ -491,7 +491,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Remove the layers that nobody has had for so long; with `dry_run` count them."""
         ...
 
-    async def pull_image(self, spec: PullSpec) -> Job:
+    async def pull_image(self, spec: PullSpec) -> ImageJob:
         """Begin to pull an image, and return the job of it.
 
         Raises:
@@ -501,20 +501,20 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """
         ...
 
-    async def jobs(self, *, limit: int = 100) -> Sequence[Job]:
+    async def jobs(self, *, limit: int = 100) -> Sequence[ImageJob]:
         """Return jobs, newest first."""
         ...
 
-    async def job(self, job_id: str) -> Job:
+    async def job(self, job_id: str) -> ImageJob:
         """Return a job. Raises `JobNotFound`."""
         ...
 
-    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, Job]:
+    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
         """Return a job with the number of its last change, as soon as that is not `seen`; 0 is none yet. Raises
         `JobNotFound`."""
         ...
 
-    async def cancel_job(self, job_id: str) -> Job:
+    async def cancel_job(self, job_id: str) -> ImageJob:
         """End a job, and return it as it ended; no effect on one that has ended. Raises `JobNotFound`."""
         ...
 

@@ -105,7 +105,7 @@ from sandkasten.model.errors import (
     SessionNotFound,
 )
 from sandkasten.model.image import ImageDescription, Pruned
-from sandkasten.model.job import Job, PullSpec
+from sandkasten.model.job import ImageJob, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -506,19 +506,19 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     # Jobs -------------------------------------------------------------------------------------------------------
 
-    async def pull_image(self, spec: PullSpec) -> Job:
+    async def pull_image(self, spec: PullSpec) -> ImageJob:
         return await self._jobs.ask_again(jobs.BeginPull(spec))
 
-    async def jobs(self, *, limit: int = 100) -> Sequence[Job]:
+    async def jobs(self, *, limit: int = 100) -> Sequence[ImageJob]:
         return await self._jobs.ask_again(jobs.ListJobs(limit))
 
-    async def job(self, job_id: str) -> Job:
+    async def job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.GetJob(job_id))
 
-    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, Job]:
+    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
         return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen))
 
-    async def cancel_job(self, job_id: str) -> Job:
+    async def cancel_job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.CancelJob(job_id))
 
     # Files ------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ INTERRUPTED = JobError("INTERRUPTED", "the daemon ended while the job ran; the s
 
 
 @attrs.frozen
-class Job:
+class ImageJob:
     """A job. `digest` is the pulled image's; `progress` is in memory alone, and empty after a restart."""
 
     id: str

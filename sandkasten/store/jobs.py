@@ -13,7 +13,7 @@ from datetime import datetime
 
 import attrs
 
-from sandkasten.model.job import INTERRUPTED, JOB_ID, KEPT_JOBS, MAX_JOBS, Job, JobError, JobKind, JobState
+from sandkasten.model.job import INTERRUPTED, JOB_ID, KEPT_JOBS, MAX_JOBS, ImageJob, JobError, JobKind, JobState
 from sandkasten.store.rows import Column, DamagedRow, column, json_column, named, read_row, write_row
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ _NAMES = ", ".join(_COLUMNS)
 class BegunJob:
     """A job as it was begun with an idempotency key; `replaces` is a part of the request."""
 
-    job: Job
+    job: ImageJob
     replaces: bool
 
 
-def begin_job(database: sqlite3.Connection, job: Job, key: str | None, *, replaces: bool) -> BegunJob | bool:
+def begin_job(database: sqlite3.Connection, job: ImageJob, key: str | None, *, replaces: bool) -> BegunJob | bool:
     """Insert a job, unless its key has one: then return that. Otherwise return whether there was room for one more."""
     if key is not None:
         row = database.execute("SELECT rowid, * FROM image_jobs WHERE idempotency_key = ?", (key,)).fetchone()
@@ -63,20 +63,20 @@ def begin_job(database: sqlite3.Connection, job: Job, key: str | None, *, replac
     return True
 
 
-def change_job(database: sqlite3.Connection, job: Job) -> None:
+def change_job(database: sqlite3.Connection, job: ImageJob) -> None:
     """Write what changed of a job."""
     names = ("state", "ended_at", "digest", "error")
     changes = ", ".join(f"{name} = :{name}" for name in names)
     database.execute(f"UPDATE image_jobs SET {changes} WHERE id = :id", _values(job))
 
 
-def get_job(database: sqlite3.Connection, job_id: str) -> Job | None:
+def get_job(database: sqlite3.Connection, job_id: str) -> ImageJob | None:
     """Return the job of that id."""
     row = database.execute("SELECT rowid, * FROM image_jobs WHERE id = ?", (job_id,)).fetchone()
     return None if row is None else _read(database, row)
 
 
-def list_jobs(database: sqlite3.Connection, limit: int) -> Sequence[Job]:
+def list_jobs(database: sqlite3.Connection, limit: int) -> Sequence[ImageJob]:
     """Return jobs, newest first."""
     rows = database.execute("SELECT rowid, * FROM image_jobs ORDER BY created_at DESC, id LIMIT ?", (limit,)).fetchall()
     return [job for row in rows if (job := _read(database, row)) is not None]
@@ -90,14 +90,14 @@ def interrupt_jobs(database: sqlite3.Connection, moment: datetime) -> int:
     return done.rowcount
 
 
-def _values(job: Job) -> dict[str, object]:
+def _values(job: ImageJob) -> dict[str, object]:
     fields = attrs.asdict(job, recurse=False, filter=lambda field, _: field.name in _COLUMNS)
     return dict(write_row(fields, _COLUMNS))
 
 
-def _read(database: sqlite3.Connection, row: sqlite3.Row) -> Job | None:
+def _read(database: sqlite3.Connection, row: sqlite3.Row) -> ImageJob | None:
     try:
-        return Job(**read_row(row, _COLUMNS))
+        return ImageJob(**read_row(row, _COLUMNS))
     except DamagedRow as error:
         database.execute("DELETE FROM image_jobs WHERE rowid = ?", (row["rowid"],))
         log.error("damaged_job_record", extra={"row": row["rowid"], "reason": str(error)})

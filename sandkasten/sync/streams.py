@@ -194,7 +194,7 @@ class JobEvents:
 
     def __init__(self, place: Endpoint) -> None:
         """Internal: use `SandboxClient.follow_job`."""
-        self._stream = ResumedEvents(place.transport, place.call("GET", "/events"))
+        self._stream = ResumedEvents(place.transport, place.call("GET", "/events"), may_poll=False)
         self._has_ended = False
 
     def __iter__(self) -> Iterator[JobInfo]:

@@ -22,7 +22,7 @@ from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
 from sandkasten.images.registry.pulling import LayerStore
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
-from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, Job, JobKind, JobState, LayerPhase, PullSpec
+from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database
 from sandkasten.store.jobs import begin_job, get_job, list_jobs
 from tests.registry import MemoryStore, Registry, Said, digest_of, layer, serving
@@ -52,7 +52,7 @@ async def working(tmp_path: Path, layers: LayerStore) -> AsyncIterator[Ref]:
         nursery.cancel_scope.cancel()
 
 
-async def ended(jobs: Ref, job: Job) -> Job:
+async def ended(jobs: Ref, job: ImageJob) -> ImageJob:
     """Follow a job to its end."""
     seen = 0
     with trio.fail_after(patience()):
@@ -131,9 +131,9 @@ async def test_a_job_that_is_cancelled_has_ended_when_that_is_answered(tmp_path:
         with pytest.raises(Overloaded):
             await jobs.ask(BeginPull(PullSpec(registry.reference())))
         await asked.wait()
-        told: list[Job] = []
+        told: list[ImageJob] = []
 
-        async def follow(job: Job) -> None:
+        async def follow(job: ImageJob) -> None:
             told.append(await ended(jobs, job))
 
         async with trio.open_nursery() as nursery:
@@ -210,7 +210,7 @@ async def test_a_password_is_in_no_record_and_no_log(tmp_path: Path, caplog: pyt
 def test_a_damaged_record_is_deleted_and_not_believed(tmp_path: Path) -> None:
     """One that this program did not write."""
     database = open_database(tmp_path / "db")
-    job = Job("a" * 24, JobKind.PULL, JobState.QUEUED, "x", "x", "linux/amd64", datetime.now(UTC))
+    job = ImageJob("a" * 24, JobKind.PULL, JobState.QUEUED, "x", "x", "linux/amd64", datetime.now(UTC))
     assert begin_job(database, job, None, replaces=False) is True
     assert get_job(database, job.id) == job
     database.execute("UPDATE image_jobs SET state = 'odd'")

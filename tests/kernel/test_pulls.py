@@ -14,13 +14,13 @@ from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.model import SessionSpec
 from sandkasten.model.errors import ImageInUse, InvalidImage
-from sandkasten.model.job import Job, JobState, LayerPhase, PullSpec
+from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.registry import digest_of, layer, serving
 from tests.waiting import patience
 
 
-async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> Job:
+async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
     """Pull, and return the job as it ended."""
     job, seen = await supervisor.pull_image(spec), 0
     with trio.fail_after(patience(60)):

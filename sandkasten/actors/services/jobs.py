@@ -32,7 +32,7 @@ from sandkasten.model.job import (
     INTERRUPTED,
     JOB_ID,
     MAX_JOBS,
-    Job,
+    ImageJob,
     JobError,
     JobKind,
     JobState,
@@ -52,7 +52,7 @@ _FAILED = JobError("INTERNAL_ERROR", "the daemon failed to do this; its log says
 
 
 @attrs.frozen
-class BeginPull(Ask[Job]):
+class BeginPull(Ask[ImageJob]):
     """Begin a pull, or return the job that its idempotency key began. Raises `InvalidReference`, `InvalidRequest`,
     `InvalidImage`, `Conflict`, `Overloaded`."""
 
@@ -60,28 +60,28 @@ class BeginPull(Ask[Job]):
 
 
 @attrs.frozen
-class GetJob(Ask[Job]):
+class GetJob(Ask[ImageJob]):
     """Return a job. Raises `JobNotFound`."""
 
     job_id: str
 
 
 @attrs.frozen
-class ListJobs(Ask[Sequence[Job]]):
+class ListJobs(Ask[Sequence[ImageJob]]):
     """Return jobs, newest first."""
 
     limit: int
 
 
 @attrs.frozen
-class CancelJob(Ask[Job]):
+class CancelJob(Ask[ImageJob]):
     """End a job, and return it as it ended; no effect on one that has ended. Raises `JobNotFound`."""
 
     job_id: str
 
 
 @attrs.frozen
-class NextOfJob(Ask[tuple[int, Job]]):
+class NextOfJob(Ask[tuple[int, ImageJob]]):
     """Return a job with the number of its last change, once that is another than `seen`. Raises `JobNotFound`."""
 
     job_id: str
@@ -95,13 +95,13 @@ Message = BeginPull | GetJob | ListJobs | CancelJob | NextOfJob
 class _Running:
     """A job that has not ended. `changes` counts what happened to it, and `news` is set by the next change."""
 
-    job: Job
+    job: ImageJob
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     changes: int = 1
     news: trio.Event = attrs.field(factory=trio.Event)
     ended: trio.Event = attrs.field(factory=trio.Event)
 
-    def change(self, job: Job) -> None:
+    def change(self, job: ImageJob) -> None:
         self.job = job
         self.changes += 1
         self.news.set()
@@ -155,13 +155,13 @@ class Jobs(Actor):
         for each in self._running.values():
             each.ended.set()
 
-    async def _begin(self, spec: PullSpec) -> Job:
+    async def _begin(self, spec: PullSpec) -> ImageJob:
         reference = parse_reference(spec.reference)
         platform = Platform.own() if spec.platform is None else Platform.parse(spec.platform)
         name = reference.name if spec.name is None else spec.name
         if not IMAGE_NAME.match(name):
             raise InvalidImage("image name is malformed", image=name[:64])
-        job = Job(
+        job = ImageJob(
             id=secrets.token_hex(12),
             kind=JobKind.PULL,
             state=JobState.QUEUED,
@@ -181,7 +181,7 @@ class Jobs(Actor):
         self._nursery.start_soon(self._run, running, work)
         return job
 
-    def _same(self, begun: BegunJob, job: Job, *, replaces: bool) -> Job:
+    def _same(self, begun: BegunJob, job: ImageJob, *, replaces: bool) -> ImageJob:
         """Return the job that an idempotency key began, if it was begun by the same request."""
         asked, there = ((each.kind, each.reference, each.name, each.platform) for each in (job, begun.job))
         if (asked, replaces) != (there, begun.replaces):
@@ -191,7 +191,7 @@ class Jobs(Actor):
 
     async def _run(self, running: _Running, work: Callable[[_Running], Awaitable[Pull]]) -> None:
         """Do a job to its end, whatever that is. The end of this actor leaves the record as it is: interrupted."""
-        end: dict[str, Any] = {"state": JobState.CANCELLED}  # fields of Job
+        end: dict[str, Any] = {"state": JobState.CANCELLED}  # fields of ImageJob
         try:
             with running.scope:
                 async with self._at_once:
@@ -222,7 +222,7 @@ class Jobs(Actor):
         log.warning("job_failed", extra={"job": job_id, "code": found.code, "error": found.message})
         return {"state": JobState.FAILED, "error": found}
 
-    async def _note(self, running: _Running, **fields: Any) -> None:  # of Job
+    async def _note(self, running: _Running, **fields: Any) -> None:  # of ImageJob
         """Change a job's record, and then the job: whoever is told of an end finds it recorded."""
         try:
             await self._store.ask_again(do(change_job, attrs.evolve(running.job, **fields)))
@@ -261,7 +261,7 @@ class Jobs(Actor):
 
     # Readers ----------------------------------------------------------------------------------------------------
 
-    async def _get(self, job_id: str) -> Job:
+    async def _get(self, job_id: str) -> ImageJob:
         if (running := self._running.get(job_id)) is not None:
             return running.job
         found = await self._store.ask_again(do(get_job, job_id)) if JOB_ID.match(job_id) else None
@@ -269,23 +269,23 @@ class Jobs(Actor):
             raise JobNotFound("there is no such job", job_id=job_id[:64])
         return self._present(found)
 
-    async def _list(self, limit: int) -> Sequence[Job]:
+    async def _list(self, limit: int) -> Sequence[ImageJob]:
         return [self._present(job) for job in await self._store.ask_again(do(list_jobs, limit))]
 
-    def _present(self, job: Job) -> Job:
+    def _present(self, job: ImageJob) -> ImageJob:
         """Return a job of a record as it is now: one whose end could not be written was interrupted."""
         if (running := self._running.get(job.id)) is not None:
             return running.job
         return job if job.has_ended else attrs.evolve(job, state=JobState.FAILED, error=INTERRUPTED)
 
-    async def _cancel(self, job_id: str) -> Job:
+    async def _cancel(self, job_id: str) -> ImageJob:
         if (running := self._running.get(job_id)) is None:
             return await self._get(job_id)
         running.scope.cancel()
         await running.ended.wait()
         return running.job
 
-    async def _next(self, job_id: str, seen: int) -> tuple[int, Job]:
+    async def _next(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
         if (running := self._running.get(job_id)) is None:
             return 0, await self._get(job_id)
         if running.changes == seen and not running.job.has_ended:

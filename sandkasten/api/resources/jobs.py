@@ -17,7 +17,7 @@ from sandkasten.api.resources.fields import ListLimit, Matching, Text, Token, ad
 from sandkasten.api.resources.fields import read_request as read_body
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import SandkastenError
-from sandkasten.model.job import Job, JobKind, JobState, LayerPhase, PullSpec
+from sandkasten.model.job import ImageJob, JobKind, JobState, LayerPhase, PullSpec
 
 ImageName = NewType("ImageName", str)
 add_kinds({ImageName: Matching(IMAGE_NAME, "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', no sign first")})
@@ -101,7 +101,7 @@ class JobBody(Body):
     progress: Sequence[LayerProgressBody]
 
     @classmethod
-    def of(cls, job: Job) -> JobBody:
+    def of(cls, job: ImageJob) -> JobBody:
         """Return the body of a job."""
         error = job.error
         details = None if error is None else dict(error.details) or None
@@ -173,7 +173,7 @@ async def _follow(exchange: Exchange) -> None:
     await exchange.finish()
 
 
-async def _next(exchange: Exchange, job_id: str, seen: int) -> tuple[int, Job]:
+async def _next(exchange: Exchange, job_id: str, seen: int) -> tuple[int, ImageJob]:
     while True:
         with trio.move_on_after(exchange.settings.ping_interval_s):
             return await exchange.supervisor.next_of_job(job_id, seen)
