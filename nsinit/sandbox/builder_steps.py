@@ -376,7 +376,7 @@ def _lowers(layout: Layout, plan: SandboxPlan) -> tuple[str, ...]:
 
 def _overlay(build: SandboxBuild, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
     machine = build.machine
-    layers = mounts.Layers(lower_paths, machine.disk.layers(build.place()), name, userns_fd)
+    layers = mounts.OverlayParts(lower_paths, machine.disk.layers(build.place()), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 
