@@ -37,6 +37,10 @@ class Point(enum.StrEnum):
     IMPORT_UNPACKED = "import.unpacked"
     IMPORT_CHECKED = "import.checked"
     IMPORT_PUBLISHED = "import.published"
+    PULL_BEGUN = "image.pull.begun"
+    PULL_BLOB = "image.pull.blob"
+    PULL_NAMED = "image.pull.layer.named"
+    PULL_PUBLISHED = "image.pull.published"
 
 
 _OWN = frozenset(point.value for point in Point)

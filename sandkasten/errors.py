@@ -58,6 +58,12 @@ class InvalidImage(ClientError):
     code = "INVALID_IMAGE"
 
 
+class InvalidReference(ClientError):
+    """The reference names no image of a registry; the message says which part is at fault."""
+
+    code = "INVALID_REFERENCE"
+
+
 class LayerRefused(InvalidImage):
     """A layer of an image can't be unpacked; `details` has the `reason`, and the `member` that is at fault."""
 
@@ -65,7 +71,7 @@ class LayerRefused(InvalidImage):
 
 
 class DigestMismatch(InvalidImage):
-    """The content of an image is not what its digest says."""
+    """The content of an image is not what its digest or its size says."""
 
     code = "DIGEST_MISMATCH"
 
@@ -74,6 +80,12 @@ class ImageInUse(ClientError):
     """The image can't be deleted: a session has it."""
 
     code = "IMAGE_IN_USE"
+
+
+class JobNotFound(ClientError):
+    """There is no job of that id, or it is not kept any more."""
+
+    code = "JOB_NOT_FOUND"
 
 
 class Unauthorized(ClientError):
@@ -360,6 +372,19 @@ class EgressUnavailable(Capacity):
 
 class ActorGone(Capacity):
     """The actor ended before it answered, or is being restarted."""
+
+
+class RegistryRefused(Unavailable):
+    """The registry can't be reached, or refused; `details` has its status and error codes, never its text."""
+
+    code = "REGISTRY_REFUSED"
+
+
+class RegistryUnauthorized(Unavailable):
+    """The registry wants other credentials for that."""
+
+    code = "REGISTRY_UNAUTHORIZED"
+    retryable = False
 
 
 class QuotaExceeded(Unavailable):

@@ -46,6 +46,8 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
+from sandkasten.model.image import ImageDescription, Pruned
+from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
     EgressPage,
@@ -466,6 +468,54 @@ class Supervisor(WorkspaceSupervisor, Protocol):
     async def delete_secret(self, name: str) -> None:
         """Forget a secret; connections that may use it end. Raises `SecretNotFound`, `SecretsOff`,
         `EgressUnavailable`, `StoreFailed`."""
+        ...
+
+    async def images(self) -> Sequence[ImageDescription]:
+        """Return all images, by name."""
+        ...
+
+    async def image(self, name: str) -> ImageDescription:
+        """Return the image of a name or an alias. Raises `InvalidImage`."""
+        ...
+
+    async def delete_image(self, name: str) -> None:
+        """Delete an image of layers, with the layers that nobody else has.
+
+        Raises:
+            InvalidImage: there is none of that name, or it is none of layers.
+            ImageInUse: a session has it.
+        """
+        ...
+
+    async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
+        """Remove the layers that nobody has had for so long; with `dry_run` count them."""
+        ...
+
+    async def pull_image(self, spec: PullSpec) -> Job:
+        """Begin to pull an image, and return the job of it.
+
+        Raises:
+            InvalidReference, InvalidRequest, InvalidImage: there can be no such pull.
+            Conflict: the idempotency key was used with another request.
+            Overloaded: too many jobs wait or run.
+        """
+        ...
+
+    async def jobs(self, *, limit: int = 100) -> Sequence[Job]:
+        """Return jobs, newest first."""
+        ...
+
+    async def job(self, job_id: str) -> Job:
+        """Return a job. Raises `JobNotFound`."""
+        ...
+
+    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, Job]:
+        """Return a job with the number of its last change, as soon as that is not `seen`; 0 is none yet. Raises
+        `JobNotFound`."""
+        ...
+
+    async def cancel_job(self, job_id: str) -> Job:
+        """End a job, and return it as it ended; no effect on one that has ended. Raises `JobNotFound`."""
         ...
 
     async def egress_log(

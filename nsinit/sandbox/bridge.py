@@ -20,6 +20,7 @@ import hashlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ _ADDRESS = struct.Struct("=BBBBI")
 _ROUTE = struct.Struct("=BBBBBBBBI")
 _NEIGHBOUR = struct.Struct("=B3xiHBB")
 """`struct ifinfomsg`, `ifaddrmsg`, `rtmsg`, `ndmsg`."""
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 18, 28
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_OPERSTATE, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 16, 18, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PRIORITY, _RTA_PREFSRC = 1, 4, 5, 6, 7
@@ -60,6 +61,8 @@ _RT_TABLE_MAIN, _RTPROT_STATIC, _RTN_UNICAST = 254, 4, 1
 _RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK = 0, 253
 _NDA_DST, _NDA_LLADDR, _NUD_PERMANENT = 1, 2, 0x80
 _CREATE = netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
+_IF_OPER_UP = bytes([6])
+_ACTIVE_S, _ACTIVE_PAUSE_S = 2.0, 0.001
 _INTEGER = struct.Struct("=I")
 
 
@@ -125,6 +128,7 @@ def open_bridge(
             with steps.step(f"{NETWORK_STAGE}host"):
                 _join(link, address)
             with steps.step(f"{NETWORK_STAGE}earlier way out"), _in_network(netns_fd, host_fd):
+                _wait_active()
                 network.forget_way_out()
         undo.pop_all()
 
@@ -261,6 +265,21 @@ def _join(link: str, address: IPv4Address) -> None:
     index, own = socket.if_nametoindex(link), address.packed
     requests = _up(index), _neighbour(index, own, _SESSION_MAC), _route(index, own, _RT_SCOPE_LINK)
     netlink.do(netlink.NETLINK_ROUTE, *requests)
+
+
+def _wait_active() -> None:
+    """Wait until the session's end sends: its carrier came with the host's end, and the kernel gives it a queue in the
+    background (net/core/link_watch.c); until then it has the one that drops all. State and queue change under one lock.
+    Raises `OSError`."""
+    deadline = time.monotonic() + _ACTIVE_S
+    while True:
+        for body in netlink.dump(netlink.NETLINK_ROUTE, netlink.RTM_GETLINK, _LINK.pack(0, 0, 0, 0, 0)):
+            found = netlink.attributes_of(body[_LINK.size :])
+            if found[_IFLA_IFNAME].rstrip(b"\0") == SESSION_LINK.encode() and found.get(_IFLA_OPERSTATE) == _IF_OPER_UP:
+                return
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, "the link does not come up")
+        time.sleep(_ACTIVE_PAUSE_S)
 
 
 def _name(link: str) -> bytes:

@@ -262,7 +262,13 @@ class Unpacker:
 
     def _hide(self, directory: str, name: str) -> None:
         """Hide what layers below have in a directory, or under one name there. What this layer has there stays,
-        whatever came first (layer.md, "Whiteouts")."""
+        whatever came first (layer.md, "Whiteouts"). Below what this layer hides, or has as no directory, nothing shows:
+        umoci repack(1) names all that was there, too."""
+        above = directory
+        while above:
+            if os.path.lexists(above) and not os.path.isdir(above):
+                return
+            above = above.rpartition("/")[0]
         self._make_way(f"{directory}/{name}")
         if name == _HIDES_ALL:
             self.opaque.add(os.path.realpath(directory or "/"))

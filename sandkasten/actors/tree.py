@@ -9,6 +9,7 @@
     ├── egress     the process that carries the connections of sessions
     ├── previews   the process that carries HTTP to servers in sessions
     ├── images     the image catalogue
+    ├── jobs       pulls of images
     ├── workspaces their holds, records and files
     ├── sessions   id → Ref; one temporary session actor per sandbox
     ├── reaper     sweeps leftovers every minute
@@ -41,8 +42,9 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import broker, egress, events, images, nsinit, previews, store
+from sandkasten.actors.services import broker, egress, events, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
+from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
 from sandkasten.actors.services.store import do
@@ -78,9 +80,10 @@ from sandkasten.config import MIB, Config, DiskSettings
 from sandkasten.counters.metrics import Metrics, watch_loop
 from sandkasten.counters.node import session_bounds, terminals_of
 from sandkasten.crash import Crash
-from sandkasten.host.paths import DataPaths
+from sandkasten.host.paths import DataPaths, credentials_file
 from sandkasten.host.resolvers import machine_resolvers
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.registry.blobs import Blobs
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.processes import StartEgress, StartNsinit, start_as_child, start_egress_as_child
@@ -101,6 +104,8 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
+from sandkasten.model.image import ImageDescription, Pruned
+from sandkasten.model.job import Job, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -149,7 +154,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
         self._previews, self._broker = Ref("previews"), Ref("broker")
-        self._sessions, self._reaper = Ref("sessions"), Ref("reaper")
+        self._sessions, self._reaper, self._jobs = Ref("sessions"), Ref("reaper"), Ref("jobs")
         spool_dir = DataPaths(config.data_dir).spool
         directory, metrics = SessionDirectory(), Metrics()
         self._shared = Shared(
@@ -197,6 +202,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("egress", self._start_egress_client, may_keep_failing=True),
             ChildSpec("previews", self._start_preview_client),
             ChildSpec("images", self._start_images),
+            ChildSpec("jobs", self._start_jobs),
             ChildSpec("workspaces", self._start_workspaces),
             ChildSpec("sessions", self._start_sessions),
             ChildSpec("reaper", self._start_reaper),
@@ -289,7 +295,21 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        await images.Images(self._images, self._catalog).run(task_status=task_status)
+        await images.Images(self._images, self._catalog, self._nsinit).run(task_status=task_status)
+
+    async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        data_dir = self._config.data_dir
+        floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
+        actor = jobs.Jobs(
+            self._jobs,
+            store=self._store,
+            layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
+            blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
+            settings=self._config.images,
+            credentials_file=credentials_file(self._config),
+            crash=self._shared.crash,
+        )
+        await actor.run(task_status=task_status)
 
     async def _start_workspaces(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         actor = workspaces.Workspaces(
@@ -468,6 +488,38 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def delete_secret(self, name: str) -> None:
         await self._broker.ask_again(broker.ForgetSecret(name))
+
+    # Images -----------------------------------------------------------------------------------------------------
+
+    async def images(self) -> Sequence[ImageDescription]:
+        return await self._images.ask_again(images.DescribeImages())
+
+    async def image(self, name: str) -> ImageDescription:
+        (found,) = await self._images.ask_again(images.DescribeImages(name))
+        return found
+
+    async def delete_image(self, name: str) -> None:
+        await self._images.ask_again(images.RemoveImage(name))
+
+    async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
+        return await self._images.ask_again(images.PruneLayers(older_than_s, dry_run))
+
+    # Jobs -------------------------------------------------------------------------------------------------------
+
+    async def pull_image(self, spec: PullSpec) -> Job:
+        return await self._jobs.ask_again(jobs.BeginPull(spec))
+
+    async def jobs(self, *, limit: int = 100) -> Sequence[Job]:
+        return await self._jobs.ask_again(jobs.ListJobs(limit))
+
+    async def job(self, job_id: str) -> Job:
+        return await self._jobs.ask_again(jobs.GetJob(job_id))
+
+    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, Job]:
+        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen))
+
+    async def cancel_job(self, job_id: str) -> Job:
+        return await self._jobs.ask_again(jobs.CancelJob(job_id))
 
     # Files ------------------------------------------------------------------------------------------------------
 

@@ -393,6 +393,7 @@ _OF_KIND: Mapping[object, Schema] = {
     sessions.ListCursor: _STRING,
     run_output.OutputPosition: {"type": "string", "pattern": _POSITION},
     run_output.LastPosition: {"type": "string", "pattern": f"^$|{_POSITION}"},
+    run_output.PreferredWait: _STRING,
     file_contents.ByteRange: _STRING,
     file_contents.ETags: {"type": "string", "pattern": rf"^[, \t]*(?:(?:{fields.ETAG.pattern})[, \t]*)+$"},
     PingText: {"type": "string", "maxLength": MAX_PING_CHARS},

@@ -30,6 +30,8 @@ from sandkasten.api.openapi import document
 from sandkasten.api.resources import (
     events,
     files,
+    images,
+    jobs,
     keys,
     mcp,
     network,
@@ -309,6 +311,41 @@ TABLE = RouteTable(
                 *("DELETE", "/v1/secrets/{name}", secrets.delete_secret, RULE_NODE),
                 answer=sessions.DoneBody,
                 errors=(errors.SecretNotFound, errors.StoreFailed),
+            ),
+        ),
+        # Images, and the jobs that make them
+        *_failing(
+            (errors.InvalidImage,),
+            _json(
+                *("GET", "/v1/images", images.list_images, RULE_NODE),
+                query=images.ImagesQuery,
+                answer=images.ImagesBody,
+            ),
+            _json(
+                *("DELETE", "/v1/images", images.delete, RULE_NODE),
+                query=images.ImageQuery,
+                answer=sessions.DoneBody,
+                errors=(errors.ImageInUse,),
+            ),
+        ),
+        _json("POST", "/v1/images/prune", images.prune, RULE_NODE, body=images.PruneRequest, answer=images.PrunedBody),
+        _json(
+            *("POST", "/v1/images/pull", jobs.pull, RULE_NODE),
+            head=jobs.PullHead,
+            body=jobs.PullRequest,
+            answer=jobs.BegunBody,
+            statuses=(202,),
+            errors=(errors.InvalidReference, errors.InvalidImage, errors.Conflict, errors.StoreFailed),
+        ),
+        _json("GET", "/v1/jobs", jobs.list_jobs, RULE_NODE, query=jobs.JobsQuery, answer=jobs.JobsBody),
+        *_failing(
+            (errors.JobNotFound,),
+            _json("GET", "/v1/jobs/{job_id}", jobs.get, RULE_NODE, answer=jobs.JobBody),
+            _raw("DELETE", "/v1/jobs/{job_id}", jobs.cancel, RULE_NODE, answer=jobs.JobBody),
+            _raw(
+                *("GET", "/v1/jobs/{job_id}/events", jobs.follow, RULE_NODE),
+                answer_type=_EVENTS,
+                messages=Messages(server={**jobs.JOB_EVENTS, "error": ErrorEvent}),
             ),
         ),
         *_event_routes("/v1/events", FIND),

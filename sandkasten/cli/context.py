@@ -19,7 +19,7 @@ from sandkasten.installation import ConfigError
 
 
 def add_context(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     add = actions.add_parser("add", help="name a server, and choose it if it is the first")
     add.add_argument("name", metavar="NAME")
     add.add_argument("url", metavar="URL", help="http://HOST:PORT, https://HOST, or unix:/PATH")

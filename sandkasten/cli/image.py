@@ -1,4 +1,5 @@
-"""`sandkasten image list | validate | rm | import`: works on the store directly, with or without a daemon."""
+"""`sandkasten image list | inspect | validate | rm | prune | import`: works on the store itself, beside a daemon or
+without one."""
 
 from __future__ import annotations
 
@@ -26,6 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
                 return _list(catalog, as_json=arguments.json)
             case "validate":
                 return _validate(catalog, arguments.name, as_json=arguments.json)
+            case "inspect":
+                return _inspect(catalog, arguments.name)
+            case "prune":
+                return _prune(catalog, arguments)
             case "rm":
                 return _remove(catalog, arguments.name, Crash(config.testing.crash_at), as_json=arguments.json)
             case _:
@@ -59,6 +64,22 @@ def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
         for problem in problems or ["ok"]:
             print(f"{name}: {problem}")
     return 1 if problems else 0
+
+
+def _inspect(catalog: Catalog, name: str) -> int:
+    image = catalog.get(name)
+    print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
+    return 0
+
+
+def _prune(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    with open_store(catalog.data_dir) as store:
+        found = store.collect(grace_s=arguments.older_than, dry_run=arguments.dry_run)
+    if arguments.json:
+        print_json({"layers": found.layers, "freed_bytes": found.freed_bytes})
+    else:
+        print(f"{found.layers} layers, {found.freed_bytes / 1024**2:.1f} MiB")
+    return 0
 
 
 def _remove(catalog: Catalog, name: str, crash: Crash, *, as_json: bool) -> int:

@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, command_words = words[:at], words[at + 1 :]
     if argv is None:
         _open_standard_files()
-    arguments = make_parser(words[0] if words else None).parse_args(words)
+    arguments, unknown = make_parser(words[0] if words else None).parse_known_args(words)
+    if unknown:
+        advice = "; the command comes behind --" if words[0] in _WITH_COMMAND and not command_words else ""
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
     arguments.words = command_words
     status = _perform(arguments)
     if argv is None and VERBS[words[0]][0] not in ("operator", "main"):
@@ -130,6 +133,7 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
     for name, (_, about) in VERBS.items():
         own = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         if name == verb:
+            own.set_defaults(parser=own)
             add_arguments(own, name)
     return parser
 

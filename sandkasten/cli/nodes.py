@@ -146,7 +146,7 @@ def _print_event(event: Event) -> None:
 
 
 def add_workspace(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     listing = actions.add_parser("list", help="show all workspaces")
     listing.add_argument("-l", "--label", metavar="NAME=VALUE", help="only those with this label")
     listing.add_argument("--usage", action="store_true", help="count their files")

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sandkasten.cli.client import is_elsewhere, verb
+from sandkasten.cli.common import span_seconds
 
 
 def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -99,26 +100,45 @@ def add_security(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     listing = actions.add_parser("list", help="show all images, of this machine or of a server elsewhere")
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
     validate = actions.add_parser("validate", help="check an image")
     remove = actions.add_parser("rm", aliases=["delete"], help="remove an image")
-    for name, action in (("validate", validate), ("rm", remove)):
+    inspect = actions.add_parser("inspect", help="print an image as JSON")
+    prune = actions.add_parser("prune", help="remove layers that no image and no session has")
+    prune.add_argument("--older-than", type=span_seconds, default="1h", metavar="SPAN", help="time unused, such as 12h")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    prune.set_defaults(command=_late("image", "run"), action="prune")
+    for name, action in (("validate", validate), ("rm", remove), ("inspect", inspect)):
         action.add_argument("name")
         action.set_defaults(command=_late("image", "run"), action=name)
     importing = actions.add_parser("import", help="make an image of a tar archive")
     importing.add_argument("--name", required=True)
     importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
     importing.set_defaults(command=_late("image", "run"), action="import")
-    for action in (listing, validate, remove, importing):
+    pulling = actions.add_parser("pull", help="get an image from a registry")
+    pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")
+    pulling.add_argument("--name", help="the image's name here; by default the last part of REF")
+    pulling.add_argument("--platform", metavar="OS/ARCH", help="by default that of the machine")
+    pulling.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    pulling.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
+    pulling.set_defaults(command=_late("pull", "pull"))
+    login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")
+    login.add_argument("registry", metavar="REGISTRY")
+    login.add_argument("--username", required=True)
+    login.set_defaults(command=_late("pull", "login"))
+    for action in (pulling, login):
+        add_installation_options(action)
+    _add_json(pulling)
+    for action in (listing, validate, remove, importing, prune, inspect):
         _add_json(action)
         add_installation_options(action)
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(required=True)
     create = actions.add_parser("create", help="make a key and print it, once")
     create.add_argument("--name", required=True, help="name of the key")
     access = create.add_mutually_exclusive_group()

@@ -161,6 +161,12 @@ def _kept(config: Config, account: Account, allowance: Allowance, listen: Sequen
         early.close()
 
 
+def give_away(config: Config, account: Account) -> None:
+    """Become a process of `account` without privilege, for work on the network. Raises `Stop`."""
+    _drop(config, account)
+    _confine(config)
+
+
 def _confine(config: Config) -> None:
     """Put the daemon under the filter of its own calls, while it has one thread: those to come inherit the filter."""
     if config.security.own_filters:

@@ -20,7 +20,7 @@ _MAX_CHARS = 8192
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs = parser.add_subparsers(required=True)
     add = verbs.add_parser("add", help="keep a value, in place of one of that name")
     add.add_argument("name", metavar="NAME")
     add.add_argument("--host", metavar="HOST[:PORT,...]", action="append", required=True, dest="hosts")

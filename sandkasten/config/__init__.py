@@ -16,6 +16,7 @@ from sandkasten.config.values import DiskSettings as DiskSettings
 from sandkasten.config.values import EgressSettings as EgressSettings
 from sandkasten.config.values import EventsSettings as EventsSettings
 from sandkasten.config.values import FaultSettings as FaultSettings
+from sandkasten.config.values import ImagesSettings as ImagesSettings
 from sandkasten.config.values import IsolationSettings as IsolationSettings
 from sandkasten.config.values import Maximum as Maximum
 from sandkasten.config.values import PoolSettings as PoolSettings

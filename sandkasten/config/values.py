@@ -316,6 +316,39 @@ class PoolSize:
         return self.size if self.max is None else self.max
 
 
+def _registries(_instance: object, attribute: attrs.Attribute[Any], value: Iterable[str]) -> None:
+    for each in value:
+        if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?", each):
+            raise ValueError(f"{attribute.name}: {each!r} is no registry such as example.org or example.org:5000")
+
+
+def _mirrors(instance: object, attribute: attrs.Attribute[Any], value: Mapping[str, tuple[str, ...]]) -> None:
+    _registries(instance, attribute, value)
+    for url in (url for urls in value.values() for url in urls):
+        if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?", url):
+            raise ValueError(f"{attribute.name}: {url!r} is no URL such as https://mirror.example.org")
+
+
+def _lists_by_name(value: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
+    return MappingProxyType({name: tuple([each] if isinstance(each, str) else each) for name, each in value.items()})
+
+
+@attrs.frozen
+class ImagesSettings:
+    """Pulls of images from registries. A registry is written HOST, with any port, or HOST:PORT. `insecure_registries`
+    are spoken to by plain HTTP; `allow_private` may have private addresses, as those and mirrors may."""
+
+    insecure_registries: tuple[str, ...] = attrs.field(
+        default=("localhost", "127.0.0.1"), converter=_strings, validator=_registries
+    )
+    allow_private: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_registries)
+    mirrors: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_lists_by_name, validator=_mirrors)
+    credentials_file: Path | None = attrs.field(default=None, converter=_absolute_or_none)
+    max_layers: int = attrs.field(default=127, validator=_between(1, 127))
+    max_pull_mb: int = attrs.field(default=16_384, validator=_between(1, 1_048_576))
+    part_keep_hours: float = attrs.field(default=24.0, validator=_between(0, 8760))
+
+
 @attrs.frozen
 class PoolSettings:
     """Session pools, by image name. A member older than `max_age_seconds` is replaced."""
@@ -631,6 +664,7 @@ class Config:
     admission: AdmissionSettings = attrs.field(factory=AdmissionSettings)
     pool: PoolSettings = attrs.field(factory=PoolSettings)
     workspace: WorkspaceSettings = attrs.field(factory=WorkspaceSettings)
+    images: ImagesSettings = attrs.field(factory=ImagesSettings)
     egress: EgressSettings = attrs.field(factory=EgressSettings)
     preview: PreviewSettings = attrs.field(factory=PreviewSettings)
     dashboard: DashboardSettings = attrs.field(factory=DashboardSettings)

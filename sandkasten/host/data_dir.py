@@ -77,10 +77,18 @@ def hand_over(config: Config, account: Account) -> None:
     root_fd = os.open(config.data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         known = frozenset({0, os.fstat(root_fd).st_gid, account.gid})
-        for path in (paths.lock, paths.node_id, paths.node_id.with_suffix(".new"), paths.api_key, *listening):
+        for path in (
+            paths.lock,
+            paths.node_id,
+            paths.node_id.with_suffix(".new"),
+            paths.api_key,
+            paths.registries,
+            *listening,
+        ):
             _give_file(root_fd, path.name, account, known)
         _keep_file(root_fd, paths.keys.name, account, known)
-        _give_directory(root_fd, paths.spool.name, account, known)
+        for directory in (paths.spool, paths.blobs):
+            _give_directory(root_fd, directory.name, account, known)
         for suffix in _OF_DATABASE:
             _give_file(None, f"{config.db_path}{suffix}", account, known)
         os.fchown(root_fd, 0, account.gid)  # before the mode: the old group must not write

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 
+from sandkasten.config import Config
 from sandkasten.installation import API_KEY_NAME, LISTENING_NAME
 
 RUNNER_SOCKET = "r.sock"
@@ -71,9 +72,24 @@ class DataPaths:
         """Output of runs that memory has no room for, and records of runs for the next daemon."""
         return self.root / "spool"
 
+    @property
+    def registries(self) -> Path:
+        """Names and passwords for registries of images, unless the configuration has another file."""
+        return self.root / "registries.json"
+
+    @property
+    def blobs(self) -> Path:
+        """Layers of images on their way: what a registry sent and nobody has unpacked."""
+        return self.root / "blobs"
+
     def run_dir(self, session_id: str) -> Path:
         """Directory that holds the runner's socket of one session."""
         return self.root / "run" / session_id
+
+
+def credentials_file(config: Config) -> Path:
+    """Return the file of names and passwords for registries."""
+    return config.images.credentials_file or DataPaths(config.data_dir).registries
 
 
 def read_boot_id() -> str:

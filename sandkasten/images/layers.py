@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -93,6 +94,15 @@ class Layers:
     def has(self, diff_id: str) -> bool:
         """Whether the store has a layer. It may be collected until an image has it; publishing tells."""
         return diff_id.startswith(_PREFIX) and (self._directory / diff_id.removeprefix(_PREFIX)).is_dir()
+
+    def find(self, diff_id: str) -> LayerMeta | None:
+        """Return a layer of the store; None if it is not there, or can't be read."""
+        try:
+            said = json.loads((self._directory / diff_id.removeprefix(_PREFIX) / "meta.json").read_bytes())
+            counts = {name: int(said[name]) for name in ("entries", "size_bytes", "skipped", "privileged")}
+            return LayerMeta(diff_id, **counts, is_new=False)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def unpack_layer(
         self,
@@ -187,8 +197,8 @@ def describe(
 
 @contextlib.contextmanager
 def description(content: bytes) -> Iterator[int]:
-    """Open a file in memory with a description."""
-    with open(os.memfd_create("image"), "wb", buffering=0) as file:
+    """Open a file without a name that has a description; the daemon's own filter has no file in memory."""
+    with tempfile.TemporaryFile(buffering=0) as file:
         file.write(content)
         yield file.fileno()
 

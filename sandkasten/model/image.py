@@ -91,3 +91,38 @@ _NONE = ImageConfig()
 def _words(said: str | Sequence[str] | None) -> list[str]:
     """Return the words of a command: old archives have a string for the shell."""
     return ["/bin/sh", "-c", said] if isinstance(said, str) else list(said or ())
+
+
+@attrs.frozen
+class ImageLayer:
+    """One layer of an image: its digest, unpacked, and what is in it."""
+
+    digest: str
+    entries: int
+    size_bytes: int
+
+
+@attrs.frozen
+class ImageDescription:
+    """One image of the node. `digest` is its manifest's, of an image that came from a registry or an OCI layout;
+    `layers`, from the bottom, are empty for an image that is no list of them."""
+
+    name: str
+    kind: str
+    source: str
+    created_at: str
+    digest: str
+    platform: str
+    tags: Sequence[str]
+    alias_names: Sequence[str]
+    size_bytes: int
+    config: ImageConfig
+    layers: Sequence[ImageLayer]
+
+
+@attrs.frozen
+class Pruned:
+    """Layers that were removed, or would be, and the bytes of their files."""
+
+    layers: int
+    freed_bytes: int

@@ -13,11 +13,12 @@ from sandkasten.sdk import waiting
 from sandkasten.sdk.files import Files, FileStream, Progress, Source
 from sandkasten.sdk.run import CANCEL_S
 from sandkasten.sdk.session import Session
-from sandkasten.sdk.streams import Events
+from sandkasten.sdk.streams import Events, JobEvents
 from sandkasten.sdk.transport import Endpoint, HasTransport, Transport
 from sandkasten.sdk.types import (
     UNSET,
     ImageInfo,
+    JobInfo,
     NodeInfo,
     SecretInfo,
     SessionInfo,
@@ -318,6 +319,50 @@ class SandboxClient:
     async def keys(self) -> list[dict[str, Any]]:  # JSON values
         """Return the API keys with quota and use, and no part of a secret. Needs an administrator's key."""
         return list((await self._endpoint.ask("GET", "/v1/keys"))["keys"])
+
+    async def pull_image(
+        self,
+        reference: str,
+        *,
+        name: str | None = None,
+        platform: str | None = None,
+        replace: bool = False,
+        auth: tuple[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobInfo:
+        """Begin to pull an image from a registry; follow the job with `follow_job`. Needs an administrator's key.
+
+        Args:
+            reference: such as `debian:bookworm` or `ghcr.io/owner/image@sha256:...`.
+            name: the image's name on the server; by default the last part of the reference.
+            platform: `OS/ARCHITECTURE` or `OS/ARCHITECTURE/VARIANT`; by default the server's.
+            replace: take the place of an image of that name.
+            auth: name and password for the registry, which the server does not keep.
+            idempotency_key: with the same key the same pull is begun once.
+        """
+        body = given(reference=reference, name=name, platform=platform, replace=replace or None)
+        if auth is not None:
+            body["auth"] = {"username": auth[0], "password": auth[1]}
+        headers = {"idempotency-key": idempotency_key or new_id()}
+        begun = await self._endpoint.ask("POST", "/v1/images/pull", body, headers=headers, repeat=True)
+        return await self.job(begun["job_id"])
+
+    async def jobs(self, *, limit: int = 100) -> list[JobInfo]:
+        """Return the jobs, newest first. Needs an administrator's key."""
+        found = await self._endpoint.ask("GET", "/v1/jobs", query={"limit": limit})
+        return [JobInfo.take(each) for each in found["jobs"]]
+
+    async def job(self, job_id: str) -> JobInfo:
+        """Return a job. Raises `JobNotFound`."""
+        return JobInfo.take(await self._endpoint.ask("GET", f"/v1/jobs/{part(job_id)}"))
+
+    def follow_job(self, job_id: str) -> JobEvents:
+        """Return the job at each change, a few times a second, up to its end: `async for job in ...`."""
+        return JobEvents(self._endpoint.below(f"/v1/jobs/{part(job_id)}"))
+
+    async def cancel_job(self, job_id: str) -> JobInfo:
+        """End a job, and return it as it ended. Raises `JobNotFound`."""
+        return JobInfo.take(await self._endpoint.ask("DELETE", f"/v1/jobs/{part(job_id)}"))
 
     async def put_secret(
         self, name: str, value: str, hosts: Sequence[str], *, placeholder: str | None = None

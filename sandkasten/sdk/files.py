@@ -121,7 +121,7 @@ class WatchedChanges:
 
     def __init__(self, transport: Transport, request: HttpCall) -> None:
         """Internal: use `Files.watch`."""
-        self._stream = ResumedEvents(transport, request)
+        self._stream = ResumedEvents(transport, request, may_poll=False)  # what happens between two is not told
 
     async def __aenter__(self) -> Self:
         await self._stream.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,19 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sandkasten import errors
-from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, StreamRecovery, Transport
-from sandkasten.sdk.types import Event, RunEnd, StreamName
+from sandkasten.sdk.transport import SILENCE_S, Endpoint, HttpStream, Lost, Silent, StreamRecovery, Transport
+from sandkasten.sdk.types import Event, JobInfo, RunEnd, StreamName
 from sandkasten.sdk.wire import EventDecoder, HttpCall, ServerEvent, reading, run_end
 
 T = TypeVar("T")
+
+FIRST_S = 20.0
+"""Time without a byte after which a stream is lost: the server sends one within 15 s. Without the first, a proxy holds
+the answer back."""
+WAIT_S = 10
+"""Time after which the part of a stream ends in which nothing has happened: less than proxies wait for an answer."""
+_SOON_S = 1.0
+"""Time before which such a part does not end, if the server knows of it."""
 
 
 @dataclass(slots=True)
@@ -32,26 +41,46 @@ class ResumedEvents:
 
     After a lost connection `call` is sent again as it is, with the id of the last event that came, until no event has
     come for the client's timeout. So `call` must do no harm when it is repeated; one that is not `repeat` is sent once.
+
+    A stream of which nothing comes in time is asked for in parts, whose answers end with the first events: so it passes
+    a proxy that sends an answer on when it has ended. `may_poll` is False where the server knows of no parts.
     """
 
-    def __init__(self, transport: Transport, call: HttpCall) -> None:
+    def __init__(self, transport: Transport, call: HttpCall, *, may_poll: bool = True) -> None:
         self._transport = transport
         self._request = call
-        self._request.silence_s = SILENCE_S
+        self._request.may_poll = may_poll and call.repeat
         self._reply: HttpStream | None = None
+        self._opened_at = 0.0
+        self._has_come = False
         self._decoder = EventDecoder()
         self._events: deque[ServerEvent] = deque()
         self._recovery = StreamRecovery(transport.timeout)
         self.headers: Mapping[str, str] = {}
         self.last_id = call.headers.get("last-event-id", "")
 
+    @property
+    def _is_in_parts(self) -> bool:
+        return self._request.may_poll and self._transport.holds_answers
+
     async def open(self) -> None:
         """Connect, if there is no connection. Errors as of `Transport.send`."""
         if self._reply is None:
             if self.last_id:
                 self._request.headers["last-event-id"] = self.last_id
-            self._decoder = EventDecoder()
-            self._reply = await self._transport.open(self._request)
+            if self._is_in_parts:
+                self._request.headers["prefer"] = f"wait={WAIT_S}"
+            may_be_held = self._request.may_poll and not self._transport.holds_answers
+            self._request.silence_s = FIRST_S if may_be_held else SILENCE_S
+            self._decoder, self._opened_at, self._has_come = EventDecoder(), time.monotonic(), False
+            try:
+                self._reply = await self._transport.open(self._request)
+            except Silent:
+                if not may_be_held:
+                    raise
+                self._transport.holds_answers = True
+                await self.open()
+                return
             self.headers = self._reply.headers
 
     async def next(self) -> ServerEvent:
@@ -74,9 +103,13 @@ class ResumedEvents:
             except BaseException:
                 await self.aclose()
                 raise
-            if not data:
+            if data:
+                self._has_come = True
+            elif self._is_in_parts and (self._has_come or time.monotonic() - self._opened_at > _SOON_S):
+                await self.aclose()
+                self._recovery.progress()
+            else:
                 await self._recover(Lost("the server ended the stream", was_sent=True))
-                continue
         self._recovery.progress()
         event = self._events.popleft()
         if event.id:
@@ -102,6 +135,9 @@ class ResumedEvents:
 
     async def _recover(self, error: Lost) -> None:
         await self.aclose()
+        if isinstance(error, Silent) and not self._has_come and not self._is_in_parts and self._request.may_poll:
+            self._transport.holds_answers = True  # by a proxy that sent the head of the answer on
+            return
         if not self._request.repeat:
             raise errors.Uncertain(f"{error}; the command has no id, and may have run") from error
         await self._recovery.wait(error)
@@ -150,6 +186,32 @@ def _of_run(event: ServerEvent) -> Piece | RunEnd | None:
         seq = int(event.id.partition("~")[0].partition(".")[0] or 0)
         return Piece(value["stream"], base64.b64decode(value["chunk"]), seq, value["timestamp"])
     return run_end(event.value) if event.name == "done" else None
+
+
+class JobEvents:
+    """A job as it goes on: `async for job in events`, up to its end. A lost connection is followed by another."""
+
+    def __init__(self, place: Endpoint) -> None:
+        """Internal: use `SandboxClient.follow_job`."""
+        self._stream = ResumedEvents(place.transport, place.call("GET", "/events"))
+        self._has_ended = False
+
+    def __aiter__(self) -> AsyncIterator[JobInfo]:
+        return self
+
+    async def __anext__(self) -> JobInfo:
+        """Return the job after its next change. Raises `JobNotFound`, and others as of a call."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        job = await self._stream.take(lambda found: JobInfo.take(found.value))
+        if job.has_ended:
+            self._has_ended = True
+            await self.aclose()
+        return job
+
+    async def aclose(self) -> None:
+        """Close the connection; the job goes on."""
+        await self._stream.aclose()
 
 
 class Events:

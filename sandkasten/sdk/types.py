@@ -337,6 +337,45 @@ class NetworkInfo(Taken):
 
 
 @dataclass
+class LayerInfo(Taken):
+    """Layer of a pull: bytes of it that came, and its `phase`: `waiting`, `downloading`, `unpacking`, `done`, or
+    `present` if the server had it."""
+
+    layer: str
+    done_bytes: int
+    total_bytes: int
+    phase: str
+
+
+@dataclass
+class JobInfo(Taken):
+    """Job of the server. `state` is `queued`, `running`, `done`, `failed` or `cancelled`; a failed one has an `error`
+    with `error_code`, `message` and `details`."""
+
+    id: str
+    kind: str
+    state: str
+    reference: str
+    name: str
+    platform: str
+    created_at: str
+    ended_at: str | None = None
+    digest: str | None = None
+    error: dict[str, Any] | None = None
+    progress: list[LayerInfo] = field(default_factory=list)
+
+    @classmethod
+    def take(cls, data: Mapping[str, Any], **others: Any) -> Self:
+        progress = [LayerInfo.take(each) for each in data.get("progress", ())]
+        return super().take(data, progress=progress, **others)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is over."""
+        return self.state in ("done", "failed", "cancelled")
+
+
+@dataclass
 class SecretInfo(Taken):
     """Secret that the server keeps; its value is told to nobody. `placeholder` stands for it in sessions, None: a text
     of each session's own."""

@@ -34,7 +34,8 @@ _BYTE = re.compile("[\udc80-\udcff]")
 class HttpCall:
     """A request. `patience_s` is added to the client's timeout; None is no limit. A call that is not `repeat` is sent
     once, and is `Uncertain` when the connection is lost. A stream is lost after `silence_s` without a byte, if given,
-    and a transfer is given up after the client's timeout without one.
+    and a transfer is given up after the client's timeout without one. One that `may_poll` is told so, and asks then
+    for a stream in parts.
 
     `source` makes the pieces of a body anew for each attempt; `headers` then has its length, if that is known.
     """
@@ -48,6 +49,7 @@ class HttpCall:
     patience_s: float | None = 0.0
     silence_s: float | None = None
     is_transfer: bool = False
+    may_poll: bool = False
     repeat: bool = True
 
     @property

@@ -13,6 +13,7 @@ from sandkasten.contexts import choose_server
 from sandkasten.sdk.types import (
     UNSET,
     ImageInfo,
+    JobInfo,
     NodeInfo,
     SecretInfo,
     SessionInfo,
@@ -26,7 +27,7 @@ from sandkasten.sync import waiting
 from sandkasten.sync.files import Files, FileStream, Progress, Source
 from sandkasten.sync.run import CANCEL_S
 from sandkasten.sync.session import Session
-from sandkasten.sync.streams import Events
+from sandkasten.sync.streams import Events, JobEvents
 from sandkasten.sync.transport import Endpoint, HasTransport, Transport
 
 DEFAULT_URL = "http://localhost:8080"
@@ -317,6 +318,50 @@ class SandboxClient:
     def keys(self) -> list[dict[str, Any]]:  # JSON values
         """Return the API keys with quota and use, and no part of a secret. Needs an administrator's key."""
         return list((self._endpoint.ask("GET", "/v1/keys"))["keys"])
+
+    def pull_image(
+        self,
+        reference: str,
+        *,
+        name: str | None = None,
+        platform: str | None = None,
+        replace: bool = False,
+        auth: tuple[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobInfo:
+        """Begin to pull an image from a registry; follow the job with `follow_job`. Needs an administrator's key.
+
+        Args:
+            reference: such as `debian:bookworm` or `ghcr.io/owner/image@sha256:...`.
+            name: the image's name on the server; by default the last part of the reference.
+            platform: `OS/ARCHITECTURE` or `OS/ARCHITECTURE/VARIANT`; by default the server's.
+            replace: take the place of an image of that name.
+            auth: name and password for the registry, which the server does not keep.
+            idempotency_key: with the same key the same pull is begun once.
+        """
+        body = given(reference=reference, name=name, platform=platform, replace=replace or None)
+        if auth is not None:
+            body["auth"] = {"username": auth[0], "password": auth[1]}
+        headers = {"idempotency-key": idempotency_key or new_id()}
+        begun = self._endpoint.ask("POST", "/v1/images/pull", body, headers=headers, repeat=True)
+        return self.job(begun["job_id"])
+
+    def jobs(self, *, limit: int = 100) -> list[JobInfo]:
+        """Return the jobs, newest first. Needs an administrator's key."""
+        found = self._endpoint.ask("GET", "/v1/jobs", query={"limit": limit})
+        return [JobInfo.take(each) for each in found["jobs"]]
+
+    def job(self, job_id: str) -> JobInfo:
+        """Return a job. Raises `JobNotFound`."""
+        return JobInfo.take(self._endpoint.ask("GET", f"/v1/jobs/{part(job_id)}"))
+
+    def follow_job(self, job_id: str) -> JobEvents:
+        """Return the job at each change, a few times a second, up to its end: `for job in ...`."""
+        return JobEvents(self._endpoint.below(f"/v1/jobs/{part(job_id)}"))
+
+    def cancel_job(self, job_id: str) -> JobInfo:
+        """End a job, and return it as it ended. Raises `JobNotFound`."""
+        return JobInfo.take(self._endpoint.ask("DELETE", f"/v1/jobs/{part(job_id)}"))
 
     def put_secret(self, name: str, value: str, hosts: Sequence[str], *, placeholder: str | None = None) -> SecretInfo:
         """Keep a secret on the server, in place of one of that name: sessions that name it use the value at these

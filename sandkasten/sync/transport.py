@@ -61,6 +61,10 @@ class Lost(errors.ConnectionFailed):
         self.was_sent = was_sent
 
 
+class Silent(Lost):
+    """Nothing came over the connection for the time that a stream may be silent."""
+
+
 class SocketClosed(Exception):
     """The server closed a WebSocket: `code` and `reason` as in docs/websocket.md."""
 
@@ -97,6 +101,8 @@ class Transport:
             socket_options=None if unix_path else _KEEPALIVE,
         )
         self._was_reached = False
+        self.holds_answers = False
+        """Whether a proxy on the way sends an answer on when it has ended, so that a stream has to end early."""
         self.links: WeakValueDictionary[str, Any] = WeakValueDictionary()
         """The `RunLink` of each session in use, by the session's path."""
         self.open_links: set[Any] = set()
@@ -140,6 +146,8 @@ class Transport:
             try:
                 answer, response = self._attempt(request, left_s, is_whole=is_whole)
             except Lost as lost:
+                if isinstance(lost, Silent) and request.may_poll:
+                    raise
                 if lost.was_sent and not request.repeat:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
@@ -200,7 +208,7 @@ class Transport:
             raise errors.DeadlineExceeded(f"all {_CONNECTIONS} connections were in use") from error
         except httpcore2.TimeoutException as error:
             if request.silence_s is not None:
-                raise Lost(_SILENT, was_sent=True) from error
+                raise Silent(_SILENT, was_sent=True) from error
             message = f"nothing was heard of {request.method} {request.path} for {idle_s:.1f} s"
             raise errors.DeadlineExceeded(message) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -305,7 +313,7 @@ class HttpStream:
         try:
             data: bytes = next(self._pieces, b"")
         except httpcore2.TimeoutException as error:
-            raise Lost(_SILENT, was_sent=True) from error
+            raise Silent(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
         self._is_broken = False

@@ -22,7 +22,9 @@ from sandkasten.api.openapi import Components
 from sandkasten.api.resources import fields, file_contents, run_output, sessions
 from sandkasten.api.routes import TABLE
 from sandkasten.config import PoolSettings, PoolSize, PreviewSettings
+from sandkasten.images.layers import describe
 from sandkasten.model import SessionSpec, SessionStats
+from sandkasten.model.image import ImageConfig
 from tests.api.described import DOCUMENT, Described
 from tests.api.harness import RunningTree, read_until, request_bytes, running_front
 from tests.fakes.runner import Script
@@ -274,7 +276,15 @@ async def test_answers_are_as_described() -> None:
             ("DELETE", f"{space}/fs?path=f", None),
             ("DELETE", space, None),
         )
-        for method, url, json in requests:
+        pull = await client.post("/v1/images/pull", json={"reference": "127.0.0.1:1/x"})
+        for method in ("GET", "DELETE"):
+            assert (await client.request(method, f"/v1/jobs/{pull.json()['job_id']}")).is_success
+        image = running.supervisor._config.data_dir / "images" / "x"
+        image.mkdir()
+        (image / "meta.json").write_bytes(describe([], ImageConfig(), "", "", "", []))
+        requests += (("DELETE", "/v1/images?name=x", None), ("POST", "/v1/images/prune", {"dry_run": True}))
+        looks = [("GET", f"/v1/{name}", None) for name in ("jobs", "images", "images?name=host")]
+        for method, url, json in (*requests, *looks):
             assert (await client.request(method, url, json=json)).is_success, url
         form: dict[str, Any] = {"files": {"file": ("f", b"x")}}
         session = await running.supervisor.create(SessionSpec())
@@ -321,6 +331,7 @@ EXACT = {fields.FileMode, fields.Edits, fields.Fixed, run_output.OutputPosition}
 """Kinds with checks of their own that JSON Schema can say."""
 
 TEXTS = {
+    run_output.PreferredWait,
     *(run_output.OutputPosition, run_output.LastPosition, sessions.ListCursor, fields.EventTypes),
     *(file_contents.ByteRange, file_contents.ETags),
 }

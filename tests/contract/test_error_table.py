@@ -15,6 +15,7 @@ PUBLISHED = {
     "INVALID_REQUEST": 400,
     "INVALID_IMAGE": 400,
     "INVALID_RULE": 400,
+    "INVALID_REFERENCE": 400,
     "UNAUTHORIZED": 401,
     "NOT_FOUND": 404,
     "METHOD_NOT_ALLOWED": 405,
@@ -32,6 +33,7 @@ PUBLISHED = {
     "TERMINAL_NOT_FOUND": 404,
     "PREVIEW_NOT_FOUND": 404,
     "SECRET_NOT_FOUND": 404,
+    "JOB_NOT_FOUND": 404,
     "CURSOR_GONE": 410,
     "FILE_NOT_FOUND": 404,
     "IS_DIRECTORY": 409,
@@ -48,15 +50,17 @@ PUBLISHED = {
     "SHELL_FAILED": 409,
     "CONFLICT": 409,
     "AMBIGUOUS": 409,
-    "IMAGE_IN_USE": 409,
-    "LAYER_REFUSED": 422,
-    "DIGEST_MISMATCH": 502,
     "LIMIT_IN_USE": 409,
+    "IMAGE_IN_USE": 409,
     "EXEC_IDS_EXHAUSTED": 409,
     "PRECONDITION_FAILED": 412,
     "TOO_LARGE": 413,
     "RANGE_NOT_SATISFIABLE": 416,
+    "LAYER_REFUSED": 422,
     "QUOTA_EXCEEDED": 429,
+    "REGISTRY_REFUSED": 502,
+    "REGISTRY_UNAUTHORIZED": 502,
+    "DIGEST_MISMATCH": 502,
     "CAPACITY": 503,
     "EGRESS_UNAVAILABLE": 503,
     "DISK_FULL": 507,
@@ -81,7 +85,7 @@ OF_CLIENTS = {
 LEAVES = [
     cls for cls in subclasses(SandkastenError) if not cls.__subclasses__() and not issubclass(cls, tuple(OF_CLIENTS))
 ]
-CONCRETE = [*LEAVES, errors.Capacity, errors.StoreFailed, errors.InvalidImage]
+CONCRETE = [*LEAVES, errors.Capacity, errors.InvalidImage, errors.StoreFailed]
 
 
 @pytest.mark.parametrize("cls", CONCRETE)

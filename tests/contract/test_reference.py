@@ -31,6 +31,8 @@ SDK: Mapping[str, tuple[str, set[str]]] = {
     "NetworkInfo": ("NetworkInfo", set()),
     "Preview": ("OpenedPreview", set()),
     "SecretInfo": ("Secret", set()),
+    "JobInfo": ("Job", set()),
+    "LayerInfo": ("LayerProgress", set()),
     "EgressEntry": ("EgressEntry", set()),
     "EgressPage": ("Egress", set()),
     "ReadResult": ("File", {"content_base64", "+content"}),

@@ -167,6 +167,8 @@ class FakeNsinit:
                 shutil.rmtree(self.workspace(workspace_id, draft=draft), ignore_errors=True)
                 if not draft:
                     self.quotas.pop(workspace_id, None)
+            case protocol.DeleteImage(seq):
+                return protocol.Ok(seq)
             case protocol.CollectLayers(seq):
                 return protocol.LayersCollected(seq, 0, 0)
             case protocol.FindLeftovers(seq):

@@ -309,7 +309,8 @@ async def test_all_goes_through_the_operators_proxy(
     async with served(config, outside, ends_sessions=False, **settings) as supervisor:
         session = await supervisor.create(SessionSpec(network=allowed))
         pid = outside.egress_pid
-        assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"by way of the proxy\n"
+        fetched = await python(supervisor, session, FETCH.format("site.example"))
+        assert fetched.stdout == b"by way of the proxy\n", fetched.stderr
         result = await python(supervisor, session, CONNECT.format("other.example", 7))
         assert result.end.egress_denied == (EgressDenial("other.example", 7, "upstream", 1),)
         page = await supervisor.egress_log(session.id, host="other.example")

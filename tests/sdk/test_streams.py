@@ -74,6 +74,7 @@ async def test_a_stream_goes_on_where_its_connection_fell_silent(
     """A half-open connection is left after a time without a byte; the server sends pings more often than that."""
     monkeypatch.setattr(transport, "SILENCE_S", 0.2)
     monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+    monkeypatch.setattr(streams, "FIRST_S", 0.2)
     async with behind_proxy() as (running, proxy, session):
         proxy.refuses_websockets = not websockets
         async with client_of(proxy) as client:
@@ -92,10 +93,39 @@ async def test_a_stream_goes_on_where_its_connection_fell_silent(
         assert len(running.tree.runs) - begun in (0, len(cuts) + 1)
 
 
+async def test_streams_pass_a_proxy_that_holds_answers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once nothing came in time, parts are asked for: output and events come while the command runs."""
+    monkeypatch.setattr(streams, "FIRST_S", patience(0.3))
+    monkeypatch.setattr(streams, "WAIT_S", 1)
+    async with behind_proxy() as (running, proxy, session):
+        proxy.refuses_websockets = proxy.buffers = True
+        held = trio.Event()
+        running.tree.scripts["hello"] = Script(HELLO.outputs, hold=held)
+        async with client_of(proxy) as client:
+            box = client.session(session)
+            with trio.fail_after(patience(20)):
+                text = ""
+                async for chunk in box.exec_stream("hello"):
+                    text += chunk.output
+                    if text == OUTPUT:
+                        held.set()
+                assert text == OUTPUT
+                asked = len(proxy.requests)
+                async with box.watch_events(cursor="0") as events:
+                    assert [(await anext(events)).type for _ in range(3)] == [
+                        "session.created",
+                        "exec.started",
+                        "exec.ended",
+                    ]
+            assert len(running.tree.runs) == 1
+            assert len(proxy.requests) - asked <= 2  # in parts from the first request on
+
+
 @pytest.mark.parametrize("read", [_run, _journal])
-async def test_a_proxy_that_holds_streams_back_is_named(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_that_holds_parts_back_too_is_named(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that ends soon is followed as ever; a stream that stays is an error, and its command is cancelled."""
-    monkeypatch.setattr(streams, "SILENCE_S", patience(1))
+    monkeypatch.setattr(streams, "FIRST_S", patience(1))
+    monkeypatch.setattr(streams, "WAIT_S", 999)  # as of a server that knows of no parts
     async with behind_proxy() as (running, proxy, session):
         proxy.refuses_websockets = True
         async with client_of(proxy) as client:
@@ -103,14 +133,21 @@ async def test_a_proxy_that_holds_streams_back_is_named(read: Read, monkeypatch:
             await _prepare(box)
             proxy.buffers = True
             await _run(box)
+        monkeypatch.setattr(streams, "FIRST_S", patience(0.4))
         monkeypatch.setattr(streams, "SILENCE_S", patience(0.6))
-        running.tree.scripts["hello"] = Script(HELLO.outputs, hold=trio.Event())
+        running.tree.scripts["hello"] = Script((), hold=trio.Event())
         async with client_of(proxy) as client:
             client._transport.timeout = patience(0.3)
+            box = client.session(session)
             with trio.fail_after(patience()), pytest.raises(errors.ConnectionFailed, match="holds the answer back"):
-                await read(client.session(session))
+                await (_more_journal(box) if read is _journal else read(box))
         if read is _run:
             assert running.tree.runs[-1].cancelled.is_set()
+
+
+async def _more_journal(box: Session) -> None:
+    async with box.watch_events(types=["session.expired"]) as events:
+        await anext(events)
 
 
 @pytest.mark.parametrize("jump_s", [86_400, -86_400])

@@ -409,3 +409,20 @@ def test_a_repeated_listen_option_adds_addresses(tmp_path: Path, monkeypatch: py
     config = load(arguments)
     assert config.listen == ("127.0.0.1:0", f"unix:{tmp_path}/s")
     assert config == attrs.evolve(Config(), listen=config.listen, api_key="from-environment")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run echo hi", "sandkasten run: error: unrecognized arguments: hi; the command comes behind --"),
+        ("run --image x -- id", "sandkasten run: error: unrecognized arguments: --image\n"),
+        ("workspace", "sandkasten workspace: error: the following arguments are required: {list,create,rm,"),
+    ],
+)
+def test_an_unknown_argument_is_told_with_the_usage_of_its_verb(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a word that should be behind `--`, and an action that is missing."""
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert said in capsys.readouterr().err

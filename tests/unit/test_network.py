@@ -12,6 +12,8 @@ from nsinit.wire.protocol import BridgeRule
 from nsinit.wire.validate import check_bridge_terms
 from sandkasten.admission.network import bridge_rules, bridge_terms, fit_network, resolve_network, rules_in_force
 from sandkasten.admission.plan import spec_digest
+from sandkasten.api.resources import network as _network  # noqa: F401 - adds its kinds of field
+from sandkasten.api.resources.fields import check_of
 from sandkasten.config import Config, Defaults, EgressSettings, IsolationSettings
 from sandkasten.config.values import BUILT_IN_GROUPS
 from sandkasten.host.resolvers import usable
@@ -109,6 +111,14 @@ def test_no_network_and_no_word_of_it_are_one_request() -> None:
     others = (Network("allow"), Network("open"), Network("allow", ["a.example"]), Network(log="denied"))
     assert len({spec_digest(SessionSpec(network=each)) for each in others} - digests) == len(others)
     assert attrs.evolve(Network("allow"), mode="none") == Network()
+
+
+def test_a_mode_that_is_none_is_told_the_modes_as_they_are_written() -> None:
+    """A caller sees no names of Python."""
+    check = check_of(NetworkMode)
+    assert check is not None
+    with pytest.raises(ValueError, match="must be one of 'none', 'allow', 'ask', 'open'"):
+        check("full")
 
 
 BRIDGED = Config(isolation=IsolationSettings(allow_bridge=True))

@@ -216,7 +216,10 @@ class Creating:
     def _refuse_when_draining(self) -> None:
         self._refuse_when_stopping()
         if self._is_drained:
-            raise Draining("this node takes no new sessions for now", retry_after_s=_DRAINED_RETRY_S)
+            raise Draining(
+                "this node is drained and takes no new sessions until it is told so (sandkasten drain --undo)",
+                retry_after_s=_DRAINED_RETRY_S,
+            )
 
     def start_member(self, resolved: Resolved, image: Image, digest: str) -> SessionActor:
         """Start the actor of a new member of a session pool."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,6 +41,15 @@ MAX_DENIED_LITERAL = 512
 """Room for refusals of the way out in the event of an end."""
 
 PING = b": ping\n\n"
+
+_WAIT = re.compile(r"(?:^|[,;])[ \t]*wait[ \t]*=[ \t]*\"?([0-9]{1,3})\"?[ \t]*(?=[,;]|$)", re.IGNORECASE)
+
+
+def preferred_wait(value: object) -> int | None:
+    """Return the seconds for which the `Prefer` header of a client waits for an answer (RFC 7240 §4.3), None if it
+    says nothing of it: other preferences are none of ours, and not refused (§2)."""
+    found = _WAIT.search(str(value))
+    return int(found[1]) if found else None
 
 
 def event(name: str, data: Mapping[str, object]) -> bytes:

@@ -10,6 +10,7 @@ Source: HTML Living Standard §9.2.6 (a block with an `id` and no `data` sets th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -22,6 +23,7 @@ from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import EventFilter
 from sandkasten.api.http.sse import SSE_HEADERS, error_event
 from sandkasten.api.resources.fields import EventTypes, read_head, read_query
+from sandkasten.api.resources.run_output import PreferredWait
 from sandkasten.model import Event, EventType
 from sandkasten.model.errors import SandkastenError
 from sandkasten.supervisor import EventStream
@@ -37,9 +39,11 @@ class EventsQuery:
 
 @attrs.frozen
 class EventsHead:
-    """The cursor of the last event that a client has, which goes before that of the query."""
+    """The cursor of the last event that a client has, which goes before that of the query, and in `prefer` a `wait` of
+    some seconds (RFC 7240): the answer ends with the first events, or after that time."""
 
     last_event_id: str | None = None
+    prefer: PreferredWait | None = None
 
 
 @attrs.frozen
@@ -64,7 +68,9 @@ async def stream(exchange: Exchange) -> None:
 
 async def _stream(exchange: Exchange) -> None:
     query = read_query(exchange, EventsQuery)
-    after = read_head(exchange, EventsHead).last_event_id or query.cursor
+    head = read_head(exchange, EventsHead)
+    after = head.last_event_id or query.cursor
+    until = math.inf if head.prefer is None else trio.current_time() + head.prefer
     try:
         async with exchange.supervisor.events(session_id=exchange.session_id or None, after=after) as events:
             shown = EventFilter(exchange.key, exchange.supervisor)
@@ -74,7 +80,15 @@ async def _stream(exchange: Exchange) -> None:
                 await exchange.finish()
                 return
             while True:
-                await exchange.write(block(await follower.next()))
+                item: Event | Mark | None = None
+                with trio.move_on_at(until):
+                    item = await follower.next()
+                if item is None:
+                    await exchange.finish()
+                    return
+                await exchange.write(block(item))
+                if head.prefer is not None and isinstance(item, Event):  # with what has happened by now, and no more
+                    until = min(until, trio.current_time() + exchange.settings.coalesce_ms / 1000)
     except SandkastenError as error:
         if not exchange.is_started:
             raise

@@ -246,7 +246,7 @@ class Choice:
         if text in self.not_offered:
             raise ValueError(f"{text!r} is not available on this server")
         if text not in self.offered:
-            raise ValueError(f"must be one of {', '.join(map(repr, self.offered))}")
+            raise ValueError(f"must be one of {', '.join(repr(str(each)) for each in self.offered)}")
         return text
 
 

@@ -34,6 +34,7 @@ from sandkasten.api.http.sse import (
     chunk_event,
     error_event,
     event,
+    preferred_wait,
     short_end,
     text_literals,
 )
@@ -326,6 +327,7 @@ class Position:
 
 
 OutputPosition = NewType("OutputPosition", Position)
+PreferredWait = NewType("PreferredWait", int)
 LastPosition = NewType("LastPosition", Position)
 """In a header, which may be empty: then there is none."""
 START = OutputPosition(Position())
@@ -334,6 +336,7 @@ add_kinds(
     {
         OutputPosition: lambda value: Position.parse(str(value)),
         LastPosition: lambda value: Position.parse(str(value)) if value else None,
+        PreferredWait: preferred_wait,
     }
 )
 
@@ -423,8 +426,12 @@ class RunEvents:
         output_format: OutputFormat,
         *,
         headers: Headers = (),
+        wait_s: float | None = None,
     ) -> None:
+        """`wait_s`: the answer ends behind the first output, or after this time, so that a client gets it through a
+        proxy that holds answers back; the run is then left as by a client that leaves."""
         self._exchange = exchange
+        self._is_part, self._until = wait_s is not None, math.inf if wait_s is None else trio.current_time() + wait_s
         self._open_run = open_run
         self._transcript = transcript
         self._format = output_format
@@ -443,6 +450,8 @@ class RunEvents:
             nursery.start_soon(self._produce, sender)
             async with items:
                 failure = await self._write_all(items)
+                if failure is None:
+                    nursery.cancel_scope.cancel()  # of an answer that is a part, the run goes on
         if failure is not None:
             raise failure
 
@@ -466,6 +475,9 @@ class RunEvents:
         """Write events until the run ended; return an error that came before the answer began."""
         while True:
             item = await self._next(items)
+            if item is None and trio.current_time() >= self._until:
+                await self._end_part()
+                return None
             if item is None:
                 await self._write(PING)
             elif isinstance(item, _Entered):
@@ -475,12 +487,19 @@ class RunEvents:
                 await self._write_each(self._transcript.feed(outputs))
                 if ending is not None:
                     return await self._write_ending(ending)
+                if self._is_part:
+                    await self._end_part()
+                    return None
             else:
                 return await self._write_ending(item)
 
+    async def _end_part(self) -> None:
+        await self._start()
+        await self._exchange.finish()
+
     async def _next(self, items: trio.MemoryReceiveChannel[_Item]) -> _Item | None:
         """Return the next item, or None when a ping is due."""
-        with trio.move_on_at(self._ping_at):
+        with trio.move_on_at(min(self._ping_at, self._until)):
             return await items.receive()
         return None
 

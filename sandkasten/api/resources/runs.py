@@ -63,6 +63,7 @@ from sandkasten.api.resources.run_output import (
     OutputPosition,
     OutputQuery,
     Position,
+    PreferredWait,
     RunEvents,
     Transcript,
     answer_output,
@@ -346,9 +347,11 @@ class FollowQuery:
 
 @attrs.frozen
 class FollowHead:
-    """The place of the last event that a client has, which goes before that of the query."""
+    """The place of the last event that a client has, which goes before that of the query, and in `prefer` a `wait` of
+    some seconds (RFC 7240): the answer ends with the first events, or after that time."""
 
     last_event_id: LastPosition | None = None
+    prefer: PreferredWait | None = None
 
 
 @attrs.frozen
@@ -499,7 +502,8 @@ async def execute_and_follow(exchange: Exchange) -> None:
     """Run a command and send its output as events; with Last-Event-ID follow one that was begun before."""
     request = await read_request(exchange, ExecRequest)
     spec = request.to_spec(exchange.settings)
-    position = read_head(exchange, FollowHead).last_event_id
+    head = read_head(exchange, FollowHead)
+    position = head.last_event_id
     if position is not None and spec.exec_id is None:
         raise bad_fields(exec_id="is required with Last-Event-ID")
     if spec.exec_id is None:
@@ -512,7 +516,8 @@ async def execute_and_follow(exchange: Exchange) -> None:
         open_run = functools.partial(supervisor.attach_exec, session_id, exec_id, after=position.sequence)
     output_format = request.output_format
     transcript = Transcript(output_format, position or Position())
-    events = RunEvents(exchange, open_run, transcript, output_format, headers=(("x-exec-id", exec_id),))
+    named = (("x-exec-id", exec_id),)
+    events = RunEvents(exchange, open_run, transcript, output_format, headers=named, wait_s=head.prefer)
     await exchange.until_disconnect(events.run)
 
 
@@ -540,11 +545,13 @@ async def follow_run(exchange: Exchange) -> None:
     """Follow a run as events, from its beginning, `after` a place or Last-Event-ID on."""
     await exchange.drop_body()
     query = read_query(exchange, FollowQuery)
-    position = read_head(exchange, FollowHead).last_event_id or query.after
+    head = read_head(exchange, FollowHead)
+    position = head.last_event_id or query.after
     wanted = _exec_id(exchange)
     open_run = functools.partial(exchange.supervisor.attach_exec, exchange.session_id, wanted, after=position.sequence)
     transcript = Transcript(query.output_format, position, only=query.stream)
-    events = RunEvents(exchange, open_run, transcript, query.output_format, headers=(("x-exec-id", wanted),))
+    named = (("x-exec-id", wanted),)
+    events = RunEvents(exchange, open_run, transcript, query.output_format, headers=named, wait_s=head.prefer)
     await exchange.until_disconnect(events.run)
 
 

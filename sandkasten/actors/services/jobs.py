@@ -1,0 +1,301 @@
+"""The jobs actor: owner of the work on images that goes on after its request, and of its records.
+
+A job has a record before its first byte, and a task of this actor. Credentials of a request are in that task alone.
+Readers ask for the next change of a job and are answered when there is one, so a reader that is slow costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
+
+import attrs
+import trio
+
+from sandkasten.actors.core import Actor, Ask, Ref
+from sandkasten.actors.services.store import do
+from sandkasten.config import ConfigError, ImagesSettings
+from sandkasten.crash import Crash
+from sandkasten.images.registry.blobs import Blobs
+from sandkasten.images.registry.credentials import Credentials, read_credentials
+from sandkasten.images.registry.documents import Platform
+from sandkasten.images.registry.pulling import LayerStore, Pull, PullTurns
+from sandkasten.images.registry.reference import Reference, parse_reference
+from sandkasten.model import IMAGE_NAME
+from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
+from sandkasten.model.job import (
+    INTERRUPTED,
+    JOB_ID,
+    MAX_JOBS,
+    Job,
+    JobError,
+    JobKind,
+    JobState,
+    LayerProgress,
+    PullSpec,
+)
+from sandkasten.store.jobs import BegunJob, begin_job, change_job, get_job, interrupt_jobs, list_jobs
+
+if TYPE_CHECKING:
+    from sandkasten.images.registry.client import Patience
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 3600.0
+_AT_ONCE = 4
+_FAILED = JobError("INTERNAL_ERROR", "the daemon failed to do this; its log says why under the id of the job")
+
+
+@attrs.frozen
+class BeginPull(Ask[Job]):
+    """Begin a pull, or return the job that its idempotency key began. Raises `InvalidReference`, `InvalidRequest`,
+    `InvalidImage`, `Conflict`, `Overloaded`."""
+
+    spec: PullSpec
+
+
+@attrs.frozen
+class GetJob(Ask[Job]):
+    """Return a job. Raises `JobNotFound`."""
+
+    job_id: str
+
+
+@attrs.frozen
+class ListJobs(Ask[Sequence[Job]]):
+    """Return jobs, newest first."""
+
+    limit: int
+
+
+@attrs.frozen
+class CancelJob(Ask[Job]):
+    """End a job, and return it as it ended; no effect on one that has ended. Raises `JobNotFound`."""
+
+    job_id: str
+
+
+@attrs.frozen
+class NextOfJob(Ask[tuple[int, Job]]):
+    """Return a job with the number of its last change, once that is another than `seen`. Raises `JobNotFound`."""
+
+    job_id: str
+    seen: int
+
+
+Message = BeginPull | GetJob | ListJobs | CancelJob | NextOfJob
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A job that has not ended. `changes` counts what happened to it, and `news` is set by the next change."""
+
+    job: Job
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    changes: int = 1
+    news: trio.Event = attrs.field(factory=trio.Event)
+    ended: trio.Event = attrs.field(factory=trio.Event)
+
+    def change(self, job: Job) -> None:
+        self.job = job
+        self.changes += 1
+        self.news.set()
+        self.news = trio.Event()
+
+
+class Jobs(Actor):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        ref: Ref,
+        *,
+        store: Ref,
+        layers: LayerStore,
+        blobs: Blobs,
+        settings: ImagesSettings,
+        credentials_file: Path,
+        crash: Crash,
+        patience: Patience | None = None,
+    ) -> None:
+        super().__init__(ref)
+        self._store, self._layers, self._blobs, self._settings = store, layers, blobs, settings
+        self._credentials_file, self._crash, self._patience = credentials_file, crash, patience
+        self._running: dict[str, _Running] = {}
+        self._turns, self._at_once = PullTurns(), trio.CapacityLimiter(_AT_ONCE)
+
+    async def on_start(self) -> None:
+        """Tell jobs of an earlier daemon as failed, and begin to sweep broken downloads."""
+        count = await self._store.ask_again(do(interrupt_jobs, datetime.now(UTC)))
+        if count:
+            log.warning("jobs_interrupted", extra={"count": count})
+        self._nursery.start_soon(self._sweep)
+
+    async def handle(self, message: Message) -> Any:  # each message names its answer
+        match message:
+            case BeginPull(spec):
+                return await self._begin(spec)
+            case GetJob(job_id):
+                return self.defer(self._get, job_id)
+            case ListJobs(limit):
+                return self.defer(self._list, limit)
+            case CancelJob(job_id):
+                return self.defer(self._cancel, job_id)
+            case NextOfJob(job_id, seen):
+                return self.defer(self._next, job_id, seen)
+            case _:
+                assert_never(message)
+
+    async def on_stop(self) -> None:
+        for each in self._running.values():
+            each.ended.set()
+
+    async def _begin(self, spec: PullSpec) -> Job:
+        reference = parse_reference(spec.reference)
+        platform = Platform.own() if spec.platform is None else Platform.parse(spec.platform)
+        name = reference.name if spec.name is None else spec.name
+        if not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        job = Job(
+            id=secrets.token_hex(12),
+            kind=JobKind.PULL,
+            state=JobState.QUEUED,
+            reference=str(reference),
+            name=name,
+            platform=str(platform),
+            created_at=datetime.now(UTC),
+        )
+        begun = await self._store.ask_again(do(begin_job, job, spec.idempotency_key, replaces=spec.replace))
+        if begun is False:
+            raise Overloaded(f"{MAX_JOBS} jobs wait or run already")
+        if isinstance(begun, BegunJob):
+            return self._same(begun, job, replaces=spec.replace)
+        running = self._running[job.id] = _Running(job)
+        auth = None if spec.auth is None else Credentials(*spec.auth)
+        work = partial(self._prepare, reference=reference, platform=platform, auth=auth, replace=spec.replace)
+        self._nursery.start_soon(self._run, running, work)
+        return job
+
+    def _same(self, begun: BegunJob, job: Job, *, replaces: bool) -> Job:
+        """Return the job that an idempotency key began, if it was begun by the same request."""
+        asked, there = ((each.kind, each.reference, each.name, each.platform) for each in (job, begun.job))
+        if (asked, replaces) != (there, begun.replaces):
+            raise Conflict("the idempotency key was used with another request")
+        running = self._running.get(begun.job.id)
+        return begun.job if running is None else running.job
+
+    async def _run(self, running: _Running, work: Callable[[_Running], Awaitable[Pull]]) -> None:
+        """Do a job to its end, whatever that is. The end of this actor leaves the record as it is: interrupted."""
+        end: dict[str, Any] = {"state": JobState.CANCELLED}  # fields of Job
+        try:
+            with running.scope:
+                async with self._at_once:
+                    await self._note(running, state=JobState.RUNNING)
+                    end = await self._outcome(running, work)
+            await self._note(running, **end, ended_at=datetime.now(UTC))
+        finally:
+            self._running.pop(running.job.id, None)
+            running.ended.set()
+
+    async def _outcome(self, running: _Running, work: Callable[[_Running], Awaitable[Pull]]) -> dict[str, Any]:
+        """Return the fields of the job's end, unless it is cancelled."""
+        job_id = running.job.id
+        try:
+            pull = await work(running)
+            try:
+                image = await pull.run()
+            finally:
+                await pull.client.aclose()
+            return {"state": JobState.DONE, "digest": image.digest}
+        except SandkastenError as error:
+            found = JobError(error.code, error.message, error.details)
+        except ConfigError as error:
+            found = JobError(SandkastenError.code, str(error))
+        except Exception as error:  # what a registry sent may have met a bug: other jobs go on
+            log.error("job_failed_unexpectedly", extra={"job": job_id}, exc_info=error)
+            found = _FAILED
+        log.warning("job_failed", extra={"job": job_id, "code": found.code, "error": found.message})
+        return {"state": JobState.FAILED, "error": found}
+
+    async def _note(self, running: _Running, **fields: Any) -> None:  # of Job
+        """Change a job's record, and then the job: whoever is told of an end finds it recorded."""
+        try:
+            await self._store.ask_again(do(change_job, attrs.evolve(running.job, **fields)))
+        except SandkastenError as error:  # the next start says that it was interrupted
+            log.error("job_not_written", extra={"job": running.job.id, "error": str(error)})
+        running.change(attrs.evolve(running.job, **fields))
+
+    async def _prepare(
+        self, running: _Running, reference: Reference, platform: Platform, auth: Credentials | None, *, replace: bool
+    ) -> Pull:
+        from sandkasten.images.registry.client import RegistryClient
+
+        def credentials_of(registry: str) -> Credentials | None:
+            if auth is not None and registry == reference.registry:
+                return auth
+            return read_credentials(self._credentials_file, registry)
+
+        def on_progress(progress: Sequence[LayerProgress]) -> None:
+            running.change(attrs.evolve(running.job, progress=tuple(progress)))
+
+        return Pull(
+            reference=reference,
+            name=running.job.name,
+            platform=platform,
+            client=RegistryClient(
+                reference.registry, self._settings, credentials_of=credentials_of, patience=self._patience
+            ),
+            store=self._layers,
+            blobs=self._blobs,
+            settings=self._settings,
+            replace=replace,
+            turns=self._turns,
+            on_progress=on_progress,
+            crash=self._crash,
+        )
+
+    # Readers ----------------------------------------------------------------------------------------------------
+
+    async def _get(self, job_id: str) -> Job:
+        if (running := self._running.get(job_id)) is not None:
+            return running.job
+        found = await self._store.ask_again(do(get_job, job_id)) if JOB_ID.match(job_id) else None
+        if found is None:
+            raise JobNotFound("there is no such job", job_id=job_id[:64])
+        return self._present(found)
+
+    async def _list(self, limit: int) -> Sequence[Job]:
+        return [self._present(job) for job in await self._store.ask_again(do(list_jobs, limit))]
+
+    def _present(self, job: Job) -> Job:
+        """Return a job of a record as it is now: one whose end could not be written was interrupted."""
+        if (running := self._running.get(job.id)) is not None:
+            return running.job
+        return job if job.has_ended else attrs.evolve(job, state=JobState.FAILED, error=INTERRUPTED)
+
+    async def _cancel(self, job_id: str) -> Job:
+        if (running := self._running.get(job_id)) is None:
+            return await self._get(job_id)
+        running.scope.cancel()
+        await running.ended.wait()
+        return running.job
+
+    async def _next(self, job_id: str, seen: int) -> tuple[int, Job]:
+        if (running := self._running.get(job_id)) is None:
+            return 0, await self._get(job_id)
+        if running.changes == seen and not running.job.has_ended:
+            await running.news.wait()
+        return running.changes, running.job
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await trio.to_thread.run_sync(self._blobs.sweep, self._settings.part_keep_hours * 3600)
+            except OSError as error:
+                log.warning("blobs_not_swept", extra={"error": str(error)})
+            await trio.sleep(_SWEEP_S)

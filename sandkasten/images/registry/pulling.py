@@ -1,0 +1,202 @@
+"""A pull, step by step: documents, then each layer that the store lacks, then the name.
+
+Who pulls has the network and no root. The store (`LayerStore`) is behind nsinit, which unpacks in a jail and names a
+layer by the digest that it saw itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import trio
+
+from sandkasten.config import MIB, ImagesSettings
+from sandkasten.crash import Crash, Point
+from sandkasten.images.registry.blobs import Blobs
+from sandkasten.images.registry.documents import (
+    MAX_CONFIG_BYTES,
+    Blob,
+    Configuration,
+    Index,
+    Manifest,
+    Platform,
+    read_configuration,
+    read_document,
+)
+from sandkasten.images.registry.reference import Reference
+from sandkasten.model.errors import InvalidImage, TooLarge
+from sandkasten.model.image import ImageConfig
+from sandkasten.model.job import LayerPhase, LayerProgress
+
+if TYPE_CHECKING:
+    from sandkasten.images.registry.client import RegistryClient
+
+DOWNLOADS = 3
+UNPACKS = 2
+
+
+@attrs.frozen
+class NewImage:
+    """An image whose layers are all in the store, from the bottom, and the name that it is to get."""
+
+    name: str
+    tags: Sequence[str]
+    layers: Sequence[str]
+    config: ImageConfig
+    digest: str
+    source: str
+    platform: str
+    replace: bool
+
+
+class LayerStore(Protocol):
+    """Part of the store of layers and images that a pull needs."""
+
+    async def has_layer(self, diff_id: str) -> bool:
+        """Whether a layer of that digest is there."""
+        ...
+
+    async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+        """Make a layer of a blob. Raises `LayerRefused`, `DigestMismatch`, `DiskReserve`."""
+        ...
+
+    async def publish_image(self, image: NewImage) -> None:
+        """Give an image its name. Raises `InvalidImage`: the name is taken, or a layer is missing."""
+        ...
+
+
+@attrs.frozen
+class PullTurns:
+    """Bounds of what all pulls of a process do at once, and who has which layer in hand."""
+
+    downloads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(DOWNLOADS))
+    unpacks: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(UNPACKS))
+    layers: dict[str, trio.Lock] = attrs.field(factory=dict)
+
+
+@attrs.define
+class Pull:
+    """One pull. `on_progress` is called at each step of a layer, with the place of the layer from the bottom."""
+
+    reference: Reference
+    name: str
+    platform: Platform
+    client: RegistryClient
+    store: LayerStore
+    blobs: Blobs
+    settings: ImagesSettings
+    replace: bool = False
+    turns: PullTurns = attrs.field(factory=PullTurns)
+    on_progress: Callable[[Sequence[LayerProgress]], None] = attrs.field(default=lambda _: None)
+    crash: Crash = attrs.field(factory=Crash)
+    progress: list[LayerProgress] = attrs.field(factory=list, init=False)
+
+    async def run(self) -> NewImage:
+        """Pull, and return the image as it was published.
+
+        Raises:
+            InvalidImage: there is no image of that platform, or the store does not take it.
+            DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
+        """
+        self.crash.passing(Point.PULL_BEGUN)
+        digest, manifest = await self._resolve()
+        configuration = await self._configuration(manifest)
+        total = sum(blob.size for blob in manifest.layers)
+        if total > self.settings.max_pull_mb * MIB:
+            raise TooLarge(f"the layers have {total} bytes", limit=self.settings.max_pull_mb * MIB)
+        self.blobs.require_room(total)
+        self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
+        self.on_progress(self.progress)
+        try:
+            async with trio.open_nursery(strict_exception_groups=True) as nursery:
+                for number, (blob, diff_id) in enumerate(zip(manifest.layers, configuration.diff_ids, strict=True)):
+                    nursery.start_soon(self._layer, number, blob, diff_id)
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        image = NewImage(
+            name=self.name,
+            tags=[self.reference.tag] if self.reference.tag else [],
+            layers=configuration.diff_ids,
+            config=configuration.config,
+            digest=digest,
+            source=str(self.reference),
+            platform=str(configuration.platform),
+            replace=self.replace,
+        )
+        await self.store.publish_image(image)
+        self.crash.passing(Point.PULL_PUBLISHED)
+        return image
+
+    async def _resolve(self) -> tuple[str, Manifest]:
+        """Return the manifest for the platform, and the digest of what the reference names."""
+        digest, data = await self.client.manifest(self.reference, self.reference.target)
+        document = read_document(data, max_layers=self.settings.max_layers)
+        if isinstance(document, Index):
+            _, data = await self.client.manifest(self.reference, document.choose(self.platform).digest)
+            document = read_document(data, max_layers=self.settings.max_layers)
+            if isinstance(document, Index):
+                raise InvalidImage("the index names another index where an image should be")
+        return digest, document
+
+    async def _configuration(self, manifest: Manifest) -> Configuration:
+        blob = manifest.config
+        if blob.size > MAX_CONFIG_BYTES:
+            raise TooLarge(f"the configuration has {blob.size} bytes", limit=MAX_CONFIG_BYTES)
+        data = await self.client.small_blob(self.reference.repository, blob.digest, blob.size)
+        found = read_configuration(data, manifest)
+        if not found.platform.fits(attrs.evolve(self.platform, variant="")):
+            raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
+        return found
+
+    async def _layer(self, number: int, blob: Blob, diff_id: str) -> None:
+        """Bring one layer into the store; of two pulls that want it, the second waits for the first."""
+        lock = self.turns.layers.setdefault(diff_id, trio.Lock())
+        try:
+            async with lock:
+                if await self.store.has_layer(diff_id):
+                    self.blobs.drop(blob)  # of a pull that was killed behind its last use
+                    self._note(number, blob.size, LayerPhase.PRESENT)
+                    return
+                await self._load(number, blob, diff_id)
+        finally:
+            if not lock.locked() and self.turns.layers.get(diff_id) is lock:
+                del self.turns.layers[diff_id]
+
+    async def _load(self, number: int, blob: Blob, diff_id: str) -> None:
+        turn = object()  # a layer may be in an image twice
+        await self.turns.downloads.acquire_on_behalf_of(turn)
+        is_loading = True
+        try:
+            repository = self.reference.repository
+
+            def on_bytes(done: int) -> None:
+                self._note(number, done, LayerPhase.DOWNLOADING)
+
+            async with self.blobs.loaded(self.client, repository, blob, on_bytes) as fd:
+                self.crash.passing(Point.PULL_BLOB)
+                self.turns.downloads.release_on_behalf_of(turn)
+                is_loading = False
+                async with self.turns.unpacks:
+                    self._note(number, blob.size, LayerPhase.UNPACKING)
+                    await self.store.unpack_layer(fd, diff_id)
+                self.crash.passing(Point.PULL_NAMED)
+            self._note(number, blob.size, LayerPhase.DONE)
+        finally:
+            if is_loading:
+                self.turns.downloads.release_on_behalf_of(turn)
+
+    def _note(self, number: int, done: int, phase: LayerPhase) -> None:
+        digest, total = self.progress[number].layer, self.progress[number].total_bytes
+        self.progress[number] = LayerProgress(digest, done, total, phase)
+        self.on_progress(self.progress)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group that is no cancellation; the group itself where there is none."""
+    for error in group.exceptions:
+        leaf = _first(error) if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(leaf, trio.Cancelled | BaseExceptionGroup):
+            return leaf
+    return group

@@ -1,0 +1,76 @@
+"""Pulls and jobs over HTTP: what is answered, streamed and refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.actors.test_jobs import silent
+from tests.api.harness import running_front
+from tests.registry import serving
+
+
+async def events_of(client: httpx.AsyncClient, job_id: str) -> list[dict[str, Any]]:
+    """Return the events of a job up to its end."""
+    found = []
+    async with client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+    return found
+
+
+async def test_a_pull_is_begun_followed_listed_and_cancelled() -> None:
+    """The answer is there before the registry's; the stream ends with the job, and tells the last state of one that
+    has ended."""
+    async with serving() as registry, running_front() as running, running.client() as client:
+        body = {"reference": registry.reference(), "auth": {"username": "me", "password": "hunter2-x"}}
+        begun = await client.post("/v1/images/pull", json=body, headers={"idempotency-key": "k"})
+        assert begun.status_code == 202
+        job_id = begun.json()["job_id"]
+        told = await events_of(client, job_id)
+        assert told[-1]["state"] == "failed"
+        assert told[-1]["error"]["error_code"] == "REGISTRY_REFUSED"
+        assert told[-1]["error"]["details"] == {"status": 404, "codes": ["MANIFEST_UNKNOWN"]}
+        assert (
+            await client.post("/v1/images/pull", json=body, headers={"idempotency-key": "k"})
+        ).json() == begun.json()
+        other = await client.post("/v1/images/pull", json=body | {"name": "z"}, headers={"idempotency-key": "k"})
+        assert (other.status_code, other.json()["error_code"]) == (409, "CONFLICT")
+
+        asked = silent(registry)
+        second = (await client.post("/v1/images/pull", json=body)).json()["job_id"]
+        await asked.wait()
+        assert (await client.get(f"/v1/jobs/{second}")).json()["state"] == "running"
+        ended = (await client.delete(f"/v1/jobs/{second}")).json()
+        assert (ended["state"], ended["error"]) == ("cancelled", None)
+        assert [each["state"] for each in await events_of(client, second)] == ["cancelled"]
+        listed = await client.get("/v1/jobs", params={"limit": 10})
+        assert [each["id"] for each in listed.json()["jobs"]] == [second, job_id]
+        assert "hunter2" not in listed.text + begun.text + json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "INVALID_REQUEST"),
+        ({"reference": "https://x/y"}, "INVALID_REFERENCE"),
+        ({"reference": "x", "name": "../y"}, "INVALID_REQUEST"),
+        ({"reference": "x", "platform": "amd64"}, "INVALID_REQUEST"),
+        ({"reference": "x", "auth": {"username": "me"}}, "INVALID_REQUEST"),
+        ({"reference": "quay.io/" + "x" * 65}, "INVALID_REFERENCE"),
+    ],
+)
+async def test_a_pull_that_cannot_be_is_refused(body: dict[str, Any], code: str) -> None:
+    """With 400, and no job of it; so is a job that is not there, with 404."""
+    async with running_front() as running, running.client() as client:
+        refused = await client.post("/v1/images/pull", json=body)
+        assert (refused.status_code, refused.json()["error_code"]) == (400, code)
+        assert (await client.get("/v1/jobs")).json() == {"jobs": []}
+        for method, path in (("GET", "x"), ("DELETE", "0" * 24), ("GET", "0" * 24 + "/events")):
+            missing = await client.request(method, f"/v1/jobs/{path}")
+            assert (missing.status_code, missing.json()["error_code"]) == (404, "JOB_NOT_FOUND")

@@ -1,0 +1,132 @@
+"""`sandkasten image pull` and `login`, with and without a daemon, against a registry of the test's own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.host.account import find_account
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.registry.documents import Platform
+from tests.e2e.daemon import KEY, SCRIPT, running_daemon
+from tests.kernel.test_images_foreign import busybox_tar
+from tests.registry import Asked, Registry, Said, digest_of, layer, serving
+from tests.waiting import patience
+
+PASSWORD = "hunter2-secret"
+
+
+async def command(
+    data_dir: Path, *arguments: str, stdin: str = "", crash_at: str = ""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run the command to its end, on one data directory."""
+    crash = {"SANDKASTEN_CRASH_AT": crash_at, "SANDKASTEN_CRASH_POINTS": "true"} if crash_at else {}
+    crash["SANDKASTEN_API_KEY"] = KEY
+    words = [str(SCRIPT), "image", *arguments, "--data-dir", str(data_dir)]
+    with trio.fail_after(patience(60)):
+        return await trio.run_process(
+            words, stdin=stdin.encode(), capture_stdout=True, capture_stderr=True, check=False, env=os.environ | crash
+        )
+
+
+def wants_password(registry: Registry) -> None:
+    """Have a registry want a name and a password."""
+    wanted = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+
+    def answer(asked: Asked) -> Said | None:
+        if asked.headers.get("authorization") == wanted:
+            return None
+        return Said(401, headers={"www-authenticate": 'Basic realm="x"'})
+
+    registry.answer = answer
+
+
+async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_path: Path) -> None:
+    """A login is kept once the registry has taken it, closed to others; then the pull works, prints a line for each
+    layer, and leaves an image and no blob. The directory of blobs is not root's, since who loads them is not."""
+    data_dir, account = tmp_path / "data", find_account("auto")
+    data_dir.mkdir(mode=0o755)
+    async with serving() as registry:
+        tar = busybox_tar(tmp_path / "x.tar").read_bytes()
+        digest = registry.push([tar, layer({"etc/word": b"one"})])
+        wants_password(registry)
+        login = ("login", registry.name, "--username", "me")
+        refused = await command(data_dir, *login, stdin="wrong\n")
+        assert (refused.returncode, b"401" in refused.stderr) == (1, True), refused.stderr
+        missing = await command(data_dir, "pull", registry.reference())
+        assert (missing.returncode, b"name and a password" in missing.stderr) == (1, True), missing.stderr
+        kept = await command(data_dir, *login, stdin=f"{PASSWORD}\n")
+        assert kept.returncode == 0, kept.stderr
+        done = await command(data_dir, "pull", registry.reference(), "--name", "tiny")
+        assert (done.returncode, done.stdout.decode()) == (0, f"tiny: {digest}\n"), done.stderr
+        again = await command(data_dir, "pull", registry.reference(), "--name", "tiny", "--replace", "--json")
+        assert json.loads(again.stdout) == {"name": "tiny", "digest": digest}
+    said = json.loads((await command(data_dir, "inspect", "tiny")).stdout)
+    assert (said["digest"], said["tags"], said["platform"]) == (digest, ["latest"], str(Platform.own()))
+    pruned = await command(data_dir, "prune", "--json")
+    assert json.loads(pruned.stdout) == {"layers": 0, "freed_bytes": 0}, pruned.stderr
+    lines = done.stderr.decode().splitlines()
+    assert sorted(line[:19] for line in lines[1:]) == sorted(each["digest"][:19] for each in _layers(registry))
+    assert PASSWORD not in "".join(str(each) for each in (refused, missing, kept, done, again))
+    found = Catalog(data_dir).get("tiny")
+    assert (found.kind, found.digest, found.source, len(found.layers)) == ("layers", digest, registry.reference(), 2)
+    blobs, file = data_dir / "blobs", data_dir / "registries.json"
+    assert (os.listdir(blobs), blobs.stat().st_uid) == ([], account.uid)
+    assert (stat.S_IMODE(file.stat().st_mode), file.stat().st_uid) == (0o600, account.uid)
+
+
+async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
+    """The command follows the daemon's job to its end and says how that ended; a session gets the image."""
+    data_dir = tmp_path / "data"
+    async with serving() as registry:
+        digest = registry.push([busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})])
+        with running_daemon(data_dir) as daemon, daemon.client() as client:
+            await trio.to_thread.run_sync(daemon.wait_url)
+            done = await command(data_dir, "pull", registry.reference())
+            assert (done.returncode, done.stdout.decode()) == (0, f"image: {digest}\n"), done.stderr
+            (job,) = (await trio.to_thread.run_sync(client.get, "/v1/jobs")).json()["jobs"]
+            assert (job["state"], job["reference"]) == ("done", registry.reference())
+            failed = await command(data_dir, "pull", registry.reference(":none"))
+            assert (failed.returncode, b"MANIFEST_UNKNOWN" in failed.stderr) == (125, True), failed.stderr
+
+            def look() -> str:
+                session = client.post("/v1/sessions", json={"image": "image"}).json()["id"]
+                answer = client.post(f"/v1/sessions/{session}/exec", json={"cmd": "cat /etc/word"}).json()
+                client.delete(f"/v1/sessions/{session}")
+                return str(answer["output"])
+
+            assert await trio.to_thread.run_sync(look) == "one"
+
+
+@pytest.mark.parametrize(
+    "point", ["image.pull.begun", "image.pull.blob", "image.pull.layer.named", "image.pull.published"]
+)
+async def test_a_pull_that_is_killed_goes_on_in_the_next(tmp_path: Path, point: str) -> None:
+    """At each crash point: no image is there before it has its name, no draft stays, and what came is not loaded
+    again."""
+    data_dir = tmp_path / "data"
+    data_dir.mkdir(mode=0o755)
+    async with serving() as registry:
+        tar = busybox_tar(tmp_path / "x.tar").read_bytes()
+        registry.push([tar])
+        killed = await command(data_dir, "pull", registry.reference(), crash_at=point)
+        assert killed.returncode == 1, killed.stderr
+        is_there = point.endswith("published")
+        assert ("image" in [each.name for each in Catalog(data_dir).images()]) == is_there
+        done = await command(data_dir, "pull", registry.reference(), "--replace")
+        assert done.returncode == 0, done.stderr
+        assert registry.count(digest_of(tar)) == 1
+    assert os.listdir(data_dir / "blobs") == []
+    assert [name for name in os.listdir(data_dir / "layers") if name.startswith("+")] == []
+
+
+def _layers(registry: Registry) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads(registry.manifests["latest"])["layers"]
+    return found

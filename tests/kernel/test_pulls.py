@@ -1,0 +1,108 @@
+"""Pulled images on the real kernel: layers unpacked by nsinit for a daemon, and sessions on them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
+from sandkasten.model import SessionSpec
+from sandkasten.model.errors import ImageInUse, InvalidImage
+from sandkasten.model.job import Job, JobState, LayerPhase, PullSpec
+from tests.kernel.test_images_foreign import busybox_tar, run
+from tests.registry import digest_of, layer, serving
+from tests.waiting import patience
+
+
+async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> Job:
+    """Pull, and return the job as it ended."""
+    job, seen = await supervisor.pull_image(spec), 0
+    with trio.fail_after(patience(60)):
+        while not job.has_ended:
+            seen, job = await supervisor.next_of_job(job.id, seen)
+    return job
+
+
+async def test_an_image_from_a_registry_runs(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
+    """Layers are in order, compressed or not; the second image loads only what the store lacks, and the catalogue has
+    source, digest and tag of both."""
+    async with serving() as registry:
+        base = busybox_tar(tmp_path / "x.tar").read_bytes()
+        first = registry.push([base, layer({"etc/word": b"one"})])
+        job = await pulled(supervisor, PullSpec(registry.reference(), name="one"))
+        assert (job.state, job.digest, job.error) == (JobState.DONE, first, None)
+        assert await run(supervisor, "one", "cat /etc/word") == "one"
+        top = layer({"etc/word": b"two", "etc/more": b"x"})
+        second = registry.push([base, gzip.compress(top)], contents=[base, top], tag="two")
+        job = await pulled(supervisor, PullSpec(registry.reference(":two")))
+        assert (job.state, job.digest, job.error) == (JobState.DONE, second, None)
+        assert [each.phase for each in job.progress] == [LayerPhase.PRESENT, LayerPhase.DONE]
+        assert await run(supervisor, "image", "cat /etc/word /etc/more") == "twox"
+    image = Catalog(config.data_dir).get("image")
+    assert (image.kind, image.source, image.digest) == ("layers", registry.reference(":two"), second)
+    assert (tuple(image.tags), len(image.layers), image.size_bytes > 3) == (("two",), 2, True)
+    assert os.listdir(config.data_dir / "blobs") == []
+
+
+async def test_a_layer_that_is_another_is_not_in_the_store(supervisor: LocalSupervisor, config: Config) -> None:
+    """A blob may be what the manifest says, and not what the configuration says, or no archive. Nothing is published,
+    and no draft stays."""
+    async with serving() as registry:
+        said = layer({"etc/x": b"x"})
+        for code, sent, content in (
+            ("DIGEST_MISMATCH", layer({"etc/y": b"y"}), said),
+            ("LAYER_REFUSED", (bad := b"no archive" * 1000), bad),
+            ("LAYER_REFUSED", gzip.compress(said)[:-9], said),
+        ):
+            registry.push([sent], contents=[content])
+            job = await pulled(supervisor, PullSpec(registry.reference()))
+            assert job.error is not None
+            assert job.error.code == code, job.error
+    assert [each.name for each in Catalog(config.data_dir).images()] == ["host"]
+    assert [name for name in os.listdir(config.data_dir / "layers") if name.startswith("+")] == []
+
+
+async def test_a_taken_name_is_replaced_if_that_is_asked_for(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """A pull that does not ask is refused, with the image that is there left as it is."""
+    async with serving() as registry:
+        base = busybox_tar(tmp_path / "x.tar").read_bytes()
+        registry.push([base, layer({"etc/word": b"one"})])
+        assert (await pulled(supervisor, PullSpec(registry.reference()))).state is JobState.DONE
+        registry.push([base, layer({"etc/word": b"two"})])
+        refused = await pulled(supervisor, PullSpec(registry.reference()))
+        assert refused.error is not None
+        assert refused.error.code == "INVALID_IMAGE"
+        assert await run(supervisor, "image", "cat /etc/word") == "one"
+        done = await pulled(supervisor, PullSpec(registry.reference(), replace=True))
+        assert done.state is JobState.DONE
+        assert await run(supervisor, "image", "cat /etc/word") == "two"
+
+
+async def test_an_image_is_described_deleted_and_its_layers_go(supervisor: LocalSupervisor, tmp_path: Path) -> None:
+    """Not while a session has it, and not those of another image; a layer that is left over is pruned."""
+    async with serving() as registry:
+        base, top = busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})
+        registry.push([base, top], tag="one")
+        registry.push([base], tag="two")
+        for tag in ("one", "two"):
+            assert (await pulled(supervisor, PullSpec(registry.reference(f":{tag}"), name=tag))).state is JobState.DONE
+    found = {each.name: each for each in await supervisor.images()}
+    assert [each.digest for each in found["one"].layers] == [digest_of(base), digest_of(top)]
+    assert found["one"].layers[1].size_bytes == 3
+    assert (list(found["host"].layers), list(found["host"].alias_names)) == ([], ["base", "python"])
+    session = await supervisor.create(SessionSpec(image="one"))
+    with pytest.raises(ImageInUse):
+        await supervisor.delete_image("one")
+    await supervisor.destroy(session.id)
+    await supervisor.delete_image("one")
+    assert (await supervisor.prune_images(older_than_s=0, dry_run=True)).layers == 0
+    assert await run(supervisor, "two", "cat /etc/word 2> /dev/null || echo none") == "none\n"
+    for name in ("one", "host", "../x"):
+        with pytest.raises(InvalidImage):
+            await supervisor.delete_image(name)

@@ -1,0 +1,179 @@
+"""Pulls from the distribution's own registry of images that its tools made and pushed, compared with what they unpack.
+
+Sources: docker-registry's config.yml; umoci(1); skopeo-copy(1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
+from sandkasten.model.job import JobState, LayerPhase, PullSpec
+from tests import debian
+from tests.kernel.test_images_foreign import busybox_tar, run
+from tests.kernel.test_pulls import pulled
+from tests.waiting import patience, until
+
+_PROGRAMS = ("bin/sh", "bin/find", "bin/sha256sum", "bin/sort", "bin/xargs", "bin/readlink", "bin/cat")
+_LIST = "cd /data; find . -type f -print0 | sort -z | xargs -0 sha256sum; find . ! -type f | sort; readlink link"
+
+
+@attrs.frozen
+class Tools:
+    """The registry at `place`, and the tools that make and push images."""
+
+    place: str
+    umoci: Path
+    skopeo: Path
+    libraries: str
+    directory: Path
+
+    async def answers(self) -> bool:
+        """Whether the registry takes connections by now."""
+        host, _, port = self.place.partition(":")
+        try:
+            async with await trio.open_tcp_stream(host, int(port)):
+                return True
+        except OSError:
+            return False
+
+    def make(self, *arguments: str | Path) -> None:
+        """Run umoci."""
+        self._run(self.umoci, *arguments)
+
+    def push(self, tag: str, *options: str) -> str:
+        """Push the image of that tag; return its digest."""
+        target = f"docker://{self.place}/team/image:{tag}"
+        flags = ("--insecure-policy", "copy", "--dest-tls-verify=false", f"--digestfile={self.directory}/digest")
+        self._run(self.skopeo, *flags, *options, f"oci:{self.directory}/layout:{tag}", target)
+        return (self.directory / "digest").read_text().strip()
+
+    def _run(self, *command: str | Path) -> None:
+        done = subprocess.run(
+            command,
+            env=os.environ | {"LD_LIBRARY_PATH": self.libraries},
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=patience(60),
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Iterator[Tools]:
+    """A registry that runs on loopback, and the tools."""
+    libraries = f"usr/lib/{os.uname().machine}-linux-gnu"
+    try:
+        server = debian.program("docker-registry", "usr/bin/docker-registry")
+        umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
+        found = [debian.program(name, libraries) for name in ("libgpgme11", "libassuan0")]
+    except debian.Unavailable as error:
+        pytest.skip(str(error))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    config = {
+        "version": "0.1",
+        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
+        "http": {"addr": place},
+        "log": {"level": "error"},
+    }
+    (tmp_path / "config.yml").write_text(json.dumps(config))
+    with (tmp_path / "registry.log").open("wb") as log:
+        process = subprocess.Popen([server, "serve", tmp_path / "config.yml"], stdout=log, stderr=log)
+    try:
+        yield Tools(place, umoci, skopeo, ":".join(map(str, found)), tmp_path)
+    finally:
+        process.kill()
+        process.wait(patience())
+
+
+def make_image(tools: Tools) -> Path:
+    """Make an image of three layers, with whiteouts, an opaque directory, and changes of kind; return its tree."""
+    image, bundle = f"{tools.directory}/layout:v1", tools.directory / "bundle"
+    tools.make("init", "--layout", tools.directory / "layout")
+    tools.make("new", "--image", image)
+    tools.make("unpack", "--image", image, bundle)
+    tree = bundle / "rootfs"
+    with tarfile.open(busybox_tar(tools.directory / "x.tar", links=_PROGRAMS)) as archive:
+        archive.extractall(tree, filter="tar")
+    data = tree / "data"
+    for name in ("kept", "gone", "directory/old", "turns/into/file", "plain", "dropped/below/x"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(name)
+    os.link(data / "kept", data / "hard")
+    (data / "link").symlink_to("kept")
+    tools.make("repack", "--image", image, "--refresh-bundle", bundle)
+    (data / "gone").unlink()
+    _remove(data / "turns")
+    _remove(data / "dropped")
+    (data / "turns").write_text("a file")
+    (data / "plain").unlink()
+    (data / "plain").mkdir()
+    (data / "plain" / "new").write_text("below")
+    tools.make("repack", "--image", image, "--refresh-bundle", bundle)
+    _remove(data / "directory")
+    (data / "directory").mkdir()
+    (data / "directory" / "new").write_text("new")
+    (data / "name with space é").write_text("x")
+    tools.make("repack", "--image", image, "--refresh-bundle", bundle)
+    tools.make("config", "--image", image, "--config.env", "A=b", "--config.workingdir", "/data")
+    return data
+
+
+def _remove(directory: Path) -> None:
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    directory.rmdir()
+
+
+def listing(data: Path) -> str:
+    """Return what `_LIST` prints of a tree."""
+    files, others = [], ["."]
+    for path in data.rglob("*"):
+        name = f"./{path.relative_to(data)}"
+        if path.is_file() and not path.is_symlink():
+            files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
+        else:
+            others.append(name)
+    key = str.encode
+    lines = [f"{digest}  {name}" for name, digest in sorted(files, key=lambda each: key(each[0]))]
+    return "\n".join([*lines, *sorted(others, key=key), os.readlink(data / "link"), ""])
+
+
+async def test_an_image_of_other_tools_has_the_same_tree_here(
+    supervisor: LocalSupervisor, config: Config, tools: Tools
+) -> None:
+    """By tag and by digest, with manifests of OCI's form and of Docker's; the later pulls have all layers."""
+    await until(tools.answers)
+    data = make_image(tools)
+    digest = tools.push("v1")
+    reference = f"{tools.place}/team/image"
+    job = await pulled(supervisor, PullSpec(f"{reference}:v1"))
+    assert (job.state, job.error, job.digest) == (JobState.DONE, None, digest)
+    assert await run(supervisor, "image", _LIST) == listing(data)
+    found = Catalog(config.data_dir).get("image")
+    assert (found.config.env["A"], found.config.working_dir, len(found.layers)) == ("b", "/data", 3)
+    again = await pulled(supervisor, PullSpec(f"{reference}@{digest}", name="again"))
+    assert [each.phase for each in again.progress] == [LayerPhase.PRESENT] * 3
+    docker = tools.push("v1", "--format=v2s2")
+    assert docker != digest
+    other = await pulled(supervisor, PullSpec(f"{reference}@{docker}", name="docker"))
+    assert (other.state, other.error) == (JobState.DONE, None)
+    missing = await pulled(supervisor, PullSpec(f"{reference}:none"))
+    assert missing.error is not None
+    assert missing.error.details["codes"] == ["MANIFEST_UNKNOWN"]
