@@ -63,7 +63,7 @@ def _with_attributes(tree: int, path: str, attributes: int, userns_fd: int = 0) 
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class OverlayParts:
     """One overlay to make: id-mapped lower directories, the topmost first (at most as many as `stage.LOWER`), and
     `<name>`, `<name>-work` of a session directory."""
 
@@ -73,7 +73,7 @@ class Layers:
     userns_fd: int
 
 
-def overlay(layers: Layers, *, features: Features, stage_path: str) -> int:
+def overlay(layers: OverlayParts, *, features: Features, stage_path: str) -> int:
     """Return an overlay mount.
 
     Raises:

@@ -21,7 +21,7 @@ from nsinit.own_filters import PartFilters
 from nsinit.sandbox import rootfs, views
 from nsinit.steps import Crash, StepFailed
 from nsinit.storage import shells
-from nsinit.storage.layers import OPAQUE, LayerStore
+from nsinit.storage.layers import OPAQUE, LayerDirectory
 from nsinit.storage.mechanism import DiskFacts, Mechanism
 from nsinit.storage.paths import Layout, open_directory, open_in_root
 from nsinit.storage.volumes import Volumes
@@ -359,7 +359,7 @@ def _lowers(layout: Layout, plan: SandboxPlan) -> tuple[str, ...]:
     if plan.image_kind != "layers":
         return (layout.image_rootfs(plan.image),)
     # The copies of shells belong to these layers, and root may have said what this name stands for.
-    if LayerStore(layout).layers_of(plan.image) != plan.layers:
+    if LayerDirectory(layout).layers_of(plan.image) != plan.layers:
         raise StepFailed("overlay root", f"image {plan.image!r} was replaced just now", errno=errno.ESTALE)
     lowers: list[str] = []
     for digest in reversed(plan.layers):
@@ -376,7 +376,7 @@ def _lowers(layout: Layout, plan: SandboxPlan) -> tuple[str, ...]:
 
 def _overlay(build: SandboxBuild, lower_paths: tuple[str, ...], name: str, userns_fd: int) -> int:
     machine = build.machine
-    layers = mounts.Layers(lower_paths, machine.disk.layers(build.place()), name, userns_fd)
+    layers = mounts.OverlayParts(lower_paths, machine.disk.layers(build.place()), name, userns_fd)
     return mounts.overlay(layers, features=machine.features, stage_path=machine.layout.stage)
 
 

@@ -39,7 +39,7 @@ from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.server.processors import Processors, bind, bind_all
 from nsinit.steps import StepFailed, failure_of, passing
 from nsinit.storage import trash
-from nsinit.storage.layers import LayerStore
+from nsinit.storage.layers import LayerDirectory
 from nsinit.storage.mechanism import CHANGE, DiskFacts, Usage
 from nsinit.storage.paths import Layout
 from nsinit.wire import control
@@ -112,7 +112,7 @@ class Sessions:
     locks: LockWatch
     victims: VictimWatch
     disk_watch: DiskWatch
-    layers: LayerStore
+    layers: LayerDirectory
     find_mounts: Callable[[], list[str]]
     """Returns the points of mounts that a person made; trash below which there is one is not deleted."""
     processes: dict[str, InitProcess] = field(default_factory=dict)

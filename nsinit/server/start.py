@@ -43,7 +43,7 @@ from nsinit.server.sessions import Sessions, scan
 from nsinit.server.unpacking import Unpacking
 from nsinit.steps import Crash, StepFailed, Steps
 from nsinit.storage import choose
-from nsinit.storage.layers import LayerStore
+from nsinit.storage.layers import LayerDirectory
 from nsinit.storage.paths import Layout, check_owner_of
 from nsinit.storage.volumes import Volumes
 from nsinit.storage.workspaces import Workspaces
@@ -207,7 +207,7 @@ def _start(
     else:
         log("warning", "no filter of nsinit's own system calls")
     births = Births(machine, tree, table, forker, cgroup_makers)
-    watches, store = (locks, victims, disk_watch), LayerStore(layout, crash)
+    watches, store = (locks, victims, disk_watch), LayerDirectory(layout, crash)
     find_mounts = partial(host.find_mounts, layout)
     makers = builders, cgroup_emptiers, network_makers, bridges
     sessions = Sessions(births, *makers, scheduler, kernel_log, *watches, store, find_mounts)
@@ -255,7 +255,7 @@ def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) ->
     with steps.step("capabilities"):
         syscalls.unshare(k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
         keep_only(STORE_CAPABILITIES, read_last_capability())
-    store = LayerStore(layout, crash)
+    store = LayerDirectory(layout, crash)
     with steps.step("sweep"):
         store.share()
         scheduler.spawn(store.empty_trash())

@@ -17,7 +17,7 @@ from nsinit.log import log
 from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.spawn import spawn_unpacker
 from nsinit.steps import StepFailed, failure_of, passing
-from nsinit.storage.layers import Draft, LayerStore
+from nsinit.storage.layers import Draft, LayerDirectory
 from nsinit.storage.paths import DIGEST_PREFIX
 from nsinit.wire import verdict
 from nsinit.wire.protocol import LayerUnpacked, UnpackLayer
@@ -32,7 +32,7 @@ STAGE, DIGEST_STAGE = "unpack", "digest"
 class Unpacking:
     """Unpacks archives into the layers of a store."""
 
-    store: LayerStore
+    store: LayerDirectory
     scheduler: Scheduler
     _jails: set[int] = field(default_factory=set)
     """Pidfds of the unpackers at work."""

@@ -74,7 +74,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStore:
+class LayerDirectory:
     """The layers and images of one data directory."""
 
     layout: Layout

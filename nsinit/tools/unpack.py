@@ -184,8 +184,8 @@ class TarStream:
         return self._digest.hexdigest()
 
 
-class Names:
-    """Names for the verdict, bounded."""
+class NameList:
+    """NameList for the verdict, bounded."""
 
     def __init__(self, most: int, what: str) -> None:
         self._room, self._most, self._what = verdict.MAX_NAMES_BYTES // 2, most, what
@@ -201,12 +201,12 @@ class Names:
 
 
 class Unpacker:
-    """Writes members below `/` and keeps count. Names are taken as they come: `/` is the layer."""
+    """Writes members below `/` and keeps count. NameList are taken as they come: `/` is the layer."""
 
     def __init__(self, *, max_entries: int, max_bytes: int, reserve_bytes: int) -> None:
         self.entries = self.size_bytes = self.skipped = 0
-        self.opaque = Names(verdict.MAX_OPAQUE, "opaque directories")
-        self.privileged = Names(max_entries, "files with setuid or setgid")
+        self.opaque = NameList(verdict.MAX_OPAQUE, "opaque directories")
+        self.privileged = NameList(max_entries, "files with setuid or setgid")
         self._max_entries, self._max_bytes, self._reserve_bytes = max_entries, max_bytes, reserve_bytes
         self._directory_times = bytearray()
         self._unchecked_bytes = 0

@@ -11,7 +11,7 @@ import pytest
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import mounts, stage, syscalls
-from nsinit.kernel.mounts import Features, Layers
+from nsinit.kernel.mounts import Features, OverlayParts
 from nsinit.kernel.slots import FIRST_BASE, make_user_namespace
 from nsinit.storage.mechanism import make_layers
 
@@ -53,7 +53,7 @@ def test_lower_ids_are_shifted_and_writes_go_to_the_upper(tmp_path: Path, by_fd:
             return
         os.mkdir(session, 0o700)
         make_layers(str(session), FIRST_BASE)
-        layers = Layers((str(lower),), str(session), "root", userns_fd)
+        layers = OverlayParts((str(lower),), str(session), "root", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
         merged = staged / stage.ROOT
@@ -92,7 +92,7 @@ def test_the_first_of_two_lowers_lies_above_the_second(tmp_path: Path, by_fd: bo
             return
         os.mkdir(session, 0o700)
         make_layers(str(session), FIRST_BASE)
-        layers = Layers(tuple(map(str, (first, *others, second))), str(session), "usr", userns_fd)
+        layers = OverlayParts(tuple(map(str, (first, *others, second))), str(session), "usr", userns_fd)
         mount_fd = mounts.overlay(layers, features=Features(by_fd, True), stage_path=str(staged))
         mounts.attach(mount_fd, os.open(staged / stage.ROOT, os.O_PATH))
         merged = staged / stage.ROOT / "bin"
@@ -119,7 +119,7 @@ def test_a_link_is_no_lower(tmp_path: Path) -> None:
         os.mkdir(session, 0o700)
         make_layers(str(session), FIRST_BASE)
         features = mounts.probe_features(str(staged), userns_fd)
-        linked, plain = (Layers((str(path),), str(session), "root", userns_fd) for path in (link, lower))
+        linked, plain = (OverlayParts((str(path),), str(session), "root", userns_fd) for path in (link, lower))
         with pytest.raises(OSError):
             mounts.overlay(linked, features=features, stage_path=str(staged))
         os.close(mounts.overlay(plain, features=features, stage_path=str(staged)))
@@ -140,7 +140,7 @@ def test_an_upper_that_overlayfs_can_not_use_is_an_error_not_read_only(tmp_path:
             (session / name).mkdir()
         syscalls.mount("", str(session), flags=k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY)
         userns_fd = make_user_namespace(FIRST_BASE)
-        layers = Layers((str(lower),), str(session), "root", userns_fd)
+        layers = OverlayParts((str(lower),), str(session), "root", userns_fd)
         with pytest.raises((mounts.ReadOnlyOverlay, OSError)):
             mounts.overlay(layers, features=mounts.probe_features(str(staged), userns_fd), stage_path=str(staged))
 

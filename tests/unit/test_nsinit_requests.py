@@ -32,7 +32,6 @@ GOOD: dict[str, object] = {
     "layers": (f"sha256:{'a' * 64}",),
     "kept": (),
     "only": (f"sha256:{'a' * 64}",),
-    "rules": (),
 }
 BAD: dict[str, object] = {
     "session_id": "../../etc",
@@ -56,7 +55,6 @@ BAD: dict[str, object] = {
     "max_entries": 0,
     "reserve_bytes": -1,
     "grace_s": -1,
-    "rules": (protocol.BridgeRule("x"),),
 }
 
 

@@ -28,7 +28,7 @@ def overlay(room: Room) -> Seen:
         os.makedirs(f"{base}{name}", exist_ok=True)
     userns_fd = slots.make_id_map(f"0 {slots.FIRST_BASE} {slots.SIZE}\n")
     features = mounts.probe_features(_stage(room), userns_fd)
-    layers = mounts.Layers((f"{base}/lower",), f"{base}/session", "root", userns_fd)
+    layers = mounts.OverlayParts((f"{base}/lower",), f"{base}/session", "root", userns_fd)
     mount_fd = mounts.overlay(layers, features=features, stage_path=_stage(room))
     owner = os.stat("below", dir_fd=mount_fd).st_uid
     os.mkdir("above", dir_fd=mount_fd)
