@@ -28,7 +28,7 @@ _SHOW_S = 0.1
 
 
 class ParentStore:
-    """A `pulling.LayerStore` of the process at the other end of a socket. It answers one request at a time."""
+    """A `pulling.PullTarget` of the process at the other end of a socket. It answers one request at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._turn = sock, trio.Lock()
@@ -36,15 +36,15 @@ class ParentStore:
         self._next_show = 0.0
 
     async def has_layer(self, diff_id: str) -> bool:
-        """See `LayerStore`."""
+        """See `PullTarget`."""
         return bool((await self._ask({"kind": "has", "layer": diff_id}))["has"])
 
     async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
-        """See `LayerStore`."""
+        """See `PullTarget`."""
         await self._ask({"kind": "unpack", "layer": diff_id}, [blob_fd])
 
     async def publish_image(self, image: NewImage) -> None:
-        """See `LayerStore`."""
+        """See `PullTarget`."""
         await self._ask({"kind": "publish", "image": attrs.asdict(image)})
 
     def tell(self, **said: Any) -> None:  # JSON values

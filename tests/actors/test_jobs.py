@@ -20,7 +20,7 @@ from sandkasten.crash import Crash
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
-from sandkasten.images.registry.pulling import LayerStore
+from sandkasten.images.registry.pulling import PullTarget
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
 from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database
@@ -32,7 +32,7 @@ TAR = layer({"file": b"content" * 1000})
 
 
 @asynccontextmanager
-async def working(tmp_path: Path, layers: LayerStore) -> AsyncIterator[Ref]:
+async def working(tmp_path: Path, layers: PullTarget) -> AsyncIterator[Ref]:
     """Run the actor over a database."""
     store = Store(Ref("store"), tmp_path / "db")
     jobs = Jobs(

@@ -24,7 +24,7 @@ from sandkasten.crash import Crash
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import LayerStore, Pull, PullTurns
+from sandkasten.images.registry.pulling import Pull, PullTarget, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
@@ -116,7 +116,7 @@ class Jobs(Actor):
         ref: Ref,
         *,
         store: Ref,
-        layers: LayerStore,
+        layers: PullTarget,
         blobs: Blobs,
         settings: ImagesSettings,
         credentials_file: Path,

@@ -17,24 +17,24 @@ _UNSENT = 0
 
 
 class NsinitLayers:
-    """A `pulling.LayerStore`. `reserve_bytes`: what the disk keeps."""
+    """A `pulling.PullTarget`. `reserve_bytes`: what the disk keeps."""
 
     def __init__(self, nsinit: Ref, data_dir: Path, reserve_bytes: int) -> None:
         self._nsinit, self._reserve_bytes = nsinit, reserve_bytes
         self._layers = layers.Layers(data_dir, ThreadLink(nsinit))
 
     async def has_layer(self, diff_id: str) -> bool:
-        """See `LayerStore`."""
+        """See `PullTarget`."""
         return await trio.to_thread.run_sync(self._layers.has, diff_id)
 
     async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
-        """See `LayerStore`. A cancelled call ends the unpacking."""
+        """See `PullTarget`. A cancelled call ends the unpacking."""
         with layers.asking() as asker_fd:
             request = UnpackLayer(_UNSENT, diff_id, layers.MAX_BYTES, layers.MAX_ENTRIES, self._reserve_bytes)
             await ask_store(self._nsinit, request, (blob_fd, asker_fd))
 
     async def publish_image(self, image: NewImage) -> None:
-        """See `LayerStore`."""
+        """See `PullTarget`."""
         members, size_bytes = await trio.to_thread.run_sync(_sums, self._layers, image.layers)
         described = layers.describe(
             *(image.layers, image.config, image.digest, image.source, image.platform, image.tags, members, size_bytes)

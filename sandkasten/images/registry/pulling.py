@@ -1,6 +1,6 @@
 """A pull, step by step: documents, then each layer that the store lacks, then the name.
 
-Who pulls has the network and no root. The store (`LayerStore`) is behind nsinit, which unpacks in a jail and names a
+Who pulls has the network and no root. The store (`PullTarget`) is behind nsinit, which unpacks in a jail and names a
 layer by the digest that it saw itself.
 """
 
@@ -51,7 +51,7 @@ class NewImage:
     replace: bool
 
 
-class LayerStore(Protocol):
+class PullTarget(Protocol):
     """Part of the store of layers and images that a pull needs."""
 
     async def has_layer(self, diff_id: str) -> bool:
@@ -84,7 +84,7 @@ class Pull:
     name: str
     platform: Platform
     client: RegistryClient
-    store: LayerStore
+    store: PullTarget
     blobs: Blobs
     settings: ImagesSettings
     replace: bool = False
