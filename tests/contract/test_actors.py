@@ -57,7 +57,8 @@ def messages() -> list[type[object]]:
     """Return every class of a message to an actor."""
     for module in pkgutil.walk_packages(sandkasten.actors.__path__, "sandkasten.actors."):
         importlib.import_module(module.name)
-    return [each for each in subclasses(Ask) + subclasses(Tell) if is_defined(each)]
+    found = [each for each in subclasses(Ask) + subclasses(Tell) if is_defined(each)]
+    return sorted(found, key=lambda each: (each.__module__, each.__name__))  # whatever was imported first
 
 
 def is_defined(message: type[object]) -> bool:

@@ -216,7 +216,7 @@ class RegistryClient:
         for place in self._places[:-1]:
             try:
                 return await ask(place)
-            except (RegistryRefused, RegistryUnauthorized, DigestMismatch):
+            except (RegistryRefused, RegistryUnauthorized, DigestMismatch, TooLarge):
                 continue  # the next mirror, or the registry itself, whose errors count
         return await self._try(self._places[-1], ask)
 
