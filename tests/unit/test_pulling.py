@@ -16,7 +16,7 @@ import trio
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
-from sandkasten.images.registry.documents import Blob, Platform
+from sandkasten.images.registry.documents import MAX_DOCUMENT_BYTES, Blob, Platform
 from sandkasten.images.registry.pulling import Pull, PullTurns
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import (
@@ -198,6 +198,24 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
         assert (registry.count(digest_of(BIG)), registry.count(digest_of(SMALL))) == (1, 1)
         assert {*phases[0], *phases[1]} == {LayerPhase.DONE, LayerPhase.PRESENT}
         assert turns.layers == {}
+
+
+async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path: Path) -> None:
+    """No image has a layer before the pull's end; an unused one may be deleted then."""
+
+    class CollectedStore(MemoryStore):
+        async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+            await super().unpack_layer(blob_fd, diff_id)
+            if diff_id == digest_of(SMALL) and registry.count(digest_of(BIG)) == 1:
+                del self.layers[digest_of(BIG)]
+
+    async with serving() as registry:
+        registry.push([BIG])
+        store = await pull(tmp_path, registry.reference(), CollectedStore())
+        registry.push([BIG, SMALL])
+        await pull(tmp_path, registry.reference(), store)
+        assert store.images["image"].layers == (digest_of(BIG), digest_of(SMALL))
+        assert registry.count(f"blobs/{digest_of(BIG)}") == 2
 
 
 async def test_a_cancelled_pull_leaves_a_part_file_alone(tmp_path: Path) -> None:
@@ -506,16 +524,19 @@ async def test_wrong_or_missing_credentials_are_told_without_the_password(tmp_pa
 
 
 async def test_mirrors_are_asked_in_order_and_the_registry_last(tmp_path: Path) -> None:
-    """One that is down, does not have the image, or lies costs a try each; below a path, as mirrors may be."""
-    async with serving() as registry, serving() as empty, serving() as lying, serving() as good:
+    """One that is down, does not have the image, lies, or sends too much costs a try each; below a path, as mirrors may
+    be."""
+    async with serving() as registry, serving() as empty, serving() as lying, serving() as good, serving() as large:
         for each in (registry, lying, good):
             each.push([BIG])
+        large.answer = lambda _: Said(200, b" " * (MAX_DOCUMENT_BYTES + 1))
         lying.answer = lambda asked: _of_blob(asked, BIG, Said(200, b"\0" * len(BIG)))
         good.answer = lambda asked: good.honest(Asked(asked.path.removeprefix("/prefix"), asked.headers))
         for mirrors, count in (
             ((f"http://{empty.name}", f"http://{good.name}/prefix/"), 0),
             ((f"http://{empty.name}",), 1),
             ((f"http://{lying.name}",), 1),
+            ((f"http://{large.name}",), 1),
             (("http://127.0.0.1:1",), 1),
         ):
             registry.asked.clear()

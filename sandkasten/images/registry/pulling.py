@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DOWNLOADS = 3
 UNPACKS = 2
+_ROUNDS = 2
 
 
 @attrs.frozen
@@ -109,12 +110,10 @@ class Pull:
         self.blobs.require_room(total)
         self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
         self.on_progress(self.progress)
-        try:
-            async with trio.open_nursery(strict_exception_groups=True) as nursery:
-                for number, (blob, diff_id) in enumerate(zip(manifest.layers, configuration.diff_ids, strict=True)):
-                    nursery.start_soon(self._layer, number, blob, diff_id)
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
+        for _ in range(_ROUNDS):
+            await self._bring(manifest, configuration.diff_ids)
+            if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
+                break  # else a collection has deleted one meanwhile, for no image has it yet
         image = NewImage(
             name=self.name,
             tags=[self.reference.tag] if self.reference.tag else [],
@@ -149,6 +148,14 @@ class Pull:
         if not found.platform.fits(attrs.evolve(self.platform, variant="")):
             raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
         return found
+
+    async def _bring(self, manifest: Manifest, diff_ids: Sequence[str]) -> None:
+        try:
+            async with trio.open_nursery(strict_exception_groups=True) as nursery:
+                for number, (blob, diff_id) in enumerate(zip(manifest.layers, diff_ids, strict=True)):
+                    nursery.start_soon(self._layer, number, blob, diff_id)
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
 
     async def _layer(self, number: int, blob: Blob, diff_id: str) -> None:
         """Bring one layer into the store; of two pulls that want it, the second waits for the first."""
