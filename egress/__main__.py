@@ -73,7 +73,7 @@ def main() -> int:
     try:
         channel = _channel(CHANNEL_FD)
         table = barrier.make_table(permit, resolver.own_addresses(), barrier.resolvers(), proxy)
-        later = barrier.LaterAddresses([*permit, *(() if proxy is None else [ip_network(proxy)])])  # may be the host's
+        later = barrier.LaterAddresses(table)
         lacks = barrier.enclose(given["cgroup"], table if role == "egress" else None, proxy_port, later)
         confine(user_id, user_id, dials=role == "egress")
     except OSError as error:

@@ -78,11 +78,11 @@ def make_table(
 
 class LaterAddresses:
     """Addresses that this host got after the start of the process: they are added to what the programs refuse, and stay
-    refused when the host has them no more. `permits` as in `make_table`: an address that is permitted by itself alone
-    is not refused."""
+    refused when the host has them no more. Addresses that the table names, each by itself, are the table's to decide:
+    those of the start, a resolver, the proxy, one that is permitted by itself alone."""
 
-    def __init__(self, permits: Iterable[Network]) -> None:
-        self._named = {_mapped(each) for each in permits}
+    def __init__(self, table: Table) -> None:
+        self._named = frozenset(table)
         self._known: set[Address] = set()
         self._map_fd = -1
 

@@ -57,7 +57,8 @@ def make_directory(request: MakeDirectory, resolver: Resolver) -> Done:
 def move(request: MoveFile, resolver: Resolver, kernel: Kernel, check: Check) -> Done:
     """Give a file another name; between file systems it is copied, synced and then removed.
 
-    Once the copy has its name, the removal goes on to its end whatever `check` says.
+    Once the copy has its name, the removal goes on whatever `check` says, for as long as a worker may go on after its
+    client: where that ends in its midst, the copy is whole and a part of the original is left.
     """
     with (
         parent_of(request.source, resolver) as (source_fd, source, source_real),

@@ -76,7 +76,7 @@ def main() -> None:
     proxy, port = parse_proxy(said["proxy"]) if "proxy" in said else (None, 0)
     servers = [ip_address(each) for each in said["servers"]]
     table = barrier.make_table([ip_network(each) for each in said["permit"]], own_addresses(), servers, proxy)
-    later = barrier.LaterAddresses([ip_network(each) for each in said["permit"]])
+    later = barrier.LaterAddresses(table)
     lacks = barrier.enclose(said["cgroups"], table, port, later)
     confinement.confine(EGRESS_ID, EGRESS_ID)
     later.add([ip_address(each) for each in said.get("later", ())])

@@ -321,7 +321,7 @@ async def take_over(field: Field) -> Answers:
 
 
 @attempt("egress.unanswered", "reach the node while nobody has answered whether a host may be reached",
-         "server-side request forgery", ("heard nothing", "asked"))  # fmt: skip
+         "server-side request forgery", ("heard nothing", "asked", "unanswered"))  # fmt: skip
 async def reach_unanswered(field: Field) -> Answers:
     async with _listener("127.0.0.1") as listener, field.session(network=Network(NetworkMode.ASK)) as session_id:
         targets = (f"localhost:{listener.port}", f"127.0.0.1.example:{listener.port}")
