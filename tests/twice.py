@@ -31,7 +31,8 @@ MAX_AGAIN = 12
 
 def main(lanes: int, arguments: Sequence[str]) -> int:
     """Return the exit status of the last run."""
-    status = _pytest("-n", str(lanes), "--dist", "loadfile", "--no-loadscope-reorder", *arguments)
+    # Without the cache of an earlier run, whose failures are not this one's.
+    status = _pytest("--cache-clear", "-n", str(lanes), "--dist", "loadfile", "--no-loadscope-reorder", *arguments)
     failed = _last_failed() if status == TESTS_FAILED else []
     if not 0 < len(failed) <= MAX_AGAIN:
         return status
