@@ -396,6 +396,22 @@ async def test_a_redirect_to_a_named_place_is_followed_without_the_credentials(t
         assert "authorization" not in objects.asked[0].headers
 
 
+async def test_the_target_of_a_redirect_gets_no_login(tmp_path: Path) -> None:
+    """Its 401 is a refusal: neither it nor a token server of its own choice sees the password."""
+    async with serving() as registry, serving() as objects:
+        registry.push([SMALL])
+        moved = Said(307, headers={"location": f"http://{objects.name}/x"})
+        registry.answer = lambda asked: _of_blob(asked, SMALL, moved)
+        for challenge in (f'Bearer realm="http://{objects.name}/token"', "Basic realm=x"):
+            said = Said(401, headers={"www-authenticate": challenge})
+            objects.answer = lambda _, said=said: said  # type: ignore[misc]  # bound now
+            with pytest.raises(RegistryUnauthorized, match=objects.name):
+                me = Credentials("me", "pw")
+                await pull(tmp_path, registry.reference(), credentials=me, allow_private=(objects.name,))
+        assert {each.path for each in objects.asked} == {"/x"}
+        assert all("authorization" not in each.headers for each in [*registry.asked, *objects.asked])
+
+
 async def test_a_registry_by_tls_must_have_a_certificate_for_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
