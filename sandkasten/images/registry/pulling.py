@@ -26,7 +26,7 @@ from sandkasten.images.registry.documents import (
     read_document,
 )
 from sandkasten.images.registry.reference import Reference
-from sandkasten.model.errors import InvalidImage, TooLarge
+from sandkasten.model.errors import InvalidImage, NsinitLost, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DOWNLOADS = 3
 UNPACKS = 2
 _ROUNDS = 2
+_PUBLISH_S = 30.0
+"""Longer than the store takes for a name."""
 
 
 @attrs.frozen
@@ -95,10 +97,12 @@ class Pull:
     progress: list[LayerProgress] = attrs.field(factory=list, init=False)
 
     async def run(self) -> NewImage:
-        """Pull, and return the image as it was published.
+        """Pull, and return the image as it was published. A pull that is cancelled while the store gives the name is
+        done all the same.
 
         Raises:
             InvalidImage: there is no image of that platform, or the store does not take it.
+            NsinitLost: the store did not say in time whether the image has its name.
             DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
         """
         self.crash.passing(Point.PULL_BEGUN)
@@ -124,9 +128,11 @@ class Pull:
             platform=str(configuration.platform),
             replace=self.replace,
         )
-        await self.store.publish_image(image)
-        self.crash.passing(Point.PULL_PUBLISHED)
-        return image
+        with trio.move_on_after(_PUBLISH_S, shield=True):  # one that is cancelled half way may have given the name
+            await self.store.publish_image(image)
+            self.crash.passing(Point.PULL_PUBLISHED)
+            return image
+        raise NsinitLost("the store did not say in time whether the image has its name")
 
     async def _resolve(self) -> tuple[str, Manifest]:
         """Return the manifest for the platform, and the digest of what the reference names."""
