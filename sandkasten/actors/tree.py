@@ -295,7 +295,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        await images.Images(self._images, self._catalog, self._nsinit).run(task_status=task_status)
+        actor = images.Images(self._images, self._catalog, self._nsinit, self._shared.pulls)
+        await actor.run(task_status=task_status)
 
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir = self._config.data_dir
@@ -308,6 +309,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             settings=self._config.images,
             credentials_file=credentials_file(self._config),
             crash=self._shared.crash,
+            turns=self._shared.pulls,
         )
         await actor.run(task_status=task_status)
 

@@ -21,7 +21,7 @@ from sandkasten.crash import Crash
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
-from sandkasten.images.registry.pulling import NewImage, PullTarget
+from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
 from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database
@@ -44,6 +44,7 @@ async def working(tmp_path: Path, layers: PullTarget) -> AsyncIterator[Ref]:
         settings=ImagesSettings(),
         credentials_file=tmp_path / "auth.json",
         crash=Crash(),
+        turns=PullTurns(),
         patience=Patience(1, 0.001, 5),
     )
     async with trio.open_nursery() as nursery:

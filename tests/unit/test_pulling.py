@@ -197,7 +197,7 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
             phases = [[each.phase for each in work.progress] for work in (first, second)]
         assert (registry.count(digest_of(BIG)), registry.count(digest_of(SMALL))) == (1, 1)
         assert {*phases[0], *phases[1]} == {LayerPhase.DONE, LayerPhase.PRESENT}
-        assert turns.layers == {}
+        assert (turns.layers, turns.kept) == ({}, ())
 
 
 async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path: Path) -> None:
@@ -402,11 +402,11 @@ async def test_the_target_of_a_redirect_gets_no_login(tmp_path: Path) -> None:
         registry.push([SMALL])
         moved = Said(307, headers={"location": f"http://{objects.name}/x"})
         registry.answer = lambda asked: _of_blob(asked, SMALL, moved)
+        me = Credentials("me", "pw")
         for challenge in (f'Bearer realm="http://{objects.name}/token"', "Basic realm=x"):
             said = Said(401, headers={"www-authenticate": challenge})
             objects.answer = lambda _, said=said: said  # type: ignore[misc]  # bound now
             with pytest.raises(RegistryUnauthorized, match=objects.name):
-                me = Credentials("me", "pw")
                 await pull(tmp_path, registry.reference(), credentials=me, allow_private=(objects.name,))
         assert {each.path for each in objects.asked} == {"/x"}
         assert all("authorization" not in each.headers for each in [*registry.asked, *objects.asked])

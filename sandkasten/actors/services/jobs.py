@@ -121,13 +121,14 @@ class Jobs(Actor):
         settings: ImagesSettings,
         credentials_file: Path,
         crash: Crash,
+        turns: PullTurns,
         patience: Patience | None = None,
     ) -> None:
         super().__init__(ref)
         self._store, self._layers, self._blobs, self._settings = store, layers, blobs, settings
         self._credentials_file, self._crash, self._patience = credentials_file, crash, patience
         self._running: dict[str, _Running] = {}
-        self._turns, self._at_once = PullTurns(), trio.CapacityLimiter(_AT_ONCE)
+        self._turns, self._at_once = turns, trio.CapacityLimiter(_AT_ONCE)
 
     async def on_start(self) -> None:
         """Tell jobs of an earlier daemon as failed, and begin to sweep broken downloads."""

@@ -6,7 +6,9 @@ layer by the digest that it saw itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -72,11 +74,29 @@ class PullTarget(Protocol):
 
 @attrs.frozen
 class PullTurns:
-    """Bounds of what all pulls of a process do at once, and who has which layer in hand."""
+    """Bounds of what all pulls of a process do at once, and who has which layer in hand. `wanted` counts the pulls that
+    need a layer, from its name to the image's: collections keep such a layer (`kept`)."""
 
     downloads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(DOWNLOADS))
     unpacks: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(UNPACKS))
     layers: dict[str, trio.Lock] = attrs.field(factory=dict)
+    wanted: Counter[str] = attrs.field(factory=Counter)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The layers that running pulls need."""
+        return tuple(self.wanted)
+
+    @contextmanager
+    def keeping(self, diff_ids: Collection[str]) -> Iterator[None]:
+        """Keep layers from collections."""
+        self.wanted.update(set(diff_ids))
+        try:
+            yield
+        finally:
+            self.wanted.subtract(set(diff_ids))
+            for each in [diff_id for diff_id, count in self.wanted.items() if not count]:
+                del self.wanted[each]
 
 
 @attrs.define
@@ -114,10 +134,14 @@ class Pull:
         self.blobs.require_room(total)
         self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
         self.on_progress(self.progress)
-        for _ in range(_ROUNDS):
-            await self._bring(manifest, configuration.diff_ids)
-            if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
-                break  # else a collection has deleted one meanwhile, for no image has it yet
+        with self.turns.keeping(configuration.diff_ids):
+            for _ in range(_ROUNDS):
+                await self._bring(manifest, configuration.diff_ids)
+                if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
+                    break  # else a collection that began before, or of another process, has deleted one
+            return await self._publish(digest, configuration)
+
+    async def _publish(self, digest: str, configuration: Configuration) -> NewImage:
         image = NewImage(
             name=self.name,
             tags=[self.reference.tag] if self.reference.tag else [],
