@@ -517,8 +517,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.GetJob(job_id))
 
-    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
-        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen))
+    async def next_of_job(self, job_id: str, seen: int, wait_s: float) -> tuple[int, ImageJob]:
+        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen, wait_s))
 
     async def cancel_job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.CancelJob(job_id))

@@ -59,7 +59,7 @@ async def ended(jobs: Ref, job: ImageJob) -> ImageJob:
     seen = 0
     with trio.fail_after(patience()):
         while not job.has_ended:
-            seen, job = await jobs.ask(NextOfJob(job.id, seen))
+            seen, job = await jobs.ask(NextOfJob(job.id, seen, 60))
     return job
 
 
@@ -166,6 +166,18 @@ async def test_a_job_that_is_cancelled_while_its_image_gets_the_name_is_done(tmp
         end = await jobs.ask(CancelJob(job.id))
         assert (end.state, end.digest, list(store.images)) == (JobState.DONE, digest, ["image"])
         assert (await jobs.ask(GetJob(job.id))).state is JobState.DONE
+
+
+async def test_a_reader_is_answered_in_time_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A job without news is answered as it was seen; so no question of a follower that pings, or left, stays."""
+    async with serving() as registry, working(tmp_path, MemoryStore()) as jobs:
+        asked = silent(registry)
+        job = await jobs.ask(BeginPull(PullSpec(registry.reference())))
+        await asked.wait()
+        with trio.fail_after(patience()):
+            seen, found = await jobs.ask(NextOfJob(job.id, 0, 60))
+            assert await jobs.ask(NextOfJob(job.id, seen, 0.01)) == (seen, found)
+        assert found.state is JobState.RUNNING
 
 
 async def test_a_job_that_a_daemon_left_is_failed_for_the_next(tmp_path: Path) -> None:

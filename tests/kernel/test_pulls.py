@@ -25,7 +25,7 @@ async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
     job, seen = await supervisor.pull_image(spec), 0
     with trio.fail_after(patience(60)):
         while not job.has_ended:
-            seen, job = await supervisor.next_of_job(job.id, seen)
+            seen, job = await supervisor.next_of_job(job.id, seen, 60)
     return job
 
 
