@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import trio
 
+from sandkasten.images.registry import blobs
+from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
@@ -103,6 +106,22 @@ async def test_an_image_comes_by_tag_and_by_digest_with_its_configuration(tmp_pa
         await pull(tmp_path, registry.reference(f"@{digest}"), store)
         assert store.images["image"].tags == []
         assert registry.count(digest_of(BIG)) + registry.count(digest_of(SMALL)) == 0
+
+
+async def test_what_takes_long_is_done_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large document is read, and a large blob is removed, in a thread."""
+    seen: dict[str, bool] = {}
+    for module, name in ((pulling_module, "read_document"), (pulling_module, "read_configuration"), (blobs, "_close")):
+
+        def noting(*args: Any, name: str = name, real: Any = getattr(module, name), **fields: Any) -> Any:
+            seen[name] = threading.current_thread() is not threading.main_thread()
+            return real(*args, **fields)
+
+        monkeypatch.setattr(module, name, noting)
+    async with serving() as registry:
+        registry.push([SMALL])
+        await pull(tmp_path, registry.reference())
+    assert seen == {"read_document": True, "read_configuration": True, "_close": True}
 
 
 async def test_an_index_is_resolved_by_platform(tmp_path: Path) -> None:

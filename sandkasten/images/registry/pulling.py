@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -161,20 +162,24 @@ class Pull:
     async def _resolve(self) -> tuple[str, Manifest]:
         """Return the manifest for the platform, and the digest of what the reference names."""
         digest, data = await self.client.manifest(self.reference, self.reference.target)
-        document = read_document(data, max_layers=self.settings.max_layers)
+        document = await self._read(data)
         if isinstance(document, Index):
             _, data = await self.client.manifest(self.reference, document.choose(self.platform).digest)
-            document = read_document(data, max_layers=self.settings.max_layers)
+            document = await self._read(data)
             if isinstance(document, Index):
                 raise InvalidImage("the index names another index where an image should be")
         return digest, document
+
+    async def _read(self, data: bytes) -> Manifest | Index:
+        """Read a document in a thread: one of some megabytes takes half a second."""
+        return await trio.to_thread.run_sync(partial(read_document, data, max_layers=self.settings.max_layers))
 
     async def _configuration(self, manifest: Manifest) -> Configuration:
         blob = manifest.config
         if blob.size > MAX_CONFIG_BYTES:
             raise TooLarge(f"the configuration has {blob.size} bytes", limit=MAX_CONFIG_BYTES)
         data = await self.client.small_blob(self.reference.repository, blob.digest, blob.size)
-        found = read_configuration(data, manifest)
+        found = await trio.to_thread.run_sync(read_configuration, data, manifest)
         if not found.platform.fits(attrs.evolve(self.platform, variant="")):
             raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
         return found
@@ -193,7 +198,9 @@ class Pull:
         try:
             async with lock:
                 if await self.store.has_layer(diff_id):
-                    self.blobs.drop(blob)  # of a pull that was killed behind its last use
+                    await trio.to_thread.run_sync(
+                        self.blobs.drop, blob
+                    )  # of a pull that was killed behind its last use
                     self._note(number, blob.size, LayerPhase.PRESENT)
                     return
                 await self._load(number, blob, diff_id)
