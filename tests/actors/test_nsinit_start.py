@@ -1,4 +1,4 @@
-"""The client of an nsinit, at its start and at an asker's end: whose reason is told, and whose descriptors are sent."""
+"""The client of an nsinit at its start, whose reason of a refusal is told, and at an asker's end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def test_why_it_refused_is_not_lost_with_it(tmp_path: Path) -> None:
 
 
 async def test_descriptors_of_an_asker_that_was_cancelled_are_not_mistaken_for_others(tmp_path: Path) -> None:
-    """What is sent after the asker has closed its own is the same open file, whatever has that number by then; a
-    request of an asker that left before is not sent."""
+    """The same open file is sent after the asker has closed its own, whatever has that number by then; a request of an
+    asker that left before is not sent."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     blob, other = tmp_path / "blob", tmp_path / "other"
     blob.touch()

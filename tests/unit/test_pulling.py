@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,13 @@ async def test_an_image_comes_by_tag_and_by_digest_with_its_configuration(tmp_pa
 async def test_what_takes_long_is_done_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large document is read, and a large blob is removed, in a thread."""
     seen: dict[str, bool] = {}
+
+    def noting(name: str, real: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        seen[name] = threading.current_thread() is not threading.main_thread()
+        return real(*args, **fields)
+
     for module, name in ((pulling_module, "read_document"), (pulling_module, "read_configuration"), (blobs, "_close")):
-
-        def noting(*args: Any, name: str = name, real: Any = getattr(module, name), **fields: Any) -> Any:
-            seen[name] = threading.current_thread() is not threading.main_thread()
-            return real(*args, **fields)
-
-        monkeypatch.setattr(module, name, noting)
+        monkeypatch.setattr(module, name, partial(noting, name, getattr(module, name)))
     async with serving() as registry:
         registry.push([SMALL])
         await pull(tmp_path, registry.reference())
