@@ -417,7 +417,7 @@ async def test_a_redirect_to_a_named_place_is_followed_without_the_credentials(t
 
 
 async def test_the_target_of_a_redirect_gets_no_login(tmp_path: Path) -> None:
-    """Its 401 is a refusal: neither it nor a token server of its own choice sees the password."""
+    """The 401 of such a place is a refusal: neither it nor a token server of its own choice sees the password."""
     async with serving() as registry, serving() as objects:
         registry.push([SMALL])
         moved = Said(307, headers={"location": f"http://{objects.name}/x"})
