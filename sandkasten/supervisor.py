@@ -509,9 +509,9 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Return a job. Raises `JobNotFound`."""
         ...
 
-    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
-        """Return a job with the number of its last change, as soon as that is not `seen`; 0 is none yet. Raises
-        `JobNotFound`."""
+    async def next_of_job(self, job_id: str, seen: int, wait_s: float) -> tuple[int, ImageJob]:
+        """Return a job with the number of its last change, as soon as that is not `seen`, or after `wait_s`; 0 is none
+        yet. Raises `JobNotFound`."""
         ...
 
     async def cancel_job(self, job_id: str) -> ImageJob:

@@ -295,7 +295,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        await images.Images(self._images, self._catalog, self._nsinit).run(task_status=task_status)
+        actor = images.Images(self._images, self._catalog, self._nsinit, self._shared.pulls)
+        await actor.run(task_status=task_status)
 
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir = self._config.data_dir
@@ -308,6 +309,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             settings=self._config.images,
             credentials_file=credentials_file(self._config),
             crash=self._shared.crash,
+            turns=self._shared.pulls,
         )
         await actor.run(task_status=task_status)
 
@@ -515,8 +517,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.GetJob(job_id))
 
-    async def next_of_job(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
-        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen))
+    async def next_of_job(self, job_id: str, seen: int, wait_s: float) -> tuple[int, ImageJob]:
+        return await self._jobs.ask_again(jobs.NextOfJob(job_id, seen, wait_s))
 
     async def cancel_job(self, job_id: str) -> ImageJob:
         return await self._jobs.ask_again(jobs.CancelJob(job_id))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.jobs import BeginPull, CancelJob, GetJob, Jobs, ListJobs, NextOfJob
@@ -20,7 +21,7 @@ from sandkasten.crash import Crash
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
-from sandkasten.images.registry.pulling import PullTarget
+from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
 from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database
@@ -43,6 +44,7 @@ async def working(tmp_path: Path, layers: PullTarget) -> AsyncIterator[Ref]:
         settings=ImagesSettings(),
         credentials_file=tmp_path / "auth.json",
         crash=Crash(),
+        turns=PullTurns(),
         patience=Patience(1, 0.001, 5),
     )
     async with trio.open_nursery() as nursery:
@@ -57,7 +59,7 @@ async def ended(jobs: Ref, job: ImageJob) -> ImageJob:
     seen = 0
     with trio.fail_after(patience()):
         while not job.has_ended:
-            seen, job = await jobs.ask(NextOfJob(job.id, seen))
+            seen, job = await jobs.ask(NextOfJob(job.id, seen, 60))
     return job
 
 
@@ -144,6 +146,38 @@ async def test_a_job_that_is_cancelled_has_ended_when_that_is_answered(tmp_path:
         again = await jobs.ask(CancelJob(all_jobs[0].id))
         assert (again.state, again.has_ended) == (JobState.CANCELLED, True)
         await jobs.ask(BeginPull(PullSpec(registry.reference())))
+
+
+async def test_a_job_that_is_cancelled_while_its_image_gets_the_name_is_done(tmp_path: Path) -> None:
+    """The image is there, and the record says so."""
+    publishing = trio.Event()
+
+    class Slow(MemoryStore):
+        async def publish_image(self, image: NewImage) -> None:
+            publishing.set()
+            await wait_all_tasks_blocked()
+            await super().publish_image(image)
+
+    store = Slow()
+    async with serving() as registry, working(tmp_path, store) as jobs:
+        digest = registry.push([TAR])
+        job = await jobs.ask(BeginPull(PullSpec(registry.reference())))
+        await publishing.wait()
+        end = await jobs.ask(CancelJob(job.id))
+        assert (end.state, end.digest, list(store.images)) == (JobState.DONE, digest, ["image"])
+        assert (await jobs.ask(GetJob(job.id))).state is JobState.DONE
+
+
+async def test_a_reader_is_answered_in_time_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A job without news is answered as it was seen; so no question of a follower that pings, or left, stays."""
+    async with serving() as registry, working(tmp_path, MemoryStore()) as jobs:
+        asked = silent(registry)
+        job = await jobs.ask(BeginPull(PullSpec(registry.reference())))
+        await asked.wait()
+        with trio.fail_after(patience()):
+            seen, found = await jobs.ask(NextOfJob(job.id, 0, 60))
+            assert await jobs.ask(NextOfJob(job.id, seen, 0.01)) == (seen, found)
+        assert found.state is JobState.RUNNING
 
 
 async def test_a_job_that_a_daemon_left_is_failed_for_the_next(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sandkasten.model import SessionSpec
 from sandkasten.model.errors import ImageInUse, InvalidImage
 from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
-from tests.registry import digest_of, layer, serving
+from tests.registry import Asked, Said, digest_of, layer, serving
 from tests.waiting import patience
 
 
@@ -25,7 +25,7 @@ async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
     job, seen = await supervisor.pull_image(spec), 0
     with trio.fail_after(patience(60)):
         while not job.has_ended:
-            seen, job = await supervisor.next_of_job(job.id, seen)
+            seen, job = await supervisor.next_of_job(job.id, seen, 60)
     return job
 
 
@@ -82,6 +82,37 @@ async def test_a_taken_name_is_replaced_if_that_is_asked_for(supervisor: LocalSu
         done = await pulled(supervisor, PullSpec(registry.reference(), replace=True))
         assert done.state is JobState.DONE
         assert await run(supervisor, "image", "cat /etc/word") == "two"
+
+
+async def test_a_collection_keeps_the_layers_of_a_pull_that_is_under_way(
+    supervisor: LocalSupervisor, config: Config, tmp_path: Path
+) -> None:
+    """Whether by a prune, by the end of an image that has them, or by the reaper after an hour."""
+    async with serving() as registry:
+        base, top = busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})
+        registry.push([base], tag="old")
+        assert (await pulled(supervisor, PullSpec(registry.reference(":old"), name="old"))).state is JobState.DONE
+        registry.push([base, top])
+        asked = trio.Event()
+
+        def answer(request: Asked) -> Said | None:
+            if digest_of(top) not in request.path:
+                return None
+            asked.set()
+            return Said(200, top, cut=10, hold=True)
+
+        registry.answer = answer
+        job = await supervisor.pull_image(PullSpec(registry.reference()))
+        await asked.wait()
+        kept = config.data_dir / "layers" / digest_of(base).removeprefix("sha256:")
+        await supervisor.delete_image("old")
+        assert kept.is_dir()
+        assert (await supervisor.prune_images(older_than_s=0)).layers == 0
+        os.utime(kept, (0, 0))
+        await supervisor.leftovers.collect_layers()
+        assert kept.is_dir()
+        await supervisor.cancel_job(job.id)
+        assert (await supervisor.prune_images(older_than_s=0)).layers == 1
 
 
 async def test_an_image_is_described_deleted_and_its_layers_go(supervisor: LocalSupervisor, tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
+from sandkasten.images.registry import blobs
+from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
@@ -103,6 +107,22 @@ async def test_an_image_comes_by_tag_and_by_digest_with_its_configuration(tmp_pa
         await pull(tmp_path, registry.reference(f"@{digest}"), store)
         assert store.images["image"].tags == []
         assert registry.count(digest_of(BIG)) + registry.count(digest_of(SMALL)) == 0
+
+
+async def test_what_takes_long_is_done_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large document is read, and a large blob is removed, in a thread."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str, real: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        seen[name] = threading.current_thread() is not threading.main_thread()
+        return real(*args, **fields)
+
+    for module, name in ((pulling_module, "read_document"), (pulling_module, "read_configuration"), (blobs, "_close")):
+        monkeypatch.setattr(module, name, partial(noting, name, getattr(module, name)))
+    async with serving() as registry:
+        registry.push([SMALL])
+        await pull(tmp_path, registry.reference())
+    assert seen == {"read_document": True, "read_configuration": True, "_close": True}
 
 
 async def test_an_index_is_resolved_by_platform(tmp_path: Path) -> None:
@@ -197,7 +217,7 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
             phases = [[each.phase for each in work.progress] for work in (first, second)]
         assert (registry.count(digest_of(BIG)), registry.count(digest_of(SMALL))) == (1, 1)
         assert {*phases[0], *phases[1]} == {LayerPhase.DONE, LayerPhase.PRESENT}
-        assert turns.layers == {}
+        assert (turns.layers, turns.kept) == ({}, ())
 
 
 async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path: Path) -> None:
@@ -394,6 +414,22 @@ async def test_a_redirect_to_a_named_place_is_followed_without_the_credentials(t
         await pull(tmp_path, registry.reference(), credentials=Credentials("me", "pw"), allow_private=(objects.name,))
         assert [each.path for each in objects.asked] == ["/signed?x=1"]
         assert "authorization" not in objects.asked[0].headers
+
+
+async def test_the_target_of_a_redirect_gets_no_login(tmp_path: Path) -> None:
+    """The 401 of such a place is a refusal: neither it nor a token server of its own choice sees the password."""
+    async with serving() as registry, serving() as objects:
+        registry.push([SMALL])
+        moved = Said(307, headers={"location": f"http://{objects.name}/x"})
+        registry.answer = lambda asked: _of_blob(asked, SMALL, moved)
+        me = Credentials("me", "pw")
+        for challenge in (f'Bearer realm="http://{objects.name}/token"', "Basic realm=x"):
+            said = Said(401, headers={"www-authenticate": challenge})
+            objects.answer = lambda _, said=said: said  # type: ignore[misc]  # bound now
+            with pytest.raises(RegistryUnauthorized, match=objects.name):
+                await pull(tmp_path, registry.reference(), credentials=me, allow_private=(objects.name,))
+        assert {each.path for each in objects.asked} == {"/x"}
+        assert all("authorization" not in each.headers for each in [*registry.asked, *objects.asked])
 
 
 async def test_a_registry_by_tls_must_have_a_certificate_for_its_name(

@@ -82,7 +82,7 @@ class LeftoverSearch:
     def __init__(self, data_dir: Path, boot_id: str, shared: Shared) -> None:
         self._spool_dir, self._boot_id = DataPaths(data_dir).spool, boot_id
         self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
-        self._journal, self._output = shared.journal, shared.output
+        self._journal, self._output, self._pulls = shared.journal, shared.output, shared.pulls
         self._seen: Sightings = frozenset()
         self.found: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class LeftoverSearch:
 
     async def collect_layers(self) -> None:
         """Have the layers deleted that no image and no session has. Raises `SandkastenError`."""
-        collected = await ask_store(self._nsinit, protocol.CollectLayers(0, LAYER_GRACE_S))
+        collected = await ask_store(self._nsinit, protocol.CollectLayers(0, LAYER_GRACE_S, self._pulls.kept))
         if collected.layers:
             log.info("layers_collected", extra={"count": collected.layers, "freed_bytes": collected.freed_bytes})
 

@@ -18,6 +18,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.counters.metrics import Metrics
 from sandkasten.crash import Crash
+from sandkasten.images.registry.pulling import PullTurns
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.runner import RunnerLink
@@ -157,3 +158,4 @@ class Shared:
     metrics: Metrics
     shares: KeyShares
     crash: Crash
+    pulls: PullTurns = attrs.field(factory=PullTurns)

@@ -14,6 +14,7 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.nsinit import ThreadLink, ask_store
 from sandkasten.images.catalog import Catalog, Image, Stamp
 from sandkasten.images.layers import Layers
+from sandkasten.images.registry.pulling import PullTurns
 from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageDescription, ImageLayer, Pruned
 
@@ -57,9 +58,9 @@ Message = Resolve | DescribeImages | RemoveImage | PruneLayers
 class Images(Actor):
     """The image catalogue, with the images that were resolved before."""
 
-    def __init__(self, ref: Ref, catalog: Catalog, nsinit: Ref) -> None:
+    def __init__(self, ref: Ref, catalog: Catalog, nsinit: Ref, pulls: PullTurns) -> None:
         super().__init__(ref)
-        self._catalog, self._nsinit = catalog, nsinit
+        self._catalog, self._nsinit, self._pulls = catalog, nsinit, pulls
         self._layers = Layers(catalog.data_dir, ThreadLink(nsinit))
         self._known: dict[str, tuple[Stamp, Image]] = {}
         self._limiter = trio.CapacityLimiter(_THREADS)
@@ -120,9 +121,9 @@ class Images(Actor):
         if image.kind != "layers":
             raise InvalidImage(f"{name!r} is no image of layers: `sandkasten image rm` removes it", image=name)
         await ask_store(self._nsinit, protocol.DeleteImage(_UNSENT, name))
-        await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, only=tuple(image.layers)))
+        await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, self._pulls.kept, tuple(image.layers)))
 
     async def _prune(self, older_than_s: int, dry_run: bool) -> Pruned:
-        request = protocol.CollectLayers(_UNSENT, older_than_s, dry_run=dry_run)
+        request = protocol.CollectLayers(_UNSENT, older_than_s, self._pulls.kept, dry_run=dry_run)
         found = await ask_store(self._nsinit, request)
         return Pruned(found.layers, found.freed_bytes)

@@ -82,10 +82,12 @@ class CancelJob(Ask[ImageJob]):
 
 @attrs.frozen
 class NextOfJob(Ask[tuple[int, ImageJob]]):
-    """Return a job with the number of its last change, once that is another than `seen`. Raises `JobNotFound`."""
+    """Return a job with the number of its last change, once that is another than `seen`, or after `wait_s`. Raises
+    `JobNotFound`. An asker that is cancelled leaves its question behind for as long."""
 
     job_id: str
     seen: int
+    wait_s: float
 
 
 Message = BeginPull | GetJob | ListJobs | CancelJob | NextOfJob
@@ -121,13 +123,14 @@ class Jobs(Actor):
         settings: ImagesSettings,
         credentials_file: Path,
         crash: Crash,
+        turns: PullTurns,
         patience: Patience | None = None,
     ) -> None:
         super().__init__(ref)
         self._store, self._layers, self._blobs, self._settings = store, layers, blobs, settings
         self._credentials_file, self._crash, self._patience = credentials_file, crash, patience
         self._running: dict[str, _Running] = {}
-        self._turns, self._at_once = PullTurns(), trio.CapacityLimiter(_AT_ONCE)
+        self._turns, self._at_once = turns, trio.CapacityLimiter(_AT_ONCE)
 
     async def on_start(self) -> None:
         """Tell jobs of an earlier daemon as failed, and begin to sweep broken downloads."""
@@ -146,8 +149,8 @@ class Jobs(Actor):
                 return self.defer(self._list, limit)
             case CancelJob(job_id):
                 return self.defer(self._cancel, job_id)
-            case NextOfJob(job_id, seen):
-                return self.defer(self._next, job_id, seen)
+            case NextOfJob(job_id, seen, wait_s):
+                return self.defer(self._next, job_id, seen, wait_s)
             case _:
                 assert_never(message)
 
@@ -285,11 +288,12 @@ class Jobs(Actor):
         await running.ended.wait()
         return running.job
 
-    async def _next(self, job_id: str, seen: int) -> tuple[int, ImageJob]:
+    async def _next(self, job_id: str, seen: int, wait_s: float) -> tuple[int, ImageJob]:
         if (running := self._running.get(job_id)) is None:
             return 0, await self._get(job_id)
         if running.changes == seen and not running.job.has_ended:
-            await running.news.wait()
+            with trio.move_on_after(wait_s):
+                await running.news.wait()
         return running.changes, running.job
 
     async def _sweep(self) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import trio
 
-from nsinit.wire.protocol import PublishImage, UnpackLayer
+from nsinit.wire.protocol import UnpackLayer
 from sandkasten.actors.core import Ref
 from sandkasten.actors.services.nsinit import ThreadLink, ask_store
 from sandkasten.images import layers
@@ -35,16 +34,19 @@ class NsinitLayers:
 
     async def publish_image(self, image: NewImage) -> None:
         """See `PullTarget`."""
-        members, size_bytes = await trio.to_thread.run_sync(_sums, self._layers, image.layers)
-        described = layers.describe(
-            *(image.layers, image.config, image.digest, image.source, image.platform, image.tags, members, size_bytes)
+        await trio.to_thread.run_sync(self._publish, image)
+
+    def _publish(self, image: NewImage) -> None:  # in a thread: it reads and writes files
+        found = [meta for each in set(image.layers) if (meta := self._layers.find(each)) is not None]
+        self._layers.publish_image(
+            image.name,
+            layers=image.layers,
+            config=image.config,
+            digest=image.digest,
+            source=image.source,
+            platform=image.platform,
+            tags=image.tags,
+            replace=image.replace,
+            members=sum(meta.entries for meta in found),
+            size_bytes=sum(meta.size_bytes for meta in found),
         )
-        with layers.description(described) as fd:
-            request = PublishImage(_UNSENT, image.name, tuple(image.layers), image.replace)
-            await ask_store(self._nsinit, request, (fd,))
-
-
-def _sums(store: layers.Layers, digests: Sequence[str]) -> tuple[int, int]:
-    """Return the entries and the bytes of all layers together."""
-    found = [meta for each in set(digests) if (meta := store.find(each)) is not None]
-    return sum(meta.entries for meta in found), sum(meta.size_bytes for meta in found)

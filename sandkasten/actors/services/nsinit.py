@@ -11,10 +11,12 @@ don't notice. An nsinit that leaves a request unanswered for 30 s is killed, whi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, assert_never
 
@@ -27,7 +29,7 @@ from sandkasten.images.layers import refusal_of
 from sandkasten.links.fds import OwnedFd, wait_ended
 from sandkasten.links.nsinit import NsinitAnswer, NsinitLink, failure_text, is_passing
 from sandkasten.links.processes import ChildProcess, StartNsinit, forward_log, start_as_child
-from sandkasten.model.errors import BuildFailed, BuildInterrupted, NsinitLost
+from sandkasten.model.errors import ActorGone, BuildFailed, BuildInterrupted, NsinitLost
 
 P = ParamSpec("P")
 
@@ -71,8 +73,9 @@ class Call(Ask[R]):
     request: protocol.Request[Any]
     read: Callable[[NsinitAnswer], R]
     is_retriable: bool = False
-    fds: Sequence[int] = ()
-    """Descriptors that go along; they stay the asker's, who keeps them open until the answer."""
+    fds: Sequence[OwnedFd] = ()
+    """Descriptors that go along. The asker closes them at the end of its wait, be it by a cancellation; the client
+    sends copies of its own."""
     patience_s: float = _REQUEST_S
     """Longer than nsinit takes."""
 
@@ -258,7 +261,9 @@ async def ask_store(nsinit: Ref, request: protocol.Request[R], fds: Sequence[int
         NsinitLost: nsinit died.
     """
     try:
-        return await ask_when_up(nsinit, Call(request, _message, fds=fds, patience_s=_UNPACK_S))
+        with contextlib.ExitStack() as stack:
+            owned = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+            return await ask_when_up(nsinit, Call(request, _message, fds=owned, patience_s=_UNPACK_S))
     except BuildFailed as failed:
         message = failed.message.removeprefix(f"{failed.stage} failed: ")
         raise refusal_of(failed.stage, failed.errno, failed.path, message) from failed
@@ -373,7 +378,8 @@ class NsinitClient(Actor):
     async def _call(self, message: Call[R]) -> R:
         request = _numbered(message.request, self._link.next_seq())
         try:
-            return message.read(_checked(request, await self._request(request, message.fds, message.patience_s)))
+            with _copied(message.fds) as fds:
+                return message.read(_checked(request, await self._request(request, fds, message.patience_s)))
         except BuildFailed as failed:
             if message.is_retriable and is_passing(failed.stage, failed.errno):
                 raise BuildInterrupted("a process that makes sandboxes died or was too slow") from failed
@@ -399,6 +405,18 @@ class NsinitClient(Actor):
             await wait_ended(self._process.pidfd)
             await trio.sleep(_LAST_WORDS_S)
             raise NsinitLost("the fork server has ended")
+
+
+@contextlib.contextmanager
+def _copied(fds: Sequence[OwnedFd]) -> Iterator[Sequence[int]]:
+    """Open copies of an asker's descriptors: a number that the asker has closed may be another file's when it is sent.
+    Raises `ActorGone`: the asker has left before, or there can be no more descriptors."""
+    with contextlib.ExitStack() as stack:
+        try:
+            copies = [stack.enter_context(OwnedFd(os.dup(fd.fileno()))).fileno() for fd in fds]
+        except (ValueError, OSError) as error:
+            raise ActorGone(f"the request was not sent: {error}") from error
+        yield copies
 
 
 def describe(ready: protocol.Ready) -> dict[str, object]:

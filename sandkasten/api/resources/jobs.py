@@ -156,7 +156,7 @@ async def follow(exchange: Exchange) -> None:
 
 async def _follow(exchange: Exchange) -> None:
     job_id = exchange.params["job_id"]
-    seen, job = await exchange.supervisor.next_of_job(job_id, 0)
+    seen, job = await exchange.supervisor.next_of_job(job_id, 0, 0)
     await exchange.start(200, SSE_HEADERS)
     if exchange.method == "HEAD":
         await exchange.finish()
@@ -175,6 +175,7 @@ async def _follow(exchange: Exchange) -> None:
 
 async def _next(exchange: Exchange, job_id: str, seen: int) -> tuple[int, ImageJob]:
     while True:
-        with trio.move_on_after(exchange.settings.ping_interval_s):
-            return await exchange.supervisor.next_of_job(job_id, seen)
+        now, job = await exchange.supervisor.next_of_job(job_id, seen, exchange.settings.ping_interval_s)
+        if now != seen or job.has_ended:
+            return now, job
         await exchange.write(PING)

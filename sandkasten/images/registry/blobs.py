@@ -102,18 +102,28 @@ class Blobs:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         path = self._path(blob)
         fd = await _open_locked(path)
+        is_over = False
         try:
-            download = _Download(fd, blob, self, on_bytes, self._limiter)
             try:
-                await download.run(client, repository)
+                await _Download(fd, blob, self, on_bytes, self._limiter).run(client, repository)
             except DigestMismatch:
-                path.unlink(missing_ok=True)
+                is_over = True
                 raise
             os.lseek(fd, 0, os.SEEK_SET)
             yield fd
-            path.unlink(missing_ok=True)
+            is_over = True
         finally:
-            os.close(fd)
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(_close, fd, path if is_over else None)
+
+
+def _close(fd: int, path: Path | None) -> None:
+    """Close a file, and remove it where it has a path: the blocks of some gigabytes are freed in seconds."""
+    try:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
 
 
 async def _open_locked(path: Path) -> int:
@@ -158,7 +168,7 @@ class _Download:
         self.on_bytes(self.done)
         await self._load(client, repository, by_mirrors=True)
         if not self._is_whole() and not is_pure:
-            self._start_over()
+            await self._start_over()
             await self._load(client, repository, by_mirrors=False)
         if not self._is_whole():
             raise DigestMismatch(f"the registry sends another blob as {self.blob.digest}", digest=self.blob.digest)
@@ -184,7 +194,7 @@ class _Download:
     async def _take(self, answer: RegistryAnswer) -> None:
         """Take the bytes of one answer."""
         if self.done and not (answer.status == 206 and self._is_right_part(answer)):
-            self._start_over()
+            await self._start_over()
             if answer.status == 206:  # another part than was asked for: the next try asks for all
                 raise RegistryRefused(f"the registry sends another part of {self.blob.digest}")
         length = answer.headers.get("content-length", "")
@@ -239,6 +249,6 @@ class _Download:
             self.done += len(data)
         return self.done
 
-    def _start_over(self) -> None:
-        os.ftruncate(self.fd, 0)
+    async def _start_over(self) -> None:
+        await trio.to_thread.run_sync(os.ftruncate, self.fd, 0, limiter=self.limiter)
         self.done, self.digest = 0, hashlib.sha256()

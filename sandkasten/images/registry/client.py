@@ -73,30 +73,30 @@ class _Source:
 class RegistryAnswer:
     """An answer whose body is read piece by piece."""
 
-    def __init__(self, response: httpcore2.Response, host: str) -> None:
+    def __init__(self, response: httpcore2.Response, url: str) -> None:
         self.status = response.status
         self.headers = {name.decode("latin-1").lower(): each.decode("latin-1") for name, each in response.headers}
         self._stream: Any = response.aiter_stream()  # a generator, though its type says less
-        self._response, self._host = response, host
+        self._response, self.host, self.origin = response, urlsplit(url).netloc, _origin(url)
 
     async def read(self) -> bytes:
         """Return the next piece of the body, empty at its end. Raises `RegistryRefused` when the connection is lost."""
         try:
             piece: bytes = await anext(self._stream, b"")
         except _LOSSES as error:
-            raise _lost(self._host, error) from error
+            raise _lost(self.host, error) from error
         return piece
 
     async def whole(self, limit: int) -> bytes:
         """Return the whole body. Raises `TooLarge` as soon as it is larger than `limit`."""
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
-            raise TooLarge(f"{self._host} sends a document of {length} bytes", limit=limit)
+            raise TooLarge(f"{self.host} sends a document of {length} bytes", limit=limit)
         data = bytearray()
         while piece := await self.read():
             data += piece
             if len(data) > limit:
-                raise TooLarge(f"{self._host} sends a document of more than {limit} bytes", limit=limit)
+                raise TooLarge(f"{self.host} sends a document of more than {limit} bytes", limit=limit)
         return bytes(data)
 
     async def aclose(self) -> None:
@@ -239,18 +239,19 @@ class RegistryClient:
     async def _opened(
         self, place: _Source, repository: str, path: str, headers: Mapping[str, str]
     ) -> AsyncIterator[RegistryAnswer]:
-        """Open an answer with a status below 300; log in when the registry asks for it, once."""
+        """Open an answer with a status below 300; log in when the registry asks for it, once. The target of a redirect
+        can't ask: the place that it named as token server would get the registry's password."""
         url = place.base + path
         used = self._token(place, repository)
         answer = await self._follow(url, headers, used)
         try:
-            if answer.status == 401:
+            if answer.status == 401 and answer.origin == _origin(url):
                 challenge = answer.headers.get("www-authenticate", "")
                 await answer.aclose()
                 await self._log_in(place, repository, challenge, used)
                 answer = await self._follow(url, headers, self._token(place, repository))
             if answer.status >= 300:
-                raise await _refused(answer, urlsplit(url).netloc)
+                raise await _refused(answer)
             yield answer
         finally:
             await answer.aclose()
@@ -311,7 +312,7 @@ class RegistryClient:
             extensions={"timeout": {"connect": 10.0, "read": self.patience.silence_s, "write": 10.0, "pool": None}},
         )
         try:
-            return RegistryAnswer(await self._pool(parts.scheme, host).handle_async_request(request), parts.netloc)
+            return RegistryAnswer(await self._pool(parts.scheme, host).handle_async_request(request), url)
         except AddressRefused as error:
             raise _final(_of_address(str(error))) from error
         except (
@@ -371,7 +372,7 @@ class RegistryClient:
             if answer.status in (401, 403):
                 raise RegistryUnauthorized(f"{urlsplit(realm).netloc} refuses the credentials", status=answer.status)
             if answer.status >= 300:
-                raise await _refused(answer, urlsplit(realm).netloc)
+                raise await _refused(answer)
             data = await answer.whole(_MAX_SMALL_BYTES)
         finally:
             await answer.aclose()
@@ -424,7 +425,7 @@ def _read_challenge(header: str) -> tuple[str, Mapping[str, str]]:
     return match[1].lower(), {name.lower(): quoted or bare for name, quoted, bare in _PARAMETER.findall(match[2])}
 
 
-async def _refused(answer: RegistryAnswer, host: str) -> RegistryRefused | RegistryUnauthorized:
+async def _refused(answer: RegistryAnswer) -> RegistryRefused | RegistryUnauthorized:
     """Return the error of a refusal, with the codes of its body: the text may say anything."""
     try:
         found = orjson.loads(await answer.whole(_MAX_SMALL_BYTES))["errors"]
@@ -432,7 +433,7 @@ async def _refused(answer: RegistryAnswer, host: str) -> RegistryRefused | Regis
     except (orjson.JSONDecodeError, KeyError, TypeError, TooLarge, RegistryRefused):
         codes = []
     said = f" ({', '.join(codes)})" if codes else ""
-    message = f"{host} answers {answer.status}{said}"
+    message = f"{answer.host} answers {answer.status}{said}"
     if answer.status in (401, 403):
         return RegistryUnauthorized(message, status=answer.status, codes=codes or None)
     advice = answer.headers.get("retry-after", "")

@@ -6,7 +6,10 @@ layer by the digest that it saw itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -26,7 +29,7 @@ from sandkasten.images.registry.documents import (
     read_document,
 )
 from sandkasten.images.registry.reference import Reference
-from sandkasten.model.errors import InvalidImage, TooLarge
+from sandkasten.model.errors import InvalidImage, NsinitLost, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 DOWNLOADS = 3
 UNPACKS = 2
 _ROUNDS = 2
+_PUBLISH_S = 30.0
+"""Longer than the store takes for a name."""
 
 
 @attrs.frozen
@@ -70,11 +75,29 @@ class PullTarget(Protocol):
 
 @attrs.frozen
 class PullTurns:
-    """Bounds of what all pulls of a process do at once, and who has which layer in hand."""
+    """Bounds of what all pulls of a process do at once, and who has which layer in hand. `wanted` counts the pulls that
+    need a layer, from its name to the image's: collections keep such a layer (`kept`)."""
 
     downloads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(DOWNLOADS))
     unpacks: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(UNPACKS))
     layers: dict[str, trio.Lock] = attrs.field(factory=dict)
+    wanted: Counter[str] = attrs.field(factory=Counter)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The layers that running pulls need."""
+        return tuple(self.wanted)
+
+    @contextmanager
+    def keeping(self, diff_ids: Collection[str]) -> Iterator[None]:
+        """Keep layers from collections."""
+        self.wanted.update(set(diff_ids))
+        try:
+            yield
+        finally:
+            self.wanted.subtract(set(diff_ids))
+            for each in [diff_id for diff_id, count in self.wanted.items() if not count]:
+                del self.wanted[each]
 
 
 @attrs.define
@@ -95,10 +118,12 @@ class Pull:
     progress: list[LayerProgress] = attrs.field(factory=list, init=False)
 
     async def run(self) -> NewImage:
-        """Pull, and return the image as it was published.
+        """Pull, and return the image as it was published. A pull that is cancelled while the store gives the name is
+        done all the same.
 
         Raises:
             InvalidImage: there is no image of that platform, or the store does not take it.
+            NsinitLost: the store did not say in time whether the image has its name.
             DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
         """
         self.crash.passing(Point.PULL_BEGUN)
@@ -110,10 +135,14 @@ class Pull:
         self.blobs.require_room(total)
         self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
         self.on_progress(self.progress)
-        for _ in range(_ROUNDS):
-            await self._bring(manifest, configuration.diff_ids)
-            if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
-                break  # else a collection has deleted one meanwhile, for no image has it yet
+        with self.turns.keeping(configuration.diff_ids):
+            for _ in range(_ROUNDS):
+                await self._bring(manifest, configuration.diff_ids)
+                if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
+                    break  # else a collection that began before, or of another process, has deleted one
+            return await self._publish(digest, configuration)
+
+    async def _publish(self, digest: str, configuration: Configuration) -> NewImage:
         image = NewImage(
             name=self.name,
             tags=[self.reference.tag] if self.reference.tag else [],
@@ -124,27 +153,33 @@ class Pull:
             platform=str(configuration.platform),
             replace=self.replace,
         )
-        await self.store.publish_image(image)
-        self.crash.passing(Point.PULL_PUBLISHED)
-        return image
+        with trio.move_on_after(_PUBLISH_S, shield=True):  # one that is cancelled half way may have given the name
+            await self.store.publish_image(image)
+            self.crash.passing(Point.PULL_PUBLISHED)
+            return image
+        raise NsinitLost("the store did not say in time whether the image has its name")
 
     async def _resolve(self) -> tuple[str, Manifest]:
         """Return the manifest for the platform, and the digest of what the reference names."""
         digest, data = await self.client.manifest(self.reference, self.reference.target)
-        document = read_document(data, max_layers=self.settings.max_layers)
+        document = await self._read(data)
         if isinstance(document, Index):
             _, data = await self.client.manifest(self.reference, document.choose(self.platform).digest)
-            document = read_document(data, max_layers=self.settings.max_layers)
+            document = await self._read(data)
             if isinstance(document, Index):
                 raise InvalidImage("the index names another index where an image should be")
         return digest, document
+
+    async def _read(self, data: bytes) -> Manifest | Index:
+        """Read a document in a thread: one of some megabytes takes half a second."""
+        return await trio.to_thread.run_sync(partial(read_document, data, max_layers=self.settings.max_layers))
 
     async def _configuration(self, manifest: Manifest) -> Configuration:
         blob = manifest.config
         if blob.size > MAX_CONFIG_BYTES:
             raise TooLarge(f"the configuration has {blob.size} bytes", limit=MAX_CONFIG_BYTES)
         data = await self.client.small_blob(self.reference.repository, blob.digest, blob.size)
-        found = read_configuration(data, manifest)
+        found = await trio.to_thread.run_sync(read_configuration, data, manifest)
         if not found.platform.fits(attrs.evolve(self.platform, variant="")):
             raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
         return found
@@ -163,7 +198,9 @@ class Pull:
         try:
             async with lock:
                 if await self.store.has_layer(diff_id):
-                    self.blobs.drop(blob)  # of a pull that was killed behind its last use
+                    await trio.to_thread.run_sync(
+                        self.blobs.drop, blob
+                    )  # of a pull that was killed behind its last use
                     self._note(number, blob.size, LayerPhase.PRESENT)
                     return
                 await self._load(number, blob, diff_id)
