@@ -129,6 +129,9 @@ class LayerDirectory:
                 fd = syscalls.openat2(draft.files_fd, path, _DIRECTORY, resolve=_BENEATH)
                 os.setxattr(fd, OPAQUE, b"y")
                 os.close(fd)
+            # Whatever the unpacker did to the top: it is closed as it was made. An overlay shows its upper directory's.
+            os.fchown(draft.files_fd, 0, 0)
+            os.fchmod(draft.files_fd, 0o700)
             gid = os.stat(layout.layers).st_gid
             said = {"version": _VERSION, **unpacked.counts._asdict(), "privileged": len(unpacked.privileged)}
             said |= {"opaque": len(unpacked.opaque), "created_at": int(time.time())}

@@ -233,8 +233,8 @@ class Unpacker:
 
     def _unpack_member(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         path = _path_of(member.name)
-        if path == "/":
-            return
+        if path == "/" or (member.isdir() and os.path.isdir(path) and os.path.samefile(path, "/")):
+            return  # the top is nsinit's, which closes it to others; a link in the archive may lead there
         directory, _, name = path.rpartition("/")
         if name.startswith(_HIDDEN):
             self._hide(directory, name)
