@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import TypeVar
 import pytest
 
 from nsinit.scheduler import Job, Scheduler, Wait
+from nsinit.steps import StepFailed
 from nsinit.storage.layers import LayerDirectory
 from nsinit.storage.paths import Layout
+from nsinit.wire.protocol import CollectLayers
 from nsinit.wire.verdict import Counts, Unpacked
+from tests.kernel.harness import new_id
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 T = TypeVar("T")
 HEX = "1" * 64
 DIGEST = f"sha256:{HEX}"
+SESSION = new_id()
 
 
 @pytest.fixture
@@ -43,12 +48,12 @@ def done(work: Generator[Wait, bool, T]) -> T:
     return results[0]
 
 
-def keep_one(store: LayerDirectory) -> None:
+def keep_one(store: LayerDirectory, name: str = HEX) -> None:
     """Put an empty layer into the store, whose top somebody has opened to all."""
     draft = store.make_draft()
     os.chown(draft.files_fd, 1234, 1234)
     os.chmod(draft.files_fd, 0o777)
-    done(store.keep(draft, Unpacked(Counts(0, 0, 0), HEX, (), ())))
+    done(store.keep(draft, Unpacked(Counts(0, 0, 0), name, (), ())))
     draft.close()
 
 
@@ -57,3 +62,46 @@ def test_the_top_of_a_layer_is_closed_whatever_the_unpacker_has_done(store: Laye
     keep_one(store)
     found = os.stat(store.layout.layer_files(DIGEST))
     assert (found.st_uid, found.st_gid, found.st_mode & 0o7777) == (0, 0, 0o700)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"{}", b'{"entries": {}}'])
+def test_a_damaged_description_fails_what_reads_it(store: LayerDirectory, content: bytes) -> None:
+    """A look-up and a collection end with an error that names the layer; no other layer is moved before."""
+    names = [f"{number:064x}" for number in range(4)]
+    for name in names:
+        keep_one(store, name)
+    Path(store.layout.layers, names[2], "meta.json").write_bytes(content)
+    digests = tuple(f"sha256:{name}" for name in names)
+    failures = []
+    for work in (lambda: store.find(digests[2]), lambda: done(store.collect(CollectLayers(1, 0, only=digests)))):
+        with pytest.raises(StepFailed) as caught:
+            work()
+        failures.append((caught.value.errno, caught.value.path))
+    assert failures == [(errno.EUCLEAN, f"{store.layout.layers}/{names[2]}")] * 2
+    assert sorted(os.listdir(store.layout.layers)) == names
+    assert os.listdir(store.layout.trash) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"image\n", b"\xff\n", b"image\nsha256:11"])
+def test_a_damaged_record_of_a_session_fails_a_collection(store: LayerDirectory, content: bytes) -> None:
+    """It is not known which layers that session has: none is moved."""
+    keep_one(store)
+    record = Path(store.layout.session_use(SESSION))
+    record.parent.mkdir(parents=True)
+    record.write_bytes(content)
+    with pytest.raises(StepFailed) as caught:
+        done(store.collect(CollectLayers(1, 0)))
+    assert (caught.value.errno, caught.value.path) == (errno.EUCLEAN, str(record))
+    assert os.listdir(store.layout.layers) == [HEX]
+
+
+def test_a_record_of_a_session_appears_whole(store: LayerDirectory) -> None:
+    """What a killed nsinit has left of a record is none, and does not keep the next one away."""
+    keep_one(store)
+    record = Path(store.layout.session_use(SESSION))
+    record.parent.mkdir(parents=True)
+    record.with_name("image.new").write_text("image\nsha")
+    assert done(store.collect(CollectLayers(1, 0, dry_run=True))).layers == 1
+    store.note_use(SESSION, "image", [DIGEST])
+    assert os.listdir(record.parent) == ["image"]
+    assert done(store.collect(CollectLayers(1, 0, dry_run=True))).layers == 0
