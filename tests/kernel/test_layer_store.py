@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Generator
+import tarfile
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
+from nsinit.kernel import syscalls
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.storage.layers import LayerDirectory
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import CollectLayers
 from nsinit.wire.verdict import Counts, Unpacked
+from sandkasten.images.layers import open_store
+from sandkasten.model.errors import DiskFull
 from tests.kernel.harness import new_id
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -105,3 +110,34 @@ def test_a_record_of_a_session_appears_whole(store: LayerDirectory) -> None:
     store.note_use(SESSION, "image", [DIGEST])
     assert os.listdir(record.parent) == ["image"]
     assert done(store.collect(CollectLayers(1, 0, dry_run=True))).layers == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 MiB and 20000 inodes; tmpfs(5)."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    syscalls.mount("small", str(path), "tmpfs", 0, "size=256m,nr_inodes=20000,mode=700")
+    try:
+        yield path
+    finally:
+        syscalls.umount2(str(path), 0)
+
+
+def headers(*members: tarfile.TarInfo) -> bytes:
+    return b"".join(each.tobuf(tarfile.PAX_FORMAT) for each in members) + bytes(1024)
+
+
+def test_names_without_content_leave_the_disk_its_inodes(small_disk: Path) -> None:
+    """A reserve of half of the bytes is one of half of the inodes, for members and for directories on the way to
+    them."""
+    members = [tarfile.TarInfo(f"{number}") for number in range(18_000)]
+    deep = [tarfile.TarInfo(f"{number}/" + "d/" * 100) for number in range(180)]
+    with open_store(small_disk) as store:
+        for each in (members, deep):
+            with tempfile.TemporaryFile() as file:
+                file.write(headers(*each))
+                file.seek(0)
+                with pytest.raises(DiskFull):
+                    store.unpack_layer(file.fileno(), reserve_bytes=128 << 20)
+    assert [list((small_disk / name).iterdir()) for name in ("layers", "trash")] == [[], []]
