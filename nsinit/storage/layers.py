@@ -88,10 +88,11 @@ class LayerDirectory:
         gid = os.stat(self.layout.layers).st_gid
         for name in os.listdir(self.layout.layers):
             path = f"{self.layout.layers}/{name}"
-            if name.startswith(DRAFT):
-                self._sweep(path)
-            elif os.lstat(path).st_gid != gid:
-                _share(path, gid)
+            with contextlib.suppress(FileNotFoundError):  # another nsinit has removed it meanwhile
+                if name.startswith(DRAFT):
+                    self._sweep(path)
+                elif os.lstat(path).st_gid != gid:
+                    _share(path, gid)
 
     def find(self, digest: str) -> LayerUnpacked | None:
         """Return the layer of that digest, if there is one, and note that it was asked for. Raises `StepFailed`: its

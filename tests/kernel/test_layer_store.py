@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import tarfile
 import tempfile
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +18,14 @@ import pytest
 from nsinit.kernel import syscalls
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
-from nsinit.storage.layers import LayerDirectory
+from nsinit.storage.layers import DRAFT, LayerDirectory
 from nsinit.storage.paths import Layout
-from nsinit.wire.protocol import CollectLayers
+from nsinit.wire.protocol import CollectLayers, PublishImage
 from nsinit.wire.verdict import Counts, Unpacked
-from sandkasten.images.layers import open_store
+from sandkasten.images.layers import description, open_store
 from sandkasten.model.errors import DiskFull
-from tests.kernel.harness import new_id
+from tests.kernel.harness import new_id, wait_until
+from tests.waiting import patience
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -141,3 +145,62 @@ def test_names_without_content_leave_the_disk_its_inodes(small_disk: Path) -> No
                 with pytest.raises(DiskFull):
                     store.unpack_layer(file.fileno(), reserve_bytes=128 << 20)
     assert [list((small_disk / name).iterdir()) for name in ("layers", "trash")] == [[], []]
+
+
+@contextlib.contextmanager
+def blocked(store: LayerDirectory, work: Callable[[], None]) -> Iterator[None]:
+    """Run `work` in a thread, with the store locked; the block begins once the thread waits for the lock, and when it
+    is left the thread goes on to its end."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  # told to the test
+            failures.append(error)
+
+    fd = os.open(store.layout.layers, os.O_RDONLY)
+    inode = os.fstat(fd).st_ino
+    thread = threading.Thread(target=run)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        thread.start()
+        # proc_locks(5): "->" marks one that waits.
+        wait_until(
+            lambda: any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()),
+            "it waits for the lock",
+        )
+        yield
+    finally:
+        os.close(fd)
+        thread.join(patience(20))
+    assert failures == []
+
+
+def test_a_sweep_survives_a_draft_that_another_nsinit_removes(store: LayerDirectory) -> None:
+    """Another nsinit may remove its draft between the look at the directory and the look at the draft."""
+    draft = Path(store.layout.layers, f"{DRAFT}x")
+    draft.mkdir()
+    with blocked(store, store.share):
+        draft.rmdir()
+
+
+def test_an_image_is_written_before_the_store_is_locked(store: LayerDirectory) -> None:
+    """All of an image is on the disk when its publication asks for the lock, which others wait for. Of one
+    whose layer is missing nothing stays."""
+    keep_one(store)
+
+    def publish() -> None:
+        with description(b"{}") as fd:
+            done(store.publish(PublishImage(1, "image", (DIGEST,)), fd))
+
+    with blocked(store, publish):
+        (draft,) = Path(store.layout.images).iterdir()
+        assert sorted(os.listdir(draft)) == ["layers", "meta.json"]
+        assert (draft.stat().st_mode & 0o777, (draft / "meta.json").stat().st_mode & 0o777) == (0o700, 0o640)
+    assert store.layers_of("image") == (DIGEST,)
+    missing = PublishImage(1, "other", (f"sha256:{'2' * 64}",))
+    with description(b"{}") as fd, pytest.raises(StepFailed) as caught:
+        done(store.publish(missing, fd))
+    assert caught.value.errno == errno.ESTALE
+    assert os.listdir(store.layout.images) == ["image"]
