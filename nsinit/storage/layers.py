@@ -176,22 +176,23 @@ class LayerDirectory:
 
         def publish() -> None:
             gid = os.fstat(images_fd).st_gid
-            with self._shared():
-                if not all(os.path.isdir(layout.layer_files(each)) for each in request.layers):
-                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-                os.mkdir(draft, 0o700)
-                fd = os.open(draft, _DIRECTORY)
-                fcntl.flock(fd, fcntl.LOCK_SH)
-                try:
-                    _write(fd, _LIST, text.encode())
-                    _write(fd, _META, description)
-                    _share(draft, gid)
-                    os.fsync(fd)
+            os.mkdir(draft, 0o700)
+            fd = os.open(draft, _DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                _write(fd, _LIST, text.encode())
+                _write(fd, _META, description)
+                _share(draft, gid)
+                os.fsync(fd)
+                # Only now, since the loop of another nsinit waits where it wants the store for itself.
+                with self._shared():
+                    if not all(os.path.isdir(layout.layer_files(each)) for each in request.layers):
+                        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
                     self._name(draft, path, replace=request.replace)
-                except OSError:
-                    remove_tree(images_fd, os.path.basename(draft))
-                    raise
-                os.fsync(images_fd)
+            except OSError:
+                remove_tree(images_fd, os.path.basename(draft))
+                raise
+            os.fsync(images_fd)
 
         try:
             yield from run_chore(IMAGE_STAGE, path, publish, frozenset({images_fd}))
@@ -269,8 +270,9 @@ class LayerDirectory:
         with self._locked():
             used = {each for _, digests in self._uses() for each in digests} | set(request.kept)
             for name in os.listdir(layout.images):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    used.update(self.layers_of(name))
+                if not name.startswith(IMAGE_DRAFT):  # a draft asks for its layers once more before it has a name
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        used.update(self.layers_of(name))
             found = [DIGEST_PREFIX + name for name in os.listdir(layout.layers)]
             unused = [layout.layer(each) for each in request.only or found if is_digest(each) and each not in used]
             targets = {

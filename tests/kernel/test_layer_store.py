@@ -18,7 +18,7 @@ import pytest
 from nsinit.kernel import syscalls
 from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
-from nsinit.storage.layers import DRAFT, LayerDirectory
+from nsinit.storage.layers import DRAFT, IMAGE_DRAFT, LayerDirectory
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import CollectLayers, PublishImage
 from nsinit.wire.verdict import Counts, Unpacked
@@ -204,3 +204,12 @@ def test_an_image_is_written_before_the_store_is_locked(store: LayerDirectory) -
         done(store.publish(missing, fd))
     assert caught.value.errno == errno.ESTALE
     assert os.listdir(store.layout.images) == ["image"]
+
+
+def test_a_draft_of_an_image_keeps_no_layer_and_no_collection_away(store: LayerDirectory) -> None:
+    """A collection may meet a list that is being written; that publication fails if the layer is gone by then."""
+    keep_one(store)
+    draft = Path(store.layout.images, f"{IMAGE_DRAFT}x")
+    draft.mkdir()
+    (draft / "layers").touch()
+    assert done(store.collect(CollectLayers(1, 0))).layers == 1
