@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import socket
 import tarfile
 import tempfile
 import threading
@@ -22,8 +24,12 @@ from nsinit.storage.layers import DRAFT, IMAGE_DRAFT, LayerDirectory
 from nsinit.storage.paths import Layout
 from nsinit.wire.protocol import CollectLayers, PublishImage
 from nsinit.wire.verdict import Counts, Unpacked
+from sandkasten.cli import pull
+from sandkasten.config import Config
+from sandkasten.images.catalog import Catalog
 from sandkasten.images.layers import description, open_store
 from sandkasten.model.errors import DiskFull
+from sandkasten.model.image import ImageConfig
 from tests.kernel.harness import new_id, wait_until
 from tests.waiting import patience
 
@@ -213,3 +219,21 @@ def test_a_draft_of_an_image_keeps_no_layer_and_no_collection_away(store: LayerD
     draft.mkdir()
     (draft / "layers").touch()
     assert done(store.collect(CollectLayers(1, 0))).layers == 1
+
+
+def test_who_speaks_to_a_registry_replaces_no_image_and_learns_of_no_directory(tmp_path: Path) -> None:
+    """The process that stays root takes whether to replace from its arguments, and a path for no digest of a layer."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    image = {"layers": [DIGEST], "config": {}, "digest": "", "source": "", "platform": "", "tags": [], "replace": True}
+    questions = ({"kind": "publish", "image": image}, {"kind": "has", "layer": f"sha256:../layers/{HEX}"})
+    for each in (*questions, {"kind": "done", "digest": DIGEST}):
+        theirs.send(json.dumps(each).encode())
+    config = Config(data_dir=tmp_path)
+    with ours, theirs, open_store(tmp_path) as store:
+        keep_one(LayerDirectory(Layout(str(tmp_path))))
+        store.publish_image("taken", layers=[DIGEST], config=ImageConfig(), source="mine")
+        assert pull._serve(ours, store, config, "taken", pull._Shown("", as_json=True), replace=False) == DIGEST
+        answers = [json.loads(theirs.recv(4096)) for _ in questions]
+        assert store.find(f"sha256:../layers/{HEX}") is None
+    assert (answers[0]["code"], answers[1]) == ("INVALID_IMAGE", {"has": False})
+    assert Catalog(tmp_path).get("taken").source == "mine"
