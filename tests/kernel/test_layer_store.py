@@ -99,7 +99,7 @@ def test_a_damaged_description_fails_what_reads_it(store: LayerDirectory, conten
 
 @pytest.mark.parametrize("content", [b"", b"image\n", b"\xff\n", b"image\nsha256:11"])
 def test_a_damaged_record_of_a_session_fails_a_collection(store: LayerDirectory, content: bytes) -> None:
-    """It is not known which layers that session has: none is moved."""
+    """No layer is moved while it is not known which ones that session has."""
     keep_one(store)
     record = Path(store.layout.session_use(SESSION))
     record.parent.mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_a_damaged_record_of_a_session_fails_a_collection(store: LayerDirectory,
 
 
 def test_a_record_of_a_session_appears_whole(store: LayerDirectory) -> None:
-    """What a killed nsinit has left of a record is none, and does not keep the next one away."""
+    """A part of a record that a killed nsinit has left counts for nothing, and does not keep the next one away."""
     keep_one(store)
     record = Path(store.layout.session_use(SESSION))
     record.parent.mkdir(parents=True)
