@@ -199,7 +199,7 @@ class RequestLoop:
             message, fds = yield from work
         except StepFailed as error:
             message, fds = _logged_failure(seq, key, error), []
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # as in `Steps`: one request fails, and others are not its concern
             message, fds = _logged_failure(seq, key, failure_of("system", error)), []
         self._answer(message, fds)
 

@@ -47,6 +47,7 @@ DRAFT, IMAGE_DRAFT = "+new-", ".new-"
 OPAQUE = "trusted.overlay.opaque"
 _RETIRED = ".retired"
 _TRASH = "layer-"
+_UNFINISHED = ".new"
 _META, _PRIVILEGED, _LIST = "meta.json", "privileged", "layers"
 _VERSION = 1
 _COUNTS = ("entries", "size_bytes", "skipped", "privileged")
@@ -87,21 +88,21 @@ class LayerDirectory:
         gid = os.stat(self.layout.layers).st_gid
         for name in os.listdir(self.layout.layers):
             path = f"{self.layout.layers}/{name}"
-            if name.startswith(DRAFT):
-                self._sweep(path)
-            elif os.lstat(path).st_gid != gid:
-                _share(path, gid)
+            with contextlib.suppress(FileNotFoundError):  # another nsinit has removed it meanwhile
+                if name.startswith(DRAFT):
+                    self._sweep(path)
+                elif os.lstat(path).st_gid != gid:
+                    _share(path, gid)
 
     def find(self, digest: str) -> LayerUnpacked | None:
-        """Return the layer of that digest, if there is one, and note that it was asked for."""
+        """Return the layer of that digest, if there is one, and note that it was asked for. Raises `StepFailed`: its
+        description is damaged."""
         with self._shared():
             try:
-                with open(f"{self.layout.layer(digest)}/{_META}", "rb") as file:
-                    said = json.loads(file.read(_MAX_LIST_BYTES))
+                entries, size_bytes, skipped, privileged = _read_counts(self.layout.layer(digest))
                 os.utime(self.layout.layer(digest))
             except FileNotFoundError:
                 return None
-        entries, size_bytes, skipped, privileged = (int(said[name]) for name in _COUNTS)
         return LayerUnpacked(0, digest, entries, size_bytes, skipped, privileged, is_new=False)
 
     def make_draft(self) -> Draft:
@@ -129,6 +130,9 @@ class LayerDirectory:
                 fd = syscalls.openat2(draft.files_fd, path, _DIRECTORY, resolve=_BENEATH)
                 os.setxattr(fd, OPAQUE, b"y")
                 os.close(fd)
+            # Whatever the unpacker did to the top: it is closed as it was made. An overlay shows its upper directory's.
+            os.fchown(draft.files_fd, 0, 0)
+            os.fchmod(draft.files_fd, 0o700)
             gid = os.stat(layout.layers).st_gid
             said = {"version": _VERSION, **unpacked.counts._asdict(), "privileged": len(unpacked.privileged)}
             said |= {"opaque": len(unpacked.opaque), "created_at": int(time.time())}
@@ -172,22 +176,23 @@ class LayerDirectory:
 
         def publish() -> None:
             gid = os.fstat(images_fd).st_gid
-            with self._shared():
-                if not all(os.path.isdir(layout.layer_files(each)) for each in request.layers):
-                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-                os.mkdir(draft, 0o700)
-                fd = os.open(draft, _DIRECTORY)
-                fcntl.flock(fd, fcntl.LOCK_SH)
-                try:
-                    _write(fd, _LIST, text.encode())
-                    _write(fd, _META, description)
-                    _share(draft, gid)
-                    os.fsync(fd)
+            os.mkdir(draft, 0o700)
+            fd = os.open(draft, _DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                _write(fd, _LIST, text.encode())
+                _write(fd, _META, description)
+                _share(draft, gid)
+                os.fsync(fd)
+                # Only now, since the loop of another nsinit waits where it wants the store for itself.
+                with self._shared():
+                    if not all(os.path.isdir(layout.layer_files(each)) for each in request.layers):
+                        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
                     self._name(draft, path, replace=request.replace)
-                except OSError:
-                    remove_tree(images_fd, os.path.basename(draft))
-                    raise
-                os.fsync(images_fd)
+            except OSError:
+                remove_tree(images_fd, os.path.basename(draft))
+                raise
+            os.fsync(images_fd)
 
         try:
             yield from run_chore(IMAGE_STAGE, path, publish, frozenset({images_fd}))
@@ -229,7 +234,8 @@ class LayerDirectory:
 
     def layers_of(self, name: str) -> tuple[str, ...]:
         """Return the layers of an image. Raises `FileNotFoundError`, and `StepFailed` where the list is no list."""
-        return _read_list(self.layout.image_layers(name))
+        path = self.layout.image_layers(name)
+        return _checked_list(_read_lines(path), path)
 
     # Uses
 
@@ -237,12 +243,14 @@ class LayerDirectory:
         """Record what a session has, before it has it. Raises `OSError`."""
         text = "".join(f"{each}\n" for each in (name, *digests))
         path = self.layout.session_use(session_id)
-        with self._shared(), contextlib.suppress(FileExistsError):  # noted when the image was mounted ahead
-            fd = os.open(path, _NEW, 0o600)
-            try:
-                os.write(fd, text.encode())
-            finally:
-                os.close(fd)
+        if os.path.lexists(path):  # noted when the image was mounted ahead
+            return
+        with open(os.open(f"{path}{_UNFINISHED}", _NEW & ~os.O_EXCL | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(text.encode())
+        # Whole or not at all, when nsinit is killed. No fsync(2): the loop would wait for the disk, and after a loss of
+        # power there is no session that has anything; a start removes what they left.
+        with self._shared():
+            os.rename(f"{path}{_UNFINISHED}", path)
 
     def _uses(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the image and the layers of each session that has some. Raises `OSError`, `StepFailed`: unknown."""
@@ -251,33 +259,35 @@ class LayerDirectory:
         for session_id in os.listdir(self.layout.run):
             if is_session_id(session_id):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    name, *digests = _read_lines(self.layout.session_use(session_id))
-                    yield name, tuple(digests)
+                    path = self.layout.session_use(session_id)
+                    lines = _read_lines(path)
+                    yield "".join(lines[:1]), _checked_list(lines[1:], path)
 
     def collect(self, request: CollectLayers) -> Generator[Wait, bool, LayersCollected]:
         """Delete the layers that nobody has; see `CollectLayers`. Raises `OSError`, `StepFailed`: it is not known which
         those are, and none was deleted."""
-        layout, before, moved, freed_bytes = self.layout, time.time() - request.grace_s, [], 0
+        layout, before = self.layout, time.time() - request.grace_s
         with self._locked():
             used = {each for _, digests in self._uses() for each in digests} | set(request.kept)
             for name in os.listdir(layout.images):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    used.update(self.layers_of(name))
+                if not name.startswith(IMAGE_DRAFT):  # a draft asks for its layers once more before it has a name
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        used.update(self.layers_of(name))
             found = [DIGEST_PREFIX + name for name in os.listdir(layout.layers)]
-            for digest in request.only or found:
-                path = layout.layer(digest)
-                is_free = is_digest(digest) and digest not in used and os.path.isdir(path)
-                if not is_free or os.stat(path).st_mtime > before:
-                    continue
-                with open(f"{path}/{_META}", "rb") as file:
-                    freed_bytes += json.loads(file.read(_MAX_LIST_BYTES))["size_bytes"]
-                moved.append(f"{layout.trash}/{_TRASH}{os.urandom(8).hex()}")
-                if not request.dry_run:
-                    os.rename(path, moved[-1])
+            unused = [layout.layer(each) for each in request.only or found if is_digest(each) and each not in used]
+            targets = {
+                path: f"{layout.trash}/{_TRASH}{os.urandom(8).hex()}"
+                for path in unused
+                if os.path.isdir(path) and os.stat(path).st_mtime <= before
+            }
+            freed_bytes = sum(_read_counts(path)[1] for path in targets)  # all are read before the first is moved
+            moved = {} if request.dry_run else targets
+            for path, target in moved.items():
+                os.rename(path, target)
         passing(self.crash, "nsinit.layer.collected")
-        for path in () if request.dry_run else moved:
-            yield from self._remove(path)
-        return LayersCollected(request.seq, len(moved), freed_bytes)
+        for target in moved.values():
+            yield from self._remove(target)
+        return LayersCollected(request.seq, len(targets), freed_bytes)
 
     # Within
 
@@ -341,16 +351,28 @@ def _write(dir_fd: int, name: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _read_counts(path: str) -> list[int]:
+    """Return what the description of the layer in `path` counts, as `_COUNTS` names it. Raises `OSError`, `StepFailed`:
+    the description is damaged."""
+    with open(f"{path}/{_META}", "rb") as file:
+        content = file.read(_MAX_LIST_BYTES)
+    try:
+        said = json.loads(content)
+        return [int(said[name]) for name in _COUNTS]
+    except (ValueError, KeyError, TypeError):
+        raise StepFailed(STAGE, "the description of the layer is damaged", path=path, errno=errno.EUCLEAN) from None
+
+
 def _read_lines(path: str) -> list[str]:
+    """Return the words of a list or a record. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return os.read(fd, _MAX_LIST_BYTES).decode("ascii").split()
+        return os.read(fd, _MAX_LIST_BYTES).decode("ascii", "replace").split()
     finally:
         os.close(fd)
 
 
-def _read_list(path: str) -> tuple[str, ...]:
-    digests = _read_lines(path)
+def _checked_list(digests: list[str], path: str) -> tuple[str, ...]:
     if not digests or not all(map(is_digest, digests)):
         raise StepFailed(IMAGE_STAGE, "the list of layers is none", path=path, errno=errno.EUCLEAN)
     return tuple(digests)

@@ -57,6 +57,7 @@ CPU_S = 3600
 _BYTES_PER_ENTRY = 4096
 """Bytes of the tar stream beside the content, for each entry: headers, padding, names, attributes."""
 _RESERVE_EVERY_BYTES = 64 * 1024 * 1024
+"""Content, and `_BYTES_PER_ENTRY` for each file, between two looks at what the disk has left."""
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
 _CALLS = """
 read write pread64 readv writev lseek close open openat fstat stat lstat newfstatat statx mkdir mkdirat link linkat
@@ -219,6 +220,7 @@ class Unpacker:
             while member := archive.next():
                 archive.members = []  # or tarfile keeps every header in memory
                 self.entries += 1
+                self._count(_BYTES_PER_ENTRY)
                 if self.entries > self._max_entries:
                     raise ArchiveRefused(f"more than {self._max_entries} members")
                 try:
@@ -233,8 +235,8 @@ class Unpacker:
 
     def _unpack_member(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         path = _path_of(member.name)
-        if path == "/":
-            return
+        if path == "/" or (member.isdir() and os.path.isdir(path) and os.path.samefile(path, "/")):
+            return  # the top is nsinit's, which closes it to others; a link in the archive may lead there
         directory, _, name = path.rpartition("/")
         if name.startswith(_HIDDEN):
             self._hide(directory, name)
@@ -300,9 +302,7 @@ class Unpacker:
         is_sparse = member.issparse()
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as target:
             while chunk := source.read(CHUNK_BYTES):
-                self._unchecked_bytes += len(chunk)
-                if self._unchecked_bytes >= _RESERVE_EVERY_BYTES:
-                    self._check_reserve()
+                self._count(len(chunk))
                 if is_sparse and not chunk.strip(b"\0"):
                     target.seek(len(chunk), os.SEEK_CUR)
                 else:
@@ -329,12 +329,21 @@ class Unpacker:
                     elif os.path.lexists(parent):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                     os.mkdir(parent, 0o755)
+                    self._count(_BYTES_PER_ENTRY)
+
+    def _count(self, size: int) -> None:
+        """Count bytes that the disk is about to hold, and look at it now and then."""
+        self._unchecked_bytes += size
+        if self._unchecked_bytes >= _RESERVE_EVERY_BYTES:
+            self._check_reserve()
 
     def _check_reserve(self) -> None:
-        """Raise `OSError` (ENOSPC) when the disk has less left than must stay."""
+        """Raise `OSError` (ENOSPC) when the disk has less left than must stay, of its bytes or in the same share of its
+        inodes, if their number is fixed (statvfs(3))."""
         self._unchecked_bytes = 0
         disk = os.statvfs("/")
-        if disk.f_bavail * disk.f_frsize < self._reserve_bytes:
+        is_low = disk.f_bavail * disk.f_frsize < self._reserve_bytes
+        if is_low or disk.f_favail * disk.f_blocks * disk.f_frsize < self._reserve_bytes * disk.f_files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _own(self, path: str, member: tarfile.TarInfo) -> None:
@@ -351,6 +360,7 @@ class Unpacker:
             if not name.startswith((_ATTRIBUTE, _OTHER_ATTRIBUTE)):
                 continue
             own, content = name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+            self._count(len(content))
             is_users = own.startswith(_OWN) and not own.startswith(_NOT_OWN) and not member.issym()
             if not (is_users and len(content) <= _MAX_ATTRIBUTE_BYTES and _has_set(path, own, content)):
                 self.skipped += 1

@@ -137,7 +137,7 @@ def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
             pull_in_child(sock, config, reference, platform, name, replace=arguments.replace)
 
         with _without_root(config, work) as sock, contextlib.closing(shown), open_store(config.data_dir) as store:
-            digest = _serve(sock, store, config, name, shown)
+            digest = _serve(sock, store, config, name, shown, replace=arguments.replace)
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except KeyboardInterrupt:
@@ -189,8 +189,9 @@ def _without_root(config: Config, work: Callable[[socket.socket], None]) -> Iter
         os.waitpid(pid, 0)
 
 
-def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown: _Shown) -> str:
-    """Do what the child asks for, up to the end of its pull; return the digest of the image.
+def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown: _Shown, *, replace: bool) -> str:
+    """Do what the child asks for, up to the end of its pull; return the digest of the image. The name, and whether it
+    may be taken from another image, are the person's choice and not the child's.
 
     Raises:
         SandkastenError: the pull failed.
@@ -223,7 +224,7 @@ def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown:
                         bounds = {"max_bytes": MAX_BYTES, "max_entries": MAX_ENTRIES, "reserve_bytes": reserve_bytes}
                         store.unpack_layer(fds[0], said["layer"], **bounds)
                     case "publish":
-                        _publish(store, said["image"], name)
+                        _publish(store, said["image"], name, replace=replace)
             except SandkastenError as error:
                 if said["kind"] == "failed":
                     raise
@@ -234,7 +235,7 @@ def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown:
                 os.close(fd)
 
 
-def _publish(store: Layers, said: Mapping[str, Any], name: str) -> None:
+def _publish(store: Layers, said: Mapping[str, Any], name: str, *, replace: bool) -> None:
     from sandkasten.model.image import ImageConfig
 
     found = [meta for each in set(said["layers"]) if (meta := store.find(each)) is not None]
@@ -246,7 +247,7 @@ def _publish(store: Layers, said: Mapping[str, Any], name: str) -> None:
         source=said["source"],
         platform=said["platform"],
         tags=said["tags"],
-        replace=said["replace"],
+        replace=replace,
         members=sum(each.entries for each in found),
         size_bytes=sum(each.size_bytes for each in found),
     )

@@ -37,7 +37,7 @@ META = "meta.json"
 HOST = "host"
 _RETIRED = ".retired"
 _NEW = ".new-"
-_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+LAYER_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
 """Modification time and inode of `meta.json`, of the image of a name and of the image it is an alias of."""
@@ -240,7 +240,7 @@ def _is_sound(image: Image) -> bool:
     return (
         image.kind in ("host", "rootfs", "layers")
         and all(isinstance(each, str) for each in (*texts, *image.layers))
-        and all(_DIGEST.fullmatch(each) for each in image.layers)
+        and all(LAYER_DIGEST.fullmatch(each) for each in image.layers)
         and type(image.members) is type(image.size_bytes) is int
     )
 

@@ -27,7 +27,7 @@ import attrs
 from nsinit.spawn import spawn_nsinit
 from nsinit.wire import protocol
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_DESCRIPTION_BYTES, REQUESTS, Failed, ProtocolError
-from sandkasten.images.catalog import now
+from sandkasten.images.catalog import LAYER_DIGEST, now
 from sandkasten.model.errors import (
     DigestMismatch,
     DiskFull,
@@ -93,10 +93,14 @@ class Layers:
 
     def has(self, diff_id: str) -> bool:
         """Whether the store has a layer. It may be collected until an image has it; publishing tells."""
-        return diff_id.startswith(_PREFIX) and (self._directory / diff_id.removeprefix(_PREFIX)).is_dir()
+        return (
+            LAYER_DIGEST.fullmatch(diff_id) is not None and (self._directory / diff_id.removeprefix(_PREFIX)).is_dir()
+        )
 
     def find(self, diff_id: str) -> LayerMeta | None:
         """Return a layer of the store; None if it is not there, or can't be read."""
+        if not LAYER_DIGEST.fullmatch(diff_id):
+            return None
         try:
             said = json.loads((self._directory / diff_id.removeprefix(_PREFIX) / "meta.json").read_bytes())
             counts = {name: int(said[name]) for name in ("entries", "size_bytes", "skipped", "privileged")}

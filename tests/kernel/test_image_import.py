@@ -32,7 +32,7 @@ from nsinit.wire.validate import MAX_BYTES
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.images.layers import LayerMeta, open_store
-from sandkasten.model.errors import DigestMismatch, DiskFull, LayerRefused, NsinitLost
+from sandkasten.model.errors import DigestMismatch, DiskFull, InvalidImage, LayerRefused, NsinitLost
 from tests.allowance import ALLOWANCE
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.harness import wait_until
@@ -108,6 +108,20 @@ def test_what_has_another_digest_is_no_layer(tmp_path: Path) -> None:
         with opened(tar) as fd, pytest.raises(DiskFull):
             store.unpack_layer(fd, reserve_bytes=1 << 45)
     assert_nothing_left(data_dir)
+
+
+@pytest.mark.parametrize("entries", [b'"many"', b"Infinity"])
+def test_a_request_that_meets_damage_fails_alone(tmp_path: Path, entries: bytes) -> None:
+    """The nsinit answers it with a failure, whether or not it knows that kind of damage, and serves the next one."""
+    meta = tmp_path / "layers" / digest_of(small_tar()).removeprefix("sha256:") / "meta.json"
+    with open_store(tmp_path) as store:
+        with opened(small_tar()) as fd:
+            store.unpack_layer(fd)
+        meta.write_bytes(b'{"entries": ' + entries + b', "size_bytes": 0, "skipped": 0, "privileged": 0}')
+        with opened(small_tar()) as fd, pytest.raises(InvalidImage):
+            store.unpack_layer(fd, digest_of(small_tar()))
+        with opened(small_tar("other")) as fd:
+            assert store.unpack_layer(fd).is_new
 
 
 def ask_raw(data_dir: Path, request: Any, fds: int, grant: Grant | None = None) -> Any:

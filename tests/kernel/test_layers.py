@@ -178,6 +178,17 @@ def test_a_file_takes_the_place_of_a_directory_and_ids_end_at_65535(tmp_path: Pa
     assert len(list((tmp_path / "layers").iterdir())) == 1
 
 
+def test_no_member_changes_the_top_of_a_layer(tmp_path: Path) -> None:
+    """A link to the top, and a directory of the link's name: the top stays root's, closed and without attributes."""
+    mine: dict[str, Any] = {"mode": 0o777, "uid": 1234, "gid": 1234, "pax_headers": {"SCHILY.xattr.user.mine": "1"}}
+    with open_store(tmp_path) as store:
+        digest = unpack(store, tar_of({"x": ".", "./x": None}, **{"./x": mine}))
+    top = tmp_path / "layers" / digest.removeprefix("sha256:") / "fs"
+    found = top.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o7777, os.listxattr(top)) == (0, 0, 0o700, [])
+    assert os.readlink(top / "x") == "."
+
+
 # Sessions ---------------------------------------------------------------------------------------------------------
 
 
