@@ -12,7 +12,7 @@ import trio.testing
 from runner.wire.protocol import FROM_DAEMON, MAX_FRAME_BYTES, MAX_REQUEST_BYTES, Exec, FrameDecoder, Kind, encode_frame
 from sandkasten.actors.workspaces.files import LocalFileStream
 from sandkasten.links.runner import RunnerConnection
-from sandkasten.model.errors import RunnerLost, SandboxError
+from sandkasten.model.errors import RunnerLost
 from tests.waiting import patience
 
 
@@ -100,7 +100,7 @@ async def test_content_that_does_not_go_on_ends(peer: tuple[RunnerConnection, so
     theirs.send(encode_frame(Kind.DATA, b"x"))
     stream = LocalFileStream(connection, patience(), piece_s=0.01)
     assert await anext(stream) == b"x"
-    with pytest.raises(SandboxError, match="nothing has come from the sandbox"):
+    with pytest.raises(RunnerLost, match="nothing has come from the sandbox"):
         await anext(stream)
-    with pytest.raises(SandboxError, match="taken nothing of the content"):
+    with pytest.raises(RunnerLost, match="taken nothing of the content"):
         await stream.send(bytes(64 * MAX_FRAME_BYTES))

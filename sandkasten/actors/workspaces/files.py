@@ -99,6 +99,10 @@ _REFUSALS: dict[str, type[SandkastenError]] = {
 }
 
 
+class _Silence(RunnerLost):
+    """A file worker, or PID 1, has sent or taken nothing in time. The message is for the client if PID 1 answers."""
+
+
 class LocalFileStream:
     """Implements `supervisor.FileStream`. However long all of it takes, each piece of content goes within `piece_s`;
     what comes before the first one, or without any, has `patience_s`: a tree is copied, or a file brought to the
@@ -142,19 +146,19 @@ class LocalFileStream:
         return await self.answer(expected)
 
     async def _send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
-        """Send a frame. Raises `SandboxError` when the worker does not take it."""
+        """Send a frame. Raises `_Silence` when the worker does not take it."""
         if not await self._connection.send_piece(kind, body, within_s=self._piece_s):
-            raise SandboxError(f"the sandbox has taken nothing of the content for {self._piece_s:g} s")
+            raise _Silence(f"the sandbox has taken nothing of the content for {self._piece_s:g} s")
 
     async def _in_time(self, receive: Callable[..., Awaitable[T]]) -> T:
-        """Return what comes next. Raises `SandboxError` when nothing does."""
+        """Return what comes next. Raises `_Silence` when nothing does."""
         deadline = trio.current_time() + self._patience_s
         try:
             return await receive(deadline=deadline)
         except RunnerLost:
             if trio.current_time() < deadline:
                 raise
-        raise SandboxError(f"nothing has come from the sandbox for {self._patience_s:g} s")
+        raise _Silence(f"nothing has come from the sandbox for {self._patience_s:g} s")
 
 
 class LocalFileReader:
@@ -327,7 +331,7 @@ async def _explain_loss(link: RunnerLink, lost: RunnerLost) -> SandkastenError:
         return lost
     except SandkastenError as error:
         return error
-    return SandboxError("the work on files was cut short")
+    return SandboxError(lost.message if isinstance(lost, _Silence) else "the work on files was cut short")
 
 
 def require(answer: object, expected: type[T] | tuple[type[T], ...]) -> T:
