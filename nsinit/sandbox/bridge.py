@@ -379,15 +379,11 @@ def _matches(rule: BridgeRule) -> Iterator[nftables.Rule]:
 def _put_rules(names: NodeNames, link: str, rules: Iterator[nftables.Rule]) -> None:
     """Put rules at the place of those that the link has, in one step."""
     table = nftables.NETDEV, names.table
-    added = [nftables.new_rule(*table, link, rule) for rule in rules]
-    try:
-        nftables.commit(nftables.delete_rules(*table, link), *added)
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        hook, priority, policy = nftables.INGRESS, nftables.FILTER_PRIORITY, nftables.DROP
-        chain = nftables.new_chain(*table, link, "filter", hook, priority, policy, device=link)
-        nftables.commit(nftables.new_table(*table), chain, *added)
+    hook, priority, policy = nftables.INGRESS, nftables.FILTER_PRIORITY, nftables.DROP
+    chain = nftables.new_chain(*table, link, "filter", hook, priority, policy, device=link)
+    added = (nftables.new_rule(*table, link, rule) for rule in rules)
+    # Table and chain are made unless they are there: a batch whose first message fails has a failure for each.
+    nftables.commit(nftables.new_table(*table), chain, nftables.delete_rules(*table, link), *added)
 
 
 def _node_table(names: NodeNames, prefix: IPv4Network) -> Iterator[bytes]:
