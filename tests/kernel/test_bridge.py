@@ -360,6 +360,20 @@ def test_the_most_rules_that_are_admitted_open_and_can_be_changed(server: Nsinit
     assert tried(box, f"udp({WORLD!r}, wait={LONG})") == ["hello"]
 
 
+def test_a_translation_of_the_host_makes_nothing_private_reachable(server: Nsinit, place: Place, box: Sandbox) -> None:
+    """A destination that a session may reach, and that a rule of the operator's turns into another."""
+    bridged(server, box)
+    place.host.ip(f"route add {PRIVATE}/32 dev up0")
+    rules = f"add table ip own; add chain ip own pre {{ type nat hook prerouting priority -100; }}; \
+add rule ip own pre ip daddr {OTHER} dnat to {PRIVATE}"
+    place.host.run("nft", rules)
+    try:
+        assert tried(box, f"udp({WORLD!r}, wait={LONG})", f"udp({OTHER!r})") == ["hello", "TimeoutError"]
+    finally:
+        place.host.run("nft", "delete table ip own")
+        place.host.ip(f"route del {PRIVATE}/32 dev up0")
+
+
 def test_a_spoofed_source_a_source_route_and_lost_rules_get_nothing_through(
     server: Nsinit, place: Place, box: Sandbox
 ) -> None:
