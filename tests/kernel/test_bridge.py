@@ -28,6 +28,7 @@ from nsinit.helpers.bridge_maker import NAME as BRIDGE_MAKER
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.wire.protocol import (
+    MAX_BRIDGE_PORTS,
     Adopt,
     Adopted,
     BridgeOpened,
@@ -40,7 +41,6 @@ from nsinit.wire.protocol import (
     OpenBridge,
     OpenNetwork,
 )
-from nsinit.wire.validate import MAX_BRIDGE_PORTS
 from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree

@@ -276,14 +276,18 @@ class EgressClient(Actor):
             await ask_patiently(self._nsinit, call(CloseBridge, session_id))
             raise refusal
         allow, deny = (bridge_rules(each) for each in (rules.allow, (*rules.deny, *self._settings.always_deny)))
+        failure: SandkastenError | None = None
         try:
             opened = await ask_patiently(self._nsinit, call(OpenBridge, session_id, allow, deny))
             self._require_newest(message)
         except SandkastenError as error:
+            failure = error
+        if failure is not None:
             await self._give_up_bridge(message)
-            if isinstance(error, BuildFailed) and error.stage.startswith(NETWORK_STAGE) and error.errno in _NO_BRIDGE:
-                raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {error}") from error
-            raise
+            if isinstance(failure, BuildFailed) and failure.stage.startswith(NETWORK_STAGE):
+                if failure.errno in _NO_BRIDGE:
+                    raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {failure}") from failure
+            raise failure
         await self._close(session_id, False)
         self._bridges[session_id] = opened.link
 
