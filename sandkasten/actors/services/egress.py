@@ -284,9 +284,9 @@ class EgressClient(Actor):
             failure = error
         if failure is not None:
             await self._give_up_bridge(message)
-            if isinstance(failure, BuildFailed) and failure.stage.startswith(NETWORK_STAGE):
-                if failure.errno in _NO_BRIDGE:
-                    raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {failure}") from failure
+            is_of_network = isinstance(failure, BuildFailed) and failure.stage.startswith(NETWORK_STAGE)
+            if is_of_network and isinstance(failure, BuildFailed) and failure.errno in _NO_BRIDGE:
+                raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {failure}") from failure
             raise failure
         await self._close(session_id, False)
         self._bridges[session_id] = opened.link
