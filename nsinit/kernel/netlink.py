@@ -24,6 +24,8 @@ _STATUS = struct.Struct("=i")
 _TIMEOUT = struct.pack("=qq", 2, 0)
 """Two seconds, as `struct timeval`."""
 _MAX_BYTES = 64 * 1024
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+"""Sizes of buffers for a process with CAP_NET_ADMIN (socket(7))."""
 
 
 def message(kind: int, body: bytes, flags: int = 0, *, asks: bool = True) -> bytes:
@@ -90,6 +92,9 @@ def ask(family: int, requests: bytes, count: int = 1) -> list[int]:
     it was done. A request is carried out whatever became of the one before. Raises `OSError`."""
     statuses: list[int] = []
     with _open(family) as channel:
+        if len(requests) > _MAX_BYTES:  # netlink(7): a datagram, and the answers, beyond the node's net.core limits
+            for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+                channel.setsockopt(socket.SOL_SOCKET, option, len(requests))
         channel.send(requests)
         while len(statuses) < count:
             answer = channel.recv(_MAX_BYTES)

@@ -2,8 +2,9 @@
 
 The host's end has the rules of its session, at the first place that a packet comes to: source, special addresses, the
 host's own, those of other sessions, the session's rules. What they let through they address to the host's interface.
-The session addresses its packets to no interface at all, so without these rules the kernel drops every one: rules that
-are lost, as by a firewall that flushes all tables, close the way. A second table, of the node, has the translation of
+The session addresses its packets to no interface at all, so without these rules the kernel drops every one but
+multicast and broadcast, which services of the host may hear: rules that are lost, as by a firewall that flushes all
+tables, close the way. A second table, of the node, has the translation of
 addresses, and lets answers in and nothing else.
 
 The kernel is the record of what there is: links, routes and tables have names that begin with the node's. An address
@@ -120,7 +121,7 @@ def open_bridge(
                 _set_up_link(link)
         rules = _rules(address, prefix, terms, allow, deny)
         with steps.step(f"{NETWORK_STAGE}rules"):
-            nftables.commit(*_node_table(names, prefix))
+            nftables.commit(*_node_table(names, prefix, terms))
             _put_rules(names, link, rules)
         if is_new:
             with steps.step(f"{NETWORK_STAGE}session"), _in_network(netns_fd, host_fd):
@@ -353,18 +354,26 @@ def _rules(
     yield nftables.header_is(nftables.SOURCE, address.packed, negated=True) + drop
     yield nftables.destination_type_is(nftables.UNICAST, negated=True) + drop
     yield nftables.address_in(nftables.DESTINATION, prefix) + drop
-    for resolver in terms.resolvers:
-        for protocol in DNS_PROTOCOLS:
-            is_question = nftables.protocol_is(protocol) + nftables.port_is(DNS_PORT)
-            yield nftables.header_is(nftables.DESTINATION, IPv4Address(resolver).packed) + is_question + accept
-    for text in terms.refused:
-        yield nftables.address_in(nftables.DESTINATION, IPv4Network(text)) + drop
+    yield from (each + accept for each in _name_service(terms))
+    yield from (each + drop for each in _refused(prefix, terms))
     for rule in deny:
         yield from (each + drop for each in _matches(rule))
     for rule in allow:
         yield from (each + accept for each in _matches(rule))
     if not allow:
         yield accept
+
+
+def _name_service(terms: BridgeTerms) -> Iterator[nftables.Rule]:
+    for resolver in terms.resolvers:
+        for protocol in DNS_PROTOCOLS:
+            is_question = nftables.protocol_is(protocol) + nftables.port_is(DNS_PORT)
+            yield nftables.header_is(nftables.DESTINATION, IPv4Address(resolver).packed) + is_question
+
+
+def _refused(prefix: IPv4Network, terms: BridgeTerms) -> Iterator[nftables.Rule]:
+    for each in (prefix, *map(IPv4Network, terms.refused)):
+        yield nftables.address_in(nftables.DESTINATION, each)
 
 
 def _matches(rule: BridgeRule) -> Iterator[nftables.Rule]:
@@ -379,29 +388,32 @@ def _matches(rule: BridgeRule) -> Iterator[nftables.Rule]:
 def _put_rules(names: NodeNames, link: str, rules: Iterator[nftables.Rule]) -> None:
     """Put rules at the place of those that the link has, in one step."""
     table = nftables.NETDEV, names.table
-    added = [nftables.new_rule(*table, link, rule) for rule in rules]
-    try:
-        nftables.commit(nftables.delete_rules(*table, link), *added)
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        hook, priority, policy = nftables.INGRESS, nftables.FILTER_PRIORITY, nftables.DROP
-        chain = nftables.new_chain(*table, link, "filter", hook, priority, policy, device=link)
-        nftables.commit(nftables.new_table(*table), chain, *added)
+    hook, priority, policy = nftables.INGRESS, nftables.FILTER_PRIORITY, nftables.DROP
+    chain = nftables.new_chain(*table, link, "filter", hook, priority, policy, device=link)
+    added = (nftables.new_rule(*table, link, rule) for rule in rules)
+    # Table and chain are made unless they are there: a batch whose first message fails has a failure for each.
+    nftables.commit(nftables.new_table(*table), chain, nftables.delete_rules(*table, link), *added)
 
 
-def _node_table(names: NodeNames, prefix: IPv4Network) -> Iterator[bytes]:
-    """Yield the messages that put the node's table at the place of the one that is there."""
+def _node_table(names: NodeNames, prefix: IPv4Network, terms: BridgeTerms) -> Iterator[bytes]:
+    """Yield the messages that put the node's table at the place of the one that is there. What is refused is refused
+    once more when a firewall's translation (PREROUTING) has made another destination of one that a session may reach.
+    """
     table, links = (nftables.IPV4, names.table), names.links.encode()
     to_session = nftables.meta_is(nftables.OUTPUT_NAME, links)
     answers = nftables.state_is_one_of(nftables.ESTABLISHED_OR_RELATED)
     drop, accept = nftables.verdict(nftables.DROP), nftables.verdict(nftables.ACCEPT)
     only_answers = to_session + answers + accept, to_session + drop
+    from_session = nftables.meta_is(nftables.INPUT_NAME, links)
+    no_detour = (
+        *(from_session + each + accept for each in _name_service(terms)),
+        *(from_session + each + drop for each in _refused(prefix, terms)),
+    )
     from_us = nftables.address_in(nftables.SOURCE, prefix)
     is_outward = nftables.meta_is(nftables.OUTPUT_NAME, links, negated=True)
     chains = (
-        ("input", nftables.INPUT, (nftables.meta_is(nftables.INPUT_NAME, links) + drop,)),
-        ("forward", nftables.FORWARD, only_answers),
+        ("input", nftables.INPUT, (from_session + drop,)),
+        ("forward", nftables.FORWARD, (*only_answers, *no_detour)),
         ("output", nftables.OUTPUT, only_answers),
         ("outward", nftables.POSTROUTING, (from_us + is_outward + nftables.masquerade(),)),
     )

@@ -139,7 +139,7 @@ class BridgeRule:
     ports: tuple[int, ...] = ()
 
 
-MAX_BRIDGE_RULES = 512
+MAX_BRIDGE_RULES, MAX_BRIDGE_PORTS = 512, 512
 
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)
 

@@ -10,6 +10,7 @@ from ipaddress import IPv4Network
 
 from nsinit.kernel.seccomp.profile import PROFILE_NAME
 from nsinit.wire.protocol import (
+    MAX_BRIDGE_PORTS,
     MAX_BRIDGE_RULES,
     MAX_IMAGE_LAYERS,
     MAX_SOCKETS,
@@ -44,7 +45,6 @@ MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 44
 """Below, an ext4 has no room for its own tables; above, no block numbers."""
 MIN_DISK_INODES, MAX_DISK_INODES = 256, 1 << 32
 MIN_BRIDGE_PREFIX, MAX_BRIDGE_PREFIX = 8, 29
-MAX_BRIDGE_PORTS = 512
 """In all rules of a session together, each of which is a rule of the kernel for TCP and one for UDP."""
 MIN_PERIOD_US, MAX_PERIOD_US = 1_000, 1_000_000
 

@@ -14,7 +14,7 @@ import attrs
 
 from egress import policy
 from egress.addresses import SPECIAL_V4
-from nsinit.wire.protocol import BridgeRule, BridgeTerms
+from nsinit.wire.protocol import MAX_BRIDGE_PORTS, MAX_BRIDGE_RULES, BridgeRule, BridgeTerms
 from sandkasten.config import GROUP_MARK, Config, EgressSettings
 from sandkasten.model.errors import InvalidRequest, InvalidRule
 from sandkasten.model.network import NETWORK_LIMIT_BOUNDS, Network, NetworkLimits, NetworkMode
@@ -95,6 +95,12 @@ def rules_in_force(network: Network, settings: EgressSettings) -> RulesInForce:
                     "for names, use the mode 'allow' or 'open'",
                     rule=text[:100],
                 )
+        for name, rules in (("allow", allow), ("deny", (*deny, *settings.always_deny))):
+            asked = bridge_rules(rules)
+            ports = sum(len(each.ports) for each in asked)
+            if len(asked) > MAX_BRIDGE_RULES or ports > MAX_BRIDGE_PORTS:
+                bound = f"at most {MAX_BRIDGE_RULES} with {MAX_BRIDGE_PORTS} ports"
+                raise InvalidRule(f"{len(asked)} rules to {name} with {ports} ports: {bound} in the mode 'bridge'")
     return RulesInForce(allow, deny)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import trio
 
-from nsinit.wire.protocol import NETWORK_STAGE
+from nsinit.wire.protocol import NETWORK_STAGE, CloseBridge, OpenBridge
+from sandkasten.actors import core
 from sandkasten.actors.core import Actor, Ref
 from sandkasten.actors.services import egress
 from sandkasten.actors.services.directory import SessionDirectory
@@ -26,8 +27,9 @@ from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess, Role, StartEgress
-from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, SandkastenError
+from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, NsinitLost, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
+from tests.waiting import patience
 
 
 class RefusingNsinit(Actor):
@@ -83,6 +85,42 @@ async def test_a_kernel_that_cannot_steer_is_told_from_a_failure(
         with pytest.raises(SandkastenError) as refused:
             await client.ref.ask(OpenWay("0" * 24, Network(NetworkMode.OPEN)))
         assert refused.type is told
+        nursery.cancel_scope.cancel()
+
+
+class DyingNsinit(Actor):
+    """An nsinit that opens a bridge and dies before it says so, and once more before it closes it."""
+
+    def __init__(self, ref: Ref) -> None:
+        super().__init__(ref)
+        self.deaths, self.opened, self.closed = 0, False, trio.Event()
+
+    async def handle(self, message: Any) -> Any:
+        match message.request:
+            case OpenBridge():
+                self.opened = True
+            case CloseBridge() if self.deaths > 1:
+                self.closed.set()
+                return None
+        self.deaths += 1
+        raise NsinitLost("nsinit ended")
+
+
+async def test_a_bridge_that_may_have_been_made_is_closed_however_long_nsinit_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller is told that nothing was changed, which the client sees to."""
+    monkeypatch.setattr(core, "RESTART_PATIENCE_S", 0.0)
+    nsinit = DyingNsinit(Ref("nsinit"))
+    client = _client(nsinit.ref, _never)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(nsinit.run)
+        await nursery.start(client.run)
+        with pytest.raises(NsinitLost):
+            await client.ref.ask(OpenWay("0" * 24, Network(NetworkMode.BRIDGE)))
+        assert nsinit.opened
+        with trio.fail_after(patience(20)):
+            await nsinit.closed.wait()
         nursery.cancel_scope.cancel()
 
 

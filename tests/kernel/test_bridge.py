@@ -28,6 +28,7 @@ from nsinit.helpers.bridge_maker import NAME as BRIDGE_MAKER
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.wire.protocol import (
+    MAX_BRIDGE_PORTS,
     Adopt,
     Adopted,
     BridgeOpened,
@@ -40,6 +41,7 @@ from nsinit.wire.protocol import (
     OpenBridge,
     OpenNetwork,
 )
+from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, IsolationSettings
@@ -350,6 +352,28 @@ def test_a_session_reaches_what_its_rules_say_from_the_change_on(server: Nsinit,
     assert counted(place, link) > before
 
 
+def test_the_most_rules_that_are_admitted_open_and_can_be_changed(server: Nsinit, box: Sandbox) -> None:
+    """On a new link and on one that is there."""
+    most = [BridgeRule(f"198.51.{100 + each // 256}.{each % 256}/32", (each + 1,)) for each in range(MAX_BRIDGE_PORTS)]
+    link = bridged(server, box, most, most)
+    assert bridged(server, box, [BridgeRule(f"{WORLD}/32", (PORT,)), *most[1:]], most) == link
+    assert tried(box, f"udp({WORLD!r}, wait={LONG})") == ["hello"]
+
+
+def test_a_translation_of_the_host_makes_nothing_private_reachable(server: Nsinit, place: Place, box: Sandbox) -> None:
+    """A destination that a session may reach, and that a rule of the operator's turns into another."""
+    bridged(server, box)
+    place.host.ip(f"route add {PRIVATE}/32 dev up0")
+    rules = f"add table ip own; add chain ip own pre {{ type nat hook prerouting priority -100; }}; \
+add rule ip own pre ip daddr {OTHER} dnat to {PRIVATE}"
+    place.host.run("nft", rules)
+    try:
+        assert tried(box, f"udp({WORLD!r}, wait={LONG})", f"udp({OTHER!r})") == ["hello", "TimeoutError"]
+    finally:
+        place.host.run("nft", "delete table ip own")
+        place.host.ip(f"route del {PRIVATE}/32 dev up0")
+
+
 def test_a_spoofed_source_a_source_route_and_lost_rules_get_nothing_through(
     server: Nsinit, place: Place, box: Sandbox
 ) -> None:
@@ -476,6 +500,28 @@ async def asked(supervisor: LocalSupervisor, session_id: str, call: str) -> str:
     with trio.fail_after(patience(60)):
         argv = ("python3", "-c", f"{PROGRAM}\nprint({call})")
         return (await supervisor.exec(session_id, ExecSpec(argv=argv))).stdout.decode().strip()
+
+
+@pytest.mark.usefixtures("at_home")
+async def test_a_session_of_another_mode_keeps_no_bridge_of_a_daemon_that_died_over_a_change(
+    config: Config, place: Place
+) -> None:
+    """The bridge goes when the session is adopted; it had ended the way out, which is made anew."""
+    isolation = IsolationSettings(allow_bridge=True, bridge_resolvers=(RESOLVER,))
+    config = attrs.evolve(config, isolation=isolation)
+    by_way_out = f"tcp({WORLD!r}, wait={LONG})"
+    async with served(config, ends_sessions=False) as supervisor:
+        session = await supervisor.create(SessionSpec(network=Network(NetworkMode.ALLOW, [f"{WORLD}:{PORT}"])))
+        assert await asked(supervisor, session.id, by_way_out) == "hello"
+        await supervisor._nsinit.ask(call(OpenBridge, session.id, (), ()))
+        assert len(place.host.links()) == 2
+    async with served(config) as supervisor:
+
+        async def is_way_out() -> bool:
+            return await asked(supervisor, session.id, by_way_out) == "hello"
+
+        await until(is_way_out)
+        assert place.host.links() == {"up0"}
 
 
 @pytest.mark.usefixtures("at_home")

@@ -121,6 +121,7 @@ def test_a_mode_that_is_none_is_told_the_modes_as_they_are_written() -> None:
         check("full")
 
 
+SIXTEEN_PORTS = ",".join(map(str, range(1, 17)))
 BRIDGED = Config(isolation=IsolationSettings(allow_bridge=True))
 
 
@@ -135,6 +136,7 @@ BRIDGED = Config(isolation=IsolationSettings(allow_bridge=True))
         (Network("bridge", ["example.org"]), BRIDGED, "use the mode 'allow'"),
         (Network("bridge", deny=["@python"]), BRIDGED, "use the mode 'allow'"),
         (Network("bridge", ["[2001:db8::1]:443"]), BRIDGED, "IPv4"),
+        (Network("bridge", [f"192.0.2.{each}:{SIXTEEN_PORTS}" for each in range(33)]), BRIDGED, "with 512 ports"),
     ],
 )
 def test_a_bridge_is_refused_by_name_of_what_is_in_its_way(network: Network, config: Config, named: str) -> None:

@@ -276,15 +276,45 @@ class EgressClient(Actor):
             await ask_patiently(self._nsinit, call(CloseBridge, session_id))
             raise refusal
         allow, deny = (bridge_rules(each) for each in (rules.allow, (*rules.deny, *self._settings.always_deny)))
+        failure: SandkastenError | None = None
         try:
             opened = await ask_patiently(self._nsinit, call(OpenBridge, session_id, allow, deny))
-        except BuildFailed as error:
-            if error.stage.startswith(NETWORK_STAGE) and error.errno in _NO_BRIDGE:
-                raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {error}") from error
-            raise
-        self._require_newest(message)
+            self._require_newest(message)
+        except SandkastenError as error:
+            failure = error
+        if failure is not None:
+            await self._give_up_bridge(message)
+            is_of_network = isinstance(failure, BuildFailed) and failure.stage.startswith(NETWORK_STAGE)
+            if is_of_network and isinstance(failure, BuildFailed) and failure.errno in _NO_BRIDGE:
+                raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {failure}") from failure
+            raise failure
         await self._close(session_id, False)
         self._bridges[session_id] = opened.link
+
+    async def _give_up_bridge(self, message: OpenWay) -> None:
+        """Leave no bridge that nobody knows of: nsinit may have made it, which ends the way out that was there.
+        One that was in force before stays."""
+        session_id = message.session_id
+        newest = self._newest.get(session_id)
+        is_wanted = newest is not message and isinstance(newest, OpenWay) and newest.network.mode is NetworkMode.BRIDGE
+        if session_id in self._bridges or is_wanted:
+            return
+        if newest is not None:  # None: the session has ended, and its bridge with it
+            self._nursery.start_soon(self._end_bridge, newest)
+        if newest is message:
+            await self._close(session_id, False)
+
+    async def _end_bridge(self, message: OpenWay | CloseWay) -> None:
+        """Have a bridge removed, however long nsinit is away, unless there is a newer message about the session."""
+        while self._newest.get(message.session_id) is message:
+            try:
+                await ask_patiently(self._nsinit, call(CloseBridge, message.session_id))
+                break
+            except SandkastenError as error:
+                log.error("bridge_not_closed", extra={"session_id": message.session_id, "error": str(error)})
+                if not isinstance(error, Unavailable):
+                    break
+            await trio.sleep(_JOIN_PAUSE_S)
 
     async def _open(self, message: OpenWay) -> None:
         if message.network.mode is NetworkMode.BRIDGE:
@@ -378,7 +408,11 @@ class EgressClient(Actor):
     async def _close_as_asked(self, message: CloseWay) -> None:
         may_have_bridge = self._bridges.pop(message.session_id, None) is not None or self._may_bridge
         if may_have_bridge and not message.forget:  # with the session its bridge ends, too
-            await ask_patiently(self._nsinit, call(CloseBridge, message.session_id))
+            try:
+                await ask_patiently(self._nsinit, call(CloseBridge, message.session_id))
+            except Unavailable:
+                self._nursery.start_soon(self._end_bridge, message)
+                raise
         if message.session_id not in self._ways:
             await self._wait_taken()
         if message.forget or self._newest.get(message.session_id) is message:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 import attrs
 import trio
 
-from nsinit.wire.protocol import CloseBridge, MakeWorkspace, SetFrozen
+from nsinit.wire.protocol import MakeWorkspace, SetFrozen
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors.core import DEFERRED, LATER, Actor, Ref, Reply, unwrap
@@ -45,7 +45,7 @@ from sandkasten.actors.session.birth import (
     greet,
     hand_over,
 )
-from sandkasten.actors.session.changing import change_session, read_disk, reopen_way
+from sandkasten.actors.session.changing import change_session, close_stale_bridge, read_disk, reopen_way
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
@@ -346,8 +346,8 @@ class SessionActor(Actor):
         """Take over a sandbox that outlived its daemon, with its runs and the state of its shells."""
         sandbox = await ask_patiently(self._services.nsinit, attach(self.session.id))
         self._hold(sandbox)
-        if sandbox.bridged and not self.session.network.has_way_out:  # the last daemon died over a change
-            await ask_patiently(self._services.nsinit, call(CloseBridge, self.session.id))
+        if sandbox.bridged:
+            await close_stale_bridge(self._services, self.session)
         self._link = RunnerLink(self._services.paths.run_dir(self.session.id))
         await self._adoption.recover()
         is_member = self.session.status is Status.POOL_IDLE

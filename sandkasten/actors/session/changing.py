@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import attrs
 import trio
 
-from nsinit.wire.protocol import AskDisk, SetDisk
+from nsinit.wire.protocol import AskDisk, CloseBridge, SetDisk
 from runner.wire import protocol
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services.broker import find_secrets
 from sandkasten.actors.services.egress import CloseWay, OpenWay
-from sandkasten.actors.services.nsinit import call, set_limits
+from sandkasten.actors.services.nsinit import ask_patiently, call, set_limits
 from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.admission.plan import check_disk_limits, check_limits, check_maximum, keep_fixed, plan_disk, plan_limits
@@ -37,7 +37,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
-from sandkasten.model.network import Network
+from sandkasten.model.network import Network, NetworkMode
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +180,14 @@ async def put_network(egress: Ref, session_id: str, network: Network) -> None:
     await egress.ask_again(OpenWay(session_id, network) if network.has_way_out else CloseWay(session_id))
 
 
+async def close_stale_bridge(services: Services, session: Session) -> None:
+    """Remove a bridge that an adopted session has, unless that is its mode: the last daemon died over a change. A way
+    out that its process serves was ended by the bridge. Raises as `CloseWay`."""
+    if session.network.mode is not NetworkMode.BRIDGE:
+        await ask_patiently(services.nsinit, call(CloseBridge, session.id))
+        await services.egress.ask_again(CloseWay(session.id))
+
+
 async def reopen_way(egress: Ref, own: LiveRecord, scope: trio.CancelScope) -> None:
     """Give an adopted session its way out, when it can be had, unless `scope` is cancelled. A session whose network the
     configuration does not take any more goes on without one."""
@@ -193,6 +201,8 @@ async def reopen_way(egress: Ref, own: LiveRecord, scope: trio.CancelScope) -> N
             except SandkastenError as error:
                 log.error("way_out_not_restored", extra={"session_id": own.session.id, "error": str(error)})
                 if not isinstance(error, Capacity | BuildFailed):  # it will not pass
+                    if message.network.mode is NetworkMode.BRIDGE and not isinstance(error, Conflict):
+                        await egress.ask_again(CloseWay(own.session.id))  # it may have rules of another configuration
                     break
             await trio.sleep(_WAY_OUT_PAUSE_S)
 
