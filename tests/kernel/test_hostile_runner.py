@@ -126,6 +126,7 @@ async def test_a_file_worker_that_was_stopped_holds_nobody_up(
             for _ in range(8):
                 assert await writer.send(bytes(1 << 20))
             assert await writer.commit() == "/workspace/f"
+            assert await writer.commit() == "/workspace/f"
     assert await written(writing, "f", b"whole") == "/workspace/f"
 
 
