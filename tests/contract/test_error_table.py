@@ -83,7 +83,7 @@ OF_CLIENTS = {
 """Errors that no server raises."""
 
 LEAVES = [
-    cls for cls in subclasses(SandkastenError) if not cls.__subclasses__() and not issubclass(cls, tuple(OF_CLIENTS))
+    cls for cls in subclasses(SandkastenError) if not list(subclasses(cls)) and not issubclass(cls, tuple(OF_CLIENTS))
 ]
 CONCRETE = [*LEAVES, errors.Capacity, errors.InvalidImage, errors.StoreFailed]
 
