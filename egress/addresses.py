@@ -7,8 +7,8 @@ describe. Ranges that the registries call globally reachable are refused, too: t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from egress.policy import Address, Network, unwrapped
 
@@ -84,3 +84,16 @@ def special_range(address: Address) -> str | None:
         if address in network:
             return f"{address} is in {network}: {meaning}"
     return None
+
+
+def name_servers(lines: Iterable[str]) -> Sequence[Address]:
+    """Return the addresses that lines of resolv.conf(5) name as servers, in their order. What is no address is passed
+    over, as the C library does."""
+    found = []
+    for words in map(str.split, lines):
+        if len(words) > 1 and words[0] == "nameserver":
+            try:
+                found.append(ip_address(words[1].partition("%")[0]))
+            except ValueError:
+                continue
+    return found

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
-from egress.addresses import SPECIAL_V4, SPECIAL_V6, UNICAST_V6
+from egress.addresses import SPECIAL_V4, SPECIAL_V6, UNICAST_V6, name_servers
 from egress.confinement import MAP_UPDATE_ELEM, call
 from egress.policy import Address, Network
 from egress.resolver import Lookup, LookupFailed
@@ -123,18 +123,11 @@ def _mapped(network: Network) -> IPv6Network:
 
 def resolvers() -> frozenset[Address]:
     """Return the addresses that getaddrinfo(3) asks at port 53; without any it asks this host (resolv.conf(5))."""
-    found: set[Address] = set()
     try:
         with open(RESOLV_CONF, errors="replace") as file:
-            lines = [line.split() for line in file]
+            found = name_servers(file)
     except OSError:
-        lines = []
-    for words in lines:
-        if len(words) > 1 and words[0] == "nameserver":
-            try:
-                found.add(ip_address(words[1].partition("%")[0]))
-            except ValueError:
-                continue  # the C library skips it, too
+        found = ()
     return frozenset(found or {ip_address("127.0.0.1")})
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -43,20 +42,13 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def _is_served(config: Config) -> bool:
-    """Whether a daemon has the data directory."""
-    from sandkasten.host.paths import DataPaths
+    """Whether a daemon has the data directory. Raises `Stop` where that can't be found out."""
+    from sandkasten.host.leftovers import CantLook, has_daemon
 
     try:
-        fd = os.open(DataPaths(config.data_dir).lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+        return has_daemon(config.data_dir)
+    except CantLook as error:
+        raise Stop(f"can't find out whether a daemon serves: {error}") from error
 
 
 class _Shown:

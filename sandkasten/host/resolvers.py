@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import AddressValueError, IPv4Address
+
+from egress.addresses import name_servers
 
 _FILES = "/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"
 """The second has the servers that a resolver on the loopback asks itself (systemd-resolved.service(8))."""
@@ -26,13 +27,5 @@ def machine_resolvers() -> tuple[str, ...]:
 
 def usable(lines: Iterable[str]) -> tuple[str, ...]:
     """Return the servers that lines of resolv.conf(5) name and that may be asked from elsewhere."""
-    found = []
-    for words in map(str.split, lines):
-        if len(words) > 1 and words[0] == "nameserver":
-            try:
-                address = IPv4Address(words[1])
-            except AddressValueError:
-                continue
-            if not address.is_loopback and not address.is_unspecified:
-                found.append(str(address))
-    return tuple(found[:_MOST])
+    found = [each for each in name_servers(lines) if each.version == 4]
+    return tuple(str(each) for each in found if not each.is_loopback and not each.is_unspecified)[:_MOST]

@@ -13,8 +13,8 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -43,15 +43,12 @@ from nsinit.wire.protocol import (
 )
 from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, IsolationSettings
-from sandkasten.config.seccomp import load_filters
-from sandkasten.host import examine
-from sandkasten.links.processes import start_as_child
 from sandkasten.model import ExecSpec, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict, InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkMode
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
+from tests.kernel.world import served
 from tests.waiting import patience, until
 
 T = TypeVar("T")
@@ -484,15 +481,6 @@ def at_home(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     syscalls.setns(home_fd, k.CLONE_NEWNET)
     os.close(home_fd)
-
-
-@asynccontextmanager
-async def served(config: Config, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
-    """A tree that allows the mode `bridge`."""
-    machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
-    order = StopOrder(ends_sessions=ends_sessions)
-    async with open_tree(config, machine, load_filters(config.security), start_as_child, order) as supervisor:
-        yield supervisor
 
 
 async def asked(supervisor: LocalSupervisor, session_id: str, call: str) -> str:

@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,14 +16,11 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.app import StopOrder, open_tree
 from sandkasten.config import Config, PreviewSettings
-from sandkasten.config.seccomp import load_filters
-from sandkasten.host import examine
-from sandkasten.links.processes import start_as_child
 from sandkasten.model import EventType, PauseSpec, ProcessSpec, Session, SessionSpec, Status, WaitFor
 from sandkasten.model.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
 from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview
+from tests.kernel.world import served
 from tests.waiting import patience, until
 
 SERVER = """
@@ -37,14 +32,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(said)
 http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
 """
-
-
-@asynccontextmanager
-async def served(config: Config, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
-    machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
-    order = StopOrder(ends_sessions=ends_sessions)
-    async with open_tree(config, machine, load_filters(config.security), start_as_child, order) as supervisor:
-        yield supervisor
 
 
 @pytest.fixture

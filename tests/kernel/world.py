@@ -11,16 +11,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+import trio
 
 import egress
 from egress import protocol
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from nsinit.kernel import syscalls
-from sandkasten.links.processes import ChildProcess, Ends, Role
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.app import StopOrder, open_tree
+from sandkasten.config import Config
+from sandkasten.config.seccomp import load_filters
+from sandkasten.host import examine
+from sandkasten.links.processes import ChildProcess, Ends, Role, start_as_child
 
 T = TypeVar("T")
 
@@ -172,3 +180,12 @@ def echo(connection: socket.socket) -> None:
     """Send back each byte until the other end has sent its last."""
     while data := connection.recv(65536):
         connection.sendall(data)
+
+
+@asynccontextmanager
+async def served(config: Config, *, ends_sessions: bool = True) -> AsyncIterator[LocalSupervisor]:
+    """Open a supervisor that has what the configuration allows on this machine."""
+    machine = await trio.to_thread.run_sync(partial(examine.examine, config.data_dir, config=config))
+    order = StopOrder(ends_sessions=ends_sessions)
+    async with open_tree(config, machine, load_filters(config.security), start_as_child, order) as supervisor:
+        yield supervisor
