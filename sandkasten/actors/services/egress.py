@@ -284,8 +284,11 @@ class EgressClient(Actor):
             failure = error
         if failure is not None:
             await self._give_up_bridge(message)
-            is_of_network = isinstance(failure, BuildFailed) and failure.stage.startswith(NETWORK_STAGE)
-            if is_of_network and isinstance(failure, BuildFailed) and failure.errno in _NO_BRIDGE:
+            if (
+                isinstance(failure, BuildFailed)
+                and failure.stage.startswith(NETWORK_STAGE)
+                and failure.errno in _NO_BRIDGE
+            ):
                 raise NetworkNotSupported(f"no session can have the mode 'bridge' now: {failure}") from failure
             raise failure
         await self._close(session_id, False)
