@@ -29,8 +29,8 @@ echo "attack: exit status $?"
 """
 
 
-def _only(classes: Collection[str]) -> str:
-    return " ".join(f"--only {each}." for each in sorted(classes))
+def _only(beginnings: Collection[str]) -> str:
+    return " ".join(f"--only {each}" for each in sorted(beginnings))
 
 
 LEFT_OUT = frozenset({"results"})
@@ -43,9 +43,11 @@ def _attack() -> str:
     """Return the script of the attempts: as the sandbox's user on one processor, as root inside on the other, and there
     those without a user inside as well: filling memory, as the sandbox's user, takes longest.
     """
-    classes = {_class(each) for each in catalogue()} - LEFT_OUT
-    nobodys = {_class(each) for each in catalogue() if "" in each.users}
-    return ATTACK.format(as_sandbox=_only(classes - nobodys), as_root=_only(classes), patience=PATIENCE)
+    attempts = [each for each in catalogue() if _class(each) not in LEFT_OUT]
+    mixed = {_class(each) for each in attempts if "" in each.users}
+    classes = {f"{_class(each)}." for each in attempts}
+    of_user = {each.id if _class(each) in mixed else f"{_class(each)}." for each in attempts if "" not in each.users}
+    return ATTACK.format(as_sandbox=_only(of_user), as_root=_only(classes), patience=PATIENCE)
 
 
 def _class(attempt: Attempt) -> str:
