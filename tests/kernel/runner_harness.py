@@ -57,7 +57,7 @@ def _why_not() -> str | None:
         try:
             keeper.unshare()
         except OSError as error:
-            os._exit(error.errno)
+            os._exit(error.errno or 1)
         os._exit(0)
     number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return None if number == 0 else f"unshare of mount and pid namespaces: {os.strerror(number)}"
