@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,11 @@ def test_async_code_follows_the_trio_rules() -> None:
     assert async_findings("unsafe", f"import trio\n{UNSAFE}") != []
     assert [each for path, text in asynchronous.items() for each in async_findings(path, text)] == []
     # Rules that flake8-async needs a concrete syntax tree for, which takes ten times as long.
-    for rule, may_break in {"ASYNC101": yields_beside_a_scope, "ASYNC300": re.compile(r"\basyncio\b").search}.items():
+    rules: dict[str, Callable[[str], object]] = {
+        "ASYNC101": yields_beside_a_scope,
+        "ASYNC300": re.compile(r"\basyncio\b").search,
+    }
+    for rule, may_break in rules.items():
         suspects = [path for path, text in asynchronous.items() if may_break(text)]
         if suspects:
             check("flake8-async", "--enable", rule, *suspects)
