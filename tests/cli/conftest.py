@@ -55,17 +55,10 @@ class Command:
 
     def run(self, *arguments: str | Path, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
         """Run a verb to its end, with a text as its standard input."""
-        with self._process(*arguments) as process:
-            try:
-                printed = process.communicate(stdin.encode() if isinstance(stdin, str) else stdin, patience(60))
-            finally:
-                process.kill()
-        out, err = (each.decode("utf-8", "surrogateescape") for each in printed)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def _process(self, *arguments: str | Path) -> seed.Command:
-        pipe = subprocess.PIPE
-        return seed.Command(arguments, env=self.environment, cwd=self.cwd, stdin=pipe, stdout=pipe, stderr=pipe)
+        given = stdin.encode() if isinstance(stdin, str) else stdin
+        done = seed.completed(*arguments, given=given, timeout_s=patience(60), env=self.environment, cwd=self.cwd)
+        out, err = (each.decode("utf-8", "surrogateescape") for each in (done.stdout, done.stderr))
+        return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
     def out(self, *arguments: str | Path, stdin: str = "") -> str:
         """Return what a verb prints, which must succeed and complain of nothing."""
@@ -87,7 +80,10 @@ class Command:
     @contextlib.contextmanager
     def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         """Start a verb with pipes; it is killed if it outlives the block."""
-        with self._process(*arguments) as process:
+        pipe = subprocess.PIPE
+        with seed.Command(
+            arguments, env=self.environment, cwd=self.cwd, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process:
             try:
                 yield process
                 process.wait(patience(_WAIT_S))

@@ -98,6 +98,19 @@ class Command(subprocess.Popen[Any]):
         self._close_pipe_fds(*files)  # type: ignore[attr-defined]
 
 
+def completed(
+    *words: str | Path, given: str | bytes = "", timeout_s: float, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run the command to its end and return what it printed."""
+    pipe = subprocess.PIPE
+    with Command(words, stdin=pipe, stdout=pipe, stderr=pipe, **options) as process:
+        try:
+            out, err = process.communicate(given, timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def _main() -> None:
     import fcntl
     from importlib import import_module
