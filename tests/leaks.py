@@ -131,9 +131,8 @@ def children(pid: int) -> set[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                    found.update(map(int, file.read().split()))
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found.update(map(int, file.read().split()))
     return found
 
 
