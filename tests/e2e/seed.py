@@ -78,7 +78,8 @@ def _seed_for(words: Sequence[str]) -> socket.socket | None:
 
 
 class Command(subprocess.Popen[Any]):
-    """The command, as `subprocess.Popen` starts it, forked from a seed if there is one."""
+    """The command, as `subprocess.Popen` starts it, forked from a seed if there is one. A seed heeds the options for
+    standard files, environment, directory and session."""
 
     def __init__(self, words: Sequence[str | Path], **options: Any) -> None:
         super().__init__([str(SCRIPT), *map(str, words)], **options)
