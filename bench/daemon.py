@@ -11,7 +11,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ def running_and_leaving(data_dir: Path, **environ: str) -> AbstractContextManage
 def _running(
     data_dir: Path, *options: str, log: Path | None = None, environ: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[str, int]]]:
-    command = [str(Path(sys.executable).with_name("sandkasten")), "serve", "--listen", "127.0.0.1:0", *options]
+    words = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *options]
     with ExitStack() as stack:
         process = stack.enter_context(
-            subprocess.Popen(
-                [*command, "--data-dir", str(data_dir), "--log-level", "info" if log else "warning"],
+            start(
+                [*words, "--log-level", "info" if log else "warning"],
                 stdout=subprocess.PIPE,
                 stderr=stack.enter_context(log.open("wb")) if log else None,
                 text=True,
@@ -56,6 +56,11 @@ def _running(
         finally:
             process.terminate()
             process.stdout.read()
+
+
+def start(words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start the console script with the options of `subprocess.Popen`."""
+    return subprocess.Popen([str(Path(sys.executable).with_name("sandkasten")), *words], **options)
 
 
 class Client:

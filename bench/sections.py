@@ -682,7 +682,7 @@ async def restarts(bench: Bench) -> None:
     """A daemon that ends and starts again beside its live sessions; times from the start of the process."""
     facts: list[Mapping[str, float]] = []
     bench.facts["restarts"] = facts
-    for size in (0, 300, 1000):
+    for size in (0, 300, 1000) if bench.share == 1 else (0, 300):
         count, data_dir = bench.count(size, 4) if size else 0, bench.scratch / f"restart-{size}"
         with daemon.running_and_leaving(data_dir) as (_pid, address):
             sessions = await make_many(address, count)

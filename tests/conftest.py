@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from tests.e2e import seed
 from tests.ground import Ground
 
 _CAP_SYS_ADMIN = 21
@@ -111,3 +112,10 @@ def _leaving_nothing(ground: Ground) -> Iterator[None]:
     if left:
         leaks.clean_up(before)
         pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def command_seed() -> Iterator[None]:
+    """Start each daemon and each verb of this process from a seed (`tests/e2e/seed.py`)."""
+    with seed.planted():
+        yield

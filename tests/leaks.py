@@ -64,12 +64,14 @@ class Snapshot:
 
     def wait_for_difference_to_vanish(self) -> list[str]:
         """Return the difference, after giving the kernel the moment it needs to finish what was begun."""
-        if any(each.startswith("cgroup") for each in self.difference()):
+        left = self.difference()
+        if any(each.startswith("cgroup") for each in left):
             os.sync()  # the cgroup of an ended session stays until the kernel has written the workspace's files
-        deadline = time.monotonic() + patience(_PATIENCE_S)
-        while (left := self.difference()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + (patience(_PATIENCE_S) if left else 0)
+        while left and time.monotonic() < deadline:
             gc.collect()
             time.sleep(_PAUSE_S)
+            left = self.difference()
         return left
 
 
@@ -129,15 +131,16 @@ def children(pid: int) -> set[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                found.update(int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found.update(map(int, file.read().split()))
     return found
 
 
 def _status(pid: int) -> tuple[str, str] | None:
     """Return name and state of a process, None if it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            stat = file.read()
     except OSError:
         return None
     return stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2]
@@ -157,7 +160,7 @@ _LEASE = os.path.basename(LEASE_PATH)
 
 def _directories(ground: Ground) -> Iterator[str]:
     yield from (os.path.join(ground.directory, name) for name in os.listdir(ground.directory))
-    yield from (str(_CHECKOUT / name) for name in os.listdir(_CHECKOUT) if not name.startswith("."))
+    yield from (f"{_CHECKOUT}/{name}" for name in os.listdir(_CHECKOUT) if not name.startswith("."))
     for base in ("/run", "/dev/shm"):
         if os.path.isdir(base):
             yield from (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterable, Sequence
 
 from nsinit.kernel import constants as k
@@ -19,6 +20,7 @@ from nsinit.kernel import syscalls
 from nsinit.kernel.capabilities import drop_bounding_set, read_last_capability
 from nsinit.own_filters import DAEMON, PartFilters
 
+THREADS_END_S = 5.0
 _COVER = "mode=0755,size=64k,nr_inodes=64"
 _NOTHING = f"{0:016x}"
 
@@ -33,8 +35,7 @@ def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) ->
     Raises:
         NotDropped, OSError: the process must end.
     """
-    if len(os.listdir("/proc/self/task")) != 1:
-        raise NotDropped("there is more than one thread")
+    wait_alone()
     if uid <= 0 or gid <= 0:
         raise NotDropped(f"user {uid} and group {gid} are no place to go to")
     show_only(find_hidden(keep_reachable, uid, gid))
@@ -49,6 +50,19 @@ def drop_privilege(uid: int, gid: int, *, keep_reachable: Sequence[str] = ()) ->
     syscalls.prctl(k.PR_SET_DUMPABLE, 0)
     syscalls.join_session_keyring()
     check_dropped(uid, gid)
+
+
+def wait_alone() -> None:
+    """Return once this process has a single thread.
+
+    `Thread.join` waits for the interpreter's end of a thread, and the kernel's comes a moment later: until then
+    /proc/self/task has it (proc(5)). Raises `NotDropped` when a thread stays.
+    """
+    until_s = time.monotonic() + THREADS_END_S
+    while len(os.listdir("/proc/self/task")) != 1:
+        if time.monotonic() > until_s:
+            raise NotDropped("there is more than one thread")
+        time.sleep(0.001)
 
 
 def confine() -> None:

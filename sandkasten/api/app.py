@@ -14,6 +14,7 @@ from typing import cast
 
 from quart import Response, request
 from quart_trio import QuartTrio
+from werkzeug.routing import PathConverter
 
 from sandkasten import logcontext
 from sandkasten.admission.keys import KeyRing
@@ -175,6 +176,12 @@ class _Front:
                 await route.handler(exchange)
 
 
+class _AnyPath(PathConverter):
+    """A path as the table takes it: line breaks, which the parent's pattern lacks, are characters like others."""
+
+    regex, part_isolating = "(?s:.+)", False  # over slashes
+
+
 def make_quart() -> App:
     """Return the Quart application of the JSON routes, one view for all: the table has chosen the route before.
 
@@ -182,7 +189,8 @@ def make_quart() -> App:
     """
     app = QuartTrio("sandkasten.api", static_folder=None)
     methods = sorted({route.method for route in TABLE.routes if route.kind is RouteKind.JSON})
-    app.add_url_rule("/<path:_>", view_func=_serve_json, methods=methods, provide_automatic_options=False)
+    app.url_map.converters["whole"] = _AnyPath
+    app.add_url_rule("/<whole:_>", view_func=_serve_json, methods=methods, provide_automatic_options=False)
     app.url_map.merge_slashes = False
     app.register_error_handler(Exception, _on_exception)
     return cast(App, app)  # typed for hypercorn's own message types

@@ -16,7 +16,7 @@ from tests.adapters.conftest import EXAMPLES, PROGRAMS, PYTHON, Ran, results, sc
 from tests.adapters.scripted import Turn, scripted
 from tests.e2e.daemon import KEY, Daemon
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("command_seed")]
 PROGRAM = "anthropic_tools.py"
 EDITOR = "str_replace_based_edit_tool"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters.conftest import EXAMPLES, PROGRAMS, Ran, results, scenarios
 from tests.adapters.scripted import scripted
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("command_seed")]
 FRAMEWORKS = ("openai_agents.py", "deep_agents.py", "inspect_eval.py")
 
 

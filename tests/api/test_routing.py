@@ -117,6 +117,14 @@ def test_a_method_of_a_path_is_declared_once(kind: RouteKind) -> None:
     assert (found.allow, found.websocket) == ("POST, GET, HEAD", route("/a", kind=RouteKind.WEBSOCKET))
 
 
+async def test_an_id_with_a_line_break_is_one_that_is_not_there() -> None:
+    """A name of any characters is looked up: its absence is told, and is no failure of the daemon."""
+    async with running_front() as running, running.client() as client:
+        previews = f"/v1/sessions/{(await client.post('/v1/sessions')).json()['id']}/previews"
+        answers = [await client.delete(f"{previews}/{each}") for each in ("a%0Ab", "%0A", "a%0D", "a%0A")]
+        assert {(each.status_code, each.json()["error_code"]) for each in answers} == {(404, "PREVIEW_NOT_FOUND")}
+
+
 async def test_an_id_with_slashes_names_its_run() -> None:
     """Any visible ASCII may be in it."""
     exec_id = "a/b?c=%41&d#e{f}"

@@ -1,5 +1,5 @@
-"""The real `sandkasten` command, run to its end, or on a pseudo-terminal where a test plays the person; and one daemon
-for each file of tests."""
+"""The real `sandkasten` command: forked from a seed and run to its end, or executed on a pseudo-terminal where a test
+plays the person; and one daemon for each file of tests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ import attrs
 import httpx
 import pytest
 
+from tests.e2e import seed
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
 from tests.waiting import patience
 
 _WAIT_S = 20.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seeded(command_seed: None) -> None:
+    """Start daemons and verbs from seeds."""
 
 
 @attrs.frozen
@@ -49,15 +55,8 @@ class Command:
 
     def run(self, *arguments: str | Path, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
         """Run a verb to its end, with a text as its standard input."""
-        done = subprocess.run(
-            [SCRIPT, *arguments],
-            input=stdin.encode() if isinstance(stdin, str) else stdin,
-            capture_output=True,
-            env=self.environment,
-            cwd=self.cwd,
-            timeout=patience(60),
-            check=False,
-        )
+        given = stdin.encode() if isinstance(stdin, str) else stdin
+        done = seed.completed(*arguments, given=given, timeout_s=patience(60), env=self.environment, cwd=self.cwd)
         out, err = (each.decode("utf-8", "surrogateescape") for each in (done.stdout, done.stderr))
         return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
@@ -81,15 +80,10 @@ class Command:
     @contextlib.contextmanager
     def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         """Start a verb with pipes; it is killed if it outlives the block."""
-        process = subprocess.Popen(
-            [SCRIPT, *arguments],
-            env=self.environment,
-            cwd=self.cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        with process:
+        pipe = subprocess.PIPE
+        with seed.Command(
+            arguments, env=self.environment, cwd=self.cwd, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process:
             try:
                 yield process
                 process.wait(patience(_WAIT_S))

@@ -169,7 +169,7 @@ def _wait_stuck(terminal: Terminal) -> None:
     before = -1
     while before != (now := _ticks(terminal.process.pid)):
         before = now
-        time.sleep(0.3)
+        time.sleep(patience(0.3))
 
 
 def _ticks(pid: int) -> int:

@@ -50,6 +50,7 @@ WORKSPACES = (ROOT / "docs/workspaces.md").read_text()
 _BLOCK = re.compile(r"^```(\w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PARAMETER = re.compile(r"\{\w+\}")
 
+pytestmark = pytest.mark.usefixtures("command_seed")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 

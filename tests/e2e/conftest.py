@@ -12,6 +12,11 @@ import pytest
 from tests.e2e.daemon import Daemon, running_daemon
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seeded(command_seed: None) -> None:
+    """Start daemons and verbs from seeds."""
+
+
 @pytest.fixture
 def data_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:

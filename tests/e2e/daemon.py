@@ -7,20 +7,20 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
 from tests.api.described import assert_described
+from tests.e2e.seed import SCRIPT as SCRIPT
+from tests.e2e.seed import Command
 from tests.waiting import patience
 
 KEY = "test-key-0123456789"
-SCRIPT = Path(sys.executable).parent / "sandkasten"
 REFUSED_CALL = re.compile("system[_ ]call[_ ]refused")
 """The event that a filter of a part of ours lacks a call."""
 START_S = 30.0
@@ -113,14 +113,15 @@ def _collect(pipe: IO[str] | None, lines: list[str]) -> None:
 
 @contextlib.contextmanager
 def running_daemon(
-    data_dir: Path, *arguments: str, launcher: Sequence[str] = (str(SCRIPT),), **environment: str
+    data_dir: Path, *arguments: str, launcher: Sequence[str] = (), **environment: str
 ) -> Iterator[Daemon]:
-    """Start `sandkasten serve` on a free port; it is stopped afterwards if it still runs."""
+    """Start `sandkasten serve` on a free port, by the words of `launcher` instead of a seed; it is stopped afterwards
+    if it still runs."""
     variables = {**os.environ, "SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_POOL_SANDBOXES": "0", **environment}
-    command = [*launcher, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *arguments]
-    process = subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *arguments]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"env": variables, "text": True, **pipes}
+    process = subprocess.Popen([*launcher, *words], **options) if launcher else Command(words, **options)
     daemon = Daemon(process, data_dir)
     try:
         yield daemon

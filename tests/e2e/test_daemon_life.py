@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from tests import leaks
-from tests.e2e.daemon import KEY, running_daemon
+from tests.e2e import seed
+from tests.e2e.daemon import KEY, SCRIPT, running_daemon
 from tests.waiting import patience
 
 
@@ -72,9 +73,10 @@ def test_a_session_whose_processes_died_with_the_machine_is_lost_and_cleaned_up(
         session = client.post("/v1/sessions", json={}).json()["id"]
         first.process.kill()
         first.process.wait()
-    for pid, _ in leaks.descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
-            os.kill(pid, signal.SIGKILL)
+    for pid, name in leaks.descendants(os.getpid()):
+        if name != seed.NAME:
+            with contextlib.suppress(ProcessLookupError):  # the process went with its PID 1
+                os.kill(pid, signal.SIGKILL)
     with running_daemon(data_dir) as second, second.client() as client:
         assert client.get(f"/v1/sessions/{session}").json()["status"] == "lost"
         second.stop()
@@ -86,7 +88,8 @@ def test_ignored_signals_of_the_daemon_are_not_handed_down(data_dir: Path) -> No
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
-        with running_daemon(data_dir, "--stop-sessions") as daemon, daemon.client() as client:
+        executed = running_daemon(data_dir, "--stop-sessions", launcher=[str(SCRIPT)])
+        with executed as daemon, daemon.client() as client:
             session = client.post("/v1/sessions", json={}).json()["id"]
             body = {"cmd": "grep -E '^Sig(Blk|Ign)' /proc/self/status"}
             output = client.post(f"/v1/sessions/{session}/exec", json=body).json()["output"]

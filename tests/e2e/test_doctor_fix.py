@@ -17,6 +17,7 @@ import httpx
 from tests import leaks
 from tests.e2e.crashwalk import until
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.e2e.seed import completed
 from tests.ground import Ground
 from tests.waiting import patience
 
@@ -25,8 +26,7 @@ UNKNOWN, HALF = "e" * 24, "d" * 24
 
 def doctor(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run `sandkasten doctor` as a person at another terminal would."""
-    command = [str(SCRIPT), "doctor", "--data-dir", str(data_dir), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
+    return completed("doctor", "--data-dir", data_dir, *options, timeout_s=patience(120), text=True)
 
 
 def leftovers(data_dir: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import httpx
 import pytest
 
 from sandkasten.host.paths import DataPaths
-from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
+from tests.e2e.daemon import Daemon, running_daemon
+from tests.e2e.seed import completed
 from tests.waiting import patience
 
 REVOKED_WITHIN_S = 2.0
@@ -19,9 +19,9 @@ REVOKED_WITHIN_S = 2.0
 
 def key(data_dir: Path, *arguments: str) -> str:
     """Run `sandkasten key` and return what it prints."""
-    command = [str(SCRIPT), "key", *arguments, "--data-dir", str(data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
-    return done.stdout.strip()
+    done = completed("key", *arguments, "--data-dir", data_dir, timeout_s=patience(30), text=True)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout).strip()
 
 
 def client_of(daemon: Daemon, token: str) -> httpx.Client:

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import trio
 from sandkasten.host.account import find_account
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.documents import Platform
-from tests.e2e.daemon import KEY, SCRIPT, running_daemon
+from tests.e2e.daemon import KEY, running_daemon
+from tests.e2e.seed import completed
 from tests.kernel.test_images_foreign import busybox_tar
 from tests.registry import Asked, Registry, Said, digest_of, layer, serving
 from tests.waiting import patience
@@ -29,11 +31,8 @@ async def command(
     """Run the command to its end, on one data directory."""
     crash = {"SANDKASTEN_CRASH_AT": crash_at, "SANDKASTEN_CRASH_POINTS": "true"} if crash_at else {}
     crash["SANDKASTEN_API_KEY"] = KEY
-    words = [str(SCRIPT), "image", *arguments, "--data-dir", str(data_dir)]
-    with trio.fail_after(patience(60)):
-        return await trio.run_process(
-            words, stdin=stdin.encode(), capture_stdout=True, capture_stderr=True, check=False, env=os.environ | crash
-        )
+    run = partial(completed, given=stdin.encode(), timeout_s=patience(60), env=os.environ | crash)
+    return await trio.to_thread.run_sync(lambda: run("image", *arguments, "--data-dir", data_dir))
 
 
 def wants_password(registry: Registry) -> None:

@@ -16,7 +16,7 @@ from tests.fuzz.targets import TARGETS
 
 EXAMPLES = 150
 RANDOM_RUNS = 1500
-COVERED_S = 4
+COVERED_S = 2
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -6,15 +6,11 @@ and the uid drop of `runner.process.spawn`. Isolation as a whole is tested where
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import ctypes
-import fcntl
+import json
 import os
-import resource
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +20,8 @@ from typing import Any
 
 import pytest
 
-from nsinit.kernel.syscalls import reset_library_signals
-from nsinit.sandbox.child import RunnerKernel
+from nsinit import spawn
 from runner.loop.config import RunnerConfig
-from runner.server import main as runner_main
 from runner.wire.protocol import (
     ANSWERS,
     FROM_RUNNER,
@@ -45,31 +39,26 @@ from runner.wire.protocol import (
     Setup,
     encode_frame,
 )
+from tests.kernel import keeper
 from tests.waiting import patience, slowness
 
 PATIENCE_S = 20.0
-MAX_PROCESSES = 100
-"""RLIMIT_NPROC of commands, which counts every process of their uid on the machine."""
 
 UID = 30_000 + os.getpid() % 30_000
 """Uid of commands: one that no other test run has, so that other processes do not count towards RLIMIT_NPROC here."""
 
-_TMPFS = (
-    ("/run", b"size=64m,mode=755"),
-    ("/tmp", b"size=64m,mode=1777"),
-    ("/mnt", b"size=64m,mode=755"),
-    ("/home", b"size=2m,mode=755"),  # small, to be filled
-)
-_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
-_MS_REC_PRIVATE = 0x4000 | 0x40000
-_libc = ctypes.CDLL(None, use_errno=True)
+_KEEPER = keeper.__file__
 
 
 def _why_not() -> str | None:
     """Return why no sandbox can be started here, as the kernel says it, or None."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID) == 0 else ctypes.get_errno())
+        try:
+            keeper.unshare()
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
     number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return None if number == 0 else f"unshare of mount and pid namespaces: {os.strerror(number)}"
 
@@ -83,13 +72,6 @@ SHELLS = [
     pytest.param(path, id=name, marks=pytest.mark.skipif(not os.path.exists(path), reason=f"no {path} here"))
     for name, path in (("bash", "/bin/bash"), ("dash", "/bin/dash"), ("busybox", "/bin/busybox"))
 ]
-
-
-def _check(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
 
 
 @dataclass
@@ -262,19 +244,15 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
         listener.bind(socket_path)
         listener.listen(64)
         ready_fd, write_fd = os.pipe()
-        keeper = os.fork()
-        if keeper == 0:
-            os.close(ready_fd)
-            _become_keeper(listener.fileno(), write_fd, overrides)
+        process = spawn.spawn_python(_KEEPER, listener.fileno(), write_fd, json.dumps({"uid": UID, **overrides}))
         os.close(write_fd)
         listener.close()
-        with os.fdopen(ready_fd, "rb") as ready:  # the keeper's "<pid> " and the runner's "R ", in any order
+        with os.fdopen(ready_fd, "rb") as ready:  # the pid of PID 1 and READY, in any order
             words = ready.read().split()
-        is_ready = b"R" in words
         pid = next((int(word) for word in words if word.isdigit()), 0)
-        sandbox = Sandbox(keeper, socket_path)
+        sandbox = Sandbox(process, socket_path)
         try:
-            assert is_ready, "the runner did not start"
+            assert keeper.READY in words, words
             yield sandbox
         finally:
             for client in sandbox.clients:
@@ -283,84 +261,10 @@ def open_sandbox(**overrides: Any) -> Iterator[Sandbox]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(keeper, 0)
+                os.waitpid(process, 0)
 
 
 _GRACES = "interrupt_grace_s", "terminate_grace_s", "kill_grace_s"
-
-
-def _become_keeper(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
-    """Hold the namespaces: fork the process that is PID 1 in them, and end as it ends."""
-    try:
-        _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
-        _check(_libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
-        pid = os.fork()
-        if pid == 0:
-            _become_init(listener_fd, ready_fd, overrides)
-        os.write(ready_fd, b"%d " % pid)
-        os.close(ready_fd)
-        _libc.close_range(3, 2**31 - 1, 0)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
-    finally:
-        os._exit(1)
-
-
-def _become_init(listener_fd: int, ready_fd: int, overrides: dict[str, Any]) -> None:
-    try:
-        _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: PID 1 does not outlive the keeper
-        os.setsid()
-        _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
-        for path, options in _TMPFS:
-            _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, options))
-        config = RunnerConfig(
-            **{
-                "uid": UID,
-                "workspace": "/mnt/workspace",
-                "outside_peers_only": True,
-                **overrides,
-            }
-        )
-        os.makedirs(config.private_dir, 0o711)
-        for directory in (config.home, config.workspace):
-            os.makedirs(directory, 0o755)
-            os.chown(directory, config.uid, config.gid)
-        os.chmod(config.private_dir, 0o711)
-        devnull = os.open("/dev/null", os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(devnull, fd)
-        os.chdir("/")
-        kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (listener_fd, ready_fd)]
-        for number, fd in enumerate(kept, start=3):
-            os.dup2(fd, number, inheritable=False)
-        _libc.close_range(5, 2**31 - 1, 0)
-        for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-            signal.signal(signal_number, signal.SIG_IGN)  # ignored signals, as a daemon started by nohup hands down
-        reset_library_signals()  # as nsinit does for what it forks
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-        _lock_imports()
-        runner_main.run(3, -1, RunnerKernel(filters_commands=False), on_ready=_tell_ready, config=config)
-    finally:
-        os._exit(1)
-
-
-def _tell_ready() -> None:
-    os.write(4, b"R ")
-    os.close(4)
-
-
-def _lock_imports() -> None:
-    """Forbid further imports, as the sandbox build does."""
-    sys.path[:] = []
-    sys.meta_path[:] = []
-    sys.path_hooks[:] = []
-    sys.path_importer_cache.clear()
-    builtins.__import__ = _refuse_import
-
-
-def _refuse_import(name: str, *_rest: Any, **_more: Any) -> Any:
-    if name in sys.modules:  # the C library of Python asks for `resource` at every wait4
-        return sys.modules[name]
-    raise ImportError(f"{name}: PID 1 imports nothing once it runs")
 
 
 def code(answer: object) -> str:

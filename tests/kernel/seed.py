@@ -3,7 +3,9 @@
 Two thirds of a start are the imports, the same each time, and some 600 kernel tests start an nsinit. A fork of the seed
 is a child of the test process, and goes on with `nsinit.__main__.main` as if it had just been executed: by the same
 interpreter with the same flags, environment, descriptors and signals. Tests over the command line, those that give
-nsinit other surroundings, and the attempts of an attack's own process start it as a program.
+nsinit other surroundings, and the attempts of an attack's own process start it as a program. The keeper of a runner
+without nsinit (`keeper.py`) is forked in the same way: a fork of the test process, and each fork of PID 1, would copy
+the page tables of all that the tests have imported.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NSINIT = str(ROOT / "nsinit")
+KEEPER = str(ROOT / "tests/kernel/keeper.py")
 NAME = "tests-seed"
 """The seed's own process name; a fork has that of the interpreter."""
 
@@ -39,9 +42,9 @@ def planted(spawn: Spawn) -> Iterator[Spawn]:
         theirs.close()
 
         def start(program: str, channel_fd: int, log_fd: int, *arguments: str) -> int:
-            if program != NSINIT:
+            if program not in (NSINIT, KEEPER):
                 return spawn(program, channel_fd, log_fd, *arguments)
-            socket.send_fds(ours, [json.dumps(arguments).encode()], [channel_fd, log_fd])
+            socket.send_fds(ours, [json.dumps([program, *arguments]).encode()], [channel_fd, log_fd])
             (pid,) = array.array("i", ours.recv(4))
             return pid
 
@@ -59,6 +62,7 @@ def _main() -> None:
     from nsinit.sandbox import child  # noqa: F401 - these and what they import is what `entry.main` does
     from nsinit.server import server  # noqa: F401
     from runner.server import main  # noqa: F401
+    from tests.kernel import keeper
 
     syscalls.set_name(NAME)
     gc.collect()
@@ -79,7 +83,9 @@ def _main() -> None:
     os.dup2(channel_fd, _CHANNEL_FD)
     os.dup2(log_fd, 2)
     os.setsid()
-    sys.argv = [NSINIT, *json.loads(data)]
+    sys.argv = json.loads(data)
+    if sys.argv[0] == KEEPER:
+        keeper.main()
     entry.__file__ = f"{NSINIT}/__main__.py"
     entry.main()
 

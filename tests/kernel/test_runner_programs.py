@@ -324,10 +324,11 @@ def test_an_impossible_request_is_refused(sandbox: Sandbox, client: Client, requ
     """An impossible request is refused before anything is started, and the connection goes on."""
     client.run("true")
     before = descriptors(sandbox)
-    answer = client.ask(request_)
-    assert isinstance(answer, Error)
-    assert answer.code == "BAD_REQUEST"
-    assert descriptors(sandbox) == before
+    for _ in range(3):  # more often than PID 1 has descriptors of the command before to close
+        answer = client.ask(request_)
+        assert isinstance(answer, Error)
+        assert answer.code == "BAD_REQUEST"
+    assert descriptors(sandbox) <= before
     assert run(client, "echo", "hi").stdout == b"hi\n"
 
 

@@ -42,7 +42,7 @@ from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.e2e.test_keys import key
 from tests.waiting import patience
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("command_seed")]
 
 NEWEST = "2026-07-28"
 """The first protocol without a handshake: `auto` speaks it, `legacy` one that is older."""

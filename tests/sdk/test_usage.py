@@ -24,7 +24,7 @@ from tests.sdk import usage
 from tests.sdk.twin import FLAVOURS, run
 from tests.waiting import patience
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("command_seed")]
 
 USES_OVER_A_RESTART = (usage.a_restart, usage.a_restart_during_a_command)
 

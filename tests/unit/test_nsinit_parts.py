@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,7 @@ from nsinit.wire.protocol import (
     TornDown,
 )
 
+ROOT = Path(__file__).parents[2]
 PLAN = SandboxPlan("0123456789abcdef", "host", "host", Limits(1 << 28, 64, 100_000))
 
 
@@ -271,3 +274,22 @@ def test_a_loop_device_that_goes_while_it_is_read_is_left_out(tmp_path: Path) ->
         assert list(loop_device.backed(blocks_fd)) == [(3, "/images/x")]
     finally:
         os.close(blocks_fd)
+
+
+WITH_THREADS = """
+import threading
+from nsinit.tools import drop
+drop.THREADS_END_S, end = 0.5, threading.Event()
+for thread in (threading.Timer(0.05, print, ("ended",)), threading.Thread(target=end.wait, daemon=True)):
+    thread.start()
+    try:
+        drop.wait_alone()
+    except drop.NotDropped as error:
+        print(error)
+"""
+
+
+def test_root_is_given_away_once_the_last_other_thread_has_ended() -> None:
+    """A thread on its way out is waited for, and one that stays is refused."""
+    done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines() == ["ended", "there is more than one thread"]

@@ -37,7 +37,7 @@ def run(directory: Path, **files: str) -> tuple[int, str]:
         (directory / f"test_{name}.py").write_text(text)
     plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     environment = {**os.environ, **plugins, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.twice", "2", "-q"]
+    command = [sys.executable, "-m", "tests.twice", "1", "-q"]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
