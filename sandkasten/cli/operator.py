@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from sandkasten.cli.build import add_build
 from sandkasten.cli.client import is_elsewhere, verb
 from sandkasten.cli.common import span_seconds
 
@@ -125,6 +126,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     pulling.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     pulling.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     pulling.set_defaults(command=_late("pull", "pull"))
+    add_build(actions)
     login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")
     login.add_argument("registry", metavar="REGISTRY")
     login.add_argument("--username", required=True)
