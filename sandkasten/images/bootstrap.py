@@ -252,6 +252,7 @@ def _command(recipe: Recipe, source: Source) -> list[str]:
         *("mmdebstrap", f"--mode={'unshare' if has_subordinate_ids() else 'root'}"),
         *("--variant=minbase", "--format=tar", "--skip=output/dev"),
         *(f"--include={each}" for each in recipe.include),
+        "--dpkgopt=force-unsafe-io",  # dpkg(1): no fsync(2) for each file, here and in sessions, which end with a crash
         *(f"--dpkgopt=path-exclude={each}" for each in recipe.exclude),
         *(f"--customize-hook={each}" for each in hooks),
         *(source.release, "-", *source.entries),
