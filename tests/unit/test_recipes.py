@@ -8,7 +8,7 @@ import pytest
 
 from sandkasten.config import ConfigError
 from sandkasten.images.bootstrap import find_source, has_subordinate_ids
-from sandkasten.images.recipes import Recipe, load_recipe, shipped
+from sandkasten.images.recipes import load_recipe, shipped
 
 OS_RELEASE = 'ID=debian\nVERSION_CODENAME="bookworm"\n'
 ONE_LINE = "deb [signed-by=/k.gpg] http://mirror.example/debian bookworm main contrib\n"
