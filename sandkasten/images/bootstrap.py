@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +56,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 _LINES_KEPT = 200
 _ERRORS_TOLD = 5
+_REPEATS = re.compile(r"=<\$fd>.* failed$|^mmdebstrap failed to run$")
 
 
 @attrs.frozen
@@ -215,8 +216,7 @@ def system_archive(recipe: Recipe, source: Source, told: Told) -> Iterator[tuple
             status = process.wait()
             listener.join()  # every program of it has the other end, so the last has ended
             if status:
-                errors = [line for line in kept if line.startswith("E:")] or list(kept)[-1:] or [f"status {status}"]
-                raise InvalidImage("mmdebstrap failed: " + "; ".join(errors[-_ERRORS_TOLD:]))
+                raise InvalidImage(f"mmdebstrap failed: {_reason(kept) or f'status {status}'}")
 
         try:
             yield process.stdout, wait
@@ -226,6 +226,12 @@ def system_archive(recipe: Recipe, source: Source, told: Told) -> Iterator[tuple
             process.wait()
             listener.join()
             process.stderr.close()
+
+
+def _reason(lines: Iterable[str]) -> str:
+    """Return the errors that apt or a command told first; mmdebstrap's own behind them only repeat its arguments."""
+    errors = [line.removeprefix("E: ") for line in lines if line.startswith("E: ")]
+    return "; ".join([line for line in errors if not _REPEATS.search(line)][:_ERRORS_TOLD] or errors[:1])
 
 
 def _listen(said: IO[bytes], told: Told, kept: deque[str]) -> None:

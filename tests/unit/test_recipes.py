@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from sandkasten.config import ConfigError
+from sandkasten.cli.serve import greet
+from sandkasten.config import Config, ConfigError
 from sandkasten.images.bootstrap import find_source, has_subordinate_ids
 from sandkasten.images.recipes import load_recipe, shipped
 
@@ -134,3 +136,14 @@ def test_root_is_given_away_where_it_has_ids_enough(
     assert has_subordinate_ids(tmp_path) is has
     (tmp_path / "subgid").unlink()
     assert not has_subordinate_ids(tmp_path)
+
+
+def test_a_start_tells_of_recipes_while_sessions_see_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image of the default's name, or none that it leads to, ends the advice."""
+    for name, kind, told in (("host", "host", True), ("python", "layers", False)):
+        meta = {"kind": kind, "created_at": "", "source": ""}
+        written(tmp_path / "images" / name / "meta.json", json.dumps(meta))
+        greet(Config(data_dir=tmp_path), ["http://127.0.0.1:1"], key_is_given=True)
+        assert ("sandkasten image build --recipe python" in capsys.readouterr().out) is told
