@@ -249,8 +249,7 @@ def _listen(said: IO[bytes], told: Told, kept: deque[str]) -> None:
 
 def _command(recipe: Recipe, source: Source) -> list[str]:
     """Return the arguments that make the system. The processes end with their parent, all of them at once."""
-    environment = f"env -i PATH={_PATH} HOME=/root LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive"
-    hooks = [f'chroot "$1" {environment} sh -ec {shlex.quote(step)} >&2' for step in recipe.run]
+    hooks = [f'chroot "$1" env -u TMPDIR HOME=/root sh -ec {shlex.quote(step)} >&2' for step in recipe.run]
     hooks.append('rm -f "$1/etc/hostname" "$1/etc/resolv.conf"')  # the machine's own, which mmdebstrap copies
     return [
         *("setpriv", "--pdeathsig", "KILL"),
