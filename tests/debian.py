@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sandkasten.config import ConfigError
-from sandkasten.images.bootstrap import Source, find_source, system_archive
+from sandkasten.images.bootstrap import PackageSource, find_source, system_archive
 from sandkasten.images.recipes import Recipe, load_recipe
 from sandkasten.model.errors import InvalidImage
 from tests.waiting import patience
@@ -104,7 +104,7 @@ def codename() -> str:
     return match[1]
 
 
-def source() -> Source:
+def source() -> PackageSource:
     """Return where this machine has packages of its release from."""
     try:
         return find_source()

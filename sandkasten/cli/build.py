@@ -7,16 +7,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
-from sandkasten.cli.output import Steps, print_json
+from sandkasten.cli.output import StepProgress, print_json
 
 if TYPE_CHECKING:
     from sandkasten.images.recipes import Recipe
 
 
-def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action to those of `sandkasten image`."""
-    from sandkasten.cli.operator import add_installation_options
-
+def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the action to those of `sandkasten image`, and return its parser."""
     parser = actions.add_parser("build", help="make an image of Debian packages")
     parser.add_argument("--recipe", metavar="NAME", help="base, python, node, or a file of your own")
     parser.add_argument("--from", dest="source", metavar="DISTRIBUTION:RELEASE", help="by default this machine's own")
@@ -24,9 +22,8 @@ def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--mirror", metavar="URL", help="where packages come from; by default as apt here has them")
     parser.add_argument("--name", help="the image's name; by default that of the recipe")
     parser.add_argument("--replace", action="store_true", help="take the place of an image of that name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_installation_options(parser)
     parser.set_defaults(command=build)
+    return parser
 
 
 def build(arguments: argparse.Namespace) -> int:
@@ -57,7 +54,7 @@ def _build_system(arguments: argparse.Namespace) -> int:
     name, recipe = _recipe(arguments)
     source = find_source(arguments.source or recipe.source, arguments.mirror)
     config = load_installed(arguments)
-    bar = Steps(name, is_off=arguments.json)
+    bar = StepProgress(name, is_off=arguments.json)
 
     def told(number: int, steps: int, step: str) -> None:
         bar.step = step

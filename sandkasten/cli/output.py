@@ -245,11 +245,11 @@ class Progress:
         return f"{self._title}  {share}  {size_text(moved)} of {size_text(total)}  {rate}"
 
 
-class Steps(Progress):
+class StepProgress(Progress):
     """As `Progress`, of work that has steps: called with the number of the step that began, and how many there are."""
 
     step = ""
-    """What is told of the step."""
+    """Name of the step."""
 
     def _text(self, now: float) -> str:
         moved, total = self.moved, self._total or 1

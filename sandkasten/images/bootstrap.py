@@ -47,7 +47,7 @@ STEPS = {
     "cleaning": "cleaning up",
     "creating tarball": "making the image",
 }
-"""What mmdebstrap says as it begins a step, and what people are told of it."""
+"""Words of mmdebstrap as it begins a step, and the step's name for people."""
 _COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
 _SOURCE = re.compile(r"([a-z][a-z0-9-]*):([a-z][a-z0-9.-]*)\Z")
 _URL = re.compile(r"(https?|file)://[^\s\[\]@]+\Z")
@@ -60,7 +60,7 @@ _REPEATS = re.compile(r"=<\$fd>.* failed$|^mmdebstrap failed to run$")
 
 
 @attrs.frozen
-class Source:
+class PackageSource:
     """A release, and where its packages come from: files or lines in the form of sources.list(5)."""
 
     distribution: str
@@ -71,7 +71,7 @@ class Source:
         return f"{self.distribution}:{self.release}"
 
 
-def find_source(wanted: str = "", mirror: str | None = None, *, etc: Path = Path("/etc")) -> Source:
+def find_source(wanted: str = "", mirror: str | None = None, *, etc: Path = Path("/etc")) -> PackageSource:
     """Return where the packages of DISTRIBUTION:RELEASE come from: by default this machine's own release, from where
     this machine has its packages.
 
@@ -90,11 +90,11 @@ def find_source(wanted: str = "", mirror: str | None = None, *, etc: Path = Path
             raise ConfigError("the mirror is a URL of http, https or file, without a name or a password in it")
         if distribution not in _COMPONENTS:
             raise ConfigError(f"a mirror is one of {' or '.join(_COMPONENTS)}, not of {distribution!r}")
-        return Source(distribution, release, (f"deb {mirror} {release} {_COMPONENTS[distribution]}",))
+        return PackageSource(distribution, release, (f"deb {mirror} {release} {_COMPONENTS[distribution]}",))
     entries = _machine_sources(etc / "apt", release) if distribution == own_distribution else []
     if not entries:
         raise ConfigError(f"apt of this machine has no source of {distribution}:{release}: name one with --mirror URL")
-    return Source(distribution, release, tuple(map(str, entries)))
+    return PackageSource(distribution, release, tuple(map(str, entries)))
 
 
 def _own_release(etc: Path) -> tuple[str, str]:
@@ -135,7 +135,7 @@ def build_system(
     catalog: Catalog,
     name: str,
     recipe: Recipe,
-    source: Source,
+    source: PackageSource,
     *,
     replace: bool = False,
     reserve_bytes: int = 0,
@@ -184,7 +184,7 @@ def build_system(
 
 
 @contextlib.contextmanager
-def system_archive(recipe: Recipe, source: Source, told: Told) -> Iterator[tuple[IO[bytes], Callable[[], None]]]:
+def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterator[tuple[IO[bytes], Callable[[], None]]]:
     """Start mmdebstrap; yield the tar archive that it writes, and a function that waits for its end and raises
     `InvalidImage` if it failed. When the block is left, all its programs have ended, and its files are gone.
 
@@ -247,7 +247,7 @@ def _listen(said: IO[bytes], told: Told, kept: deque[str]) -> None:
                 told(number, len(names), name)
 
 
-def _command(recipe: Recipe, source: Source) -> list[str]:
+def _command(recipe: Recipe, source: PackageSource) -> list[str]:
     """Return the arguments that make the system. The processes end with their parent, all of them at once."""
     hooks = [f'chroot "$1" env -u TMPDIR HOME=/root sh -ec {shlex.quote(step)} >&2' for step in recipe.run]
     hooks.append('rm -f "$1/etc/hostname" "$1/etc/resolv.conf"')  # the machine's own, which mmdebstrap copies

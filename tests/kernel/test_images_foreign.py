@@ -24,6 +24,16 @@ from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageConfig
 
 
+async def run(supervisor: LocalSupervisor, image: str, command: str) -> str:
+    """Run a command in a new session of `image` and return what it printed."""
+    session = await supervisor.create(SessionSpec(image=image))
+    try:
+        result = await supervisor.exec(session.id, ExecSpec(command))
+    finally:
+        await supervisor.destroy(session.id)
+    return result.output.decode()
+
+
 def busybox_tar(path: Path, *, links: Sequence[str] = ("bin/sh", "bin/id", "bin/ls", "bin/cat")) -> Path:
     found = shutil.which("busybox")
     if found is None:

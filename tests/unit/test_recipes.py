@@ -83,7 +83,7 @@ def test_a_recipe_with_a_mistake_is_refused_by_name(tmp_path: Path, text: str, s
 
 
 def test_a_recipe_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    """Its commands would run as root."""
+    """Commands of a recipe run as root."""
     path = written(tmp_path / "own.yaml", "extends: base\n")
     path.chmod(0o664)
     with pytest.raises(ConfigError, match="other users may write"):
