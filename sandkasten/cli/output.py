@@ -253,7 +253,8 @@ class StepProgress(Progress):
 
     def _text(self, now: float) -> str:
         moved, total = self.moved, self._total or 1
-        return f"{self._title}  {_bar(moved, total)} {moved}/{total}  {printable_line(self.step)}  {span_text(now - self._began)}"
+        reached = f"{_bar(moved, total)} {moved}/{total}  {printable_line(self.step)}"
+        return f"{self._title}  {reached}  {span_text(now - self._began)}"
 
 
 def _bar(moved: int, total: int) -> str:
