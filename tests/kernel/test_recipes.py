@@ -48,7 +48,7 @@ id -un; echo $HOME; cd && pwd && stat -c %U . && touch here
 command -v sudo || echo no sudo
 printf 'gr\303\274n' | wc -m; locale charmap
 curl --version | head -c 4; echo; ls /etc/ssl/certs/ca-certificates.crt
-ls /etc/hostname /usr/share/locale/de 2>/dev/null
+ls /etc/hostname; test ! -e /usr/share/locale/de
 """
 PEOPLE_SEE = ["user", "/home/user", "/home/user", "user", "no sudo", "4", "UTF-8", "curl",
               "/etc/ssl/certs/ca-certificates.crt", "/etc/hostname"]  # fmt: skip
