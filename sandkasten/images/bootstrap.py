@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -194,7 +194,9 @@ def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterato
     if shutil.which("mmdebstrap", path=_PATH) is None:
         raise ConfigError("images of Debian packages are made by mmdebstrap: apt-get install mmdebstrap")
     # Not in the data directory, which is the daemon's: root must not work where others can rename.
-    with tempfile.TemporaryDirectory(prefix="sandkasten-build-", dir=os.environ.get("TMPDIR", "/var/tmp")) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="sandkasten-build-", dir=os.environ.get("TMPDIR") or "/var/tmp"
+    ) as directory:
         os.chmod(directory, 0o711)  # apt downloads as a user of its own
         process = subprocess.Popen(
             _command(recipe, source),
@@ -216,7 +218,7 @@ def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterato
             status = process.wait()
             listener.join()  # every program of it has the other end, so the last has ended
             if status:
-                raise InvalidImage(f"mmdebstrap failed: {_reason(kept) or f'status {status}'}")
+                raise InvalidImage(f"mmdebstrap failed: {_reason([*kept]) or f'status {status}'}")
 
         try:
             yield process.stdout, wait
@@ -228,9 +230,13 @@ def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterato
             process.stderr.close()
 
 
-def _reason(lines: Iterable[str]) -> str:
-    """Return the errors that apt or a command told first; mmdebstrap's own behind them only repeat its arguments."""
+def _reason(lines: Sequence[str]) -> str:
+    """Return the errors that apt told first, or the last line of a command that failed; mmdebstrap's own errors behind
+    them only repeat its arguments."""
     errors = [line.removeprefix("E: ") for line in lines if line.startswith("E: ")]
+    if errors and errors[0].startswith("command failed: "):
+        others = [line for line in lines if line and line[1:3] != ": "]
+        return f"a command of the recipe failed: {others[-1]}" if others else errors[0]
     return "; ".join([line for line in errors if not _REPEATS.search(line)][:_ERRORS_TOLD] or errors[:1])
 
 
@@ -244,7 +250,8 @@ def _listen(said: IO[bytes], told: Told, kept: deque[str]) -> None:
             number = names.index(name) + 1
             if line.startswith(f"I: {beginning}") and number > reached:
                 reached = number
-                told(number, len(names), name)
+                with contextlib.suppress(OSError):  # where nobody reads any more, mmdebstrap must not wait
+                    told(number, len(names), name)
 
 
 def _command(recipe: Recipe, source: PackageSource) -> list[str]:
