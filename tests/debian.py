@@ -1,7 +1,7 @@
 """Parts of the distribution's archive for tests: made or fetched once, kept in the user's cache, never required.
 
 Uses the machine's own apt sources and names no host. Raises `Unavailable` with the reason where something can't be had;
-tests skip with it. Sources: apt-get(8), mmdebstrap(1), sources.list(5).
+tests skip with it. Sources: apt-get(8), mmdebstrap(1).
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandkasten.config import ConfigError
+from sandkasten.images.bootstrap import PackageSource, find_source, system_archive
+from sandkasten.images.recipes import Recipe, load_recipe
+from sandkasten.model.errors import InvalidImage
 from tests.waiting import patience
 
-_SOURCES = Path("/etc/apt")
 _BUILD_S = 600
 
 
@@ -56,10 +59,28 @@ def minbase_tar() -> Path:
                 "--format=tar",
                 suite,
                 made,
-                *sources(suite),
+                *source().entries,
             )
             made.rename(path)
         return path
+
+
+def recipe_tar(name: str) -> tuple[Path, Recipe]:
+    """Return a tar of the system that a shipped recipe makes, and the recipe."""
+    recipe = load_recipe(name)[1]
+    with exclusive(f"recipe-{name}-{codename()}-{recipe.digest[:16]}.tar") as path:
+        if not path.exists():
+            made = path.with_name(f".{path.name}.part")
+            try:
+                with system_archive(recipe, source(), lambda *_: None) as (archive, wait), made.open("wb") as file:
+                    shutil.copyfileobj(archive, file)
+                    wait()
+            except (ConfigError, InvalidImage) as error:
+                raise Unavailable(str(error)) from error
+            for older in path.parent.glob(f"recipe-{name}-*.tar"):
+                older.unlink()
+            made.rename(path)
+        return path, recipe
 
 
 def program(package: str, path: str) -> Path:
@@ -83,16 +104,12 @@ def codename() -> str:
     return match[1]
 
 
-def sources(suite: str) -> list[Path]:
-    """Return the machine's source files that offer `suite` itself, in either of apt's formats."""
-    one_line = re.compile(rf"^deb\s+(\[[^\]]*\]\s+)?\S+\s+{suite}\s", re.MULTILINE)
-    fields = re.compile(rf"^Suites:(.*\s)?{suite}(\s|$)", re.MULTILINE)
-    files = [_SOURCES / "sources.list", *sorted((_SOURCES / "sources.list.d").glob("*"))]
-    found = [path for path in files if path.suffix in (".list", ".sources") and path.is_file()]
-    found = [path for path in found if one_line.search(text := path.read_text()) or fields.search(text)]
-    if not found:
-        raise Unavailable(f"no apt source for {suite}")
-    return found
+def source() -> PackageSource:
+    """Return where this machine has packages of its release from."""
+    try:
+        return find_source()
+    except ConfigError as error:
+        raise Unavailable(str(error)) from error
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:

@@ -12,7 +12,7 @@ from sandkasten.cli.output import print_json
 from sandkasten.crash import Crash
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
-from sandkasten.images.layers import open_store
+from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.model.errors import SandkastenError
 
 
@@ -103,9 +103,14 @@ def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> in
     if arguments.json:
         print_json(attrs.asdict(image) | {"skipped": counts.skipped, "privileged": counts.privileged})
         return 0
-    print(f"{image.name}: {counts.entries} members, {counts.size_bytes / 1024**2:.1f} MiB")
-    if counts.skipped:
-        print(f"{image.name}: left out {counts.skipped} device nodes, FIFOs, unknown members or attributes")
-    if counts.privileged:
-        print(f"{image.name}: dropped the setuid or setgid bit of {counts.privileged} files")
+    tell_counts(image.name, counts)
     return 0
+
+
+def tell_counts(name: str, layer: LayerMeta) -> None:
+    """Print what came into an image of one layer, and what did not."""
+    print(f"{name}: {layer.entries} members, {layer.size_bytes / 1024**2:.1f} MiB")
+    if layer.skipped:
+        print(f"{name}: left out {layer.skipped} device nodes, FIFOs, unknown members or attributes")
+    if layer.privileged:
+        print(f"{name}: dropped the setuid or setgid bit of {layer.privileged} files")

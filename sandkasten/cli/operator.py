@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from sandkasten.cli.build import add_build
 from sandkasten.cli.client import is_elsewhere, verb
 from sandkasten.cli.common import span_seconds
 
@@ -125,13 +126,15 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     pulling.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     pulling.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     pulling.set_defaults(command=_late("pull", "pull"))
+    building = add_build(actions)
     login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")
     login.add_argument("registry", metavar="REGISTRY")
     login.add_argument("--username", required=True)
     login.set_defaults(command=_late("pull", "login"))
-    for action in (pulling, login):
+    for action in (pulling, building, login):
         add_installation_options(action)
-    _add_json(pulling)
+    for action in (pulling, building):
+        _add_json(action)
     for action in (listing, validate, remove, importing, prune, inspect):
         _add_json(action)
         add_installation_options(action)

@@ -241,6 +241,22 @@ class Progress:
         rate = f"{size_text(moved / max(now - self._began, 0.001))}/s"
         if not total:
             return f"{self._title}  {size_text(moved)}  {rate}"
-        full = min(_BAR_CELLS * moved // total, _BAR_CELLS)
-        bar = "█" * full + "░" * (_BAR_CELLS - full)
-        return f"{self._title}  {bar} {100 * moved // total:3d} %  {size_text(moved)} of {size_text(total)}  {rate}"
+        share = f"{_bar(moved, total)} {100 * moved // total:3d} %"
+        return f"{self._title}  {share}  {size_text(moved)} of {size_text(total)}  {rate}"
+
+
+class StepProgress(Progress):
+    """As `Progress`, of work that has steps: called with the number of the step that began, and how many there are."""
+
+    step = ""
+    """Name of the step."""
+
+    def _text(self, now: float) -> str:
+        moved, total = self.moved, self._total or 1
+        reached = f"{_bar(moved, total)} {moved}/{total}  {printable_line(self.step)}"
+        return f"{self._title}  {reached}  {span_text(now - self._began)}"
+
+
+def _bar(moved: int, total: int) -> str:
+    full = min(_BAR_CELLS * moved // total, _BAR_CELLS)
+    return "█" * full + "░" * (_BAR_CELLS - full)

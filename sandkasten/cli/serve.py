@@ -41,12 +41,14 @@ from sandkasten.host.data_dir import locked
 from sandkasten.host.examine import read_machine
 from sandkasten.host.notify import Notifier, open_notifier
 from sandkasten.host.paths import DataPaths
+from sandkasten.images.catalog import Catalog
 from sandkasten.installation import forget_listening, tell_listening
-from sandkasten.model.errors import NsinitLost, SandkastenError
+from sandkasten.model.errors import InvalidImage, NsinitLost, SandkastenError
 from sandkasten.model.node import Machine, ProtectionState, System
 
 logger = logging.getLogger(__name__)
 
+_BUILD = "sandkasten image build --recipe python"
 _STOP_S = 120.0
 """Longer than all deadlines of a stop in good order together, but for the configured ones."""
 
@@ -193,8 +195,18 @@ def greet(config: Config, addresses: Sequence[str], *, key_is_given: bool) -> No
         say("API key: the configured one (the line below takes it from SANDKASTEN_API_KEY)")
     else:
         say(f"API key: in {config.api_key_path}")
+    if _starts_with_host(config):
+        say(f"images: sessions see this machine's own /usr; for one with pip and a compiler: {_BUILD}")
     say("try:")
     say(f"  {curl_line(config, addresses, key_is_given=key_is_given)}")
+
+
+def _starts_with_host(config: Config) -> bool:
+    """Whether sessions that name no image get the machine's own system."""
+    try:
+        return Catalog(config.data_dir, aliases=config.image_aliases).get(config.default_image).kind == "host"
+    except InvalidImage:
+        return False
 
 
 def say(line: str) -> None:

@@ -123,7 +123,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[s
 
 
 def _from_file(path: Path, problems: list[str]) -> dict[str, object]:
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     given: dict[str, object] = {}
     for key, value in _flatten(tree):
         known = OLDER_SPELLINGS.get(key, key)
@@ -155,7 +155,12 @@ def _flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             yield key, value
 
 
-def _read_yaml(path: Path) -> dict[str, object]:
+def read_yaml(path: Path, *, is_shipped: bool = False) -> dict[str, object]:
+    """Return the mapping of a YAML file. Others may not write the file, unless it `is_shipped` beside the code.
+
+    Raises:
+        ConfigError: the file can't be read, others may write it, or it is no mapping of YAML.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -170,7 +175,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
-            refuse_writable(path, file.fileno())
+            if not is_shipped:
+                refuse_writable(path, file.fileno())
             tree = yaml.load(file, Loader)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from sandkasten.crash import Crash, Point
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image
-from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, LayerMeta, open_store
+from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, LayerMeta, Layers, open_store
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageConfig
@@ -44,21 +44,39 @@ def import_tar(
         crash.passing(Point.IMPORT_BEGUN)
         layer = store.unpack_layer(file.fileno(), max_bytes=max_bytes, max_entries=max_members)
         crash.passing(Point.IMPORT_UNPACKED)
-        try:
-            if problems := rootfs.find_problems(str(catalog.layer(layer.diff_id))):
-                raise InvalidImage(f"{tar.name} holds no usable image: {'; '.join(problems)}", image=name)
-            crash.passing(Point.IMPORT_CHECKED)
-            store.publish_image(
-                name,
-                layers=[layer.diff_id],
-                config=ImageConfig(),
-                source=tar.name,
-                members=layer.entries,
-                size_bytes=layer.size_bytes,
-            )
-        except InvalidImage:
-            if layer.is_new:
-                store.collect(grace_s=0, only=[layer.diff_id])
-            raise
-        crash.passing(Point.IMPORT_PUBLISHED)
-        return catalog.get(name), layer
+        return publish_layer(catalog, store, name, layer, source=tar.name, crash=crash), layer
+
+
+def publish_layer(
+    catalog: Catalog,
+    store: Layers,
+    name: str,
+    layer: LayerMeta,
+    *,
+    source: str,
+    config: ImageConfig | None = None,
+    platform: str = "",
+    replace: bool = False,
+    crash: Crash,
+) -> Image:
+    """Make an image of one layer, which goes if it is new and can't be one. Raises as `import_tar`."""
+    try:
+        if problems := rootfs.find_problems(str(catalog.layer(layer.diff_id))):
+            raise InvalidImage(f"{source} holds no usable image: {'; '.join(problems)}", image=name)
+        crash.passing(Point.IMPORT_CHECKED)
+        store.publish_image(
+            name,
+            layers=[layer.diff_id],
+            config=config or ImageConfig(),
+            source=source,
+            platform=platform,
+            replace=replace,
+            members=layer.entries,
+            size_bytes=layer.size_bytes,
+        )
+    except InvalidImage:
+        if layer.is_new:
+            store.collect(grace_s=0, only=[layer.diff_id])
+        raise
+    crash.passing(Point.IMPORT_PUBLISHED)
+    return catalog.get(name)

@@ -61,14 +61,15 @@ def interrupt(daemon: Daemon) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".venv/bin/sandkasten").exists(), reason="needs the environment that make makes")
 def test_make_run_serves_twice_in_a_row(data_dir: Path, tmp_path: Path) -> None:
-    """The second start finds image, configuration and key of the first; the printed line works, and the command line
-    finds the daemon; Ctrl-C leaves none."""
+    """The second start finds image, configuration and key of the first; the printed line works, another says how
+    to get an image, and the command line finds the daemon; Ctrl-C leaves none."""
     kept = []
     for _ in range(2):
         daemon = start(data_dir)
         try:
             daemon.wait_url()
             line = next(line for line in daemon.printed if line.lstrip().startswith("curl"))
+            assert any("sandkasten image build --recipe python" in each for each in daemon.printed)
             done = subprocess.run(
                 ["bash", "-c", line.strip()], capture_output=True, text=True, timeout=patience(30), check=False
             )

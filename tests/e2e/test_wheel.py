@@ -87,9 +87,10 @@ def test_the_wheel_has_no_name_that_another_could_have(wheel: Path) -> None:
 
 
 def test_the_wheel_has_the_files_beside_the_code(wheel: Path) -> None:
-    """Units of the service manager for `install-service`, the database's schema, the mark of a typed package."""
+    """Units of the service manager for `install-service`, the database's schema, the mark of a typed package, and
+    recipes of images."""
     beside = {path for path in (ROOT / "sandkasten").rglob("*.*") if path.suffix not in (".py", ".pyc")}
-    assert {path.suffix for path in beside} == {".service", ".sysusers", ".sql", ".typed"}
+    assert {path.suffix for path in beside} == {".service", ".sysusers", ".sql", ".typed", ".yaml"}
     with zipfile.ZipFile(wheel) as archive:
         assert {str(path.relative_to(ROOT)) for path in beside} <= set(archive.namelist())
 

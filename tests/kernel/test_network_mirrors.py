@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import attrs
@@ -103,7 +104,7 @@ async def test_npm_installs_a_package(config: Config) -> None:
 async def test_apt_installs_a_package(config: Config) -> None:
     """From the sources of this release, whose signatures are checked."""
     try:
-        sources = debian.sources(debian.codename())
+        sources = [Path(each) for each in debian.source().entries]
     except debian.Unavailable as reason:
         pytest.skip(str(reason))
     texts = {path.name: re.sub(r"(?m)^#.*\n", "", path.read_text()) for path in sources}

@@ -7,10 +7,12 @@ import asyncio
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Sequence
@@ -462,3 +464,30 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     command = f"{sys.executable} -m sandkasten completion fish | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) in (("141\n", ""), ("0\n", ""))
+
+
+def test_steps_are_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of the step that began, its name, and the time so far; the last state stays."""
+    master, slave = pty.openpty()
+    try:
+        termios.tcsetwinsize(slave, (24, 80))
+        with open(slave, "w", closefd=False) as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            bar = output.StepProgress("python")
+            bar.step = "installing\x1b[2J"
+            bar(5, 8)
+            bar.close()
+        drawn = b""
+        while not drawn.endswith(b"\n"):
+            drawn += os.read(master, 4096)
+        assert re.sub(r"\d+s", "0s", drawn.decode()) == (
+            "\rpython  ████████████░░░░░░░░ 5/8  installing\\x1b[2J  0s\x1b[K" * 2 + "\r\n"
+        )
+    finally:
+        os.close(master)
+        os.close(slave)
+    monkeypatch.undo()
+    quiet = output.StepProgress("python", is_off=True)
+    quiet(5, 8)
+    quiet.close()
+    assert capsys.readouterr().err == ""

@@ -119,10 +119,9 @@ def _is_made(directory: Path, version: str) -> bool:
 def _make_root_disk(directory: Path, suite: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sandkasten-vm-", dir=directory) as scratch:
         root = Path(scratch) / "root"
-        source_files = [str(path) for path in debian.sources(suite)]
         debian.run(
             *("mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", "--format=directory"),
-            *(f"--include={PACKAGES}", suite, str(root), *source_files),
+            *(f"--include={PACKAGES}", suite, str(root), *debian.source().entries),
         )
         _check_python(root)
         (kernel,) = (root / "boot").glob("vmlinuz-*")
