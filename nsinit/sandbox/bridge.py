@@ -22,7 +22,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
@@ -43,6 +43,7 @@ PING_GROUPS, NO_PING_GROUPS = "0 2147483647", "1 0"
 DNS_PORT = 53
 DNS_PROTOCOLS = PORT_PROTOCOLS = (socket.IPPROTO_UDP, socket.IPPROTO_TCP)
 
+_FAMILIES = nftables.NETDEV, nftables.IPV4
 _HOST_MAC, _SESSION_MAC, _NO_MAC = (bytes((2, 0x73, 0x6B, 0x62, 0, each)) for each in (1, 2, 3))
 """Addresses of both ends, and one that no interface has; locally administered (IEEE 802)."""
 _IP = struct.pack("!H", 0x0800)
@@ -109,8 +110,9 @@ def open_bridge(
     with ExitStack() as undo:
         with steps.step(f"{NETWORK_STAGE}routes"):
             view = _HostRoutes.read(names)
-            view.check(prefix)
             address = view.address_of(link)
+            if address is None:  # a link that is there lives on: range and settings are those for new ones
+                view.check(prefix)
         is_new = address is None
         if address is None:
             address = view.free_address(prefix)
@@ -119,9 +121,10 @@ def open_bridge(
                 close_bridge(names, link)  # half of one that was being made when its maker was killed
                 _make_pair(link, netns_fd)
                 _set_up_link(link)
-        rules = _rules(address, prefix, terms, allow, deny)
+        ours = view.networks_of_sessions(prefix)
+        rules = _rules(address, ours, terms, allow, deny)
         with steps.step(f"{NETWORK_STAGE}rules"):
-            nftables.commit(*_node_table(names, prefix, terms))
+            nftables.commit(*_node_table(names, ours, terms))
             _put_rules(names, link, rules)
         if is_new:
             with steps.step(f"{NETWORK_STAGE}session"), _in_network(netns_fd, host_fd):
@@ -145,7 +148,7 @@ def close_bridge(names: NodeNames, link: str) -> None:
     with _unless(errno.ENOENT):
         nftables.commit(nftables.delete_rules(*table, link), nftables.delete_chain(*table, link))
     if not links_of(names):
-        for family in (nftables.NETDEV, nftables.IPV4):
+        for family in _FAMILIES:
             with _unless(errno.ENOENT):
                 nftables.commit(nftables.delete_table(family, names.table))
 
@@ -157,9 +160,20 @@ def forbid_pings(netns_fd: int, host_fd: int) -> None:
 
 
 def sweep(names: NodeNames, kept: Collection[str]) -> None:
-    """Remove every link of the node that is not to be kept, with its rules. Raises `OSError`."""
-    for link in links_of(names).difference(kept):
+    """Remove every link of the node that is not to be kept, with its rules, and the rules of links that the kernel has
+    removed. Raises `OSError`."""
+    for link in (links_of(names) | lone_rules_of(names)).difference(kept):
         close_bridge(names, link)
+
+
+def lone_rules_of(names: NodeNames) -> frozenset[str]:
+    """Return the links that rules of the node are for and that are there no more: the kernel removes a link with the
+    network of its session, and not always its chain. Of a node without links every table is such a rule. Raises
+    `OSError`."""
+    links = links_of(names)
+    chains = nftables.chains_of(nftables.NETDEV, names.table)
+    is_lone = not links and any(names.table in nftables.tables_of(family) for family in _FAMILIES)
+    return (chains | {names.links} if is_lone else chains) - links
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------
@@ -209,6 +223,10 @@ class _HostRoutes:
     def address_of(self, link: str) -> IPv4Address | None:
         """Return the address of the session with this link."""
         return self.sessions.get(link)
+
+    def networks_of_sessions(self, prefix: IPv4Network) -> Sequence[IPv4Network]:
+        """Return the networks of sessions' addresses: of new ones, and of each that has one of an earlier range."""
+        return prefix, *(IPv4Network(each) for each in self.sessions.values() if each not in prefix)
 
     def free_address(self, prefix: IPv4Network) -> IPv4Address:
         """Return an address that no session has. By chance: connections of the one that had it last may be known to the
@@ -341,7 +359,7 @@ def _unless(number: int) -> Iterator[None]:
 
 def _rules(
     address: IPv4Address,
-    prefix: IPv4Network,
+    ours: Sequence[IPv4Network],
     terms: BridgeTerms,
     allow: Collection[BridgeRule],
     deny: Collection[BridgeRule],
@@ -353,9 +371,9 @@ def _rules(
     yield nftables.header_is(0, _NO_OPTIONS, negated=True) + drop
     yield nftables.header_is(nftables.SOURCE, address.packed, negated=True) + drop
     yield nftables.destination_type_is(nftables.UNICAST, negated=True) + drop
-    yield nftables.address_in(nftables.DESTINATION, prefix) + drop
+    yield from (nftables.address_in(nftables.DESTINATION, each) + drop for each in ours)
     yield from (each + accept for each in _name_service(terms))
-    yield from (each + drop for each in _refused(prefix, terms))
+    yield from (each + drop for each in _refused(terms))
     for rule in deny:
         yield from (each + drop for each in _matches(rule))
     for rule in allow:
@@ -371,9 +389,9 @@ def _name_service(terms: BridgeTerms) -> Iterator[nftables.Rule]:
             yield nftables.header_is(nftables.DESTINATION, IPv4Address(resolver).packed) + is_question
 
 
-def _refused(prefix: IPv4Network, terms: BridgeTerms) -> Iterator[nftables.Rule]:
-    for each in (prefix, *map(IPv4Network, terms.refused)):
-        yield nftables.address_in(nftables.DESTINATION, each)
+def _refused(terms: BridgeTerms) -> Iterator[nftables.Rule]:
+    for each in terms.refused:
+        yield nftables.address_in(nftables.DESTINATION, IPv4Network(each))
 
 
 def _matches(rule: BridgeRule) -> Iterator[nftables.Rule]:
@@ -395,7 +413,7 @@ def _put_rules(names: NodeNames, link: str, rules: Iterator[nftables.Rule]) -> N
     nftables.commit(nftables.new_table(*table), chain, nftables.delete_rules(*table, link), *added)
 
 
-def _node_table(names: NodeNames, prefix: IPv4Network, terms: BridgeTerms) -> Iterator[bytes]:
+def _node_table(names: NodeNames, ours: Sequence[IPv4Network], terms: BridgeTerms) -> Iterator[bytes]:
     """Yield the messages that put the node's table at the place of the one that is there. What is refused is refused
     once more when a firewall's translation (PREROUTING) has made another destination of one that a session may reach.
     """
@@ -407,15 +425,16 @@ def _node_table(names: NodeNames, prefix: IPv4Network, terms: BridgeTerms) -> It
     from_session = nftables.meta_is(nftables.INPUT_NAME, links)
     no_detour = (
         *(from_session + each + accept for each in _name_service(terms)),
-        *(from_session + each + drop for each in _refused(prefix, terms)),
+        *(from_session + nftables.address_in(nftables.DESTINATION, each) + drop for each in ours),
+        *(from_session + each + drop for each in _refused(terms)),
     )
-    from_us = nftables.address_in(nftables.SOURCE, prefix)
+    from_us = [nftables.address_in(nftables.SOURCE, each) for each in ours]
     is_outward = nftables.meta_is(nftables.OUTPUT_NAME, links, negated=True)
     chains = (
         ("input", nftables.INPUT, (from_session + drop,)),
         ("forward", nftables.FORWARD, (*only_answers, *no_detour)),
         ("output", nftables.OUTPUT, only_answers),
-        ("outward", nftables.POSTROUTING, (from_us + is_outward + nftables.masquerade(),)),
+        ("outward", nftables.POSTROUTING, [each + is_outward + nftables.masquerade() for each in from_us]),
     )
     yield nftables.new_table(*table)
     yield nftables.delete_table(*table)

@@ -15,6 +15,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -470,6 +471,47 @@ def test_what_the_host_lacks_is_said_and_nothing_is_made(server: Nsinit, place: 
     assert place.host.links() == {"up0"}
     assert place.host.tables() == ""
     assert tried(box, f"udp({WORLD!r})") == ["ENETUNREACH"]
+
+
+def test_a_link_outlives_a_change_of_what_new_ones_need(place: Place) -> None:
+    """Another range, and forwarding that is off: a session that has a link keeps it, with its address, and takes other
+    rules; one that has none is refused, or gets an address of the new range, and neither reaches the other. Rules of
+    the last link, which went while nsinit was away, go with the next start; tables of others stay."""
+    with ExitStack() as undo, data_directory() as data_dir:
+        neighbours = "table netdev sandkasten-skb00000\n"
+        place.host.run("nft", "add", *neighbours.split())
+        undo.callback(place.host.run, "nft", "delete", *neighbours.split())
+        node_id = new_node_id()
+        with place.nsinit(data_dir, node_id) as first:
+            older = first.build(host_plan())
+            link, (address,) = bridged(first, older), addresses(older)
+            first.kill()
+            with place.nsinit(data_dir, node_id, replace(TERMS, range="10.214.0.0/16")) as second:
+                newer = second.build(host_plan())
+                place.host.setting("conf/up0/forwarding", "0")
+                try:
+                    assert isinstance(second.ask(OpenBridge, session_id=newer.session_id)[0], Failed)
+                    assert bridged(second, older, deny=[BridgeRule(f"{OTHER}/32")]) == link
+                finally:
+                    place.host.setting("conf/up0/forwarding", "1")
+                bridged(second, newer)
+                assert addresses(older) == [address]
+                (own,) = addresses(newer)
+                assert own.startswith("10.214.")
+                newer.python(f"{PROGRAM}\n{LISTEN}")
+                reach = f"udp({WORLD!r}, wait={LONG})"
+                assert tried(older, reach, f"udp({OTHER!r})", f"udp({own!r})") == ["hello", *["TimeoutError"] * 2]
+                assert tried(newer, reach, f"udp({address!r})") == ["hello", "TimeoutError"]
+                assert newer.run("cat /tmp/heard").out == ""
+                second.release_sandboxes()
+                first.release_sandboxes()
+                second.kill()
+            for each in (older, newer):
+                os.kill(each.pid, signal.SIGKILL)
+            wait_until(lambda: place.host.links() == {"up0"}, "the kernel removed the links")
+            assert "sandkasten-skb" in place.host.tables().replace(neighbours, "")
+            with place.nsinit(data_dir, node_id):
+                wait_until(lambda: place.host.tables() == neighbours, "what was left of them is gone")
 
 
 @pytest.fixture
