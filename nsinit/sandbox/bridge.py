@@ -32,9 +32,8 @@ from nsinit.kernel import netlink, nftables, syscalls
 from nsinit.kernel.files import write_file
 from nsinit.sandbox import network
 from nsinit.steps import Steps
-from nsinit.wire.protocol import NETWORK_STAGE, BridgeRule, BridgeTerms
+from nsinit.wire.protocol import BRIDGE_LINKS, NETWORK_STAGE, BridgeRule, BridgeTerms
 
-PREFIX = "skb"
 SESSION_LINK = "eth0"
 GATEWAY = IPv4Address("169.254.1.1")
 """The next hop of every session, by a fixed neighbour entry: a link-local address (RFC 3927) that no interface has."""
@@ -86,7 +85,7 @@ class NodeNames:
 
 def names_of(node_id: str) -> NodeNames:
     """Return the names of a node."""
-    return NodeNames(PREFIX + hashlib.sha256(node_id.encode()).hexdigest()[:4])
+    return NodeNames(BRIDGE_LINKS + hashlib.sha256(node_id.encode()).hexdigest()[:4])
 
 
 def links_of(names: NodeNames) -> frozenset[str]:
@@ -119,7 +118,7 @@ def open_bridge(
             with steps.step(f"{NETWORK_STAGE}link"):
                 undo.callback(close_bridge, names, link)
                 close_bridge(names, link)  # half of one that was being made when its maker was killed
-                _make_pair(link, netns_fd)
+                make_pair(link, netns_fd)
                 _set_up_link(link)
         ours = view.networks_of_sessions(prefix)
         rules = _rules(address, ours, terms, allow, deny)
@@ -128,9 +127,9 @@ def open_bridge(
             _put_rules(names, link, rules)
         if is_new:
             with steps.step(f"{NETWORK_STAGE}session"), _in_network(netns_fd, host_fd):
-                _set_up_session(address)
+                set_up_session(address)
             with steps.step(f"{NETWORK_STAGE}host"):
-                _join(link, address)
+                join(link, address)
             with steps.step(f"{NETWORK_STAGE}earlier way out"), _in_network(netns_fd, host_fd):
                 _wait_active()
                 network.forget_way_out()
@@ -243,7 +242,7 @@ class _HostRoutes:
 # Links ----------------------------------------------------------------------------------------------------------------
 
 
-def _make_pair(link: str, netns_fd: int) -> None:
+def make_pair(link: str, netns_fd: int) -> None:
     """Make both ends, which are down, one of them in the session's network."""
     peer = _LINK.pack(0, 0, 0, 0, 0) + _name(SESSION_LINK) + netlink.attribute(_IFLA_ADDRESS, _SESSION_MAC)
     peer += netlink.attribute(_IFLA_NET_NS_FD, _INTEGER.pack(netns_fd))
@@ -263,8 +262,9 @@ def _set_up_link(link: str) -> None:
         write_file(f"/proc/sys/net/ipv6/conf/{link}/disable_ipv6", "1")
 
 
-def _set_up_session(address: IPv4Address) -> None:
-    index = socket.if_nametoindex(SESSION_LINK)
+def set_up_session(address: IPv4Address, link: str = SESSION_LINK) -> None:
+    """Give the network that this process is in an address, and a way to everywhere by a link. Raises `OSError`."""
+    index = socket.if_nametoindex(link)
     own, gateway = address.packed, GATEWAY.packed
     place = netlink.attribute(_IFA_LOCAL, own) + netlink.attribute(_IFA_ADDRESS, own)
     netlink.do(
@@ -280,7 +280,8 @@ def _set_up_session(address: IPv4Address) -> None:
     _set("ping_group_range", PING_GROUPS)
 
 
-def _join(link: str, address: IPv4Address) -> None:
+def join(link: str, address: IPv4Address) -> None:
+    """Lead to an address by a link, whose other end is a session's. Raises `OSError`."""
     index, own = socket.if_nametoindex(link), address.packed
     requests = _up(index), _neighbour(index, own, _SESSION_MAC), _route(index, own, _RT_SCOPE_LINK)
     netlink.do(netlink.NETLINK_ROUTE, *requests)
