@@ -1,4 +1,4 @@
-"""Tries on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough|bridge]`.
+"""Tries on a throw-away directory what a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough|bridge]`.
 
 A short-lived process. Its trials (`trials/`) run in a few processes of their own, so that namespaces, mounts and deaths
 concern no other trial; they write to one directory, which is removed. The calls are those of the real build: on a

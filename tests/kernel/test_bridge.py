@@ -44,13 +44,17 @@ from nsinit.wire.protocol import (
 )
 from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.config import Config, IsolationSettings
+from sandkasten.config import Config, EgressSettings, IsolationSettings
 from sandkasten.model import ExecSpec, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict, InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkMode
+from sandkasten.security.attacks.bridges import BRIDGES
+from sandkasten.security.attacks.field import USERS, open_field
+from sandkasten.security.campaign import make_all
+from sandkasten.security.probes.attempt import BROKEN, HELD
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
 from tests.kernel.world import served
-from tests.waiting import patience, until
+from tests.waiting import patience, slowness, until
 
 T = TypeVar("T")
 
@@ -552,6 +556,21 @@ async def test_a_session_of_another_mode_keeps_no_bridge_of_a_daemon_that_died_o
 
         await until(is_way_out)
         assert place.host.links() == {"up0"}
+
+
+@pytest.mark.usefixtures("at_home")
+async def test_attacks_by_a_link_are_held_and_one_that_succeeds_is_seen(config: Config) -> None:
+    """Each of the catalogue by each user; and where a private network is permitted, what goes there is seen."""
+    isolation = IsolationSettings(allow_bridge=True, bridge_resolvers=(RESOLVER,))
+    config = attrs.evolve(config, isolation=isolation)
+    permitted = attrs.evolve(config, egress=EgressSettings(permit=("10.0.0.0/30",)))
+    async with open_field(permitted, patience=slowness()) as field:
+        made = await make_all(field, BRIDGES, users=USERS, report=lambda _result: None)
+        assert {(each.attempt.id, each.user): each.seen for each in made if each.verdict != HELD} == {}
+        assert len(made) == 5
+        blind = attrs.evolve(field, config=config)
+        (seen,) = await make_all(blind, BRIDGES[:1], users=USERS[:1], report=lambda _result: None)
+    assert (seen.verdict, "10.0.0.1: left by up0" in seen.seen) == (BROKEN, True), seen.seen
 
 
 @pytest.mark.usefixtures("at_home")
