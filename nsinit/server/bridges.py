@@ -23,7 +23,7 @@ from nsinit.steps import StepFailed
 from nsinit.wire.protocol import NETWORK_STAGE, BridgeRule, BridgeTerms
 
 _RULES_ARE_LOADED = "/sys/module/nf_tables"
-"""Where it is missing, a question for rules would load a module for a mode that nobody has, unless it is built in."""
+"""Directory that is missing where a question for rules would load a module, or where it is built in."""
 
 
 @dataclass(frozen=True, slots=True)

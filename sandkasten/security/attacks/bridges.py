@@ -22,7 +22,7 @@ import attrs
 import orjson
 import trio
 
-import nsinit
+from nsinit.wire import protocol
 from nsinit.wire.protocol import BRIDGE_LINKS
 from sandkasten.model.network import Network, NetworkMode
 from sandkasten.security.attacks.field import Field
@@ -262,7 +262,7 @@ async def send_frames(field: Field) -> Answers:
         pid = await _init_of(field, attacker)
         about = {"pid": pid, "own": own, "neighbour": neighbour, "node": node, "out": _ALLOWED}
         said = orjson.dumps({**about, "token": wire.token, "port": wire.port})
-        code = [sys.executable, "-I", "-B", "-c", _FRAMES, str(Path(nsinit.__file__).parents[1])]
+        code = [sys.executable, "-I", "-B", "-c", _FRAMES, str(Path(protocol.__file__).parents[2])]
         done = await trio.run_process(code, stdin=said, capture_stdout=True)
         link = await wire.settle(field)
         answers = {each: wire.seen.get(number, "stays") for number, each in enumerate(orjson.loads(done.stdout))}
