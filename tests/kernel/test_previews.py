@@ -206,6 +206,10 @@ async def test_a_published_port_leads_to_its_session_alone(supervisor: LocalSupe
         pass
 
 
+async def has_member(supervisor: LocalSupervisor) -> bool:
+    return (await supervisor.pools())[0].ready == 1
+
+
 async def test_a_session_is_made_with_its_ports(with_previews: Config) -> None:
     """Cold or from a pool: the port is published when the create is answered, the same create again has the same port,
     and one that can't have all its ports makes no session, keeps none of them, and leaves its key free."""
@@ -235,6 +239,16 @@ async def test_a_session_is_made_with_its_ports(with_previews: Config) -> None:
                     if EventType.PREVIEW_OPENED in told:
                         break
             assert told[:2] == [EventType.SESSION_CREATED, EventType.PREVIEW_OPENED]
+            await supervisor.close_preview(again.id, 8000)
+            await until(lambda: has_member(supervisor))
+            (member,) = supervisor._directory.members.values()
+            inside = member.inspect()
+            assert inside is not None
+            assert inside.record.identity is not None
+            os.kill(inside.record.identity.pid, signal.SIGSTOP)  # it can't be handed out, and another one is made
+            host_port = again.published[0].host_port or 0
+            other = await supervisor.create(SessionSpec(publish=(attrs.evolve(LOCAL, host_port=host_port),)))
+            assert (other.acquire_source, other.published[0].host_port) == ("cold", host_port)
     for wrong in ((LOCAL, LOCAL), (PreviewSpec(8000),)):
         with pytest.raises(InvalidRequest):
             check_publish(wrong, with_previews.preview, has_gateway=True)

@@ -319,7 +319,7 @@ class SessionActor(Actor):
     async def _unclaim(self, member: SessionRecord) -> None:
         """End a member that could not be handed out. Its record goes at once: the next member may get the same
         idempotency key."""
-        self._own.undo(member)
+        await self._previews.undo(member)
         try:
             await self._own.delete()
         except SandkastenError as error:

@@ -37,7 +37,7 @@ class Claim(Ask[Session]):
     Raises:
         StoreFailed: the claim could not be recorded.
         InvalidRequest: PID 1 refused the environment.
-        Conflict, Capacity: a port can't be published.
+        Conflict: a port can't be published.
         SandkastenError: the member is dead, or does not answer in time. It ends after each of these errors.
     """
 

@@ -23,6 +23,7 @@ from sandkasten.log import rfc3339
 from sandkasten.model import EventType
 from sandkasten.model.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
 from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
+from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,13 @@ class SessionPreviews:
                 with trio.CancelScope(shield=True):
                     await self._revoke()
         self._own.change(previews=made)
+
+    async def undo(self, before: SessionRecord) -> None:
+        """Put the record of a pool's member back, and listen for none of the ports that it was to have as a session:
+        the next member is asked for them."""
+        if self._own.session.previews:
+            await self._revoke()
+        self._own.undo(before)
 
     def announce(self) -> None:
         """Tell of the previews that a session was made with, and close them in time."""
