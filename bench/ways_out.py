@@ -4,8 +4,9 @@ the session's own network.
 
 `python -m bench.ways_out` is a node of its own in new network and mount namespaces, all of which end with it: the
 daemon and its egress process run there, and one veth pair leads from it to the world, where the server is. A second
-namespace behind the node stands for a session with a veth pair; the node masquerades it (nftables). So both ways cross
-one veth pair to the world, and are measured in turn, by one program. Needs `ip`, and `nft` for the second way.
+namespace behind the node stands for a session with a veth pair; the node masquerades it (nftables). A session in the
+mode `bridge` is a third way. All of them cross one veth pair to the world, and are measured in turn, by one program.
+Needs `ip`, and `nft` for the second way.
 
 Sources: veth(4), network_namespaces(7), nft(8).
 """
@@ -39,7 +40,7 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox import network
 
-PROXY, NAT = "way out", "veth + NAT"
+PROXY, NAT, BRIDGE = "way out", "veth + NAT", "mode bridge"
 MAKING = "the three descriptors of a way out"
 CREATE_NONE, CREATE_ALLOW = "create, network none", "create, network allow"
 PATCH = "a way out for a session that runs, PATCH"
@@ -233,12 +234,16 @@ def main() -> None:
         has_broker = importlib.util.find_spec("cryptography") is not None
         environ = {"SANDKASTEN_EGRESS_PERMIT": f"{_WORLD}/32", "SANDKASTEN_PREVIEW_LISTEN": "127.0.0.1:0"}
         environ["SANDKASTEN_PREVIEW_PUBLISH"] = "127.0.0.1"
+        environ |= {"SANDKASTEN_ISOLATION_ALLOW_BRIDGE": "true", "SANDKASTEN_ISOLATION_BRIDGE_RESOLVERS": _WORLD}
+        _run("ip", "route", "add", "default", "via", _WORLD)
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # of this namespace (ip-sysctl.rst)
         if has_broker:
             environ["SANDKASTEN_EGRESS_CA_FILE"] = authority = str(Path(scratch, "authority.pem"))
             undo.enter_context(_serving(world, _TLS_SERVER, authority))
         pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
-        session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": {"cpu": os.cpu_count() or 1}})
+        limits = {"cpu": os.cpu_count() or 1}
+        session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": limits})
         works: dict[str, Callable[[Sequence[str]], bytes]] = {PROXY: partial(_inside, client, session["id"])}
         if shutil.which("nft") is None:
             facts[NAT] = "not measured: this machine has no `nft`"
@@ -246,8 +251,10 @@ def main() -> None:
             inner = undo.enter_context(_namespace("inner", _INNER_NODE, _INNER))
             _run("ip", "route", "add", "default", "via", _INNER_NODE, pid=inner)
             works[NAT] = partial(_behind, inner)
-            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # of this namespace (ip-sysctl.rst)
             _run("nft", _MASQUERADE)
+        linked = {"mode": "bridge", "allow": [f"{_WORLD}/32"]}
+        bridged = client.call("POST", "/v1/sessions", {"network": linked, "limits": limits})
+        works[BRIDGE] = lambda said: _inside(client, bridged["id"], [_WORLD, *said[1:]])
         _measure_carrying(table, facts, works, share, chance)
         if has_broker:
             _measure_broker(table, facts, client, share, chance)
@@ -255,7 +262,8 @@ def main() -> None:
             facts[BROKER] = "not measured: the extra `secrets` is not installed"
         _measure_preview(table, client, session["id"], _count(400, share), chance)
         _measure_published(facts, client, session["id"], share, chance)
-        client.call("DELETE", f"/v1/sessions/{session['id']}")
+        for each in (session, bridged):
+            client.call("DELETE", f"/v1/sessions/{each['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
         _measure_keeping(facts, client, pid, way_out, _count(300, share))
     rows = {name: {"values": row.values, "errors": row.errors} for name, row in table.rows.items()}
@@ -270,13 +278,16 @@ def _count(full: int, share: float) -> int:
 
 
 def _become_node(scratch: Path) -> None:
-    """Enter network and mount namespaces of this process alone, where the world has a name."""
+    """Enter network and mount namespaces of this process alone, where the world has a name, and no server of names: a
+    question for another is refused at once."""
     syscalls.unshare(k.CLONE_NEWNET | k.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=k.MS_REC | k.MS_PRIVATE)
-    hosts = scratch / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{_WORLD} {_NAME} {' '.join(_TLS_NAMES.values())}\n")
-    hosts.chmod(0o644)
-    syscalls.mount(str(hosts), "/etc/hosts", flags=k.MS_BIND)
+    hosts = f"127.0.0.1 localhost\n{_WORLD} {_NAME} {' '.join(_TLS_NAMES.values())}\n"
+    for name, text in (("hosts", hosts), ("resolv.conf", f"nameserver {_WORLD}\n")):
+        file = scratch / name
+        file.write_text(text)
+        file.chmod(0o644)
+        syscalls.mount(str(file), f"/etc/{name}", flags=k.MS_BIND)
     network.loopback_up()
 
 
@@ -525,9 +536,15 @@ def _memory(carrier: int) -> tuple[int, int]:
 
 def _carrier(pid: int) -> int:
     """Return the pid of a daemon's egress process."""
-    commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in measure.family(pid)}
-    (found,) = (each for each, command in commands.items() if b"\0egress\0" in command)
+    (found,) = (each for each in measure.family(pid) if b"\0egress\0" in _command_of(each))
     return found
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 if __name__ == "__main__":

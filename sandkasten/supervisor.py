@@ -365,7 +365,7 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
         Raises:
             InvalidImage, InvalidRequest, InvalidRule, Conflict, Capacity (BuildInterrupted and EgressUnavailable among
-                it), NetworkNotSupported, BuildFailed.
+                it), NetworkNotSupported, PreviewsOff, BuildFailed.
         """
         ...
 

@@ -8,6 +8,7 @@ Sources: linux/netfilter/nf_tables.h, linux/netfilter/nfnetlink.h; nft(8).
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from ipaddress import IPv4Network
 
 from nsinit.kernel import netlink
@@ -29,7 +30,7 @@ PROTOCOL, OUTPUT_NAME, INPUT_NAME, TRANSPORT, PACKET_TYPE = 1, 7, 6, 16, 19
 """Facts that `meta` loads: EtherType, names of interfaces, transport protocol, packet type."""
 
 _SUBSYSTEM, _BATCH_BEGIN, _BATCH_END = 10, 0x10, 0x11
-_NEW_TABLE, _DEL_TABLE, _NEW_CHAIN, _DEL_CHAIN, _NEW_RULE, _DEL_RULE = 0, 2, 3, 5, 6, 8
+_NEW_TABLE, _GET_TABLE, _DEL_TABLE, _NEW_CHAIN, _GET_CHAIN, _DEL_CHAIN, _NEW_RULE, _DEL_RULE = 0, 1, 2, 3, 4, 5, 6, 8
 _GENERAL = struct.Struct("!BBH")
 _REGISTER, _VERDICT_REGISTER = 1, 0
 _EQUAL, _UNEQUAL = 0, 1
@@ -52,6 +53,16 @@ def commit(*messages: bytes) -> None:
     asking = bytearray(last)
     struct.pack_into("=H", asking, 6, struct.unpack_from("=H", last, 6)[0] | netlink.NLM_F_ACK)
     netlink.do(netlink.NETLINK_NETFILTER, b"".join((begin, *others, asking, end)))
+
+
+def tables_of(family: int) -> frozenset[str]:
+    """Return the names of the tables of a family. Raises `OSError`."""
+    return frozenset(_word(found[1]) for found in _listed(_GET_TABLE, family))
+
+
+def chains_of(family: int, table: str) -> frozenset[str]:
+    """Return the names of the chains of a table, none of one that is not there. Raises `OSError`."""
+    return frozenset(_word(found[3]) for found in _listed(_GET_CHAIN, family) if _word(found[1]) == table)
 
 
 def new_table(family: int, name: str) -> bytes:
@@ -164,6 +175,16 @@ def _bitwise(mask: bytes) -> bytes:
 
 def _expression(name: str, *about: bytes) -> bytes:
     return netlink.nested(1, _text(1, name), netlink.nested(2, *about))
+
+
+def _listed(kind: int, family: int) -> Iterator[dict[int, bytes]]:
+    about = _GENERAL.pack(family, 0, 0)
+    for body in netlink.dump(netlink.NETLINK_NETFILTER, _SUBSYSTEM << 8 | kind, about):
+        yield netlink.attributes_of(body[_GENERAL.size :])
+
+
+def _word(value: bytes) -> str:
+    return value.rstrip(b"\0").decode()
 
 
 def _message(kind: int, family: int, about: bytes, flags: int = 0) -> bytes:

@@ -22,7 +22,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
@@ -32,9 +32,8 @@ from nsinit.kernel import netlink, nftables, syscalls
 from nsinit.kernel.files import write_file
 from nsinit.sandbox import network
 from nsinit.steps import Steps
-from nsinit.wire.protocol import NETWORK_STAGE, BridgeRule, BridgeTerms
+from nsinit.wire.protocol import BRIDGE_LINKS, NETWORK_STAGE, BridgeRule, BridgeTerms
 
-PREFIX = "skb"
 SESSION_LINK = "eth0"
 GATEWAY = IPv4Address("169.254.1.1")
 """The next hop of every session, by a fixed neighbour entry: a link-local address (RFC 3927) that no interface has."""
@@ -43,6 +42,7 @@ PING_GROUPS, NO_PING_GROUPS = "0 2147483647", "1 0"
 DNS_PORT = 53
 DNS_PROTOCOLS = PORT_PROTOCOLS = (socket.IPPROTO_UDP, socket.IPPROTO_TCP)
 
+_FAMILIES = nftables.NETDEV, nftables.IPV4
 _HOST_MAC, _SESSION_MAC, _NO_MAC = (bytes((2, 0x73, 0x6B, 0x62, 0, each)) for each in (1, 2, 3))
 """Addresses of both ends, and one that no interface has; locally administered (IEEE 802)."""
 _IP = struct.pack("!H", 0x0800)
@@ -85,7 +85,7 @@ class NodeNames:
 
 def names_of(node_id: str) -> NodeNames:
     """Return the names of a node."""
-    return NodeNames(PREFIX + hashlib.sha256(node_id.encode()).hexdigest()[:4])
+    return NodeNames(BRIDGE_LINKS + hashlib.sha256(node_id.encode()).hexdigest()[:4])
 
 
 def links_of(names: NodeNames) -> frozenset[str]:
@@ -109,25 +109,27 @@ def open_bridge(
     with ExitStack() as undo:
         with steps.step(f"{NETWORK_STAGE}routes"):
             view = _HostRoutes.read(names)
-            view.check(prefix)
             address = view.address_of(link)
+            if address is None:  # a link that is there lives on: range and settings are those for new ones
+                view.check(prefix)
         is_new = address is None
         if address is None:
             address = view.free_address(prefix)
             with steps.step(f"{NETWORK_STAGE}link"):
                 undo.callback(close_bridge, names, link)
                 close_bridge(names, link)  # half of one that was being made when its maker was killed
-                _make_pair(link, netns_fd)
+                make_pair(link, netns_fd)
                 _set_up_link(link)
-        rules = _rules(address, prefix, terms, allow, deny)
+        ours = view.networks_of_sessions(prefix)
+        rules = _rules(address, ours, terms, allow, deny)
         with steps.step(f"{NETWORK_STAGE}rules"):
-            nftables.commit(*_node_table(names, prefix, terms))
+            nftables.commit(*_node_table(names, ours, terms))
             _put_rules(names, link, rules)
         if is_new:
             with steps.step(f"{NETWORK_STAGE}session"), _in_network(netns_fd, host_fd):
-                _set_up_session(address)
+                set_up_session(address)
             with steps.step(f"{NETWORK_STAGE}host"):
-                _join(link, address)
+                join(link, address)
             with steps.step(f"{NETWORK_STAGE}earlier way out"), _in_network(netns_fd, host_fd):
                 _wait_active()
                 network.forget_way_out()
@@ -145,7 +147,7 @@ def close_bridge(names: NodeNames, link: str) -> None:
     with _unless(errno.ENOENT):
         nftables.commit(nftables.delete_rules(*table, link), nftables.delete_chain(*table, link))
     if not links_of(names):
-        for family in (nftables.NETDEV, nftables.IPV4):
+        for family in _FAMILIES:
             with _unless(errno.ENOENT):
                 nftables.commit(nftables.delete_table(family, names.table))
 
@@ -157,9 +159,20 @@ def forbid_pings(netns_fd: int, host_fd: int) -> None:
 
 
 def sweep(names: NodeNames, kept: Collection[str]) -> None:
-    """Remove every link of the node that is not to be kept, with its rules. Raises `OSError`."""
-    for link in links_of(names).difference(kept):
+    """Remove every link of the node that is not to be kept, with its rules, and the rules of links that the kernel has
+    removed. Raises `OSError`."""
+    for link in (links_of(names) | lone_rules_of(names)).difference(kept):
         close_bridge(names, link)
+
+
+def lone_rules_of(names: NodeNames) -> frozenset[str]:
+    """Return the links that rules of the node are for and that are there no more: the kernel removes a link with the
+    network of its session, and not always its chain. Of a node without links every table is such a rule. Raises
+    `OSError`."""
+    links = links_of(names)
+    chains = nftables.chains_of(nftables.NETDEV, names.table)
+    is_lone = not links and any(names.table in nftables.tables_of(family) for family in _FAMILIES)
+    return (chains | {names.links} if is_lone else chains) - links
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------
@@ -210,6 +223,10 @@ class _HostRoutes:
         """Return the address of the session with this link."""
         return self.sessions.get(link)
 
+    def networks_of_sessions(self, prefix: IPv4Network) -> Sequence[IPv4Network]:
+        """Return the networks of sessions' addresses: of new ones, and of each that has one of an earlier range."""
+        return prefix, *(IPv4Network(each) for each in self.sessions.values() if each not in prefix)
+
     def free_address(self, prefix: IPv4Network) -> IPv4Address:
         """Return an address that no session has. By chance: connections of the one that had it last may be known to the
         kernel still. Raises `OSError`: none is left."""
@@ -225,7 +242,7 @@ class _HostRoutes:
 # Links ----------------------------------------------------------------------------------------------------------------
 
 
-def _make_pair(link: str, netns_fd: int) -> None:
+def make_pair(link: str, netns_fd: int) -> None:
     """Make both ends, which are down, one of them in the session's network."""
     peer = _LINK.pack(0, 0, 0, 0, 0) + _name(SESSION_LINK) + netlink.attribute(_IFLA_ADDRESS, _SESSION_MAC)
     peer += netlink.attribute(_IFLA_NET_NS_FD, _INTEGER.pack(netns_fd))
@@ -245,8 +262,9 @@ def _set_up_link(link: str) -> None:
         write_file(f"/proc/sys/net/ipv6/conf/{link}/disable_ipv6", "1")
 
 
-def _set_up_session(address: IPv4Address) -> None:
-    index = socket.if_nametoindex(SESSION_LINK)
+def set_up_session(address: IPv4Address, link: str = SESSION_LINK) -> None:
+    """Give the network that this process is in an address, and a way to everywhere by a link. Raises `OSError`."""
+    index = socket.if_nametoindex(link)
     own, gateway = address.packed, GATEWAY.packed
     place = netlink.attribute(_IFA_LOCAL, own) + netlink.attribute(_IFA_ADDRESS, own)
     netlink.do(
@@ -262,7 +280,8 @@ def _set_up_session(address: IPv4Address) -> None:
     _set("ping_group_range", PING_GROUPS)
 
 
-def _join(link: str, address: IPv4Address) -> None:
+def join(link: str, address: IPv4Address) -> None:
+    """Lead to an address by a link, whose other end is a session's. Raises `OSError`."""
     index, own = socket.if_nametoindex(link), address.packed
     requests = _up(index), _neighbour(index, own, _SESSION_MAC), _route(index, own, _RT_SCOPE_LINK)
     netlink.do(netlink.NETLINK_ROUTE, *requests)
@@ -341,7 +360,7 @@ def _unless(number: int) -> Iterator[None]:
 
 def _rules(
     address: IPv4Address,
-    prefix: IPv4Network,
+    ours: Sequence[IPv4Network],
     terms: BridgeTerms,
     allow: Collection[BridgeRule],
     deny: Collection[BridgeRule],
@@ -353,9 +372,9 @@ def _rules(
     yield nftables.header_is(0, _NO_OPTIONS, negated=True) + drop
     yield nftables.header_is(nftables.SOURCE, address.packed, negated=True) + drop
     yield nftables.destination_type_is(nftables.UNICAST, negated=True) + drop
-    yield nftables.address_in(nftables.DESTINATION, prefix) + drop
+    yield from (nftables.address_in(nftables.DESTINATION, each) + drop for each in ours)
     yield from (each + accept for each in _name_service(terms))
-    yield from (each + drop for each in _refused(prefix, terms))
+    yield from (each + drop for each in _refused(terms))
     for rule in deny:
         yield from (each + drop for each in _matches(rule))
     for rule in allow:
@@ -371,9 +390,9 @@ def _name_service(terms: BridgeTerms) -> Iterator[nftables.Rule]:
             yield nftables.header_is(nftables.DESTINATION, IPv4Address(resolver).packed) + is_question
 
 
-def _refused(prefix: IPv4Network, terms: BridgeTerms) -> Iterator[nftables.Rule]:
-    for each in (prefix, *map(IPv4Network, terms.refused)):
-        yield nftables.address_in(nftables.DESTINATION, each)
+def _refused(terms: BridgeTerms) -> Iterator[nftables.Rule]:
+    for each in terms.refused:
+        yield nftables.address_in(nftables.DESTINATION, IPv4Network(each))
 
 
 def _matches(rule: BridgeRule) -> Iterator[nftables.Rule]:
@@ -395,7 +414,7 @@ def _put_rules(names: NodeNames, link: str, rules: Iterator[nftables.Rule]) -> N
     nftables.commit(nftables.new_table(*table), chain, nftables.delete_rules(*table, link), *added)
 
 
-def _node_table(names: NodeNames, prefix: IPv4Network, terms: BridgeTerms) -> Iterator[bytes]:
+def _node_table(names: NodeNames, ours: Sequence[IPv4Network], terms: BridgeTerms) -> Iterator[bytes]:
     """Yield the messages that put the node's table at the place of the one that is there. What is refused is refused
     once more when a firewall's translation (PREROUTING) has made another destination of one that a session may reach.
     """
@@ -407,15 +426,16 @@ def _node_table(names: NodeNames, prefix: IPv4Network, terms: BridgeTerms) -> It
     from_session = nftables.meta_is(nftables.INPUT_NAME, links)
     no_detour = (
         *(from_session + each + accept for each in _name_service(terms)),
-        *(from_session + each + drop for each in _refused(prefix, terms)),
+        *(from_session + nftables.address_in(nftables.DESTINATION, each) + drop for each in ours),
+        *(from_session + each + drop for each in _refused(terms)),
     )
-    from_us = nftables.address_in(nftables.SOURCE, prefix)
+    from_us = [nftables.address_in(nftables.SOURCE, each) for each in ours]
     is_outward = nftables.meta_is(nftables.OUTPUT_NAME, links, negated=True)
     chains = (
         ("input", nftables.INPUT, (from_session + drop,)),
         ("forward", nftables.FORWARD, (*only_answers, *no_detour)),
         ("output", nftables.OUTPUT, only_answers),
-        ("outward", nftables.POSTROUTING, (from_us + is_outward + nftables.masquerade(),)),
+        ("outward", nftables.POSTROUTING, [each + is_outward + nftables.masquerade() for each in from_us]),
     )
     yield nftables.new_table(*table)
     yield nftables.delete_table(*table)

@@ -7,6 +7,7 @@ was made since; the kernel removes a link with its session's network, and the en
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Collection, Generator
@@ -21,22 +22,31 @@ from nsinit.scheduler import Job, Wait
 from nsinit.steps import StepFailed
 from nsinit.wire.protocol import NETWORK_STAGE, BridgeRule, BridgeTerms
 
+_RULES_ARE_LOADED = "/sys/module/nf_tables"
+"""Directory that is missing where a question for rules would load a module, or where it is built in."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """The host's network: its namespace, -1 where nobody needs it, and the node's links in it."""
+    """The host's network: its namespace, -1 where nobody needs it, the node's links in it, and those that are gone and
+    left rules."""
 
     fd: int
     names: bridge.NodeNames
     links: frozenset[str]
+    lone_rules: frozenset[str]
 
     @classmethod
     def open(cls, node_id: str, terms: BridgeTerms | None) -> HostNetwork:
         """Open the namespace that this process is in. Raises `OSError`."""
         names = bridge.names_of(node_id)
-        links = bridge.links_of(names)
-        is_needed = terms is not None or bool(links)
-        return cls(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC) if is_needed else -1, names, links)
+        links, lone_rules = bridge.links_of(names), frozenset[str]()
+        if terms is not None or links or os.path.exists(_RULES_ARE_LOADED):
+            with contextlib.suppress(OSError):  # a kernel without them, or a nsinit that may not ask
+                lone_rules = bridge.lone_rules_of(names)
+        is_needed = terms is not None or bool(links | lone_rules)
+        fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC) if is_needed else -1
+        return cls(fd, names, links, lone_rules)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -86,9 +96,9 @@ class Bridges:
             self._links.discard(link)
 
     def sweep(self, living: Collection[str]) -> Job:
-        """Remove the links of sessions that an earlier nsinit made and that are gone."""
+        """Remove the links of sessions that an earlier nsinit made and that are gone, and their rules."""
         kept = {self.host.names.link_of(session_id) for session_id in living}
-        if gone := self._links - kept:
+        if gone := (self._links | self.host.lone_rules) - kept:
             try:
                 yield from self._order(SweepBridges(self.host.names.links, tuple(sorted(kept & self._links))))
             except StepFailed as error:

@@ -1,4 +1,4 @@
-"""Tries on a throw-away directory what building a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough]`.
+"""Tries on a throw-away directory what a sandbox needs: `python -I -S -B probe.py DIRECTORY [thorough|bridge]`.
 
 A short-lived process. Its trials (`trials/`) run in a few processes of their own, so that namespaces, mounts and deaths
 concern no other trial; they write to one directory, which is removed. The calls are those of the real build: on a
@@ -50,27 +50,29 @@ _TOGETHER: tuple[dict[str, Trial], ...] = (
 )
 """Trials that share a process, in this order: some leave others their set-up."""
 _THOROUGH: tuple[dict[str, Trial], ...] = (
-    {"kernel_log": processes.kernel_log, "nftables": network.nftables, "veth": network.veth},
+    {"kernel_log": processes.kernel_log},
     {"disk": storage.best},
     *({name: trial} for name, trial in storage.trials().items()),
 )
 """Trials of features that no start depends on."""
+_BRIDGE: dict[str, Trial] = {"bridge": network.bridge}
+"""A trial that may load modules, for an installation whose sessions may have the mode."""
 
 
 def main() -> None:
     """Make all trials and print their answers."""
-    is_thorough = sys.argv[2:] == ["thorough"]
+    is_thorough, has_bridge = ("thorough" in sys.argv[2:]), bool(sys.argv[2:])
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=sys.argv[1]) as directory:
         try:
-            answers = _try_all(Room(directory, is_thorough))
+            answers = _try_all(Room(directory, is_thorough), (_BRIDGE,) if has_bridge else ())
         finally:
             shutil.rmtree(f"{directory}/layers", ignore_errors=True)  # overlayfs leaves a directory of mode 000
     print(json.dumps(answers))
 
 
-def _try_all(room: Room) -> dict[str, Answer]:
+def _try_all(room: Room, more: tuple[dict[str, Trial], ...]) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
-    for trials in (*_TOGETHER, *(_THOROUGH if room.is_thorough else ())):
+    for trials in (*_TOGETHER, *more, *(_THOROUGH if room.is_thorough else ())):
         answers |= attempt(trials, room)
     return answers | cgroups.try_all(room)
 

@@ -139,6 +139,9 @@ class BridgeRule:
     ports: tuple[int, ...] = ()
 
 
+BRIDGE_LINKS = "skb"
+"""The beginning of the names of sessions' links in the machine's network."""
+
 MAX_BRIDGE_RULES, MAX_BRIDGE_PORTS = 512, 512
 
 DEFAULT_DISK = DiskLimits(size_bytes=2 << 30, inodes=200_000)

@@ -41,7 +41,6 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.journal.ring import Journal
 from sandkasten.model import MAX_TTL_S, Session, Status
 from sandkasten.model.lifecycle import LIVE
-from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Amounts, Machine, NodeCapacity, System
 from sandkasten.model.workspace import MAX_UPLOADS
 from sandkasten.output.store import OutputStore
@@ -62,7 +61,7 @@ def describe_system(config: Config, machine: Machine, ready: protocol.Ready, *, 
         "disk_refused": ready.disk_refused,
         "way_out": has_egress,
         "steering": machine.steers,
-        "bridge": config.egress_in_force.max_mode == NetworkMode.BRIDGE,
+        "bridge": config.may_bridge and machine.bridges,
     }
     return System(
         version=package_version(),

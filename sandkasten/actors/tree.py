@@ -73,7 +73,7 @@ from sandkasten.actors.workspaces.uploads import WORKSPACE_PLACE, sweep_uploads
 from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.network import bridge_terms, fit_network, resolve_network
-from sandkasten.admission.previews import check_preview, preview_key
+from sandkasten.admission.previews import check_preview, check_publish, preview_key
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.admission.secrets import placeholder_key
 from sandkasten.config import MIB, Config, DiskSettings
@@ -385,6 +385,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         outcome, timings_ms = "bug", dict[str, float]()
         network = fit_network(spec.network, self._config, steers=self._machine.steers)
         try:
+            check_publish(spec.publish, self._config.preview, has_gateway=self._start_egress is not None)
             session = await self._sessions.ask(sessions.Create(attrs.evolve(spec, network=network)))
             outcome, timings_ms = "ok", dict(session.timings_ms)
         except SandkastenError as error:

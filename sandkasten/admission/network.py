@@ -118,7 +118,7 @@ def bridge_terms(config: Config, machine_resolvers: Sequence[str]) -> BridgeTerm
     """Return what holds for every session in the mode `bridge`, None where no session may be in it: special addresses
     are refused but for `egress.permit`, and the name servers are the machine's unless the configuration has others."""
     isolation = config.isolation
-    if NetworkMode.BRIDGE.exceeds(NetworkMode(config.egress_in_force.max_mode)):
+    if not config.may_bridge:
         return None
     refused = [IPv4Network(text) for text in SPECIAL_V4]
     for permit in map(ip_network, config.egress.permit):

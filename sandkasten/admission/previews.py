@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from sandkasten.config import PreviewSettings
 from sandkasten.model.errors import InvalidRequest, PreviewsOff
-from sandkasten.model.network import Preview, PreviewAccess, PreviewSpec
+from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 
 
 def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: bool) -> None:
@@ -27,6 +27,16 @@ def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: 
         raise InvalidRequest("a port of the node is for the access local", host_port='needs "access": "local"')
     if not has_gateway:
         raise PreviewsOff("this daemon has no way to start a gateway")
+
+
+def check_publish(wanted: Sequence[PreviewSpec], settings: PreviewSettings, *, has_gateway: bool) -> None:
+    """Raise `InvalidRequest` unless these are ports that a new session can have published, and as `check_preview`."""
+    if any(each.access is not PreviewAccess.LOCAL for each in wanted):
+        raise InvalidRequest("a new session has ports published, and no other previews", publish='is for "local"')
+    if len({each.port for each in wanted}) < len(wanted) or len(wanted) > MAX_PREVIEWS:
+        raise InvalidRequest("the ports are too many, or not different", publish=f"at most {MAX_PREVIEWS}, each once")
+    for each in wanted:
+        check_preview(each, settings, has_gateway=has_gateway)
 
 
 def preview_key(node_key: bytes) -> bytes:

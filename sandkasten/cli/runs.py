@@ -52,8 +52,6 @@ _CAUSES = {
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
-_PUBLISHED_S = 86_400
-"""Seconds for which ports of a new session are published: the most that a server grants."""
 _LONGEST_LINE = 64 * 1024
 _LAST_KEYS_S = 1.0
 _END_S = 5.0
@@ -150,6 +148,7 @@ async def create(client: SandboxClient, arguments: argparse.Namespace) -> Sessio
         "limits": {name: value for name, value in limits.items() if value is not None},
         "idle_timeout_seconds": arguments.idle,
         "network": network_of(arguments),
+        "publish": [{"port": remote, "host_port": local} for local, remote in map(port_pair, arguments.publish)],
     }
     return await client.create_session(image=arguments.image, **{name: each for name, each in given.items() if each})
 
@@ -157,12 +156,11 @@ async def create(client: SandboxClient, arguments: argparse.Namespace) -> Sessio
 @contextlib.asynccontextmanager
 async def passing(client: SandboxClient, arguments: argparse.Namespace) -> AsyncIterator[_Passing]:
     """Make a session that ends with the block, unless it is to stay. Its published ports end with the session."""
-    wanted = [port_pair(each) for each in arguments.publish]
     stays = _Passing(await create(client, arguments), arguments.keep)
     try:
-        for local, remote in wanted:
-            made = await stays.session.preview(remote, access="local", host_port=local, ttl_seconds=_PUBLISHED_S)
-            tell(f"{made.url} on the server's machine leads to port {remote}")
+        if arguments.publish:
+            for each in (await stays.session.info()).published:
+                tell(f"port {each['host_port']} of the server's machine leads to port {each['port']}")
         yield stays
     finally:
         if stays.stays:

@@ -706,6 +706,11 @@ class Config:
         return self.egress if is_bounded else attrs.evolve(self.egress, max_mode=NetworkMode.OPEN.value)
 
     @property
+    def may_bridge(self) -> bool:
+        """Whether a session may have the network mode `bridge`."""
+        return self.egress_in_force.max_mode == NetworkMode.BRIDGE
+
+    @property
     def workspace_quota_mb(self) -> int:
         """Quota of a workspace that is made without one, in MiB; 0: none."""
         given = self.workspace.default_quota_mb

@@ -23,17 +23,19 @@ import resource
 import shlex
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from ipaddress import IPv4Network
 from pathlib import Path
 from types import MappingProxyType
 
 import attrs
 
 from egress.policy import parse_proxy
-from nsinit.wire.protocol import MAX_TERMINALS
+from nsinit.wire.protocol import BRIDGE_LINKS, MAX_TERMINALS
 from sandkasten.admission.budget import SessionRoom
 from sandkasten.counters.node import NAMESPACES, NAMESPACES_RESERVED
 from sandkasten.host.data_dir import SHARED_MODE
@@ -485,8 +487,13 @@ CATALOGUE: Mapping[str, CheckRow] = MappingProxyType(
             "a session with a network has a proxy, for programs that obey its variables, and no other connection",
             _since("5.9", "CONFIG_BPF_SYSCALL=y, CONFIG_INET"),
         ),
-        "nftables": CheckRow("nftables", "", "a session could not be let out through rules", "CONFIG_NF_TABLES=y"),
-        "veth": CheckRow("veth", "", "a session could not be given a way out", "CONFIG_VETH=y or m"),
+        "bridge": CheckRow(
+            "mode bridge",
+            "",
+            "no session can have the network mode bridge: UDP and ICMP do not leave",
+            "`modprobe -a veth nf_tables nft_ct nft_masq nft_fib_ipv4` (CONFIG_VETH, CONFIG_NF_TABLES_NETDEV, "
+            "CONFIG_NFT_CT, CONFIG_NFT_MASQ, CONFIG_NFT_FIB_IPV4)",
+        ),
         # disks
         "disk": CheckRow("disk limit", "disk", "a session could fill the disk", "`apt-get install e2fsprogs`"),
         "disk_project": CheckRow(
@@ -705,6 +712,35 @@ def check_merging(host: Host) -> Check:
         consequence="isolation.merge_pages has no effect: sessions take as much memory as without",
         fix=runnable(fix),
     )
+
+
+_ROUTE_FIELDS, _REJECT = 8, 0x200
+
+
+def check_bridge_way(sessions: str, root: str = "/") -> Check:
+    """Return the check of `isolation.bridge_range`, for an installation that allows the mode `bridge`: whether packets
+    of such a session find their way out of this machine, and answers back. As nsinit looks for each new link."""
+    ours, taken, ways = IPv4Network(sessions), [], []
+    for line in read(f"{root}proc/net/route").splitlines()[1:]:  # proc(5); numbers are in the machine's order
+        link, destination, _, flags, _, _, metric, mask = line.split()[:_ROUTE_FIELDS]
+        place, bits = (struct.pack("=I", int(each, 16)) for each in (destination, mask))
+        network = IPv4Network((place, int.from_bytes(bits).bit_count()))
+        if not network.prefixlen:
+            ways += [] if int(flags, 16) & _REJECT else [(int(metric), link)]
+        elif network.overlaps(ours) and not link.startswith(BRIDGE_LINKS):
+            taken.append(str(network))
+    link = min(ways)[1] if ways else ""
+    setting = f"net.ipv4.conf.{link}.forwarding"
+    if not link:
+        seen, fix = "this machine has no default route by one interface", "`ip route add default via GATEWAY`"
+    elif taken:
+        seen, fix = f"{ours} overlaps the route to {taken[0]}", "isolation.bridge_range: a network that is nobody's"
+    elif read(f"{root}proc/sys/net/ipv4/conf/{link}/forwarding").strip() != "1":
+        seen, fix = f"{setting} is not 1: answers to sessions are not taken", _sysctl_fix(setting, 1)
+    else:
+        return Check("bridge_way", "way of bridges", Verdict.WORKS, f"by {link}, with addresses of {ours}")
+    lacks = "a request for the network mode bridge is refused"
+    return Check("bridge_way", "way of bridges", Verdict.MISSING, seen, consequence=lacks, fix=runnable(fix))
 
 
 def check_upstream(url: str) -> Check:

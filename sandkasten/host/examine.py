@@ -30,6 +30,7 @@ from sandkasten.host.checks import (
     REFUSED,
     Host,
     advise,
+    check_bridge_way,
     check_merging,
     check_pools,
     check_room,
@@ -59,9 +60,10 @@ def examine(data_dir: Path, *, config: Config | None = None, thorough: bool = Fa
     host = read_host(data_dir)
     directory = _writable_place(data_dir)
     if thorough:
-        tried = probe(directory, host, thorough=True)
+        tried = probe(directory, host, "thorough")
     else:
-        tried = _try_once(_Place(directory.stat().st_dev, directory, host))
+        has_bridge = config is not None and config.may_bridge
+        tried = _try_once(_Place(directory.stat().st_dev, has_bridge, directory, host))
     by_id = {check.id: check for check in tried.checks}
     by_id |= {check_id: row.read(host) for check_id, row in CATALOGUE.items() if row.read is not None}
     in_order = [by_id[check_id] for check_id in CATALOGUE if check_id in by_id]
@@ -78,7 +80,8 @@ def _check_sessions(host: Host, config: Config) -> list[Check]:
     totals = read_totals(nearest(config.data_dir), Bounds(), max_sessions=0)
     room = find_room(config, totals, descriptors=host.max_descriptors)
     merging = [check_merging(host)] if config.isolation.merge_pages else []
-    return [check_room(room, most), *check_pools(host, most, config.defaults.pids_limit), *merging]
+    way = [check_bridge_way(config.isolation.bridge_range)] if config.may_bridge else []
+    return [check_room(room, most), *check_pools(host, most, config.defaults.pids_limit), *merging, *way]
 
 
 def _writable_place(data_dir: Path) -> Path:
@@ -93,6 +96,7 @@ class _Place:
     """A directory for the probe. Directories on one file system are equal."""
 
     device: int
+    has_bridge: bool
     path: Path = attrs.field(eq=False)
     host: Host = attrs.field(eq=False)
 
@@ -122,16 +126,16 @@ def _try_once(place: _Place) -> Probed:
 
 @functools.lru_cache(maxsize=8)
 def _tried(place: _Place) -> Probed:
-    probed = probe(place.path, place.host)
+    probed = probe(place.path, place.host, *(["bridge"] if place.has_bridge else []))
     if any(check.verdict in (Verdict.MISSING, Verdict.NOT_TRIED) for check in probed.checks):
         raise _Lacks(probed)
     return probed
 
 
-def probe(directory: Path, host: Host | None = None, *, thorough: bool = False) -> Probed:
-    """Let nsinit's probe make its trials in a directory of its own below `directory`."""
+def probe(directory: Path, host: Host | None = None, *wanted: str) -> Probed:
+    """Let nsinit's probe make its trials in a directory of its own below `directory`. `wanted`: see there."""
     host = read_host(directory) if host is None else host
-    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(directory), *(["thorough"] if thorough else [])]
+    command = [sys.executable, "-I", "-S", "-B", str(_PROBE), str(directory), *wanted]
     try:
         done = subprocess.run(command, capture_output=True, cwd="/", env={"LANG": "C.UTF-8"}, timeout=_PROBE_S)
     except (OSError, subprocess.TimeoutExpired) as error:

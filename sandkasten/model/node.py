@@ -105,6 +105,12 @@ class Machine:
         steering = self.check("sk_lookup")
         return steering is not None and steering.verdict is Verdict.WORKS
 
+    @property
+    def bridges(self) -> bool:
+        """Whether nothing says that the kernel can't give a session a link of its own."""
+        bridge = self.check("bridge")
+        return bridge is None or bridge.verdict is Verdict.WORKS
+
     def check(self, check_id: str) -> Check | None:
         """Return one check, None if it was not made."""
         return next((each for each in self.checks if each.id == check_id), None)

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from nsinit.wire.protocol import MAX_STOP_GRACE_MS
-from sandkasten.model.network import Network, NetworkCounters, Preview
+from sandkasten.model.network import Network, NetworkCounters, Preview, PreviewSpec
 
 FOREVER_S = math.inf
 """A time to live or a lifetime without end. JSON and the database say null."""
@@ -247,6 +247,7 @@ class SessionSpec:
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
     workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
     configured one is added. `secret_env`: from variables to names of secrets, whose placeholders they get.
+    `publish`: previews with the access `local`, open as soon as the session is.
     """
 
     image: str | None = None
@@ -269,6 +270,7 @@ class SessionSpec:
     stop_grace_ms: int | None = None
     streams: str | None = None
     network: Network | None = None
+    publish: Sequence[PreviewSpec] = ()
     idempotency_key: str | None = None
     key_id: str | None = None
 
@@ -349,3 +351,8 @@ class Session:
     network_revision: int = 1
     previews: Mapping[int, Preview] = attrs.field(factory=dict)
     """Open previews by port."""
+
+    @property
+    def published(self) -> Sequence[Preview]:
+        """The open previews that are ports of the node."""
+        return [each for each in self.previews.values() if each.host_port is not None]

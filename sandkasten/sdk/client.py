@@ -172,12 +172,15 @@ class SandboxClient:
         root_inside: bool | None = None,
         filesystem: Mapping[str, Sequence[str]] | None = None,
         network: str | Mapping[str, Any] | None = None,
+        publish: Sequence[int | Mapping[str, Any]] | None = None,
         idempotency_key: str | None = None,
     ) -> Session:
         """Make a session. docs/api.md#sessions explains the fields.
 
         None is the server's default; of `idle_timeout_seconds` and `max_lifetime_seconds` it is no limit. A value in
         `env` may be `{"secret": NAME}`, for a secret that `network` names: the variable holds what stands for it.
+        `publish` is of ports inside, or of objects with `port` and `host_port`; `Session.info().published` has where
+        on the server's machine they are reached.
 
         The call is repeated when the connection is lost or the node has no room, for the client's timeout, and makes
         one session. With an `idempotency_key` of the caller's, a later call gets the same session. When the caller is
@@ -185,6 +188,7 @@ class SandboxClient:
 
         Raises:
             InvalidImage, InvalidRequest, WorkspaceBusy: as the names say.
+            PreviewsOff, Conflict: the node publishes no ports, or one that is wanted is taken.
             Capacity, QuotaExceeded: no room, still, at the end of the client's timeout.
         """
         body = given(
@@ -205,6 +209,7 @@ class SandboxClient:
             root_inside=root_inside,
             filesystem=None if filesystem is None else {name: list(each) for name, each in filesystem.items()},
             network=dict(network) if isinstance(network, Mapping) else network,
+            publish=[{"port": each} if isinstance(each, int) else dict(each) for each in publish or ()] or None,
         )
         body |= set_values(idle_timeout_seconds=idle_timeout_seconds, max_lifetime_seconds=max_lifetime_seconds)
         headers = {"idempotency-key": idempotency_key or new_id()}

@@ -6,6 +6,7 @@ Attempts made inside are in `probes/inside.py`; both together are the catalogue.
 from __future__ import annotations
 
 from sandkasten.security.attacks.archives import ARCHIVES
+from sandkasten.security.attacks.bridges import BRIDGES
 from sandkasten.security.attacks.exhaustion import EXHAUSTION
 from sandkasten.security.attacks.files import FILES
 from sandkasten.security.attacks.front import FRONT
@@ -20,5 +21,5 @@ from sandkasten.security.attacks.workspaces import WORKSPACES
 
 ATTACKS = (
     *(*FILES, *WORKSPACES, *FRONT, *EXHAUSTION, *QUOTAS, *MEMORY, *RUNNER, *RESULTS, *ARCHIVES),
-    *(*WAYS_OUT, *WAYS_IN, *SECRETS),
+    *(*WAYS_OUT, *BRIDGES, *WAYS_IN, *SECRETS),
 )

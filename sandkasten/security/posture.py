@@ -193,7 +193,7 @@ def check_protections(config: Config) -> Iterator[Finding]:
             "whatever a session holds, a program in it can send to any public address",
             "defaults.network_mode: none",
         )
-    if config.isolation.allow_bridge and config.egress_in_force.max_mode == NetworkMode.BRIDGE:
+    if config.may_bridge:
         yield medium(
             "network.bridge",
             "sessions may have the network mode 'bridge'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -160,3 +161,18 @@ async def test_rules_come_to_those_that_are_there(monkeypatch: pytest.MonkeyPatc
         assert (allowed[0], sorted(allowed)) == ("a.example", ["a.example", *(f"n{each}.example" for each in range(5))])
         with pytest.raises(errors.InvalidRule):
             await session.add_rules(allow=["*"])
+
+
+async def test_a_create_with_published_ports_is_read_strictly() -> None:
+    """A port that is none is named by its field, ports that can't be had together are refused, and a node that
+    publishes none says which setting is missing."""
+    async with running_front() as running, running.client() as client:
+        bad: Sequence[object] = ([{"port": 0}], [5432], [{"port": 1, "host_port": 65536}], [{}])
+        for wrong in bad:
+            answer = await client.post("/v1/sessions", json={"publish": wrong})
+            assert (answer.status_code, list(answer.json()["details"])) == (400, ["publish"]), wrong
+        twice = await client.post("/v1/sessions", json={"publish": [{"port": 1}, {"port": 1}]})
+        assert (twice.status_code, list(twice.json()["details"])) == (400, ["publish"])
+        refused = await client.post("/v1/sessions", json={"publish": [{"port": 5432}]})
+        assert (refused.status_code, refused.json()["error_code"]) == (501, "PREVIEWS_OFF")
+        assert (await client.post("/v1/sessions", json={"publish": []})).json()["published"] == []

@@ -250,7 +250,7 @@ def test_a_new_session_has_published_ports(command: Command) -> None:
     there is a sentence and no session."""
     with command.started("run", "--publish", "0:8000", "--", "python3", "-c", SERVER) as process:
         assert process.stderr is not None
-        (port,) = map(int, re.findall(rb"tcp://127.0.0.1:(\d+) on the server's", process.stderr.readline()))
+        (port,) = map(int, re.findall(rb"port (\d+) of the server's", process.stderr.readline()))
         data = b""
         while data != b"cba":  # until the program listens, a connection is reset
             with (

@@ -15,6 +15,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,13 +44,17 @@ from nsinit.wire.protocol import (
 )
 from sandkasten.actors.services.nsinit import call
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.config import Config, IsolationSettings
+from sandkasten.config import Config, EgressSettings, IsolationSettings
 from sandkasten.model import ExecSpec, SessionPatch, SessionSpec
 from sandkasten.model.errors import Conflict, InvalidRequest, InvalidRule
 from sandkasten.model.network import Network, NetworkMode
+from sandkasten.security.attacks.bridges import BRIDGES
+from sandkasten.security.attacks.field import USERS, open_field
+from sandkasten.security.campaign import make_all
+from sandkasten.security.probes.attempt import BROKEN, HELD
 from tests.kernel.harness import Nsinit, Sandbox, data_directory, host_plan, new_node_id, running, wait_until
 from tests.kernel.world import served
-from tests.waiting import patience, until
+from tests.waiting import patience, slowness, until
 
 T = TypeVar("T")
 
@@ -472,6 +477,47 @@ def test_what_the_host_lacks_is_said_and_nothing_is_made(server: Nsinit, place: 
     assert tried(box, f"udp({WORLD!r})") == ["ENETUNREACH"]
 
 
+def test_a_link_outlives_a_change_of_what_new_ones_need(place: Place) -> None:
+    """Another range, and forwarding that is off: a session that has a link keeps it, with its address, and takes other
+    rules; one that has none is refused, or gets an address of the new range, and neither reaches the other. Rules of
+    the last link, which went while nsinit was away, go with the next start; tables of others stay."""
+    with ExitStack() as undo, data_directory() as data_dir:
+        neighbours = "table netdev sandkasten-skb00000\n"
+        place.host.run("nft", "add", *neighbours.split())
+        undo.callback(place.host.run, "nft", "delete", *neighbours.split())
+        node_id = new_node_id()
+        with place.nsinit(data_dir, node_id) as first:
+            older = first.build(host_plan())
+            link, (address,) = bridged(first, older), addresses(older)
+            first.kill()
+            with place.nsinit(data_dir, node_id, replace(TERMS, range="10.214.0.0/16")) as second:
+                newer = second.build(host_plan())
+                place.host.setting("conf/up0/forwarding", "0")
+                try:
+                    assert isinstance(second.ask(OpenBridge, session_id=newer.session_id)[0], Failed)
+                    assert bridged(second, older, deny=[BridgeRule(f"{OTHER}/32")]) == link
+                finally:
+                    place.host.setting("conf/up0/forwarding", "1")
+                bridged(second, newer)
+                assert addresses(older) == [address]
+                (own,) = addresses(newer)
+                assert own.startswith("10.214.")
+                newer.python(f"{PROGRAM}\n{LISTEN}")
+                reach = f"udp({WORLD!r}, wait={LONG})"
+                assert tried(older, reach, f"udp({OTHER!r})", f"udp({own!r})") == ["hello", *["TimeoutError"] * 2]
+                assert tried(newer, reach, f"udp({address!r})") == ["hello", "TimeoutError"]
+                assert newer.run("cat /tmp/heard").out == ""
+                second.release_sandboxes()
+                first.release_sandboxes()
+                second.kill()
+            for each in (older, newer):
+                os.kill(each.pid, signal.SIGKILL)
+            wait_until(lambda: place.host.links() == {"up0"}, "the kernel removed the links")
+            assert "sandkasten-skb" in place.host.tables().replace(neighbours, "")
+            with place.nsinit(data_dir, node_id):
+                wait_until(lambda: place.host.tables() == neighbours, "what was left of them is gone")
+
+
 @pytest.fixture
 def at_home(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Be in the host's network with this thread and the processes that it starts; none is a fork of a seed."""
@@ -510,6 +556,21 @@ async def test_a_session_of_another_mode_keeps_no_bridge_of_a_daemon_that_died_o
 
         await until(is_way_out)
         assert place.host.links() == {"up0"}
+
+
+@pytest.mark.usefixtures("at_home")
+async def test_attacks_by_a_link_are_held_and_one_that_succeeds_is_seen(config: Config) -> None:
+    """Each of the catalogue by each user; and where a private network is permitted, what goes there is seen."""
+    isolation = IsolationSettings(allow_bridge=True, bridge_resolvers=(RESOLVER,))
+    config = attrs.evolve(config, isolation=isolation)
+    permitted = attrs.evolve(config, egress=EgressSettings(permit=("10.0.0.0/30",)))
+    async with open_field(permitted, patience=slowness()) as field:
+        made = await make_all(field, BRIDGES, users=USERS, report=lambda _result: None)
+        assert {(each.attempt.id, each.user): each.seen for each in made if each.verdict != HELD} == {}
+        assert len(made) == 5
+        blind = attrs.evolve(field, config=config)
+        (seen,) = await make_all(blind, BRIDGES[:1], users=USERS[:1], report=lambda _result: None)
+    assert (seen.verdict, "10.0.0.1: left by up0" in seen.seen) == (BROKEN, True), seen.seen
 
 
 @pytest.mark.usefixtures("at_home")

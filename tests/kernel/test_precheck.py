@@ -28,7 +28,7 @@ def test_the_probe_tries_every_step_and_leaves_nothing(tmp_path: Path) -> None:
 def test_before_the_first_start_the_probe_runs_where_the_data_directory_will_be(tmp_path: Path) -> None:
     """The probe skips no step before the data directory exists, does not make it, and leaves nothing."""
     checks = {check.id: check for check in examine.examine(tmp_path / "not/there", thorough=True).checks}
-    assert {"cgroups", "memory_limit", "overlay", "nftables"} <= checks.keys()
+    assert {"cgroups", "memory_limit", "overlay", "bridge"} <= checks.keys()
     assert [check.id for check in checks.values() if check.verdict is Verdict.MISSING] == []
     assert os.listdir(tmp_path) == []
 

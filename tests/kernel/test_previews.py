@@ -16,7 +16,8 @@ import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.config import Config, PreviewSettings
+from sandkasten.admission.previews import check_publish
+from sandkasten.config import Config, PoolSettings, PoolSize, PreviewSettings
 from sandkasten.model import EventType, PauseSpec, ProcessSpec, Session, SessionSpec, Status, WaitFor
 from sandkasten.model.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
 from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview
@@ -45,9 +46,9 @@ async def supervisor(with_previews: Config) -> AsyncIterator[LocalSupervisor]:
         yield opened
 
 
-async def with_server(supervisor: LocalSupervisor) -> Session:
+async def with_server(supervisor: LocalSupervisor, spec: SessionSpec | None = None) -> Session:
     """A session in which a server listens on port 8000 of the loopback."""
-    session = await supervisor.create(SessionSpec())
+    session = await supervisor.create(spec or SessionSpec())
     started = await supervisor.start_process(session.id, ProcessSpec(argv=("python3", "-c", SERVER)))
     await supervisor.wait_process(session.id, started.exec_id, WaitFor(port=8000), timeout_s=patience(60))
     return session
@@ -203,6 +204,54 @@ async def test_a_published_port_leads_to_its_session_alone(supervisor: LocalSupe
     assert port
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+async def has_member(supervisor: LocalSupervisor) -> bool:
+    return (await supervisor.pools())[0].ready == 1
+
+
+async def test_a_session_is_made_with_its_ports(with_previews: Config) -> None:
+    """Cold or from a pool: the port is published when the create is answered, the same create again has the same port,
+    and one that can't have all its ports makes no session, keeps none of them, and leaves its key free."""
+    pool = PoolSettings(enabled=True, images={"python": PoolSize(1, 1)})
+    async with served(attrs.evolve(with_previews, pool=pool)) as supervisor:
+        sources, key = set[str](), "k"
+        async with supervisor.events(after="0") as events:
+            while len(sources) < 2:
+                spec = SessionSpec(image="python", publish=(LOCAL,), idempotency_key=key)
+                session = await with_server(supervisor, spec)
+                (published,) = session.published
+                assert (await supervisor.create(spec)).published == [published]
+                assert await is_reached(published.host_port or 0)
+                sources.add(session.acquire_source)
+                key += "k"
+            taken = attrs.evolve(LOCAL, port=8001, host_port=published.host_port or 0)
+            spec = attrs.evolve(spec, publish=(LOCAL, taken), idempotency_key=key)
+            before = {each.id for each in await supervisor.list()}
+            with pytest.raises(Conflict):
+                await supervisor.create(spec)
+            assert {each.id for each in await supervisor.list()} == before
+            again = await supervisor.create(attrs.evolve(spec, publish=(LOCAL,)))
+            told: list[EventType] = []
+            with trio.fail_after(patience()):
+                async for event in events:
+                    told += [event.type] if event.session_id == again.id else []
+                    if EventType.PREVIEW_OPENED in told:
+                        break
+            assert told[:2] == [EventType.SESSION_CREATED, EventType.PREVIEW_OPENED]
+            await supervisor.close_preview(again.id, 8000)
+            await until(lambda: has_member(supervisor))
+            (member,) = supervisor._directory.members.values()
+            inside = member.inspect()
+            assert inside is not None
+            assert inside.record.identity is not None
+            os.kill(inside.record.identity.pid, signal.SIGSTOP)  # it can't be handed out, and another one is made
+            host_port = again.published[0].host_port or 0
+            other = await supervisor.create(SessionSpec(publish=(attrs.evolve(LOCAL, host_port=host_port),)))
+            assert (other.acquire_source, other.published[0].host_port) == ("cold", host_port)
+    for wrong in ((LOCAL, LOCAL), (PreviewSpec(8000),)):
+        with pytest.raises(InvalidRequest):
+            check_publish(wrong, with_previews.preview, has_gateway=True)
 
 
 async def test_a_port_of_the_node_is_published_once(supervisor: LocalSupervisor) -> None:

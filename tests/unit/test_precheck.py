@@ -21,6 +21,7 @@ from sandkasten.host.checks import (
     CATALOGUE,
     Host,
     advise,
+    check_bridge_way,
     check_merging,
     check_pools,
     check_room,
@@ -253,6 +254,32 @@ def test_a_proxy_that_nothing_is_reached_by_is_told() -> None:
         assert check_upstream(url).verdict is Verdict.WORKS
     away = check_upstream(url)
     assert (away.verdict, away.seen) == (Verdict.MISSING, f"{url}: Connection refused")
+
+
+def test_the_way_of_bridges_is_looked_for(tmp_path: Path) -> None:
+    """By the default route of the lowest metric: a forwarding that is off is named with its line, a route of somebody
+    else's into the range is told, and those of sessions are their own."""
+    routes, setting = tmp_path / "proc/net/route", tmp_path / "proc/sys/net/ipv4/conf/up.1/forwarding"
+    for each in (routes, setting):
+        each.parent.mkdir(parents=True)
+    head = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+    default = "up.1\t00000000\t0100000A\t0003\t0\t0\t5\t00000000\t0\t0\t0\n"
+    worse, refused = (
+        default.replace("up.1", "up2").replace("\t5\t", "\t9\t"),
+        default.replace("0003\t0\t0\t5", "0203\t0\t0\t1"),
+    )
+    session, other = (f"{link}\t0700D50A\t00000000\t0005\t0\t0\t0\tFFFFFFFF\t0\t0\t0\n" for link in ("skb0", "br0"))
+
+    def seen(text: str, forwarding: str = "1\n") -> tuple[Verdict, str, str]:
+        routes.write_text(head + text)
+        setting.write_text(forwarding)
+        check = check_bridge_way("10.213.0.0/16", f"{tmp_path}/")
+        return check.verdict, check.seen, check.fix
+
+    assert seen(worse + default + session) == (Verdict.WORKS, "by up.1, with addresses of 10.213.0.0/16", "")
+    assert "`ip route add default" in seen(refused + session)[2]
+    assert "10.213.0.7/32" in seen(default + other)[1]
+    assert "sysctl -w net.ipv4.conf.up.1.forwarding=1" in seen(default, "0\n")[2]
 
 
 def test_a_data_directory_that_others_may_write_is_told(tmp_path: Path) -> None:

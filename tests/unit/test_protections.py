@@ -84,7 +84,7 @@ def test_what_is_listed_as_required_must_be_fully_on() -> None:
 
 def test_a_check_is_required_as_its_protection_is() -> None:
     """A check that matters to the operator alone never stops a start."""
-    some = with_needs(Config(), machine(fails("swap", "no"), fails("veth", "no"), fails("inotify", "few")))
+    some = with_needs(Config(), machine(fails("swap", "no"), fails("bridge", "no"), fails("inotify", "few")))
     is_fatal = {check.id: check.is_fatal for check in some.checks}
     assert {check_id for check_id, fatal in is_fatal.items() if fatal} == {"swap"}
     waived = with_needs(Config(isolation=IsolationSettings(allow_missing=("swap",))), some)

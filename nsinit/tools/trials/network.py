@@ -1,7 +1,6 @@
 """Trials of networks: the loopback that every session has, and the parts of a network that reaches out.
 
 Each in a network namespace of the trial's own. Sources: netdevice(7), netlink(7), rtnetlink(7), sock_diag(7);
-linux/netfilter/nf_tables.h; linux/veth.h;
 linux/inet_diag.h.
 """
 
@@ -11,16 +10,17 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from ipaddress import IPv4Address
 
 from nsinit.kernel import constants as k
 from nsinit.kernel import netlink, syscalls
+from nsinit.kernel.files import write_file
+from nsinit.sandbox import bridge as links
 from nsinit.sandbox import network
 from nsinit.steps import StepFailed
 from nsinit.tools.trials.attempt import FallsBack, Room
+from nsinit.wire.protocol import BridgeTerms
 
-_IFLA_LINKINFO, _IFLA_INFO_KIND = 18, 1
-_NFNL_MSG_BATCH_BEGIN, _NFNL_MSG_BATCH_END, _NFNL_SUBSYS_NFTABLES = 16, 17, 10
-_NFT_MSG_NEWTABLE, _NFTA_TABLE_NAME, _NFPROTO_INET = 0, 1, 1
 _TCPDIAG_GETSOCK, _TCP_LISTEN = 18, 10
 _LISTENERS = struct.Struct("=Bxxx48xI4x")
 """Of inet_diag_req: family, states."""
@@ -28,6 +28,7 @@ _LISTENER = struct.Struct("=BBxx2s")
 _OTHER_WAY = "/proc/net/tcp is read instead"
 _FOREIGN = ("192.0.2.1", 443)
 """An address for documentation (RFC 5737)."""
+_HOST, _WORLD, _RANGE = IPv4Address("192.0.2.2"), IPv4Address("192.0.2.3"), "198.51.100.0/24"
 
 
 def loopback(_room: Room) -> str:
@@ -102,33 +103,34 @@ def sk_lookup(_room: Room) -> str:
     return "a connection to a foreign address arrived at a listener of ours"
 
 
-def veth(_room: Room) -> str:
-    syscalls.unshare(k.CLONE_NEWNET)
-    kind = netlink.attribute(_IFLA_LINKINFO | netlink.NLA_F_NESTED, netlink.attribute(_IFLA_INFO_KIND, b"veth"))
-    message = netlink.message(
-        netlink.RTM_NEWLINK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + kind, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL
-    )
-    _ask(netlink.NETLINK_ROUTE, message, "veth")
-    return "made a pair of devices"
-
-
-def nftables(_room: Room) -> str:
-    syscalls.unshare(k.CLONE_NEWNET)
-    family = struct.pack("=BBH", 0, 0, socket.htons(_NFNL_SUBSYS_NFTABLES))
-    table = struct.pack("=BBH", _NFPROTO_INET, 0, 0) + netlink.attribute(_NFTA_TABLE_NAME, b"sandkasten\0")
-    kind = _NFNL_SUBSYS_NFTABLES << 8 | _NFT_MSG_NEWTABLE
-    batch = netlink.message(_NFNL_MSG_BATCH_BEGIN, family, 0, asks=False) + netlink.message(
-        kind, table, netlink.NLM_F_CREATE
-    )
-    _ask(netlink.NETLINK_NETFILTER, batch + netlink.message(_NFNL_MSG_BATCH_END, family, 0, asks=False), "nftables")
-    return "made a table of rules"
-
-
-def _ask(family: int, data: bytes, what: str) -> None:
-    """Send a request and read its acknowledgement."""
+def bridge(_room: Room) -> str:
+    """Give a network a link out through another one, as a session gets it, and send a datagram to a third."""
+    session_fd, world_fd, host_fd = (_new_network() for _ in range(3))  # and stay in the last
     try:
-        (status,) = netlink.ask(family, data)
-    except OSError as error:
-        raise FallsBack(f"{what}: {error}") from error
-    if status:
-        raise FallsBack(f"{what}: {os.strerror(status)}")
+        links.make_pair("up0", world_fd)
+        links.set_up_session(_HOST, "up0")
+        links.join("up0", _WORLD)
+        write_file("/proc/sys/net/ipv4/conf/up0/forwarding", "1")
+        syscalls.setns(world_fd, k.CLONE_NEWNET)
+        links.set_up_session(_WORLD)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hears:
+            hears.bind((str(_WORLD), 0))
+            hears.settimeout(2)
+            syscalls.setns(host_fd, k.CLONE_NEWNET)
+            terms = BridgeTerms(_RANGE, ("127.0.0.0/8",), ())
+            links.open_bridge(links.NodeNames("skb"), "skb0", terms, (), (), netns_fd=session_fd, host_fd=host_fd)
+            syscalls.setns(session_fd, k.CLONE_NEWNET)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sends:
+                sends.sendto(b"hello", hears.getsockname())
+            source = hears.recvfrom(16)[1][0]
+    except (StepFailed, OSError) as error:
+        raise FallsBack(f"{getattr(error, 'stage', 'link')}: {error}") from error
+    if source != str(_HOST):
+        raise FallsBack(f"a session's datagram came out under {source}, and not under the host's address")
+    return "a session's datagram came out under the host's address"
+
+
+def _new_network() -> int:
+    syscalls.unshare(k.CLONE_NEWNET)
+    network.loopback_up()
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)

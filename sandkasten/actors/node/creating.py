@@ -154,7 +154,7 @@ class Creating:
                 # A shell that starts in a crowd of creates takes the processor that they wait for.
                 shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
                 env = resolved.environment(record.session.id, spec)
-                creation = Creation(resolved, image, prepared is not None, shell_ms, env)
+                creation = Creation(resolved, image, prepared is not None, shell_ms, env, spec.publish)
                 session = await self._built(record, creation)
         finally:
             self._budget.release(place)

@@ -39,6 +39,7 @@ from sandkasten.images.catalog import Image
 from sandkasten.model import EventType, Session, SessionSpec
 from sandkasten.model.errors import (
     Capacity,
+    Conflict,
     DiskReserve,
     InvalidImage,
     InvalidRequest,
@@ -289,12 +290,13 @@ class SessionPool:
             env=resolved.environment(member.session_id, spec),
             spec_digest=digest,
             idempotency_key=spec.idempotency_key,
+            publish=spec.publish,
         )
         try:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
             budget.release(member.session_id)  # before its actor does: the next one may need the share
-            if isinstance(error, InvalidRequest | StoreFailed):
+            if isinstance(error, InvalidRequest | StoreFailed | Conflict):
                 raise
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None

@@ -199,7 +199,8 @@ class PreviewClient(Actor):
             await self._send(gateway, knocking.Revoke(session_id, port))
 
     def _publish(self, session_id: str, port: int, host_port: int) -> int:
-        if self._settings.publish is None or self._start is None or (entry := self._directory.get(session_id)) is None:
+        entry = self._directory.get(session_id) or self._directory.members.get(session_id)  # one that is being claimed
+        if self._settings.publish is None or self._start is None or entry is None:
             raise Conflict("this node does not publish ports of that session", session_id=session_id)
         doors = self._doors_of(session_id, entry)
         if (listener := doors.published.get(port)) is not None:

@@ -253,7 +253,7 @@ class SessionActor(Actor):
                 timer.end_steps("build", sandbox.timings_us)
                 crash.passing(Point.CREATE_BUILT)
                 self._own.change(status=next_status(session.status, Trigger.BUILT))
-                meanwhile.start_soon(self._put_running)
+                meanwhile.start_soon(self._put_running, creation)
                 meanwhile.start_soon(self._open_way)
                 self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
@@ -281,6 +281,7 @@ class SessionActor(Actor):
             ttl_s=None if made.ttl_s == FOREVER_S else made.ttl_s,
             expires_at=rfc3339_or_none(made.expires_at),
         )
+        self._previews.announce()
 
     async def _claim(self, claim: Claim) -> Session:
         """Become the session of a client. PID 1 answers for itself while the record is written. A client's variables
@@ -292,6 +293,7 @@ class SessionActor(Actor):
         written: Reply[None] = Reply()
         failure: SandkastenError | None = None
         try:
+            await self._previews.publish(claim.publish)
             if not claim.env:
                 self._own.post(written)
             if self._is_frozen:
@@ -317,7 +319,7 @@ class SessionActor(Actor):
     async def _unclaim(self, member: SessionRecord) -> None:
         """End a member that could not be handed out. Its record goes at once: the next member may get the same
         idempotency key."""
-        self._own.undo(member)
+        await self._previews.undo(member)
         try:
             await self._own.delete()
         except SandkastenError as error:
@@ -338,7 +340,8 @@ class SessionActor(Actor):
         self._reopening = trio.CancelScope()
         self.start_task(reopen_way, self._services.egress, self._own, self._reopening)
 
-    async def _put_running(self) -> None:
+    async def _put_running(self, creation: Creation) -> None:
+        await self._previews.publish(creation.publish)
         await self._own.put()
         self._services.crash.passing(Point.CREATE_RUNNING)
 

@@ -35,6 +35,7 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
 )
+from sandkasten.model.network import PreviewSpec
 from sandkasten.output.records import Seal
 
 _VERSIONS = range(protocol.OLDEST_VERSION, protocol.PROTOCOL_VERSION + 1)
@@ -141,6 +142,7 @@ class Creation:
     is_prepared: bool
     unused_shell_ms: int | None
     env: Mapping[str, str] = attrs.field(repr=False)
+    publish: Sequence[PreviewSpec] = ()
 
 
 def first_request(creation: Creation, graces: protocol.Graces) -> protocol.Setup:

@@ -37,6 +37,7 @@ class Claim(Ask[Session]):
     Raises:
         StoreFailed: the claim could not be recorded.
         InvalidRequest: PID 1 refused the environment.
+        Conflict: a port can't be published.
         SandkastenError: the member is dead, or does not answer in time. It ends after each of these errors.
     """
 
@@ -44,6 +45,7 @@ class Claim(Ask[Session]):
     env: Mapping[str, str] = attrs.field(repr=False)
     spec_digest: str
     idempotency_key: str | None
+    publish: Sequence[PreviewSpec] = ()
 
 
 @attrs.frozen

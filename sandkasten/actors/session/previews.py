@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
+import attrs
 import trio
 
+from egress.knocking import ALL_PORTS
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.session_services import SessionServices
 from sandkasten.actors.services.previews import CloseDoors, PublishPort
@@ -21,6 +23,7 @@ from sandkasten.log import rfc3339
 from sandkasten.model import EventType
 from sandkasten.model.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
 from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
+from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +53,9 @@ class SessionPreviews:
             raise Conflict("the port has a preview of the other kind: close that first", port=spec.port)
         if is_local:
             host_port = await self._client.ask_again(PublishPort(self._host.session_id, spec.port, spec.host_port))
-        end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
-        epoch = replaced.epoch if is_local and replaced is not None else secrets.token_hex(_EPOCH_BYTES)
-        preview = Preview(spec.port, spec.access, epoch, end, spec.keep_alive, spec.resume, host_port)
+        preview = _made(spec, host_port)
+        if is_local and replaced is not None:
+            preview = attrs.evolve(preview, epoch=replaced.epoch)
         is_recorded = False
         try:
             await self._put({**before, spec.port: preview})
@@ -66,14 +69,40 @@ class SessionPreviews:
             return preview
         if replaced is not None:
             await self._revoke(spec.port)
-        self._host.emit(
-            EventType.PREVIEW_OPENED,
-            port=spec.port,
-            access=spec.access.value,
-            expires_at=rfc3339(preview.expires_at),
-            host_port=host_port,
-        )
+        self._emit_opened(preview)
         return preview
+
+    async def publish(self, wanted: Sequence[PreviewSpec]) -> None:
+        """Publish the ports of a session that is being made, all or none, before a record says that the session runs.
+
+        Raises:
+            Conflict, Capacity: a port of the node can't be had.
+        """
+        made: dict[int, Preview] = {}
+        if not wanted:
+            return
+        try:
+            for spec in wanted:
+                port = PublishPort(self._host.session_id, spec.port, spec.host_port)
+                made[spec.port] = _made(spec, await self._client.ask_again(port))
+        finally:
+            if len(made) < len(wanted):
+                with trio.CancelScope(shield=True):
+                    await self._revoke()
+        self._own.change(previews=made)
+
+    async def undo(self, before: SessionRecord) -> None:
+        """Put the record of a pool's member back, and listen for none of the ports that it was to have as a session:
+        the next member is asked for them."""
+        if self._own.session.previews:
+            await self._revoke()
+        self._own.undo(before)
+
+    def announce(self) -> None:
+        """Tell of the previews that a session was made with, and close them in time."""
+        for preview in self._own.session.previews.values():
+            self._host.start_task(self._close_in_time, preview)
+            self._emit_opened(preview)
 
     async def close(self, port: int, reason: str = "closed by request") -> None:
         """Close a preview, and end the requests to it.
@@ -112,7 +141,16 @@ class SessionPreviews:
             self._own.change(previews=before)
             raise
 
-    async def _revoke(self, port: int) -> None:
+    def _emit_opened(self, preview: Preview) -> None:
+        self._host.emit(
+            EventType.PREVIEW_OPENED,
+            port=preview.port,
+            access=preview.access.value,
+            expires_at=rfc3339(preview.expires_at),
+            host_port=preview.host_port,
+        )
+
+    async def _revoke(self, port: int = ALL_PORTS) -> None:
         """End requests that are under way. Without a client none are."""
         try:
             await self._client.ask_again(CloseDoors(self._host.session_id, port))
@@ -129,3 +167,9 @@ class SessionPreviews:
                 await self.close(preview.port, reason)
             except SandkastenError as error:  # the record keeps one that lets nobody in
                 log.info("preview_not_closed", extra={"session_id": self._host.session_id, "error": str(error)})
+
+
+def _made(spec: PreviewSpec, host_port: int | None) -> Preview:
+    end = datetime.now(UTC) + timedelta(seconds=spec.ttl_s)
+    epoch = secrets.token_hex(_EPOCH_BYTES)
+    return Preview(spec.port, spec.access, epoch, end, spec.keep_alive, spec.resume, host_port)

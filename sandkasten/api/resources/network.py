@@ -27,6 +27,8 @@ from sandkasten.api.resources.fields import (
 from sandkasten.model.network import (
     MAX_SESSION_SECRETS,
     NETWORK_LIMIT_BOUNDS,
+    PORT_BOUNDS,
+    PREVIEW_TTL_BOUNDS_S,
     EgressEntry,
     EgressLogging,
     EgressVerdict,
@@ -34,6 +36,8 @@ from sandkasten.model.network import (
     NetworkCounters,
     NetworkLimits,
     NetworkMode,
+    PreviewAccess,
+    PreviewSpec,
 )
 
 DEFAULT_ENTRIES = ListLimit(1000)
@@ -45,6 +49,9 @@ Connections = NewType("Connections", int)
 ByteLimit = NewType("ByteLimit", int)
 Mbit = NewType("Mbit", int)
 Revision = NewType("Revision", int)
+PreviewPort = NewType("PreviewPort", int)
+PreviewTtl = NewType("PreviewTtl", int)
+HostPort = NewType("HostPort", int)
 SecretNames = NewType("SecretNames", tuple[str, ...])
 SessionEnvironment = NewType("SessionEnvironment", dict[str, Any])
 SessionEnvironmentPatch = NewType("SessionEnvironmentPatch", dict[str, Any])
@@ -104,6 +111,9 @@ add_kinds(
         ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
         Mbit: Between(*NETWORK_LIMIT_BOUNDS["mbit_up"]),
         Revision: Between(1, 2**53),
+        PreviewPort: Between(*PORT_BOUNDS),
+        PreviewTtl: Between(*PREVIEW_TTL_BOUNDS_S),
+        HostPort: Between(0, PORT_BOUNDS[1]),
         SecretNames: _secret_names,
         SessionEnvironment: _session_environment,
         SessionEnvironmentPatch: partial(_session_environment, may_be_null=True),
@@ -152,6 +162,29 @@ class NetworkRequest:
             log=self.log or EgressLogging.ALL,
             proxy_env=self.proxy_env,
             secrets=self.secrets or (),
+        )
+
+
+@attrs.frozen
+class PublishRequest:
+    """A port that a new session has published from its start, for `ttl_seconds`, by default a day: as a preview with
+    the access `local`."""
+
+    port: PreviewPort
+    host_port: HostPort = HostPort(0)
+    ttl_seconds: PreviewTtl = PreviewTtl(PREVIEW_TTL_BOUNDS_S[1])
+    keep_alive: bool = False
+    resume: bool = False
+
+    def to_spec(self) -> PreviewSpec:
+        """Return the model's spec."""
+        return PreviewSpec(
+            port=self.port,
+            ttl_s=self.ttl_seconds,
+            access=PreviewAccess.LOCAL,
+            keep_alive=self.keep_alive,
+            resume=self.resume,
+            host_port=self.host_port,
         )
 
 

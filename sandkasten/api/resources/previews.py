@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NewType
 
 import attrs
 
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Between, add_kinds, member_of, read_request
+from sandkasten.api.resources.fields import add_kinds, member_of, read_request
+from sandkasten.api.resources.network import HostPort, PreviewPort, PreviewTtl
 from sandkasten.api.resources.sessions import DoneBody
 from sandkasten.log import rfc3339
 from sandkasten.model.errors import PreviewNotFound
-from sandkasten.model.network import (
-    PORT_BOUNDS,
-    PREVIEW_TTL_BOUNDS_S,
-    Preview,
-    PreviewAccess,
-    PreviewSpec,
-)
+from sandkasten.model.network import PORT_BOUNDS, Preview, PreviewAccess, PreviewSpec
 
-PreviewPort = NewType("PreviewPort", int)
-PreviewTtl = NewType("PreviewTtl", int)
-HostPort = NewType("HostPort", int)
-
-add_kinds(
-    {
-        PreviewAccess: member_of(PreviewAccess),
-        PreviewPort: Between(*PORT_BOUNDS),
-        PreviewTtl: Between(*PREVIEW_TTL_BOUNDS_S),
-        HostPort: Between(0, PORT_BOUNDS[1]),
-    }
-)
+add_kinds({PreviewAccess: member_of(PreviewAccess)})
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar, Literal, NewType
 
@@ -50,6 +50,7 @@ from sandkasten.api.resources.network import (
     NetworkBody,
     NetworkChange,
     NetworkRequest,
+    PublishRequest,
     Revision,
     SessionEnvironment,
     SessionEnvironmentPatch,
@@ -167,6 +168,7 @@ class CreateRequest:
     readonly_rootfs: bool | None = None
     shell: Shell | None = None
     network: NetworkRequest | None = None
+    publish: Sequence[PublishRequest] = ()
     exec_mode: ExecMode | None = None
     user: User | None = None
     root_inside: bool | None = None
@@ -207,6 +209,7 @@ class CreateRequest:
             stop_grace_ms=self.stop_grace_ms,
             streams=self.streams,
             network=None if self.network is None else self.network.over(default_network),
+            publish=tuple(each.to_spec() for each in self.publish),
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
 
@@ -308,6 +311,14 @@ def _statuses(text: str | None) -> frozenset[Status]:
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
+@attrs.frozen
+class PublishedBody(Body):
+    """A published port of a session, and the port of the node that leads to it."""
+
+    port: int
+    host_port: int
+
+
 @attrs.frozen(kw_only=True)
 class SessionBody(Body):
     """A session. Spans are in seconds, null without end."""
@@ -333,6 +344,7 @@ class SessionBody(Body):
     stop_grace_ms: int
     streams: str | None
     network: NetworkBody
+    published: Sequence[PublishedBody]
     labels: Mapping[str, str]
     epoch: int
     workspace_id: str | None = None
@@ -351,6 +363,7 @@ class SessionBody(Body):
             idle_timeout_seconds=_seconds(session.ttl_s),
             max_lifetime_seconds=_seconds(session.max_lifetime_s),
             network=NetworkBody.take(session.network, revision=session.network_revision),
+            published=[PublishedBody.take(each) for each in session.published],
             **attrs.asdict(session.options, recurse=False),
         )
 

@@ -152,7 +152,9 @@ async def open_field(config: Config, *, patience: float = 1.0) -> AsyncIterator[
             pool=PoolSettings(),
             server=ServerSettings(pool_sandboxes=0),
             preview=PreviewSettings("127.0.0.1:0", publish="127.0.0.1"),
-            egress=attrs.evolve(config.egress, max_mode=NetworkMode.OPEN.value),
+            egress=attrs.evolve(
+                config.egress, max_mode=(NetworkMode.BRIDGE if config.may_bridge else NetworkMode.OPEN).value
+            ),
             defaults=attrs.evolve(config.defaults, network_mode=NetworkMode.NONE.value),
             workspace=attrs.evolve(config.workspace, max_import_mb=_MAX_IMPORT_MB, default_quota_mb=quota_mb),
         )

@@ -30,7 +30,7 @@ from sandkasten.model.network import EgressVerdict, Network, NetworkMode
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.probes.attempt import HELD, Answers, NotApplicable, attempt, collect
 
-_SPECIAL = (
+SPECIAL = (
     *("169.254.169.254", "169.254.170.2", "100.100.100.200"),  # metadata services
     *("10.0.0.1", "172.16.0.1", "172.17.0.1", "192.168.0.1", "192.168.1.1", "100.64.0.1", "192.0.0.1", "192.0.2.1"),
     *("198.51.100.1", "203.0.113.1", "192.88.99.1", "240.0.0.1"),
@@ -246,7 +246,7 @@ async def _reach(field: Field, session_id: str, targets: Sequence[str]) -> Answe
     return answers
 
 
-def _not_permitted(field: Field, addresses: Collection[str]) -> list[str]:
+def not_permitted(field: Field, addresses: Collection[str]) -> list[str]:
     """Leave out what the operator permits sessions to reach."""
     permitted = [ipaddress.ip_network(each) for each in field.config.egress.permit]
     return [each for each in addresses if not any(ipaddress.ip_address(each) in network for network in permitted)]
@@ -278,7 +278,7 @@ async def reach_node(field: Field) -> Answers:
 )
 async def reach_special(field: Field) -> Answers:
     async with field.session(network=_OPEN) as session_id:
-        return await _reach(field, session_id, [f"{each}:80" for each in _not_permitted(field, _SPECIAL)])
+        return await _reach(field, session_id, [f"{each}:80" for each in not_permitted(field, SPECIAL)])
 
 
 @attempt("egress.own-name", "reach the node by an allowed name that leads to its loopback", "DNS rebinding",
@@ -307,7 +307,7 @@ async def take_over(field: Field) -> Answers:
     own = [each for each in (own_address(),) if each is not None]
     cgroups = name_cgroups("egress")
     async with _listener("127.0.0.1", *own) as listener:
-        targets = _not_permitted(field, ["127.0.0.1", *own, *_SPECIAL, "::1", "::ffff:127.0.0.1", "fd00::1"])
+        targets = not_permitted(field, ["127.0.0.1", *own, *SPECIAL, "::1", "::ffff:127.0.0.1", "fd00::1"])
         said = {"permit": field.config.egress.permit, "cgroups": cgroups, "addresses": targets, "port": listener.port}
         code = [sys.executable, "-I", "-B", "-c", _TAKEN_OVER, str(Path(policy.__file__).parents[1])]
         try:
