@@ -305,6 +305,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             self._jobs,
             store=self._store,
             layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
+            catalog=self._catalog,
             blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
             settings=self._config.images,
             credentials_file=credentials_file(self._config),

@@ -108,20 +108,18 @@ def _tell_done(arguments: argparse.Namespace, name: str, digest: str) -> int:
 
 
 def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
+    from sandkasten.images.catalog import Catalog
     from sandkasten.images.layers import open_store
     from sandkasten.images.registry.documents import Platform
     from sandkasten.images.registry.reference import parse_reference
-    from sandkasten.model import IMAGE_NAME
-    from sandkasten.model.errors import InvalidImage, SandkastenError
+    from sandkasten.model.errors import SandkastenError
 
     require_root()
     shown = _Shown(arguments.reference, as_json=arguments.json)
     try:
         reference = parse_reference(arguments.reference)
         platform = Platform.own() if arguments.platform is None else Platform.parse(arguments.platform)
-        name = arguments.name or reference.name
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed")
+        name = Catalog(config.data_dir).name_for(reference, arguments.name)
 
         def work(sock: socket.socket) -> None:
             from sandkasten.cli.pull_child import pull_in_child

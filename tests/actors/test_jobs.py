@@ -18,6 +18,7 @@ from sandkasten.actors.services.jobs import BeginPull, CancelJob, GetJob, Jobs, 
 from sandkasten.actors.services.store import Store
 from sandkasten.config import ImagesSettings
 from sandkasten.crash import Crash
+from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
@@ -40,6 +41,7 @@ async def working(tmp_path: Path, layers: PullTarget) -> AsyncIterator[Ref]:
         Ref("jobs"),
         store=store.ref,
         layers=layers,
+        catalog=Catalog(tmp_path),
         blobs=Blobs(tmp_path / "blobs"),
         settings=ImagesSettings(),
         credentials_file=tmp_path / "auth.json",
