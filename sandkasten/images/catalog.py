@@ -141,13 +141,18 @@ class Catalog:
         Raises:
             InvalidImage: malformed, not present, or neither the name nor its target is allowed.
         """
+        image = self.look_up(name)
+        if not self.allows(name, image):
+            raise InvalidImage(f"image {name!r} is not allowed", image=name)
+        return image
+
+    def look_up(self, name: str) -> Image:
+        """Return an image as `get` does, also one that sessions may not have."""
         if not IMAGE_REFERENCE.match(name):
             raise InvalidImage(_MALFORMED, image=name[:64])
         image = self._find(name) or self._find(self._aliases.get(name, ""))
         if image is None:
             raise InvalidImage(f"there is no image {name!r}{self._near(name)}", image=name)
-        if not self.allows(name, image):
-            raise InvalidImage(f"image {name!r} is not allowed", image=name)
         return image
 
     def allows(self, name: str, image: Image) -> bool:
@@ -235,7 +240,7 @@ class Catalog:
 
     def get_own(self, name: str) -> Image:
         """Return the image of a name or reference. Raises `InvalidImage`; for an alias the message names the image."""
-        image = self.get(name)
+        image = self.look_up(name)
         if self._find(name) is None:
             raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
         return image
@@ -269,7 +274,7 @@ class Catalog:
 
     def validate(self, name: str) -> list[str]:
         """Return the faults of an image's files, one sentence each; none means that the image can be used."""
-        image = self.get(name)
+        image = self.look_up(name)
         return rootfs.find_problems(*map(str, self.trees(image.name)), usr="/usr" if image.kind == "host" else None)
 
     def delete(self, name: str) -> bool:

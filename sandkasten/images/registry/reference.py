@@ -80,7 +80,8 @@ class Reference:
 
     def is_same(self, other: Reference) -> bool:
         """Whether both have one name: the same tag of one repository, or no tag and the same digest."""
-        return self.is_of(other) and (self.tag == other.tag if self.tag else not other.tag and self.digest == other.digest)
+        own, others = (each.tag or each.digest for each in (self, other))
+        return self.is_of(other) and own == others
 
 
 def parse_reference(text: str) -> Reference:
