@@ -110,10 +110,14 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     prune = actions.add_parser("prune", help="remove layers that no image and no session has")
     prune.add_argument("--older-than", type=span_seconds, default="1h", metavar="SPAN", help="time unused, such as 12h")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    prune.set_defaults(command=_late("image", "run"), action="prune")
+    prune.set_defaults(command=_here_or_there("image", "prune_images"), action="prune")
     for name, action in (("validate", validate), ("rm", remove), ("inspect", inspect)):
-        action.add_argument("name")
+        action.add_argument("name", metavar="IMAGE", help="a name, a reference such as debian:trixie, an alias")
         action.set_defaults(command=_late("image", "run"), action=name)
+    remove.set_defaults(command=_here_or_there("image", "remove_image"))
+    inspect.set_defaults(command=_here_or_there("image", "inspect_image"))
+    for action in (prune, remove, inspect):
+        action.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     importing = actions.add_parser("import", help="make an image of a tar archive")
     importing.add_argument("--name", required=True)
     importing.add_argument("--tar", required=True, type=Path, metavar="FILE")

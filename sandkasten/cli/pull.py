@@ -38,10 +38,10 @@ def pull(arguments: argparse.Namespace) -> int:
     if is_elsewhere(arguments) or os.geteuid() != 0:
         return verb(pull_there)(arguments)
     config = load_installed(arguments)
-    return verb(pull_there)(arguments) if _is_served(config) else _pull_here(arguments, config)
+    return verb(pull_there)(arguments) if is_served(config) else _pull_here(arguments, config)
 
 
-def _is_served(config: Config) -> bool:
+def is_served(config: Config) -> bool:
     """Whether a daemon has the data directory. Raises `Stop` where that can't be found out."""
     from sandkasten.host.leftovers import CantLook, has_daemon
 
