@@ -1,5 +1,5 @@
-"""`sandkasten image list | inspect | validate | rm | prune | import`: works on the store itself, but where a daemon serves
-and knows what is in use, through that."""
+"""`sandkasten image list | inspect | validate | rm | prune | import`: works on the store itself, but through a serving
+daemon where what is in use counts."""
 
 from __future__ import annotations
 

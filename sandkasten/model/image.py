@@ -69,6 +69,11 @@ class ImageConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidImage(f"the image's configuration is malformed: {error}") from error
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program that the image is made to run, with its arguments; empty: none."""
+        return (*self.entrypoint, *self.cmd)
+
     def to_oci(self) -> dict[str, Any]:
         """Return the `config` of an OCI image; fields without a value are left out."""
         said = {

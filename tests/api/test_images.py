@@ -30,7 +30,7 @@ def put_image(data_dir: Path, name: str, layers: list[str], source: str, tag: st
     """Leave the description of a pulled image where nsinit leaves it."""
     directory = data_dir / "images" / name
     directory.mkdir(parents=True)
-    config = ImageConfig(labels=labels, exposed_ports=("80/tcp",))
+    config = ImageConfig(labels=labels, exposed_ports=("80/tcp",), entrypoint=("/serve",), cmd=("--all", "now"))
     (directory / "meta.json").write_bytes(describe(layers, config, FULL, source, "linux/amd64", [tag], 3, 60))
 
 
@@ -127,3 +127,15 @@ async def test_other_keys_see_the_images_that_sessions_may_have() -> None:
             assert foreign not in (await client.get("/v1/images")).text
             assert refusal(await client.get("/v1/images/debian:bookworm"))[:2] == (400, "INVALID_IMAGE")
             assert (await client.delete("/v1/images/debian")).status_code == 403
+
+
+async def test_a_process_without_a_command_is_the_image_s() -> None:
+    """Its ENTRYPOINT and CMD together; where there is none the command is required."""
+    async with running_front() as running, running.client() as client:
+        put_image(running.supervisor._config.data_dir, "debian", DIGESTS[:1], "debian:bookworm", "bookworm")
+        session = (await client.post("/v1/sessions", json={"image": "debian:bookworm"})).json()["id"]
+        process = await client.post(f"/v1/sessions/{session}/processes", json={})
+        assert (process.status_code, process.json()["command"]) == (201, "/serve --all now")
+        session = (await client.post("/v1/sessions")).json()["id"]
+        refused = refusal(await client.post(f"/v1/sessions/{session}/processes", json={}))
+        assert refused == (400, "INVALID_REQUEST", {"cmd": "is required"})
