@@ -69,7 +69,7 @@ class Image:
 
     @property
     def origin(self) -> Reference | None:
-        """What was pulled, of an image that came from a registry."""
+        """Reference that was pulled, of an image that came from a registry."""
         if not self.digest:
             return None
         try:
@@ -85,7 +85,7 @@ class Image:
 
     @property
     def references(self) -> list[str]:
-        """Its tags as users write them."""
+        """Tags as users write them."""
         return [f"{self.family}:{tag}" for tag in self.tags]
 
     def has(self, tag: str | None, digest: str | None) -> bool:
@@ -202,10 +202,10 @@ class Catalog:
         return next(iter(by_name or sorted(pulled, key=lambda image: image.created_at, reverse=True)), None)
 
     def _near(self, reference: str) -> str:
-        """Return the end of a refusal that names the tags there are of what a reference may mean."""
+        """Return the end of a refusal that names the tags there are, and may be used, of what a reference may mean."""
         parts = IMAGE_REFERENCE.match(reference)
         name = "" if parts is None else parts["name"].rpartition("/")[2]
-        found = [each for image in self.images() if image.family == name for each in image.references]
+        found = [each for image in self.allowed() if image.family == name for each in image.references]
         return f"; there is {', '.join(found[:_MOST_NEAR])}" if found else ""
 
     def name_for(

@@ -109,7 +109,7 @@ class ImageLayer:
 
 @attrs.frozen
 class ImageUses:
-    """What names an image: live sessions, by id, and session pools of the configuration, by the name they have it."""
+    """Users of an image: live sessions, by id, and session pools, by their names in the configuration."""
 
     sessions: Sequence[str] = ()
     pools: Sequence[str] = ()

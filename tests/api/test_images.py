@@ -130,7 +130,7 @@ async def test_other_keys_see_the_images_that_sessions_may_have() -> None:
 
 
 async def test_a_process_without_a_command_is_the_image_s() -> None:
-    """Its ENTRYPOINT and CMD together; where there is none the command is required."""
+    """ENTRYPOINT and CMD are one command; where there is none the command is required."""
     async with running_front() as running, running.client() as client:
         put_image(running.supervisor._config.data_dir, "debian", DIGESTS[:1], "debian:bookworm", "bookworm")
         session = (await client.post("/v1/sessions", json={"image": "debian:bookworm"})).json()["id"]

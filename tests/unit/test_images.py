@@ -152,7 +152,7 @@ def test_no_two_images_own_one_tag_of_a_name(tmp_path: Path) -> None:
 
 
 def test_a_stamp_changes_with_what_a_reference_means(tmp_path: Path) -> None:
-    """What was resolved before is good as long as the stamp is."""
+    """Answers that were resolved before are good as long as the stamp is."""
     catalog = Catalog(tmp_path, aliases={"stable": "debian:trixie"})
     stamps = {name: catalog.stamp(name) for name in ("debian", "debian:trixie", "stable", "other")}
     pulled(catalog, "debian:trixie")
@@ -165,7 +165,7 @@ def test_a_stamp_changes_with_what_a_reference_means(tmp_path: Path) -> None:
 
 
 def test_allowed_references_hold_for_the_image(tmp_path: Path) -> None:
-    """What a reference in the list means may be used by any of its names, and nsinit is told these: also before there
+    """Images that a reference in the list means may be used by any name, and nsinit is told these: also before there
     is such an image."""
     catalog = Catalog(tmp_path, allowed=["debian:trixie", "ghcr.io/team/app:v2"], aliases={"stable": "debian:trixie"})
     assert catalog.names_of(["debian:trixie", "stable", f"x@{DIGEST}", "own"]) == [
