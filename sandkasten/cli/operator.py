@@ -124,7 +124,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     importing.set_defaults(command=_late("image", "run"), action="import")
     pulling = actions.add_parser("pull", help="get an image from a registry")
     pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")
-    pulling.add_argument("--name", help="the image's name here; by default the last part of REF")
+    pulling.add_argument("--name", help="the image's name here; by default the last part of REF, or with its tag")
     pulling.add_argument("--platform", metavar="OS/ARCH", help="by default that of the machine")
     pulling.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     pulling.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
