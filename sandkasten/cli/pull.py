@@ -119,7 +119,10 @@ def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
     try:
         reference = parse_reference(arguments.reference)
         platform = Platform.own() if arguments.platform is None else Platform.parse(arguments.platform)
-        name = Catalog(config.data_dir).name_for(reference, arguments.name)
+        catalog = Catalog(config.data_dir)
+        name = catalog.name_for(reference, arguments.name)
+        if not arguments.replace:
+            catalog.require_free(name)
 
         def work(sock: socket.socket) -> None:
             from sandkasten.cli.pull_child import pull_in_child

@@ -229,6 +229,11 @@ class Catalog:
                 raise InvalidImage(f"{family}:{reference.tag} is image {each.name!r}: give another name", image=name)
         return name
 
+    def require_free(self, name: str) -> None:
+        """Refuse the name of an image that is there, before anything is loaded for another. Raises `InvalidImage`."""
+        if self._read(name) is not None:
+            raise InvalidImage(f"there is an image {name!r} already", image=name)
+
     def _free_name(self, reference: Reference, under_way: Mapping[str, Reference]) -> str:
         present = {each.name: each.origin for each in self.images() if each.family == reference.short_name}
         there = {**present, **under_way}

@@ -241,6 +241,9 @@ class Jobs(Actor):
     ) -> Pull:
         from sandkasten.images.registry.client import RegistryClient
 
+        if not replace:
+            await trio.to_thread.run_sync(self._catalog.require_free, running.job.name)
+
         def credentials_of(registry: str) -> Credentials | None:
             if auth is not None and registry == reference.registry:
                 return auth
