@@ -77,7 +77,7 @@ class DigestMismatch(InvalidImage):
 
 
 class ImageInUse(ClientError):
-    """The image can't be deleted: a session has it."""
+    """The image can't be deleted: sessions or pools have it."""
 
     code = "IMAGE_IN_USE"
 

@@ -61,6 +61,7 @@ from sandkasten.model.network import (
 )
 from sandkasten.model.node import Diagnosis, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
 from sandkasten.model.workspace import (
+    EVERYWHERE,
     FileHead,
     Upload,
     UploadSpec,
@@ -470,12 +471,13 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         `EgressUnavailable`, `StoreFailed`."""
         ...
 
-    async def images(self) -> Sequence[ImageDescription]:
-        """Return all images, by name."""
+    async def images(self, *, within: Within = EVERYWHERE, is_bounded: bool = False) -> Sequence[ImageDescription]:
+        """Return all images, by name. `is_bounded`: those alone that sessions may have. Of the sessions that use them,
+        those within these labels are told, and pools everywhere alone."""
         ...
 
-    async def image(self, name: str) -> ImageDescription:
-        """Return the image of a name or an alias. Raises `InvalidImage`."""
+    async def image(self, name: str, *, within: Within = EVERYWHERE, is_bounded: bool = False) -> ImageDescription:
+        """Return the image of a name, a reference or an alias, as `images` does. Raises `InvalidImage`."""
         ...
 
     async def delete_image(self, name: str) -> None:
@@ -483,12 +485,12 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
         Raises:
             InvalidImage: there is none of that name, or it is none of layers.
-            ImageInUse: a session has it.
+            ImageInUse: sessions or pools name it, which the details have.
         """
         ...
 
     async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
-        """Remove the layers that nobody has had for so long; with `dry_run` count them."""
+        """Remove the layers and broken downloads that nobody has had for so long; with `dry_run` count them."""
         ...
 
     async def pull_image(self, spec: PullSpec) -> ImageJob:

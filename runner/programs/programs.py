@@ -97,7 +97,7 @@ class Programs:
             return request.argv[0], list(request.argv)
         shell = self._shell_argv()
         if shell is None:
-            raise Refused("NO_SHELL", "the session has no shell")
+            raise Refused("NO_SHELL", "the session has no shell: give argv, a program with its arguments")
         options = ["-i"] if request.interactive else ["-c", request.command or ""]
         return shell[0], [os.path.basename(shell[-1]), *options]
 

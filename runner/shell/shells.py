@@ -24,6 +24,7 @@ from runner.wire.protocol import (
     DEFAULT_SHELL,
     MAX_SHELLS,
     PROTOCOL_VERSION,
+    WITHOUT_SHELL,
     CloseShell,
     Done,
     Exec,
@@ -37,6 +38,9 @@ from runner.wire.protocol import (
 _MAX_NAME_LENGTH = 64
 
 
+_NO_SHELL = "the image has no shell, as images called distroless or scratch: give argv, a program with its arguments"
+
+
 class Shells:
     """Owns the queues, one for each shell."""
 
@@ -45,9 +49,10 @@ class Shells:
         self._leftovers = AbandonedPipes(context.loop)
         self._queues: dict[str, CommandQueue] = {}
         self._opened = 0
+        self._is_set_up = False
 
     def argv(self) -> list[str] | None:
-        """Return how the default shell is started, None before `set_up`."""
+        """Return how the default shell is started, None before `set_up` and in an image without a shell."""
         queue = self._queues.get(DEFAULT_SHELL)
         return None if queue is None else list(queue.shell.argv)
 
@@ -61,9 +66,10 @@ class Shells:
         infos = [self._info(name, queue) for name, queue in self._queues.items() if not queue.shell.is_closed]
         default = next((info for info in infos if info.name == DEFAULT_SHELL), None)
         others = tuple(info for info in infos if info is not default)
-        if default is None:
-            return HelloReply("", self._context.config.workspace, others, PROTOCOL_VERSION)
         has_changes = self._context.settings.has_changes
+        if default is None:
+            shell = WITHOUT_SHELL if self._is_set_up else ""
+            return HelloReply(shell, self._context.config.workspace, others, PROTOCOL_VERSION, has_changes)
         return HelloReply(default.path, default.cwd, others, PROTOCOL_VERSION, has_changes)
 
     @staticmethod
@@ -71,7 +77,7 @@ class Shells:
         return ShellInfo(name, queue.shell.path, os.fsdecode(queue.shell.cwd), queue.shell.group or "")
 
     def set_up(self, request: Setup) -> HelloReply:
-        """Start the default shell, unless there is one.
+        """Start the default shell, unless there is one; an image without a shell has programs alone.
 
         Raises:
             Refused
@@ -84,7 +90,9 @@ class Shells:
             self._apply(request)
             unused_s = None if request.unused_shell_ms is None else max(0, request.unused_shell_ms) / 1000
             cwd = request.cwd if may_enter(self._context, self._context.as_user, request.cwd) else None
-            self._new_queue(OpenShell(DEFAULT_SHELL, request.shell, cwd=cwd), Descriptor(), unused_s)
+            if find_shell(request.shell) is not None:
+                self._new_queue(OpenShell(DEFAULT_SHELL, request.shell, cwd=cwd), Descriptor(), unused_s)
+            self._is_set_up = True
             self._context.config.passing("runner.create.set_up")
         return self.hello()
 
@@ -124,7 +132,7 @@ class Shells:
             raise Refused("TOO_MANY", f"a sandbox has at most {MAX_SHELLS} shells")
         argv = find_shell(request.shell)
         if argv is None:
-            raise Refused("NO_SHELL", "the image has no shell")
+            raise Refused("NO_SHELL", _NO_SHELL)
         workspace = self._context.config.workspace
         identity = self._identity(request)
         if not may_enter(self._context, identity, request.cwd):
@@ -170,6 +178,8 @@ class Shells:
         """
         queue = self._queues.get(request.shell)
         if queue is None or queue.shell.is_closed:
+            if request.shell == DEFAULT_SHELL and self._is_set_up and queue is None:
+                raise Refused("NO_SHELL", _NO_SHELL)
             if request.shell == DEFAULT_SHELL:
                 raise Refused("BAD_REQUEST", "no shell was set up")
             raise Refused("NO_SUCH_SHELL", f"no shell {request.shell!r}")

@@ -268,7 +268,7 @@ class Setup:
     `env` is added to the documented base environment of every command; `shell` is the preferred shell's name
     (`bash` or `sh`), the runner falls back to what the image has. `user` is whom shells run as, and programs that name
     no other (null: the sandbox user); file requests are made with its rights. Answer: `HelloReply`, or errors
-    `NO_SHELL`, `NO_SUCH_USER`, `INVALID_PATH` (of `files`, or the kernel has no such rules).
+    `NO_SUCH_USER`, `INVALID_PATH` (of `files`, or the kernel has no such rules).
     """
 
     env: dict[str, str] = field(default_factory=dict)
@@ -427,11 +427,14 @@ class ShellInfo:
     group: str = ""
 
 
+WITHOUT_SHELL = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`. `shells` are the
-    others there are. `version` is PID 1's; without the field it is the oldest. `has_changes`: variables were set since
-    `Setup`."""
+    """`shell` is the absolute path of the default shell inside the sandbox; empty before `Setup`, `WITHOUT_SHELL` in an
+    image that has none. `shells` are the others there are. `version` is PID 1's; without the field it is the oldest.
+    `has_changes`: variables were set since `Setup`."""
 
     shell: str
     cwd: str

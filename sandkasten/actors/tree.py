@@ -119,7 +119,7 @@ from sandkasten.model.network import (
     SignedPreview,
 )
 from sandkasten.model.node import Diagnosis, Machine, NodeCapacity, NodeInfo, PoolInfo, Readiness, System
-from sandkasten.model.workspace import WorkspaceQuota
+from sandkasten.model.workspace import EVERYWHERE, Within, WorkspaceQuota
 from sandkasten.output.store import OutputStore
 from sandkasten.store.database import ping
 from sandkasten.store.sessions import client_session, live_sessions
@@ -295,7 +295,15 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        actor = images.Images(self._images, self._catalog, self._nsinit, self._shared.pulls)
+        actor = images.Images(
+            self._images,
+            self._catalog,
+            self._nsinit,
+            pulls=self._shared.pulls,
+            blobs=Blobs(DataPaths(self._config.data_dir).blobs),
+            directory=self._directory,
+            pools=tuple(self._config.pool.in_force),
+        )
         await actor.run(task_status=task_status)
 
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -305,6 +313,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             self._jobs,
             store=self._store,
             layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
+            catalog=self._catalog,
             blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
             settings=self._config.images,
             credentials_file=credentials_file(self._config),
@@ -494,11 +503,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     # Images -----------------------------------------------------------------------------------------------------
 
-    async def images(self) -> Sequence[ImageDescription]:
-        return await self._images.ask_again(images.DescribeImages())
+    async def images(self, *, within: Within = EVERYWHERE, is_bounded: bool = False) -> Sequence[ImageDescription]:
+        return await self._images.ask_again(images.DescribeImages(None, within, is_bounded))
 
-    async def image(self, name: str) -> ImageDescription:
-        (found,) = await self._images.ask_again(images.DescribeImages(name))
+    async def image(self, name: str, *, within: Within = EVERYWHERE, is_bounded: bool = False) -> ImageDescription:
+        (found,) = await self._images.ask_again(images.DescribeImages(name, within, is_bounded))
         return found
 
     async def delete_image(self, name: str) -> None:

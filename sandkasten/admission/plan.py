@@ -23,7 +23,7 @@ from sandkasten.model import (
     EXEC_MODES,
     FIXED_BOUNDS,
     FOREVER_S,
-    IMAGE_NAME,
+    IMAGE_REFERENCE,
     LIMIT_BOUNDS,
     MAX_SPAN_S,
     SECCOMP_PROFILES,
@@ -104,10 +104,8 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         InvalidRule: as `resolve_network`.
     """
     image = spec.image or config.default_image
-    if not IMAGE_NAME.match(image):
+    if not IMAGE_REFERENCE.match(image):
         raise InvalidImage("malformed image name", image=image[:64])
-    if config.allowed_images and image not in config.allowed_images:
-        raise InvalidImage(f"image {image} is not allowed", image=image)
     if spec.workspace_id is not None:
         if not config.workspace.enabled:
             raise InvalidRequest("workspaces are switched off", workspace_id="not available")

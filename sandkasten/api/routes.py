@@ -317,13 +317,19 @@ TABLE = RouteTable(
         *_failing(
             (errors.InvalidImage,),
             _json(
-                *("GET", "/v1/images", images.list_images, RULE_NODE),
+                *("GET", "/v1/images", images.list_images, FIND),
                 query=images.ImagesQuery,
                 answer=images.ImagesBody,
             ),
+            _json("GET", "/v1/images/{name}", images.get, FIND, answer=images.ImageBody),
             _json(
                 *("DELETE", "/v1/images", images.delete, RULE_NODE),
                 query=images.ImageQuery,
+                answer=sessions.DoneBody,
+                errors=(errors.ImageInUse,),
+            ),
+            _json(
+                *("DELETE", "/v1/images/{name}", images.remove, RULE_NODE),
                 answer=sessions.DoneBody,
                 errors=(errors.ImageInUse,),
             ),

@@ -1,5 +1,5 @@
-"""`sandkasten image list | inspect | validate | rm | prune | import`: works on the store itself, beside a daemon or
-without one."""
+"""`sandkasten image list | inspect | validate | rm | prune | import`: works on the store itself, but through a serving
+daemon where what is in use counts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import argparse
 
 import attrs
 
+from sandkasten.cli import nodes
+from sandkasten.cli.client import verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
-from sandkasten.cli.output import print_json
+from sandkasten.cli.output import print_json, size_text
+from sandkasten.cli.pull import is_served
+from sandkasten.config import Config
 from sandkasten.crash import Crash
+from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.describing import describe
 from sandkasten.images.importing import import_tar
 from sandkasten.images.layers import LayerMeta, open_store
+from sandkasten.images.registry.blobs import Blobs
 from sandkasten.model.errors import SandkastenError
 
 
@@ -28,11 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
             case "validate":
                 return _validate(catalog, arguments.name, as_json=arguments.json)
             case "inspect":
-                return _inspect(catalog, arguments.name)
+                return verb(nodes.inspect_image)(arguments) if is_served(config) else _inspect(catalog, arguments.name)
             case "prune":
-                return _prune(catalog, arguments)
+                served = is_served(config)  # which knows what pulls are about to use
+                return verb(nodes.prune_images)(arguments) if served else _prune(catalog, config, arguments)
             case "rm":
-                return _remove(catalog, arguments.name, Crash(config.testing.crash_at), as_json=arguments.json)
+                return _remove(catalog, arguments, config)
             case _:
                 return _import(catalog, arguments, Crash(config.testing.crash_at))
     except SandkastenError as error:
@@ -48,9 +56,9 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
         return 0
     print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
     for image in catalog.images():
-        aliases = catalog.aliases_of(image.name)
+        also = [*image.references, *catalog.aliases_of(image.name)]
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
-        source = image.source + (f" (also {', '.join(aliases)})" if aliases else "")
+        source = image.source + (f" (also {', '.join(also)})" if also else "")
         told = f"{printable_line(image.created_at):<26} {printable_line(source)}"
         print(f"{image.name:<24} {image.kind:<8} {size:>10}  {told}")
     return 0
@@ -67,31 +75,38 @@ def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
 
 
 def _inspect(catalog: Catalog, name: str) -> int:
-    image = catalog.get(name)
-    print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
+    image = catalog.look_up(name)
+    (found,) = describe(catalog, [image], {}, judges=True)
+    problems = [*found.problems, *catalog.validate(name)] if found.problems is not None else None
+    print_json(attrs.asdict(found) | {"problems": problems, "in_use": None})  # no daemon tells the uses
     return 0
 
 
-def _prune(catalog: Catalog, arguments: argparse.Namespace) -> int:
+def _prune(catalog: Catalog, config: Config, arguments: argparse.Namespace) -> int:
     with open_store(catalog.data_dir) as store:
         found = store.collect(grace_s=arguments.older_than, dry_run=arguments.dry_run)
+    blobs, blob_bytes = Blobs(DataPaths(config.data_dir).blobs).sweep(arguments.older_than, dry_run=arguments.dry_run)
+    freed_bytes = found.freed_bytes + blob_bytes
     if arguments.json:
-        print_json({"layers": found.layers, "freed_bytes": found.freed_bytes})
+        print_json({"layers": found.layers, "freed_bytes": freed_bytes, "blobs": blobs})
     else:
-        print(f"{found.layers} layers, {found.freed_bytes / 1024**2:.1f} MiB")
+        print(f"{found.layers} layers, {blobs} broken downloads, {size_text(freed_bytes)}")
     return 0
 
 
-def _remove(catalog: Catalog, name: str, crash: Crash, *, as_json: bool) -> int:
+def _remove(catalog: Catalog, arguments: argparse.Namespace, config: Config) -> int:
+    name, crash = arguments.name, Crash(config.testing.crash_at)
     image = catalog.get_own(name)
     if image.kind == "layers":
+        if is_served(config):
+            return verb(nodes.remove_image)(arguments)
         with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
-            store.delete_image(name)
+            store.delete_image(image.name)
             store.collect(grace_s=0, only=image.layers)
         gone = True
     else:
         gone = catalog.delete(name)
-    if as_json:
+    if arguments.json:
         print_json({"name": name, "ok": True, "files_gone": gone})
         return 0
     print(f"{name}: deleted" + ("" if gone else "; its files go at the next start that finds no session"))

@@ -245,11 +245,43 @@ async def import_workspace(arguments: argparse.Namespace, client: SandboxClient)
 
 async def list_images(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """List the images of the server."""
-    for each in await client.images():
-        if arguments.json:
+    found = await client.list_images()
+    if arguments.json:
+        for each in found:
             print_json(each)
-        else:
-            print(printable_line(each.name))
+        return 0
+    rows = []
+    for image in found:
+        size = size_text(image.size_bytes) if image.size_bytes else "-"
+        also = ", ".join([*image.references, *image.alias_names])
+        rows.append((image.name, image.kind, size, image.created_at, image.source, also))
+    print_table(("NAME", "KIND", "SIZE", "CREATED", "SOURCE", "ALSO"), rows)
+    return 0
+
+
+async def inspect_image(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Print an image of the server as JSON."""
+    print_json(await client.get_image(arguments.name))
+    return 0
+
+
+async def remove_image(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Delete an image of the server."""
+    await client.delete_image(arguments.name)
+    if arguments.json:
+        print_json({"name": arguments.name, "ok": True, "files_gone": True})
+    else:
+        print(f"{printable_line(arguments.name)}: deleted")
+    return 0
+
+
+async def prune_images(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Remove what no image and no session of the server has."""
+    found = await client.prune_images(older_than_s=arguments.older_than, dry_run=arguments.dry_run)
+    if arguments.json:
+        print_json(found)
+    else:
+        print(f"{found.layers} layers, {found.blobs} broken downloads, {size_text(found.freed_bytes)}")
     return 0
 
 

@@ -105,11 +105,10 @@ def means(config: Config, profiles: Sequence[SeccompProfile] = (), *, serves: bo
 def allowance_of(config: Config, profiles: Sequence[SeccompProfile]) -> Allowance:
     """Return the most that a daemon with this configuration asks nsinit for."""
     most, disk, security = config.maximum, config.disk, config.security
-    aliases = (config.image_aliases[name] for name in config.allowed_images if name in config.image_aliases)
     return Allowance(
         profiles=tuple(dict.fromkeys((security.seccomp, SECCOMP_PROFILES[0], *security.seccomp_allowed))),
         own_profiles=describe_profiles(profiles),
-        images=(*config.allowed_images, *aliases),
+        images=tuple(Catalog(config.data_dir, aliases=config.image_aliases).names_of(config.allowed_images)),
         root_inside=config.isolation.root_inside,
         memory_bytes=most.mem_limit_mb * MIB,
         pids=most.pids_limit,

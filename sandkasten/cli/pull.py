@@ -38,10 +38,10 @@ def pull(arguments: argparse.Namespace) -> int:
     if is_elsewhere(arguments) or os.geteuid() != 0:
         return verb(pull_there)(arguments)
     config = load_installed(arguments)
-    return verb(pull_there)(arguments) if _is_served(config) else _pull_here(arguments, config)
+    return verb(pull_there)(arguments) if is_served(config) else _pull_here(arguments, config)
 
 
-def _is_served(config: Config) -> bool:
+def is_served(config: Config) -> bool:
     """Whether a daemon has the data directory. Raises `Stop` where that can't be found out."""
     from sandkasten.host.leftovers import CantLook, has_daemon
 
@@ -108,20 +108,21 @@ def _tell_done(arguments: argparse.Namespace, name: str, digest: str) -> int:
 
 
 def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
+    from sandkasten.images.catalog import Catalog
     from sandkasten.images.layers import open_store
     from sandkasten.images.registry.documents import Platform
     from sandkasten.images.registry.reference import parse_reference
-    from sandkasten.model import IMAGE_NAME
-    from sandkasten.model.errors import InvalidImage, SandkastenError
+    from sandkasten.model.errors import SandkastenError
 
     require_root()
     shown = _Shown(arguments.reference, as_json=arguments.json)
     try:
         reference = parse_reference(arguments.reference)
         platform = Platform.own() if arguments.platform is None else Platform.parse(arguments.platform)
-        name = arguments.name or reference.name
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed")
+        catalog = Catalog(config.data_dir)
+        name = catalog.name_for(reference, arguments.name)
+        if not arguments.replace:
+            catalog.require_free(name)
 
         def work(sock: socket.socket) -> None:
             from sandkasten.cli.pull_child import pull_in_child

@@ -185,7 +185,7 @@ class _Passing:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "sandkasten run [-it] [-d] [OPTION…] [IMAGE] -- COMMAND [ARGUMENT…]"
+    parser.usage = "sandkasten run [-it] [-d] [OPTION…] [IMAGE] [-- COMMAND [ARGUMENT…]]"
     parser.add_argument("image", nargs="?", metavar="IMAGE", help="by default the server's")
     parser.add_argument("-d", "--detach", action="store_true", help="leave the command running, print the session's id")
     _add_command_options(parser)
@@ -217,7 +217,9 @@ def _add_command_options(parser: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Run a command in a session of its own."""
-    words = _words(arguments, needed=not arguments.detach)
+    words = _words(arguments, needed=arguments.image is None and not arguments.detach)
+    if not words and not arguments.detach:
+        words = await _command_of_image(client, arguments.image)
     options: dict[str, Any] = {"user": arguments.user, "cwd": arguments.workdir}
     if arguments.detach:
         async with passing(client, arguments) as made:
@@ -273,6 +275,14 @@ def _words(arguments: argparse.Namespace, *, needed: bool) -> list[str]:
     if needed and not arguments.words:
         raise Stop("the command comes behind --, as in: sandkasten run -- python3 -c 'print(42)'", BAD_ARGUMENTS)
     return list(arguments.words)
+
+
+async def _command_of_image(client: SandboxClient, name: str) -> list[str]:
+    """Return the command that an image has. Raises `Stop`: none."""
+    config = (await client.get_image(name)).config
+    if not (words := [*config.get("entrypoint", ()), *config.get("cmd", ())]):
+        raise Stop(f"image {printable_line(name)!r} has no command of its own: give one behind --", BAD_ARGUMENTS)
+    return words
 
 
 def _print_id(arguments: argparse.Namespace, name: str, value: str) -> int:

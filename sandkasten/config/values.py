@@ -21,7 +21,7 @@ from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
     EXEC_MODES,
     FIXED_BOUNDS,
-    IMAGE_NAME,
+    IMAGE_REFERENCE,
     LIMIT_BOUNDS,
     MAX_SPAN_S,
     MAX_TTL_S,
@@ -97,7 +97,7 @@ def _one_of(*choices: str, later: tuple[str, ...] = ()) -> SettingCheck:
 def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     names = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, Mapping) else value
     for name in names:  # type: ignore[attr-defined]  # every field that uses this is one of the three shapes
-        if not IMAGE_NAME.match(str(name)):
+        if not IMAGE_REFERENCE.match(str(name)):
             raise ValueError(f"{attribute.name}: {name!r} is not an image name")
 
 
@@ -359,7 +359,7 @@ class PoolSettings:
 
     def __attrs_post_init__(self) -> None:
         for name in self.images:
-            if not IMAGE_NAME.match(name):
+            if not IMAGE_REFERENCE.match(name):
                 raise ValueError(f"images: {name!r} is not an image name")
 
     @property

@@ -22,15 +22,17 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import attrs
 
 from sandkasten.config import ConfigError
 from sandkasten.images import rootfs
+from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.removal import remove_tree
-from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import InvalidImage
+from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE
+from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
 
 META = "meta.json"
@@ -38,9 +40,12 @@ HOST = "host"
 _RETIRED = ".retired"
 _NEW = ".new-"
 LAYER_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+_MALFORMED = "image name is malformed; it is NAME, NAME:TAG or REGISTRY/REPOSITORY[:TAG], each with @DIGEST or without"
+_MOST_NEAR = 5
 _DIRECTORY = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
-Stamp = tuple[tuple[int, int] | None, tuple[int, int] | None]
-"""Modification time and inode of `meta.json`, of the image of a name and of the image it is an alias of."""
+Stamp = tuple[object, object]
+"""For a name, modification time and inode of `meta.json` of its image and of the image that it is an alias of; for any
+other reference, those of all images."""
 
 
 @attrs.frozen
@@ -61,6 +66,31 @@ class Image:
     """The digest of its manifest, of an image that came from a registry or an OCI layout."""
     platform: str = ""
     tags: Sequence[str] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def origin(self) -> Reference | None:
+        """Reference that was pulled, of an image that came from a registry."""
+        if not self.digest:
+            return None
+        try:
+            return parse_reference(self.source)
+        except InvalidReference:
+            return None
+
+    @property
+    def family(self) -> str:
+        """The name that its tags belong to: `debian` of `debian-trixie`, which was pulled beside image `debian`."""
+        origin = self.origin
+        return origin.short_name if origin is not None and self.name == origin.second_name else self.name
+
+    @property
+    def references(self) -> list[str]:
+        """Tags as users write them."""
+        return [f"{self.family}:{tag}" for tag in self.tags]
+
+    def has(self, tag: str | None, digest: str | None) -> bool:
+        """Whether a reference with that tag and digest means it: a digest counts, and else the tag."""
+        return digest == self.digest if digest else tag in self.tags
 
 
 class Catalog:
@@ -95,29 +125,128 @@ class Catalog:
 
     def aliases_of(self, name: str) -> list[str]:
         """Return the aliases of an image; an image of the same name hides an alias."""
-        return sorted(each for each, target in self._aliases.items() if target == name and self._read(each) is None)
+        found = (each for each, target in self._aliases.items() if self._find(each) is None)
+        return sorted(each for each in found if self._is_of(self._aliases[each], name))
+
+    def _is_of(self, reference: str, name: str) -> bool:
+        """Whether a name or reference, which is no alias, means the image of that name."""
+        if IMAGE_NAME.match(reference):
+            return reference == name
+        image = self._find(reference)
+        return image is not None and image.name == name
 
     def get(self, name: str) -> Image:
-        """Return the image of that name, or else the image that the name is an alias of.
+        """Return the image that a name, a reference or else an alias means.
 
         Raises:
             InvalidImage: malformed, not present, or neither the name nor its target is allowed.
         """
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed", image=name[:64])
-        image = self._read(name)
-        if image is None and name in self._aliases:
-            image = self._read(self._aliases[name])
-        if image is None:
-            raise InvalidImage(f"there is no image {name!r}", image=name)
-        if self._allowed and not self._allowed & {name, image.name}:
+        image = self.look_up(name)
+        if not self.allows(name, image):
             raise InvalidImage(f"image {name!r} is not allowed", image=name)
         return image
 
+    def look_up(self, name: str) -> Image:
+        """Return an image as `get` does, also one that sessions may not have."""
+        if not IMAGE_REFERENCE.match(name):
+            raise InvalidImage(_MALFORMED, image=name[:64])
+        image = self._find(name) or self._find(self._aliases.get(name, ""))
+        if image is None:
+            raise InvalidImage(f"there is no image {name!r}{self._near(name)}", image=name)
+        return image
+
+    def allows(self, name: str, image: Image) -> bool:
+        """Whether an image may be used by a name: `allowed_images` has one of both, or a reference of the image."""
+        if not self._allowed or self._allowed & {name, image.name}:
+            return True
+        return any(not IMAGE_NAME.match(each) and self._is_of(each, image.name) for each in self._allowed)
+
+    def allowed(self) -> list[Image]:
+        """Return the images that may be used by some name, by name."""
+        return [each for each in self.images() if self.allows(each.name, each) or self._is_allowed_as_alias(each)]
+
+    def _is_allowed_as_alias(self, image: Image) -> bool:
+        return not self._allowed.isdisjoint(self.aliases_of(image.name))
+
+    def names_of(self, references: Iterable[str]) -> list[str]:
+        """Return the names of the images that names, references and aliases mean, present or not. For a reference of no
+        image that is the name that it would get beside another of its repository."""
+        found = dict.fromkeys(references)
+        found |= dict.fromkeys(self._aliases[each] for each in found if each in self._aliases)
+        return list(dict.fromkeys(each if IMAGE_NAME.match(each) else self._name_of(each) for each in found))
+
+    def _name_of(self, reference: str) -> str:
+        image, parts = self._find(reference), IMAGE_REFERENCE.match(reference)
+        if image is not None or parts is None:
+            return reference if image is None else image.name
+        suffix = parts["tag"] or (parts["digest"] or "").removeprefix("sha256:")[:12] or "latest"
+        return f"{parts['name'].rpartition('/')[2]}-{suffix}"[:64]
+
+    def _find(self, reference: str) -> Image | None:
+        """Return the image of a name; or, for any other reference, of the images that have its tag or digest the one
+        whose name stands before the colon, else the newest that came from that repository."""
+        if IMAGE_NAME.match(reference):
+            return self._read(reference)
+        parts = IMAGE_REFERENCE.match(reference)
+        if parts is None:
+            return None
+        try:
+            asked = parse_reference(reference)
+        except InvalidReference:  # a repository has no capitals, a name here may have some
+            asked = None
+        tag = asked.tag if asked is not None else parts["tag"]
+        found = [image for image in self.images() if image.has(tag, parts["digest"])]
+        own = [image for image in found if image.family == parts["name"]]
+        pulled = [image for image in found if asked is not None and asked.is_of(image.origin)]
+        by_name = sorted(own, key=lambda image: image.name != parts["name"])
+        return next(iter(by_name or sorted(pulled, key=lambda image: image.created_at, reverse=True)), None)
+
+    def _near(self, reference: str) -> str:
+        """Return the end of a refusal that names the tags there are, and may be used, of what a reference may mean."""
+        parts = IMAGE_REFERENCE.match(reference)
+        name = "" if parts is None else parts["name"].rpartition("/")[2]
+        found = [each for image in self.allowed() if image.family == name for each in image.references]
+        return f"; there is {', '.join(found[:_MOST_NEAR])}" if found else ""
+
+    def name_for(
+        self, reference: Reference, name: str | None, *, under_way: Mapping[str, Reference] = MappingProxyType({})
+    ) -> str:
+        """Return the name of an image that is to be pulled: the given one, or that of the repository; beside an image
+        of another tag or digest of the same repository that name and the tag, or digits of the digest. `under_way`:
+        names of running pulls.
+
+        Raises:
+            InvalidReference: it would be no name.
+            InvalidImage: the given name is none, or another image has the tag under that name.
+        """
+        if name is None:
+            name = self._free_name(reference, under_way)
+        elif not IMAGE_NAME.match(name):
+            raise InvalidImage("image name is malformed", image=name[:64])
+        family = reference.short_name if name == reference.second_name else name
+        for each in self.images():
+            if each.name != name and each.family == family and reference.tag in each.tags:
+                raise InvalidImage(f"{family}:{reference.tag} is image {each.name!r}: give another name", image=name)
+        return name
+
+    def require_free(self, name: str) -> None:
+        """Refuse the name of an image that is there, before anything is loaded for another. Raises `InvalidImage`."""
+        if self._read(name) is not None:
+            raise InvalidImage(f"there is an image {name!r} already", image=name)
+
+    def _free_name(self, reference: Reference, under_way: Mapping[str, Reference]) -> str:
+        present = {each.name: each.origin for each in self.images() if each.family == reference.short_name}
+        there = {**present, **under_way}
+        for name, origin in there.items():
+            if origin is not None and reference.is_same(origin) and name in (reference.name, reference.second_name):
+                return name
+        has_other = reference.is_of(there.get(reference.name))
+        return reference.checked(reference.second_name) if has_other else reference.name
+
     def get_own(self, name: str) -> Image:
-        """Return the image of that very name. Raises `InvalidImage`; for an alias the message names the image."""
-        image = self.get(name)
-        if image.name != name:
+        """Return the image of a name or reference. Raises `InvalidImage`; for an alias the message names the image."""
+        image = self.look_up(name)
+        if self._find(name) is None:
             raise InvalidImage(f"{name!r} is an alias of image {image.name!r}; delete the image", image=name)
         return image
 
@@ -126,11 +255,18 @@ class Catalog:
         return [each for each in names if not self._leads_somewhere(each)]
 
     def _leads_somewhere(self, name: str) -> bool:
-        return any(each == HOST or self._read(each) is not None for each in (name, self._aliases.get(name, name)))
+        return any(each == HOST or self._find(each) is not None for each in (name, self._aliases.get(name, name)))
 
     def stamp(self, name: str) -> Stamp:
-        """Return a value that changes when the answer of `get(name)` does; two stat(2) calls, no reading."""
-        return self._stat(name), self._stat(self._aliases.get(name, ""))
+        """Return a value that changes when the answer of `get(name)` does; without reading."""
+        target = self._aliases.get(name, "")
+        if IMAGE_NAME.match(name) and (not target or IMAGE_NAME.match(target)):
+            return self._stat(name), self._stat(target)
+        try:
+            names = [each for each in os.listdir(self._directory) if IMAGE_NAME.match(each)]
+        except OSError:
+            names = []
+        return None, frozenset((each, self._stat(each)) for each in names)
 
     def _stat(self, name: str) -> tuple[int, int] | None:
         if not IMAGE_NAME.match(name):
@@ -143,7 +279,7 @@ class Catalog:
 
     def validate(self, name: str) -> list[str]:
         """Return the faults of an image's files, one sentence each; none means that the image can be used."""
-        image = self.get(name)
+        image = self.look_up(name)
         return rootfs.find_problems(*map(str, self.trees(image.name)), usr="/usr" if image.kind == "host" else None)
 
     def delete(self, name: str) -> bool:
@@ -153,8 +289,7 @@ class Catalog:
         Raises:
             InvalidImage: there is no image of that name; for an alias the message names the image.
         """
-        self.get_own(name)
-        self._retire(name)
+        self._retire(self.get_own(name).name)
         return self.sweep()
 
     @contextlib.contextmanager

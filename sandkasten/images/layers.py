@@ -88,7 +88,7 @@ class Layers:
     """The layers of one data directory."""
 
     def __init__(self, data_dir: Path, link: StoreLink) -> None:
-        self._directory = data_dir / "layers"
+        self._data_dir, self._directory = data_dir, data_dir / "layers"
         self._link = link
 
     def has(self, diff_id: str) -> bool:
@@ -99,14 +99,7 @@ class Layers:
 
     def find(self, diff_id: str) -> LayerMeta | None:
         """Return a layer of the store; None if it is not there, or can't be read."""
-        if not LAYER_DIGEST.fullmatch(diff_id):
-            return None
-        try:
-            said = json.loads((self._directory / diff_id.removeprefix(_PREFIX) / "meta.json").read_bytes())
-            counts = {name: int(said[name]) for name in ("entries", "size_bytes", "skipped", "privileged")}
-            return LayerMeta(diff_id, **counts, is_new=False)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return find_layer(self._data_dir, diff_id)
 
     def unpack_layer(
         self,
@@ -168,6 +161,18 @@ class Layers:
     ) -> protocol.LayersCollected:
         """Delete the layers that no image and no session has; see `nsinit.wire.protocol.CollectLayers`."""
         return self._link.ask(protocol.CollectLayers(_UNSENT, grace_s, tuple(kept), tuple(only), dry_run))
+
+
+def find_layer(data_dir: Path, diff_id: str) -> LayerMeta | None:
+    """Return a layer of a data directory, without an nsinit; None if it is not there, or can't be read."""
+    if not LAYER_DIGEST.fullmatch(diff_id):
+        return None
+    try:
+        said = json.loads((data_dir / "layers" / diff_id.removeprefix(_PREFIX) / "meta.json").read_bytes())
+        counts = {name: int(said[name]) for name in ("entries", "size_bytes", "skipped", "privileged")}
+        return LayerMeta(diff_id, **counts, is_new=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def describe(

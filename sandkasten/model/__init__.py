@@ -39,6 +39,7 @@ from sandkasten.model.session import EXEC_MODES as EXEC_MODES
 from sandkasten.model.session import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.model.session import FOREVER_S as FOREVER_S
 from sandkasten.model.session import IMAGE_NAME as IMAGE_NAME
+from sandkasten.model.session import IMAGE_REFERENCE as IMAGE_REFERENCE
 from sandkasten.model.session import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.model.session import MAX_SPAN_S as MAX_SPAN_S
 from sandkasten.model.session import MAX_TTL_S as MAX_TTL_S

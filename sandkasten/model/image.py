@@ -69,6 +69,11 @@ class ImageConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidImage(f"the image's configuration is malformed: {error}") from error
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program that the image is made to run, with its arguments; empty: none."""
+        return (*self.entrypoint, *self.cmd)
+
     def to_oci(self) -> dict[str, Any]:
         """Return the `config` of an OCI image; fields without a value are left out."""
         said = {
@@ -103,9 +108,22 @@ class ImageLayer:
 
 
 @attrs.frozen
+class ImageUses:
+    """Users of an image: live sessions, by id, and session pools, by their names in the configuration."""
+
+    sessions: Sequence[str] = ()
+    pools: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sessions or self.pools)
+
+
+@attrs.frozen
 class ImageDescription:
     """One image of the node. `digest` is its manifest's, of an image that came from a registry or an OCI layout;
-    `layers`, from the bottom, are empty for an image that is no list of them."""
+    `references` are its tags as users write them; `layers`, from the bottom, are empty for an image that is no list of
+    them. `shared_bytes` are those of `size_bytes` in layers that other images have as well. `problems` are known when
+    one image is asked for."""
 
     name: str
     kind: str
@@ -118,11 +136,16 @@ class ImageDescription:
     size_bytes: int
     config: ImageConfig
     layers: Sequence[ImageLayer]
+    references: Sequence[str] = ()
+    shared_bytes: int = 0
+    in_use: ImageUses = attrs.field(factory=ImageUses)
+    problems: Sequence[str] | None = None
 
 
 @attrs.frozen
 class Pruned:
-    """Layers that were removed, or would be, and the bytes of their files."""
+    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
 
     layers: int
     freed_bytes: int
+    blobs: int = 0

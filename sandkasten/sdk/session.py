@@ -275,7 +275,7 @@ class Session:
 
     async def process(
         self,
-        cmd: str | Sequence[str],
+        cmd: str | Sequence[str] | None = None,
         *,
         process_id: str | None = None,
         cwd: str | None = None,
@@ -288,12 +288,13 @@ class Session:
     ) -> Run:
         """Start a process in the background, beside the shells and without a limit in time, and return its run.
 
-        Its input is open. It ends with the session, or by `Run.cancel`; `keep_alive` makes it hold off the session's
-        idle timeout. Used in `async with`, the process goes on when the block is left.
+        Without `cmd` the process is the command that the session's image has. Its input is open. It ends with the
+        session, or by `Run.cancel`; `keep_alive` makes it hold off the session's idle timeout. Used in
+        `async with`, the process goes on when the block is left.
         """
         chosen = process_id or new_id()
         body = (
-            command(cmd)
+            ({} if cmd is None else command(cmd))
             | {"process_id": chosen, "keep_alive": keep_alive}
             | given(
                 cwd=cwd,

@@ -593,10 +593,35 @@ class Event(Taken):
 
 
 @dataclass
-class ImageInfo:
-    """Image from which sessions can be made."""
+class ImageInfo(Taken):
+    """Image from which sessions can be made; `images()` tells the name alone. `references` are its tags as requests
+    name them, `shared_bytes` those of `size_bytes` in layers of other images, and `in_use` has `sessions` and `pools`.
+    `problems` are told by `get_image`."""
 
     name: str
+    kind: str = ""
+    source: str = ""
+    created_at: str = ""
+    digest: str = ""
+    platform: str = ""
+    tags: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+    alias_names: list[str] = field(default_factory=list)
+    size_bytes: int = 0
+    shared_bytes: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    in_use: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[str] | None = None
+
+
+@dataclass
+class PrunedImages(Taken):
+    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+
+    layers: int
+    freed_bytes: int
+    blobs: int = 0
 
 
 @dataclass

@@ -21,7 +21,7 @@ import attrs
 
 from sandkasten.model import (
     FOREVER_S,
-    IMAGE_NAME,
+    IMAGE_REFERENCE,
     SESSION_ID,
     WORKSPACE_ID,
     EndReason,
@@ -126,7 +126,7 @@ _SPAN = Column(_span, lambda span_s: None if span_s == FOREVER_S else span_s)
 _COLUMNS: Mapping[str, Column] = {
     "id": column(str, named(SESSION_ID)),
     "status": column(Status),
-    "image": column(str, named(IMAGE_NAME)),
+    "image": column(str, named(IMAGE_REFERENCE)),
     "cwd": Column(column(str, is_text).read, _text_of),
     "workspace_id": column(str | None, named(WORKSPACE_ID)),
     "created_at": column(datetime),

@@ -15,6 +15,7 @@ from sandkasten.sdk.types import (
     ImageInfo,
     JobInfo,
     NodeInfo,
+    PrunedImages,
     SecretInfo,
     SessionInfo,
     SystemInfo,
@@ -287,8 +288,47 @@ class SandboxClient:
     # The node ---------------------------------------------------------------------------------------------------------
 
     def images(self) -> list[ImageInfo]:
-        """Return the images from which sessions can be made."""
+        """Return the images from which sessions can be made, by their names alone."""
         return [ImageInfo(name) for name in (self.node()).images]
+
+    def list_images(self, *, label: str | Sequence[str] = ()) -> list[ImageInfo]:
+        """Return the images, by name; a key that is no administrator's sees those that sessions may have.
+
+        Args:
+            label: `NAME=VALUE` or `NAME`, of the image's configuration; of several, all must match.
+        """
+        labels = [label] if isinstance(label, str) else list(label)
+        found: list[ImageInfo] = []
+        cursor = None
+        while True:
+            query = [("label", each) for each in labels] + [("cursor", cursor)]
+            answer = self._transport.send(call("GET", "/v1/images", query=query))
+            found += [ImageInfo.take(each) for each in answer.value["images"]]
+            if not (cursor := answer.value.get("next_cursor")):
+                return found
+
+    def get_image(self, name: str) -> ImageInfo:
+        """Return an image by its name, a reference such as `debian:trixie`, or an alias. Raises `InvalidImage`."""
+        return ImageInfo.take(self._endpoint.ask("GET", f"/v1/images/{part(name)}"))
+
+    def delete_image(self, name: str) -> None:
+        """Delete an image, with the layers that no other has. Needs an administrator's key.
+
+        Raises:
+            ImageInUse: sessions or pools name it, which `details` has.
+            InvalidImage: there is none of that name, or it is none of layers.
+        """
+        self._endpoint.ask("DELETE", f"/v1/images/{part(name)}")
+
+    def prune_images(self, *, older_than_s: int | None = None, dry_run: bool = False) -> PrunedImages:
+        """Remove the layers that no image and no session has, and broken downloads. Needs an administrator's key.
+
+        Args:
+            older_than_s: those that nobody has had for so long; by default an hour.
+            dry_run: say what would be removed.
+        """
+        body = given(older_than_s=older_than_s, dry_run=dry_run or None)
+        return PrunedImages.take(self._endpoint.ask("POST", "/v1/images/prune", body))
 
     def events(self, *, cursor: str | None = None, types: Sequence[str] = (), follow: bool = True) -> Events:
         """Return the events of all sessions.

@@ -18,11 +18,14 @@ from sandkasten.actors.services.jobs import BeginPull, CancelJob, GetJob, Jobs, 
 from sandkasten.actors.services.store import Store
 from sandkasten.config import ImagesSettings
 from sandkasten.crash import Crash
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.layers import describe
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience
 from sandkasten.images.registry.credentials import Credentials, write_credentials
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidReference, InvalidRequest, JobNotFound, Overloaded
+from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import ENDED_JOBS, MAX_JOBS, ImageJob, JobKind, JobState, LayerPhase, PullSpec
 from sandkasten.store.database import open_database
 from sandkasten.store.jobs import begin_job, get_job, list_jobs
@@ -40,6 +43,7 @@ async def working(tmp_path: Path, layers: PullTarget) -> AsyncIterator[Ref]:
         Ref("jobs"),
         store=store.ref,
         layers=layers,
+        catalog=Catalog(tmp_path),
         blobs=Blobs(tmp_path / "blobs"),
         settings=ImagesSettings(),
         credentials_file=tmp_path / "auth.json",
@@ -107,6 +111,26 @@ async def test_a_request_that_cannot_be_is_refused_before_a_record(tmp_path: Pat
             with pytest.raises(error):
                 await jobs.ask(BeginPull(spec))
         assert await jobs.ask(ListJobs(10)) == []
+
+
+async def test_a_name_that_is_taken_is_refused_before_the_registry_is_asked(tmp_path: Path) -> None:
+    """Unless the image is to be replaced. Another tag is named beside it, also while the first is on its way."""
+    async with serving() as registry, working(tmp_path, MemoryStore()) as jobs:
+        registry.push([TAR])
+        (tmp_path / "images/image").mkdir(parents=True)
+        said = describe([], ImageConfig(), digest_of(TAR), registry.reference(), "", ["latest"])
+        (tmp_path / "images/image/meta.json").write_bytes(said)
+        failed = await ended(jobs, await jobs.ask(BeginPull(PullSpec(registry.reference()))))
+        assert failed.error is not None
+        assert (failed.error.code, failed.error.message) == (*("INVALID_IMAGE", "there is an image 'image' already"),)
+        assert registry.asked == []
+        done = await ended(jobs, await jobs.ask(BeginPull(PullSpec(registry.reference(), replace=True))))
+        assert done.state is JobState.DONE
+        silent(registry)
+        names = [
+            (await jobs.ask(BeginPull(PullSpec(registry.reference(f":{tag}"))))).name for tag in ("v1", "v2", "v1")
+        ]
+        assert names == ["image-v1", "image-v2", "image-v1"]
 
 
 async def test_a_key_begins_one_job(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -295,8 +296,10 @@ async def test_answers_are_as_described() -> None:
         image = running.supervisor._config.data_dir / "images" / "x"
         image.mkdir()
         (image / "meta.json").write_bytes(describe([], ImageConfig(), "", "", "", []))
+        shutil.copytree(image, image.parent / "y")
         requests += (("DELETE", "/v1/images?name=x", None), ("POST", "/v1/images/prune", {"dry_run": True}))
-        looks = [("GET", f"/v1/{name}", None) for name in ("jobs", "images", "images?name=host")]
+        requests += (("DELETE", "/v1/images/y", None),)
+        looks = [("GET", f"/v1/{name}", None) for name in ("jobs", "images", "images?name=host", "images/host")]
         for method, url, json in (*requests, *looks):
             assert (await client.request(method, url, json=json)).is_success, url
         form: dict[str, Any] = {"files": {"file": ("f", b"x")}}

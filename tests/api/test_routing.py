@@ -105,6 +105,17 @@ def test_a_table_in_which_a_path_means_two_things_can_not_be_made(patterns: tupl
         RouteTable(route(f"/{pattern}") for pattern in patterns)
 
 
+def test_a_literal_and_an_open_segment_share_a_path_by_their_methods() -> None:
+    """Each request means one route: `a/b` may be a name that is looked at, and an order."""
+    table = RouteTable([route("/a/{x}"), route("/a/b", "POST"), route("/a/{x}", "DELETE"), route("/a/{x}/c")])
+    for segments, methods in ((("a", "b"), "GET, HEAD, DELETE, POST"), (("a", "d"), "GET, HEAD, DELETE")):
+        found = table.find(segments)
+        assert found is not None
+        assert (found.allow, found.params) == (methods, {"x": segments[1]})
+    assert table.find(("a", "")) is None
+    assert table.find(("a", "b", "c")) is None
+
+
 @pytest.mark.parametrize("kind", RouteKind)
 def test_a_method_of_a_path_is_declared_once(kind: RouteKind) -> None:
     """HEAD comes with GET; a WebSocket may stand beside both."""

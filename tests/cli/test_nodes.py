@@ -100,7 +100,12 @@ def test_a_server_is_found_by_all_the_ways_there_are(command: Command, daemon: D
     assert "exit status 3" in nobody.run("ps", "--context", "silent").stderr
     assert os.stat(tmp_path / ".config/sandkasten/contexts.json").st_mode & 0o777 == 0o600
     assert [each["name"] for each in nobody.lines("image", "list", "--context", "typed")] == ["host"]
-    assert nobody.out("image", "list") == "host\n"
+    assert nobody.out("image", "list").splitlines()[1].split()[:2] == ["host", "host"]
+    (image,) = nobody.lines("image", "inspect", "python", "--context", "typed")
+    assert (image["name"], image["in_use"], image["problems"]) == ("host", {"sessions": [], "pools": []}, [])
+    assert nobody.out("image", "prune", "--dry-run") == "0 layers, 0 broken downloads, 0 B\n"
+    refused = nobody.run("image", "rm", "debian:trixie").stderr
+    assert "there is no image 'debian:trixie': `sandkasten image list` shows images" in refused
     assert nobody.out("key", "list").splitlines()[1].split()[0] == "configured"
     assert nobody.lines("key", "list", "--context", "file")[0]["usage"]["sessions"] == 0
 

@@ -55,6 +55,10 @@ def test_a_run_needs_no_argument_but_its_command(command: Command) -> None:
     done = command.run("run", "--", "head", "-c", "3", "/dev/zero")
     assert (done.returncode, done.stdout) == (0, "\0\0\0")
     assert command.run("run").returncode == 2
+    done = command.run("run", "python")
+    assert (done.returncode, done.stderr) == (
+        *(2, "sandkasten: image 'python' has no command of its own: give one behind --\n"),
+    )
 
 
 def test_standard_input_is_passed_on_unless_it_is_not_to_be(command: Command, session: str) -> None:

@@ -33,6 +33,8 @@ SDK: Mapping[str, tuple[str, set[str]]] = {
     "SecretInfo": ("Secret", set()),
     "JobInfo": ("Job", set()),
     "LayerInfo": ("LayerProgress", set()),
+    "ImageInfo": ("Image", set()),
+    "PrunedImages": ("Pruned", set()),
     "EgressEntry": ("EgressEntry", set()),
     "EgressPage": ("Egress", set()),
     "ReadResult": ("File", {"content_base64", "+content"}),

@@ -70,7 +70,7 @@ async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_p
     said = json.loads((await command(data_dir, "inspect", "tiny")).stdout)
     assert (said["digest"], said["tags"], said["platform"]) == (digest, ["latest"], str(Platform.own()))
     pruned = await command(data_dir, "prune", "--json")
-    assert json.loads(pruned.stdout) == {"layers": 0, "freed_bytes": 0}, pruned.stderr
+    assert json.loads(pruned.stdout) == {"layers": 0, "freed_bytes": 0, "blobs": 0}, pruned.stderr
     lines = done.stderr.decode().splitlines()
     assert sorted(line[:19] for line in lines[1:]) == sorted(each["digest"][:19] for each in _layers(registry))
     assert PASSWORD not in "".join(str(each) for each in (refused, missing, kept, done, again))
@@ -82,7 +82,8 @@ async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_p
 
 
 async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
-    """The command follows the daemon's job to its end and says how that ended; a session gets the image."""
+    """The command follows the daemon's job to its end and says how that ended; a session gets the image. Another tag is
+    an image beside it: it runs what it was made to run, by its tag, and is not removed while a session has it."""
     data_dir = tmp_path / "data"
     async with serving() as registry:
         digest = registry.push([busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})])
@@ -102,6 +103,24 @@ async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
                 return str(answer["output"])
 
             assert await trio.to_thread.run_sync(look) == "one"
+            busybox = busybox_tar(tmp_path / "x.tar").read_bytes()
+            second = registry.push([busybox, layer({"etc/word": b"two"})], tag="v2")
+            done = await command(data_dir, "pull", registry.reference(":v2"))
+            assert (done.returncode, done.stdout.decode()) == (0, f"image-v2: {second}\n"), done.stderr
+            words = [str(SCRIPT), "run", "image:v2", "--data-dir", str(data_dir)]
+            env = os.environ | {"SANDKASTEN_API_KEY": KEY}
+            run = await trio.run_process(words, stdin=b"cat /etc/word", capture_stdout=True, env=env)
+            assert run.stdout == b"two"
+            post = partial(client.post, "/v1/sessions", json={"image": "image:v2"})
+            session = (await trio.to_thread.run_sync(post)).json()["id"]
+            said = json.loads((await command(data_dir, "inspect", registry.reference(":v2"))).stdout)
+            assert (said["name"], said["references"]) == ("image-v2", ["image:v2"])
+            assert said["in_use"] == {"sessions": [session], "pools": []}
+            kept = await command(data_dir, "rm", "image:v2")
+            assert (kept.returncode, b"the image is in use: 1 sessions" in kept.stderr) == (125, True), kept.stderr
+            await trio.to_thread.run_sync(client.delete, f"/v1/sessions/{session}")
+            assert (await command(data_dir, "rm", "image:v2")).returncode == 0
+            assert [each.name for each in Catalog(data_dir).images()] == ["host", "image"]
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,13 @@ async def the_rest(client: SandboxClient) -> None:
     assert (await client.drain()).status == "draining"
     assert (await client.undrain()).status == node.status
     assert [each.name for each in await client.images()] == node.images
+    assert [each.name for each in await client.list_images()] == node.images
+    assert await client.list_images(label=["none", "team=a"]) == []
+    image = await client.get_image("python")
+    assert (image.name, image.problems, "python" in image.alias_names) == ("host", [], True)
+    with pytest.raises(errors.InvalidImage):
+        await client.delete_image("none:x")
+    assert (await client.prune_images(older_than_s=0, dry_run=True)).freed_bytes == 0
     assert (await client.system()).version
     assert [each["id"] for each in await client.keys()] == ["configured"]
     assert await client.pools() == []

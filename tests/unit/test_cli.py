@@ -235,6 +235,11 @@ def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pyte
     ]
     assert main(["image", "list", *place]) == 0
     assert re.search(r"^small +layers .* small\.tar$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["image", "inspect", "small", *place]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["name"], seen["problems"], seen["in_use"], len(seen["layers"])) == ("small", [], None, 1)
+    assert main(["image", "prune", "--older-than", "1s", *place]) == 0
+    assert capsys.readouterr().out == "0 layers, 0 broken downloads, 0 B\n"
     assert main(["image", "validate", "small", *place]) == 0
     assert capsys.readouterr().out == "small: ok\n"
     assert main(["image", "import", "--json", "--name", "other", "--tar", str(tmp_path / "small.tar"), *place]) == 0

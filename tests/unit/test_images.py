@@ -11,8 +11,9 @@ import pytest
 
 from sandkasten.images import rootfs
 from sandkasten.images.catalog import Catalog, Image, now
+from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.removal import remove_tree
-from sandkasten.model.errors import InvalidImage
+from sandkasten.model.errors import InvalidImage, InvalidReference
 
 
 def add(catalog: Catalog, name: str, *, replace: bool = False) -> Image:
@@ -48,11 +49,137 @@ def test_an_alias_leads_to_its_image_until_one_of_that_name_exists(tmp_path: Pat
     assert catalog.aliases_of("base-1") == []
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".retired", "-x", "a" * 65, "a\n", "ä"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "../x", ".retired", "-x", "a" * 65, "a\n", "ä", "a b", "/etc", "a//b", "a/", "a/../b", "a/.b"),
+        *("a:", "a:.x", "a:-x", "a:x/../../y", "a:x:y", f"a:{'t' * 129}", "a@", "a@sha256:12", f"a@SHA256:{'0' * 64}"),
+        *(f"a@sha256:{'0' * 65}", f"a@sha256:{'0' * 64}:x", "http://a/b", f"h/{'p' * 511}", "[" * 9000, "a/b" * 9000),
+    ],
+)
 def test_malformed_names_are_refused(tmp_path: Path, name: str) -> None:
     """No name can lead out of the store or to its private directories."""
     with pytest.raises(InvalidImage, match="malformed"):
         Catalog(tmp_path).get(name)
+
+
+def pulled(catalog: Catalog, text: str, name: str | None = None, *, digest: str = "") -> str:
+    """Put an image into the store as a pull of that reference does; return its name."""
+    reference = parse_reference(text)
+    name = catalog.name_for(reference, name)
+    described: dict[str, object] = {
+        "kind": "rootfs",
+        "created_at": f"{len(catalog.images())}",
+        "source": str(reference),
+        "digest": reference.digest or digest or f"sha256:{len(text):064x}",
+        "tags": [reference.tag] if reference.tag else [],
+    }
+    with catalog.building(name) as directory:
+        make_rootfs(directory / "rootfs")
+        return catalog.publish(directory, Image(name=name, **described), replace=True).name  # type: ignore[arg-type]
+
+
+DIGEST = f"sha256:{'ab' * 32}"
+
+
+def test_tags_of_one_repository_are_images_side_by_side(tmp_path: Path) -> None:
+    """The first tag is called as the repository, others by repository and tag; NAME:TAG leads to each, and one that is
+    pulled again to its own, also when the first has gone. So does what was pulled, in full, by tag and by digest."""
+    catalog = Catalog(tmp_path, aliases={"stable": "debian:trixie", "team:base": "debian"})
+    assert pulled(catalog, "debian:bookworm") == "debian"
+    assert pulled(catalog, "debian:trixie") == "debian-trixie"
+    assert pulled(catalog, f"debian@{DIGEST}") == "debian-abababababab"
+    assert pulled(catalog, "ghcr.io/team/app") == "app"
+    assert pulled(catalog, "ghcr.io/team/app:v2", "Tools") == "Tools"
+    meant = {
+        "debian": "debian",
+        "debian:bookworm": "debian",
+        "debian:trixie": "debian-trixie",
+        "library/debian:trixie": "debian-trixie",
+        "docker.io/library/debian:trixie": "debian-trixie",
+        f"debian@{DIGEST}": "debian-abababababab",
+        f"debian:trixie@{DIGEST}": "debian-abababababab",
+        "app:latest": "app",
+        "ghcr.io/team/app": "app",
+        "ghcr.io/team/app:v2": "Tools",
+        "Tools:v2": "Tools",
+        "stable": "debian-trixie",
+        "team:base": "debian",
+    }
+    assert {name: catalog.get(name).name for name in meant} == meant
+    assert catalog.aliases_of("debian-trixie") == ["stable"]
+    assert catalog.get("debian-trixie").references == ["debian:trixie"]
+    assert pulled(catalog, "debian:trixie") == "debian-trixie"
+    catalog.delete("debian:bookworm")
+    assert pulled(catalog, "debian:trixie") == "debian-trixie"
+    for name, words in (
+        ("debian", "; there is debian:trixie$"),
+        ("debian:bookworm", "; there is debian:trixie$"),
+        ("app:v2", "; there is app:latest$"),
+        (f"app@{DIGEST}", "; there is app:latest$"),
+        ("other.example/team/app", "; there is app:latest$"),
+        ("none:x", "'none:x'$"),
+    ):
+        with pytest.raises(InvalidImage, match=f"there is no image.*{words}"):
+            catalog.get(name)
+    assert pulled(catalog, "debian:bookworm") == "debian"
+
+
+def test_no_two_images_own_one_tag_of_a_name(tmp_path: Path) -> None:
+    """A pull that would give an image the tag of another is refused, and one of another repository does not go beside:
+    its name is taken."""
+    catalog = Catalog(tmp_path)
+    pulled(catalog, "debian:bookworm")
+    pulled(catalog, "debian:trixie")
+    for text, name in (("debian:trixie", "debian"), ("x.example/debian:trixie", "debian")):
+        with pytest.raises(InvalidImage, match="debian:trixie is image 'debian-trixie'"):
+            catalog.name_for(parse_reference(text), name)
+    assert catalog.name_for(parse_reference("x.example/debian:sid"), None) == "debian"
+    catalog.delete("debian")
+    with pytest.raises(InvalidImage, match="debian:trixie is image 'debian-trixie'"):
+        catalog.name_for(parse_reference("x.example/debian:trixie"), None)
+    pulled(catalog, "x.example/debian:trixie", "debian-trixie-2")
+    pulled(catalog, "foo:1", "bar-1")  # a name of this form is no tag of bar
+    with pytest.raises(InvalidImage, match="no image 'bar:1'"):
+        catalog.get("bar:1")
+    pulled(catalog, f"bar:{'t' * 100}")
+    with pytest.raises(InvalidReference, match="give one"):
+        pulled(catalog, f"bar:{'u' * 100}")
+    add(catalog, "app")
+    assert catalog.name_for(parse_reference("app:1"), None) == "app", "imported: taken without --replace"
+    other = {"new": parse_reference("new:1")}
+    assert catalog.name_for(parse_reference("new:2"), None, under_way=other) == "new-2"
+
+
+def test_a_stamp_changes_with_what_a_reference_means(tmp_path: Path) -> None:
+    """Answers that were resolved before are good as long as the stamp is."""
+    catalog = Catalog(tmp_path, aliases={"stable": "debian:trixie"})
+    stamps = {name: catalog.stamp(name) for name in ("debian", "debian:trixie", "stable", "other")}
+    pulled(catalog, "debian:trixie")
+    changed = [name for name, stamp in stamps.items() if catalog.stamp(name) != stamp]
+    assert changed == ["debian", "debian:trixie", "stable"]
+    before = catalog.stamp("stable")
+    assert catalog.stamp("stable") == before
+    pulled(catalog, "debian:trixie", digest=DIGEST)
+    assert catalog.stamp("stable") != before
+
+
+def test_allowed_references_hold_for_the_image(tmp_path: Path) -> None:
+    """Images that a reference in the list means may be used by any name, and nsinit is told these: also before there
+    is such an image."""
+    catalog = Catalog(tmp_path, allowed=["debian:trixie", "ghcr.io/team/app:v2"], aliases={"stable": "debian:trixie"})
+    assert catalog.names_of(["debian:trixie", "stable", f"x@{DIGEST}", "own"]) == [
+        *("debian-trixie", "stable", "x-abababababab", "own")
+    ]
+    pulled(catalog, "debian:bookworm")
+    pulled(catalog, "debian:trixie")
+    for name in ("debian:trixie", "debian-trixie", "docker.io/library/debian:trixie", "stable"):
+        assert catalog.get(name).name == "debian-trixie"
+    with pytest.raises(InvalidImage, match="not allowed"):
+        catalog.get("debian:bookworm")
+    assert [each.name for each in catalog.allowed()] == ["debian-trixie"]
+    pulled(catalog, "ghcr.io/team/app:v2")
+    assert catalog.names_of(["debian:trixie", "ghcr.io/team/app:v2"]) == ["debian-trixie", "app"]
 
 
 def test_allowed_images_hold_for_name_or_target(tmp_path: Path) -> None:

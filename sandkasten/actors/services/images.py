@@ -3,7 +3,8 @@ worker threads of its own limiter, changes by nsinit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, assert_never
 
 import attrs
@@ -11,15 +12,19 @@ import trio
 
 from nsinit.wire import protocol
 from sandkasten.actors.core import Actor, Ask, Ref
-from sandkasten.actors.services.nsinit import ThreadLink, ask_store
+from sandkasten.actors.services.directory import SessionDirectory
+from sandkasten.actors.services.nsinit import ask_store
 from sandkasten.images.catalog import Catalog, Image, Stamp
-from sandkasten.images.layers import Layers
+from sandkasten.images.describing import describe, uses_of
+from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.pulling import PullTurns
-from sandkasten.model.errors import InvalidImage
-from sandkasten.model.image import ImageDescription, ImageLayer, Pruned
+from sandkasten.model.errors import ImageInUse, InvalidImage
+from sandkasten.model.image import ImageDescription, ImageUses, Pruned
+from sandkasten.model.workspace import EVERYWHERE, Within, is_within
 
 _THREADS = 2
 _MAX_KNOWN = 1000
+_MOST_TOLD = 100
 _UNSENT = 0
 
 
@@ -32,21 +37,25 @@ class Resolve(Ask[Image]):
 
 @attrs.frozen
 class DescribeImages(Ask[Sequence[ImageDescription]]):
-    """Return all images, by name, or that of one name or alias; raises `InvalidImage`."""
+    """Return all images, by name, or that of one name or alias; raises `InvalidImage`. `is_bounded`: those alone that
+    sessions may have. Of sessions that use an image, those within these labels are told, and pools everywhere alone."""
 
     name: str | None = None
+    within: Within = EVERYWHERE
+    is_bounded: bool = False
 
 
 @attrs.frozen
 class RemoveImage(Ask[None]):
-    """Delete an image of layers, with the layers that nobody else has. Raises `InvalidImage`, `ImageInUse`."""
+    """Delete an image of layers, with the layers that nobody else has. Raises `InvalidImage`, `ImageInUse`, whose
+    details are the sessions and pools that name it."""
 
     name: str
 
 
 @attrs.frozen
 class PruneLayers(Ask[Pruned]):
-    """Remove the layers that nobody has had for `older_than_s`; with `dry_run` count them."""
+    """Remove the layers and broken downloads that nobody has had for `older_than_s`; with `dry_run` count them."""
 
     older_than_s: int
     dry_run: bool
@@ -58,10 +67,20 @@ Message = Resolve | DescribeImages | RemoveImage | PruneLayers
 class Images(Actor):
     """The image catalogue, with the images that were resolved before."""
 
-    def __init__(self, ref: Ref, catalog: Catalog, nsinit: Ref, pulls: PullTurns) -> None:
+    def __init__(
+        self,
+        ref: Ref,
+        catalog: Catalog,
+        nsinit: Ref,
+        *,
+        pulls: PullTurns,
+        blobs: Blobs,
+        directory: SessionDirectory,
+        pools: Sequence[str],
+    ) -> None:
         super().__init__(ref)
-        self._catalog, self._nsinit, self._pulls = catalog, nsinit, pulls
-        self._layers = Layers(catalog.data_dir, ThreadLink(nsinit))
+        self._catalog, self._nsinit, self._pulls, self._blobs = catalog, nsinit, pulls, blobs
+        self._directory, self._pools = directory, pools
         self._known: dict[str, tuple[Stamp, Image]] = {}
         self._limiter = trio.CapacityLimiter(_THREADS)
 
@@ -72,8 +91,8 @@ class Images(Actor):
                 if known is not None and known[0] == self._catalog.stamp(name):
                     return known[1]
                 return self.defer(self._resolve, name)
-            case DescribeImages(name):
-                return self.defer(self._describe, name)
+            case DescribeImages():
+                return self.defer(self._describe, message)
             case RemoveImage(name):
                 return self.defer(self._remove, name)
             case PruneLayers(older_than_s, dry_run):
@@ -92,38 +111,47 @@ class Images(Actor):
     async def _in_thread(self, function: Any, *args: Any) -> Any:  # of the catalogue
         return await trio.to_thread.run_sync(function, *args, limiter=self._limiter)
 
-    async def _describe(self, name: str | None) -> Sequence[ImageDescription]:
+    async def _describe(self, message: DescribeImages) -> Sequence[ImageDescription]:
+        name, catalog = message.name, self._catalog
+        sessions, pools = self._users(message.within)
+
         def read() -> Sequence[ImageDescription]:
-            found = self._catalog.images() if name is None else [self._catalog.get(name)]
-            return [self._info(image) for image in found]
+            if name is None:
+                found = catalog.allowed() if message.is_bounded else catalog.images()
+            else:
+                found = [catalog.get(name) if message.is_bounded else catalog.look_up(name)]
+            return describe(catalog, found, uses_of(catalog, sessions, pools), judges=name is not None)
 
         described: Sequence[ImageDescription] = await self._in_thread(read)
         return described
 
-    def _info(self, image: Image) -> ImageDescription:
-        found = [(digest, self._layers.find(digest)) for digest in image.layers]
-        return ImageDescription(
-            name=image.name,
-            kind=image.kind,
-            source=image.source,
-            created_at=image.created_at,
-            digest=image.digest,
-            platform=image.platform,
-            tags=image.tags,
-            alias_names=self._catalog.aliases_of(image.name),
-            size_bytes=image.size_bytes,
-            config=image.config,
-            layers=[ImageLayer(digest, meta.entries, meta.size_bytes) for digest, meta in found if meta is not None],
-        )
+    def _users(self, within: Within) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
+        """Return the live sessions, by id and image as it was asked for, and the pools, as far as these are told."""
+        live = (entry.session for entry in self._directory)
+        found = [(each.id, each.image) for each in live if is_within(each.labels, within)]
+        return found, () if within else self._pools
 
     async def _remove(self, name: str) -> None:
         image: Image = await self._in_thread(self._catalog.get_own, name)
         if image.kind != "layers":
             raise InvalidImage(f"{name!r} is no image of layers: `sandkasten image rm` removes it", image=name)
-        await ask_store(self._nsinit, protocol.DeleteImage(_UNSENT, name))
+        uses: Mapping[str, ImageUses] = await self._in_thread(uses_of, self._catalog, *self._users(EVERYWHERE))
+        if used := uses.get(image.name):
+            raise _in_use(used)
+        await ask_store(self._nsinit, protocol.DeleteImage(_UNSENT, image.name))
         await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, self._pulls.kept, tuple(image.layers)))
 
     async def _prune(self, older_than_s: int, dry_run: bool) -> Pruned:
         request = protocol.CollectLayers(_UNSENT, older_than_s, self._pulls.kept, dry_run=dry_run)
         found = await ask_store(self._nsinit, request)
-        return Pruned(found.layers, found.freed_bytes)
+        blobs, blob_bytes = await self._in_thread(partial(self._blobs.sweep, older_than_s, dry_run=dry_run))
+        return Pruned(found.layers, found.freed_bytes + blob_bytes, blobs)
+
+
+def _in_use(used: ImageUses) -> ImageInUse:
+    what = [f"{len(named)} {kind}" for kind, named in (("sessions", used.sessions), ("pools", used.pools)) if named]
+    return ImageInUse(
+        f"the image is in use: {' and '.join(what)}",
+        sessions=list(used.sessions[:_MOST_TOLD]),
+        pools=list(used.pools[:_MOST_TOLD]),
+    )

@@ -21,13 +21,13 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.store import do
 from sandkasten.config import ConfigError, ImagesSettings
 from sandkasten.crash import Crash
+from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import Pull, PullTarget, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
-from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
+from sandkasten.model.errors import Conflict, JobNotFound, Overloaded, SandkastenError
 from sandkasten.model.job import (
     INTERRUPTED,
     JOB_ID,
@@ -119,6 +119,7 @@ class Jobs(Actor):
         *,
         store: Ref,
         layers: PullTarget,
+        catalog: Catalog,
         blobs: Blobs,
         settings: ImagesSettings,
         credentials_file: Path,
@@ -128,6 +129,7 @@ class Jobs(Actor):
     ) -> None:
         super().__init__(ref)
         self._store, self._layers, self._blobs, self._settings = store, layers, blobs, settings
+        self._catalog = catalog
         self._credentials_file, self._crash, self._patience = credentials_file, crash, patience
         self._running: dict[str, _Running] = {}
         self._turns, self._at_once = turns, trio.CapacityLimiter(_AT_ONCE)
@@ -161,9 +163,9 @@ class Jobs(Actor):
     async def _begin(self, spec: PullSpec) -> ImageJob:
         reference = parse_reference(spec.reference)
         platform = Platform.own() if spec.platform is None else Platform.parse(spec.platform)
-        name = reference.name if spec.name is None else spec.name
-        if not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed", image=name[:64])
+        under_way = {each.job.name: parse_reference(each.job.reference) for each in self._running.values()}
+        choose = partial(self._catalog.name_for, reference, spec.name, under_way=under_way)
+        name = await trio.to_thread.run_sync(choose)
         job = ImageJob(
             id=secrets.token_hex(12),
             kind=JobKind.PULL,
@@ -177,17 +179,18 @@ class Jobs(Actor):
         if begun is False:
             raise Overloaded(f"{MAX_JOBS} jobs wait or run already")
         if isinstance(begun, BegunJob):
-            return self._same(begun, job, replaces=spec.replace)
+            return self._same(begun, job, spec)
         running = self._running[job.id] = _Running(job)
         auth = None if spec.auth is None else Credentials(*spec.auth)
         work = partial(self._prepare, reference=reference, platform=platform, auth=auth, replace=spec.replace)
         self._nursery.start_soon(self._run, running, work)
         return job
 
-    def _same(self, begun: BegunJob, job: ImageJob, *, replaces: bool) -> ImageJob:
-        """Return the job that an idempotency key began, if it was begun by the same request."""
-        asked, there = ((each.kind, each.reference, each.name, each.platform) for each in (job, begun.job))
-        if (asked, replaces) != (there, begun.replaces):
+    def _same(self, begun: BegunJob, job: ImageJob, spec: PullSpec) -> ImageJob:
+        """Return the job that an idempotency key began, if it was begun by the same request. A name that was not asked
+        for may be another by now."""
+        asked, there = ((each.kind, each.reference, each.platform) for each in (job, begun.job))
+        if (asked, spec.name or begun.job.name, spec.replace) != (there, begun.job.name, begun.replaces):
             raise Conflict("the idempotency key was used with another request")
         running = self._running.get(begun.job.id)
         return begun.job if running is None else running.job
@@ -237,6 +240,9 @@ class Jobs(Actor):
         self, running: _Running, reference: Reference, platform: Platform, auth: Credentials | None, *, replace: bool
     ) -> Pull:
         from sandkasten.images.registry.client import RegistryClient
+
+        if not replace:
+            await trio.to_thread.run_sync(self._catalog.require_free, running.job.name)
 
         def credentials_of(registry: str) -> Credentials | None:
             if auth is not None and registry == reference.registry:

@@ -28,7 +28,6 @@ from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Image
 from sandkasten.links.runner import RunnerLink
 from sandkasten.model.errors import (
-    InvalidImage,
     InvalidRequest,
     RunnerLost,
     RunnerProtocolError,
@@ -165,7 +164,7 @@ def accepted(answer: object) -> protocol.HelloReply:
 
     Raises:
         SandboxError: PID 1 speaks another version, or was never set up: then nobody was told of the session.
-        InvalidRequest, InvalidImage: PID 1 refused what the session's creator asked for.
+        InvalidRequest: PID 1 refused what the session's creator asked for.
         RunnerProtocolError: the message is no answer to a first request.
     """
     match answer:
@@ -190,8 +189,6 @@ def _refused(error: protocol.Error) -> SandkastenError:
             return InvalidRequest(error.message, env="can't be set")
         case "INVALID_PATH":
             return InvalidRequest(error.message, filesystem="can't be kept here")
-        case "NO_SHELL":
-            return InvalidImage(error.message)
         case _:
             return SandboxError(f"the sandbox could not start: {error.message}")
 

@@ -117,13 +117,25 @@ class Route:
 
 @attrs.define
 class _Node:
-    """The routes at one path and the paths beneath it: either literal segments or one open segment."""
+    """The routes at one path and the paths beneath it: literal segments or one open segment. Both are beside each other
+    where each request means one of them: at the end of paths, with other methods."""
 
     literals: dict[str, _Node] = attrs.field(factory=dict)
     open_name: str = ""
     opened: _Node | None = None
     methods: dict[str, Route] = attrs.field(factory=dict)
     websocket: Route | None = None
+
+    def check(self, path: str) -> None:
+        """Raise `ValueError` where a literal and an open segment beside each other leave a request two meanings."""
+        for name, node in self.literals.items():
+            if self.opened is not None:
+                is_end = not (node.literals or node.opened or node.websocket or self.opened.websocket)
+                if not is_end or self.opened.methods.keys() & node.methods.keys():
+                    raise ValueError(f"another route could match the same path as '{path}/{name}'")
+            node.check(f"{path}/{name}")
+        if self.opened is not None:
+            self.opened.check(f"{path}/{{{self.open_name}}}")
 
 
 @attrs.frozen
@@ -149,22 +161,25 @@ class RouteTable:
         self._top = _Node()
         for route in self.routes:
             self._add(route)
+        self._top.check("")
 
     def find(self, segments: Sequence[str]) -> RouteMatch | None:
         """Return the routes at a path, or None."""
-        node, params = self._top, {}
+        node, params, beside = self._top, {}, None
         for segment in segments:
+            following = node.literals.get(segment)
+            beside = None
             if node.opened is not None:
                 if not segment:
                     return None
                 params[node.open_name] = segment
-                node = node.opened
-            else:
-                following = node.literals.get(segment)
-                if following is None:
-                    return None
-                node = following
-        return RouteMatch(node.methods, node.websocket, params) if node.methods or node.websocket else None
+                beside = following and node.opened
+                following = following or node.opened
+            if following is None:
+                return None
+            node = following
+        methods = node.methods if beside is None else {**beside.methods, **node.methods}
+        return RouteMatch(methods, node.websocket, params) if methods or node.websocket else None
 
     def _add(self, route: Route) -> None:
         node = self._top
@@ -185,11 +200,9 @@ class RouteTable:
 def _beneath(node: _Node, segment: str, path: str) -> _Node:
     """Return the node of one more segment, made if it is missing."""
     if segment.startswith("{"):
-        if node.literals or (node.opened is not None and node.open_name != segment[1:-1]):
+        if node.opened is not None and node.open_name != segment[1:-1]:
             raise ValueError(f"another route could match the same path as {path!r}")
         node.open_name = segment[1:-1]
         node.opened = node.opened or _Node()
         return node.opened
-    if node.opened is not None:
-        raise ValueError(f"another route could match the same path as {path!r}")
     return node.literals.setdefault(segment, _Node())

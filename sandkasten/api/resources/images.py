@@ -10,9 +10,22 @@ import attrs
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Between, add_kinds, read_query, read_request
-from sandkasten.api.resources.sessions import DoneBody
+from sandkasten.api.http.key_scope import within
+from sandkasten.api.resources.fields import (
+    Between,
+    LabelFilter,
+    ListLimit,
+    NameCursor,
+    add_kinds,
+    encode_cursor,
+    read_query,
+    read_request,
+)
+from sandkasten.api.resources.file_entries import FIRST_PAGE
+from sandkasten.api.resources.sessions import DEFAULT_LIST, DoneBody
 from sandkasten.model.image import ImageDescription
+from sandkasten.model.keys import Access, ApiKey
+from sandkasten.model.listing import LabelSelector
 
 GraceSeconds = NewType("GraceSeconds", int)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
@@ -22,21 +35,26 @@ _GRACE = GraceSeconds(3600)
 
 @attrs.frozen
 class ImagesQuery:
-    """The query of a list of images: the name or alias of one, by default all."""
+    """The query of a list of images: the name or alias of one, by default all. `label`, of the image's configuration,
+    is `NAME` or `NAME=VALUE`, and may come more than once."""
 
     name: str | None = None
+    label: tuple[LabelFilter, ...] = ()
+    limit: ListLimit = DEFAULT_LIST
+    cursor: NameCursor = FIRST_PAGE
 
 
 @attrs.frozen
 class ImageQuery:
-    """The query that names an image. A path would not do: an image may be called as a request is."""
+    """The query that names an image."""
 
     name: str
 
 
 @attrs.frozen
 class PruneRequest:
-    """A removal of layers that nobody has had for `older_than_s`; with `dry_run` they are counted."""
+    """A removal of layers and broken downloads that nobody has had for `older_than_s`; with `dry_run` they are
+    counted."""
 
     older_than_s: GraceSeconds = _GRACE
     dry_run: bool = False
@@ -67,8 +85,18 @@ class ImageLayerBody(Body):
 
 
 @attrs.frozen(kw_only=True)
+class ImageUsesBody(Body):
+    """The live sessions that an image was asked for, as far as the key reaches, and the pools that name it."""
+
+    sessions: Sequence[str]
+    pools: Sequence[str]
+
+
+@attrs.frozen(kw_only=True)
 class ImageBody(Body):
-    """An image. `digest` and `platform` are empty for one that came from no registry."""
+    """An image. `digest` and `platform` are empty for one that came from no registry. `references` are its tags as
+    requests name them. `shared_bytes` of its `size_bytes` are in layers of other images, too. `problems` are told of
+    one image alone."""
 
     name: str
     kind: str
@@ -81,45 +109,84 @@ class ImageBody(Body):
     size_bytes: int
     config: ImageConfigBody
     layers: Sequence[ImageLayerBody]
+    references: Sequence[str]
+    shared_bytes: int
+    in_use: ImageUsesBody
+    problems: Sequence[str] | None = None
 
     @classmethod
     def of(cls, image: ImageDescription) -> ImageBody:
         """Return the body of an image."""
         layers = [ImageLayerBody.take(each) for each in image.layers]
-        return cls.take(image, config=ImageConfigBody.take(image.config), layers=layers)
+        uses = ImageUsesBody.take(image.in_use)
+        return cls.take(image, config=ImageConfigBody.take(image.config), layers=layers, in_use=uses)
 
 
 @attrs.frozen(kw_only=True)
 class ImagesBody(Body):
-    """All images, by name."""
+    """A page of images, by name; without `next_cursor` the last one."""
 
     images: Sequence[ImageBody]
+    next_cursor: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class PrunedBody(Body):
-    """Layers that were removed, or would be, and the bytes of their files."""
+    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
 
     layers: int
+    blobs: int
     freed_bytes: int
 
 
 async def list_images(exchange: Exchange) -> Answer:
-    """List the images by name, or that of one name or alias."""
-    name = read_query(exchange, ImagesQuery).name
-    supervisor = exchange.supervisor
-    found = await supervisor.images() if name is None else [await supervisor.image(name)]
-    return json_answer(ImagesBody(images=[ImageBody.of(each) for each in found]))
+    """List the images by name, or that of one name, reference or alias.
+
+    A key that is no administrator's sees those that sessions may have.
+    """
+    query = read_query(exchange, ImagesQuery)
+    if query.name is not None:
+        return json_answer(ImagesBody(images=[ImageBody.of(await _look_up(exchange, query.name))]))
+    selectors = [LabelSelector(*text.split("=", 1)) for text in query.label]
+    key = exchange.key
+    found = [
+        image
+        for image in await exchange.supervisor.images(within=within(key), is_bounded=_is_bounded(key))
+        if image.name > query.cursor and all(each.is_on(image.config.labels) for each in selectors)
+    ]
+    shown = found[: query.limit]
+    cursor = encode_cursor(shown[-1].name) if len(found) > query.limit else None
+    return json_answer(ImagesBody(images=[ImageBody.of(each) for each in shown], next_cursor=cursor))
+
+
+async def get(exchange: Exchange) -> Answer:
+    """Read an image, by its name, a reference or an alias."""
+    return json_answer(ImageBody.of(await _look_up(exchange, exchange.params["name"])))
+
+
+async def _look_up(exchange: Exchange, name: str) -> ImageDescription:
+    key = exchange.key
+    return await exchange.supervisor.image(name, within=within(key), is_bounded=_is_bounded(key))
+
+
+def _is_bounded(key: ApiKey) -> bool:
+    return key.access < Access.ADMIN or key.label is not None
 
 
 async def delete(exchange: Exchange) -> Answer:
-    """Delete an image that no session has, with the layers that no other image has."""
+    """Delete an image that no session and no pool names, with the layers that no other image has."""
     await exchange.supervisor.delete_image(read_query(exchange, ImageQuery).name)
     return json_answer(DoneBody())
 
 
+async def remove(exchange: Exchange) -> Answer:
+    """Delete an image that no session and no pool names, with the layers that no other image has."""
+    await exchange.supervisor.delete_image(exchange.params["name"])
+    return json_answer(DoneBody())
+
+
 async def prune(exchange: Exchange) -> Answer:
-    """Remove the layers that no image, session or pull has."""
+    """Remove the layers that no image, session or pull has, and broken downloads."""
     request = await read_request(exchange, PruneRequest)
     found = await exchange.supervisor.prune_images(older_than_s=request.older_than_s, dry_run=request.dry_run)
     return json_answer(PrunedBody.take(found))

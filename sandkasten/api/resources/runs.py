@@ -88,7 +88,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.errors import ExecNotFound, TooLarge
+from sandkasten.model.errors import ExecNotFound, InvalidImage, TooLarge
 from sandkasten.model.run import make_exec_id
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
-    """A background process to start."""
+    """A background process to start; without `cmd` and `argv` the command that the session's image has."""
 
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
@@ -607,8 +607,20 @@ def _exec_id(exchange: Exchange) -> str:
 async def start_process(exchange: Exchange) -> Answer:
     """Start a background process."""
     request = await read_request(exchange, ProcessRequest)
+    if request.cmd is None and request.argv is None:
+        request = attrs.evolve(request, argv=await _command_of_image(exchange))
     process = await exchange.supervisor.start_process(exchange.session_id, request.to_spec(exchange.settings))
     return json_answer(ProcessBody.of(process), status=201)
+
+
+async def _command_of_image(exchange: Exchange) -> Argv | None:
+    """Return the command of the image that has the name of the session's by now, if it has one."""
+    session = await exchange.supervisor.get(exchange.session_id)
+    try:
+        command = (await exchange.supervisor.image(session.image)).config.command
+        return Argv(command) if command else None
+    except InvalidImage:
+        return None
 
 
 async def list_processes(exchange: Exchange) -> Answer:

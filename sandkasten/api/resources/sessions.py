@@ -58,7 +58,7 @@ from sandkasten.api.resources.network import (
 )
 from sandkasten.model import (
     FOREVER_S,
-    IMAGE_NAME,
+    IMAGE_REFERENCE,
     FileRules,
     Limits,
     Pause,
@@ -186,7 +186,7 @@ class CreateRequest:
             InvalidImage: the image's name is malformed.
             InvalidRequest: the idempotency keys of body and header differ, or two idle timeouts differ.
         """
-        if self.image is not None and not IMAGE_NAME.match(self.image):
+        if self.image is not None and not IMAGE_REFERENCE.match(self.image):
             raise InvalidImage("the image name is malformed", image=self.image[:100])
         env, secret_env = split_environment(self.env or {})
         return SessionSpec(

@@ -47,20 +47,23 @@ class Blobs:
         self._directory, self._floor_bytes = directory, floor_bytes
         self._limiter = trio.CapacityLimiter(3)
 
-    def sweep(self, older_than_s: float) -> int:
-        """Remove broken downloads that nobody went on with for so long; return their number."""
-        count = 0
+    def sweep(self, older_than_s: float, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove broken downloads that nobody went on with for so long; return their number, and their bytes. With
+        `dry_run` they stay."""
+        count = size_bytes = 0
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.iterdir():
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                is_old = time.time() - os.fstat(fd).st_mtime >= older_than_s
+                found = os.fstat(fd)
+                is_old = time.time() - found.st_mtime >= older_than_s
                 if _PART.match(path.name) and is_old and _is_locked(fd):
-                    path.unlink()
-                    count += 1
+                    if not dry_run:
+                        path.unlink()
+                    count, size_bytes = count + 1, size_bytes + found.st_size
             finally:
                 os.close(fd)
-        return count
+        return count, size_bytes
 
     def drop(self, blob: Blob) -> None:
         """Remove what came of a blob whose layer is there, unless somebody has it."""

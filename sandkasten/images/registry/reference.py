@@ -18,6 +18,7 @@ from sandkasten.model.errors import InvalidReference
 HUB: Final = "docker.io"
 _HUB_ALIASES = ("index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")
 _LATEST = "latest"
+_DIGITS = 12
 _MAX_NAME_CHARS = 255
 _MAX_SHOWN_CHARS = 100
 
@@ -49,16 +50,38 @@ class Reference:
         return self.digest or self.tag or _LATEST
 
     @property
+    def short_name(self) -> str:
+        """The last part of the repository."""
+        return self.repository.rpartition("/")[2]
+
+    @property
+    def second_name(self) -> str:
+        """The name of the image beside one of the same repository with another tag."""
+        return f"{self.short_name}-{self.tag or (self.digest or '').removeprefix('sha256:')[:_DIGITS]}"
+
+    @property
     def name(self) -> str:
-        """The name that the image gets in this node's store, if the caller gives none.
+        """The name that the image gets in this node's store, if the caller gives none, and no other image has it.
 
         Raises:
             InvalidReference: the last part of the repository is no name of an image here.
         """
-        name = self.repository.rpartition("/")[2]
+        return self.checked(self.short_name)
+
+    def checked(self, name: str) -> str:
+        """Return a name for the image of this reference. Raises `InvalidReference`: it is none."""
         if not IMAGE_NAME.match(name):
             raise InvalidReference(f"{name!r} is no name for an image here; give one", reference=str(self))
         return name
+
+    def is_of(self, other: Reference | None) -> bool:
+        """Whether both are of one repository."""
+        return other is not None and (self.registry, self.repository) == (other.registry, other.repository)
+
+    def is_same(self, other: Reference) -> bool:
+        """Whether both have one name: the same tag of one repository, or no tag and the same digest."""
+        own, others = (each.tag or each.digest for each in (self, other))
+        return self.is_of(other) and own == others
 
 
 def parse_reference(text: str) -> Reference:
