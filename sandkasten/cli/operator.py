@@ -114,9 +114,15 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     for name, action in (("validate", validate), ("rm", remove), ("inspect", inspect)):
         action.add_argument("name")
         action.set_defaults(command=_late("image", "run"), action=name)
-    importing = actions.add_parser("import", help="make an image of a tar archive")
-    importing.add_argument("--name", required=True)
-    importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
+    importing = actions.add_parser("import", help="make an image of an archive")
+    importing.add_argument(
+        "file", nargs="?", metavar="FILE", help="of docker save, OCI layout, rootfs tar; - for stdin"
+    )
+    importing.add_argument("--name", help="the image's name here; by default the one in an archive of images")
+    importing.add_argument("--ref", help="which image of an archive of several")
+    importing.add_argument("--platform", metavar="OS/ARCH", help="by default that of the machine")
+    importing.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    importing.add_argument("--tar", type=Path, metavar="FILE", help="the tar of a root file system, or a pipe of it")
     importing.set_defaults(command=_late("image", "run"), action="import")
     pulling = actions.add_parser("pull", help="get an image from a registry")
     pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")

@@ -13,11 +13,12 @@ import fcntl
 import hashlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import attrs
 import trio
@@ -77,6 +78,11 @@ class Blobs:
 
     def _path(self, blob: Blob) -> Path:
         return self._directory / f"{blob.digest.removeprefix('sha256:')}.part"
+
+    def unnamed(self) -> IO[bytes]:
+        """Make a file without a name, which goes when it is closed."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        return tempfile.TemporaryFile(buffering=0, dir=self._directory)
 
     def require_room(self, size: int) -> None:
         """Raise `DiskReserve` unless there is room for so many bytes."""
