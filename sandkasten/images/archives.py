@@ -164,7 +164,7 @@ def look(
 
 
 class _Decoder(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+    def read1(self, size: int, /) -> bytes: ...
 
 
 class _Tape(Protocol):
@@ -213,7 +213,7 @@ class _Decoded:
 
     def _decoded(self) -> bytes:
         try:
-            return self._source.read(_PIECE_BYTES)
+            return self._source.read1(_PIECE_BYTES)  # read() would lose what comes before a fault
         except _DECODER_ERRORS as error:
             raise _BrokenTar("the compressed data is broken, or ends before its end") from error
 
