@@ -14,7 +14,7 @@ import attrs
 from sandkasten.images.registry.documents import Platform
 from tests.registry import digest_of
 
-Member = tuple[str, bytes | str]
+Member = tuple[str, bytes] | tuple[str, str]
 """Name and content of a file, or the target of a link."""
 
 
@@ -91,7 +91,7 @@ class Layout:
         self.entries.append(entry)
         return str(entry["digest"])
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[tuple[str, bytes]]:
         """Return the files of the layout."""
         index = json.dumps({"schemaVersion": 2, "manifests": self.entries}).encode()
         return [*self.files.items(), ("index.json", index)]

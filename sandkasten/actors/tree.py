@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -105,7 +106,7 @@ from sandkasten.model.errors import (
     SessionNotFound,
 )
 from sandkasten.model.image import ImageDescription, Pruned
-from sandkasten.model.job import ImageJob, PullSpec
+from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -298,6 +299,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         actor = images.Images(self._images, self._catalog, self._nsinit, self._shared.pulls)
         await actor.run(task_status=task_status)
 
+    @functools.cached_property
+    def _blobs(self) -> Blobs:
+        data_dir = self._config.data_dir
+        return Blobs(DataPaths(data_dir).blobs, floor_bytes=disk_floor_bytes(data_dir, self._config.disk))
+
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir = self._config.data_dir
         floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
@@ -305,7 +311,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             self._jobs,
             store=self._store,
             layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
-            blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
+            blobs=self._blobs,
             settings=self._config.images,
             credentials_file=credentials_file(self._config),
             crash=self._shared.crash,
@@ -510,6 +516,17 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def pull_image(self, spec: PullSpec) -> ImageJob:
         return await self._jobs.ask_again(jobs.BeginPull(spec))
+
+    async def import_image(self, spec: ImportSpec, pieces: AsyncIterator[bytes]) -> ImageJob:
+        jobs.check_import(spec)
+        file = await self._blobs.spool(pieces, self._config.images.max_pull_mb * MIB)
+        try:
+            with trio.CancelScope(shield=True):  # else nobody would know whether the job has the file
+                job = await self._jobs.ask(jobs.BeginImport(spec, file))
+        except SandkastenError:
+            file.close()
+            raise
+        return job
 
     async def jobs(self, *, limit: int = 100) -> Sequence[ImageJob]:
         return await self._jobs.ask_again(jobs.ListJobs(limit))

@@ -82,7 +82,9 @@ def take_layers(config: Config, fd: int, title: str, arguments: argparse.Namespa
     def work(sock: socket.socket) -> None:
         from sandkasten.cli.pull_child import import_in_child
 
-        import_in_child(sock, config, fd, title, arguments.ref, platform, replace=arguments.replace)
+        import_in_child(
+            sock, config, fd, title, arguments.ref, arguments.name or "", platform, replace=arguments.replace
+        )
 
     shown = Shown(title, as_json=arguments.json)
     try:

@@ -102,17 +102,25 @@ def pull_in_child(
 
 
 def import_in_child(
-    sock: socket.socket, config: Config, fd: int, title: str, ref: str | None, platform: Platform, *, replace: bool
+    sock: socket.socket,
+    config: Config,
+    fd: int,
+    title: str,
+    ref: str | None,
+    name: str,
+    platform: Platform,
+    *,
+    replace: bool,
 ) -> None:
-    """Import an archive of images, and tell the other process how it ended, or that the file is no such archive. The
-    name is the archive's, in the place of which the other process may know another."""
+    """Import an archive of images, and tell the other process how it ended, or that the file is no such archive. An
+    empty name is the archive's."""
 
     async def work(store: ParentStore, blobs: Blobs) -> None:
         importing = ArchiveImport(
             fd=fd,
             title=title,
             ref=ref,
-            name="",
+            name=name,
             platform=platform,
             store=store,
             blobs=blobs,

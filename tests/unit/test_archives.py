@@ -78,7 +78,7 @@ async def test_a_layer_that_is_there_twice_may_be_a_link_within_the_archive(tmp_
     assert image.layers == (digest_of(BASE),)
     assert any(isinstance(content, str) for _, content in members)
     for target in ("../manifest.json/..", "/etc/passwd", "../../../../etc/passwd", "layer.tar"):
-        linked = [(name, target if isinstance(content, str) else content) for name, content in members]
+        linked: list[Any] = [(name, target if isinstance(content, str) else content) for name, content in members]
         with pytest.raises(InvalidImage, match="has no file"):
             await imported(tmp_path, tar_of(linked), ref="b:1")
 
@@ -92,7 +92,8 @@ async def test_a_layout_is_an_image_as_a_tar_and_as_a_directory(tmp_path: Path) 
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     dotted = [(f"./{name}", content) for name, content in layout.members()]
-    for content in (tar_of(layout.members()), gzip.compress(tar_of(dotted)), directory):
+    whole: list[Any] = [tar_of(layout.members()), gzip.compress(tar_of(dotted)), directory]
+    for content in whole:
         image, store = await imported(tmp_path, content, name="x")
         assert (image.layers, image.digest) == ((digest_of(BASE), digest_of(TOP)), digest)
         assert (image.tags, len(store.layers)) == (["v1"], 2)
@@ -210,7 +211,7 @@ def _pax(**records: str) -> bytes:
     return member.tobuf(tarfile.PAX_FORMAT)[:-512]
 
 
-def _layout(change: Any) -> list[Member]:
+def _layout(change: Any) -> list[tuple[str, bytes]]:
     layout = Layout()
     layout.name(layout.image([BASE, TOP]), "v1")
     change(layout)

@@ -125,6 +125,11 @@ class _Running:
 _Work = Callable[[_Running], Awaitable[NewImage]]
 
 
+def check_import(spec: ImportSpec) -> None:
+    """Raise `InvalidImage` or `InvalidRequest` for an import that can't begin, before its bytes come."""
+    _job(JobKind.IMPORT, "", spec.name, spec.platform)
+
+
 def _job(kind: JobKind, reference: str, name: str, platform: str | None) -> ImageJob:
     """Return a new job. Raises `InvalidImage`, `InvalidRequest`."""
     if not IMAGE_NAME.match(name):

@@ -122,6 +122,8 @@ class Pull:
         """
         self.crash.passing(Point.PULL_BEGUN)
         digest, manifest = await self.source.resolve(self.platform, self.settings.max_layers)
+        if not IMAGE_NAME.match(name := self.name or self.source.name):
+            raise InvalidImage("the image has no name that it can have here; give one", image=name[:64])
         configuration = await self._configuration(manifest)
         total = sum(blob.size for blob in manifest.layers)
         if total > self.settings.max_pull_mb * MIB:
@@ -137,10 +139,8 @@ class Pull:
             return await self._publish(digest, configuration)
 
     async def _publish(self, digest: str, configuration: Configuration) -> NewImage:
-        if not IMAGE_NAME.match(name := self.name or self.source.name):
-            raise InvalidImage("the image has no name that it can have here; give one", image=name[:64])
         image = NewImage(
-            name=name,
+            name=self.name or self.source.name,
             tags=self.source.tags,
             layers=configuration.diff_ids,
             config=configuration.config,
