@@ -124,6 +124,11 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     importing.add_argument("--tar", type=Path, metavar="FILE", help="the tar of a root file system, or a pipe of it")
     importing.set_defaults(command=_late("image", "run"), action="import")
+    exporting = actions.add_parser("export", help="write an image as a tar of an OCI layout")
+    exporting.add_argument("name")
+    exporting.add_argument("-o", "--output", default="-", metavar="FILE", help="by default standard output")
+    exporting.add_argument("--compression", choices=("gzip", "zstd", "none"), default="gzip", help="of the layers")
+    exporting.set_defaults(command=_late("exporting", "export"))
     pulling = actions.add_parser("pull", help="get an image from a registry")
     pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")
     pulling.add_argument("--name", help="the image's name here; by default the last part of REF")
@@ -135,7 +140,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     login.add_argument("registry", metavar="REGISTRY")
     login.add_argument("--username", required=True)
     login.set_defaults(command=_late("pull", "login"))
-    for action in (pulling, login):
+    for action in (pulling, login, exporting):
         add_installation_options(action)
     _add_json(pulling)
     for action in (listing, validate, remove, importing, prune, inspect):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import os
 import subprocess
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -14,11 +18,16 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.exporting import COMPRESSIONS, export_image
+from sandkasten.images.layers import open_store
+from sandkasten.images.registry.blobs import Blobs
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
+from tests import debian
 from tests.archives import Layout, docker_saved, tar_of
 from tests.e2e.daemon import SCRIPT
 from tests.kernel.test_images_foreign import busybox_tar, run
+from tests.kernel.test_packing import tree_of as layer_tree
 from tests.registry import digest_of, layer
 from tests.waiting import patience
 
@@ -96,3 +105,108 @@ async def imported(supervisor: LocalSupervisor, spec: ImportSpec, content: bytes
         while not job.has_ended:
             seen, job = await supervisor.next_of_job(job.id, seen, 60)
     return job
+
+
+# Exports --------------------------------------------------------------------------------------------------------------
+
+
+def rich(base: bytes) -> list[bytes]:
+    """Return the layers of an image with all that a layer may have: marks, links, set-id bits, attributes, holes."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
+
+        def add(name: str, content: bytes = b"", **fields: Any) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            archive.addfile(member, io.BytesIO(content))
+
+        add("data", type=tarfile.DIRTYPE, mode=0o750, uid=7, mtime=1_600_000_000)
+        add("data/su", b"x", mode=0o4755, mtime=1.5)
+        add("data/hard", type=tarfile.LNKTYPE, linkname="data/su")
+        add("data/link", type=tarfile.SYMTYPE, linkname="../nowhere", uid=8)
+        add("data/noted", b"y", pax_headers={"SCHILY.xattr.user.note": "n\0"})
+        add(os.fsdecode(b"data/not-\xff-utf-8"), b"z")
+        add("etc/.wh.word")
+        add("srv/.wh..wh..opq")
+    return [base, WORD, layer({"srv/old": b"o"}), target.getvalue()]
+
+
+def tree_of(catalog: Catalog, name: str) -> list[object]:
+    """Return what the layers of an image have, one after the other."""
+    return [layer_tree(catalog.layer(each)) for each in catalog.get(name).layers]
+
+
+def test_an_export_comes_back_the_same(data_dir: Path, tmp_path: Path) -> None:
+    """The layers of another tool get other digests, of the same trees; from then on they are the same, whatever
+    compresses them. Two exports of one image are the same bytes. What is no image of layers is refused."""
+    base = busybox_tar(tmp_path / "base.tar").read_bytes()
+    (tmp_path / "saved.tar").write_bytes(tar_of(docker_saved({"team/tools:v2": rich(base)})))
+    where = ("--data-dir", data_dir)
+    image("import", tmp_path / "saved.tar", *where)
+    image("export", "tools", "-o", tmp_path / "first.tar", *where)
+    image("import", tmp_path / "first.tar", "--name=again", *where)
+    catalog = Catalog(data_dir)
+    first, again = catalog.get("tools"), catalog.get("again")
+    assert again.layers != first.layers
+    assert tree_of(catalog, "again") == tree_of(catalog, "tools")
+    assert (again.config, again.tags, again.platform) == (first.config, first.tags, first.platform)
+    blobs = Blobs(data_dir / "blobs")
+    with open_store(data_dir) as store:
+        for compression in COMPRESSIONS:
+            with (tmp_path / compression).open("w+b") as file:
+                done = export_image(catalog, store, blobs, "again", file, compression)
+            assert (done.is_repacked, done.skipped) == (False, 0)
+        with (tmp_path / "twice").open("w+b") as file:
+            assert export_image(catalog, store, blobs, "again", file, "gzip").digest != done.digest
+        assert (tmp_path / "twice").read_bytes() == (tmp_path / "gzip").read_bytes()
+        with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space"):
+            export_image(catalog, store, blobs, "again", full, "none")
+    for compression in ("zstd", "none"):
+        image("import", tmp_path / compression, f"--name={compression}", *where)
+        assert catalog.get(compression).layers == again.layers
+    assert os.listdir(data_dir / "blobs") == []
+    (data_dir / "images" / "host").mkdir()
+    (data_dir / "images" / "host" / "meta.json").write_text('{"kind": "host", "created_at": "", "source": ""}')
+    assert "this machine's own /usr" in image("export", "host", *where, ok=False)
+
+
+def test_other_tools_read_an_export_and_write_what_comes_in(data_dir: Path, tmp_path: Path) -> None:
+    """skopeo makes an archive of `docker save` of an export, and umoci the same tree."""
+    try:
+        umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
+        folder = f"usr/lib/{os.uname().machine}-linux-gnu"
+        found = [str(debian.program(name, folder)) for name in ("libgpgme11", "libassuan0")]
+    except debian.Unavailable as error:
+        pytest.skip(str(error))
+
+    def tool(*command: str | Path) -> str:
+        environment = os.environ | {"LD_LIBRARY_PATH": ":".join(found), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, timeout=patience(60), check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    base = busybox_tar(tmp_path / "base.tar").read_bytes()
+    (tmp_path / "saved.tar").write_bytes(tar_of(docker_saved({"team/tools:v2": rich(base)})))
+    where, copy = ("--data-dir", data_dir), (skopeo, "--insecure-policy", "copy")
+    image("import", tmp_path / "saved.tar", *where)
+    image("export", "tools", "-o", tmp_path / "out.tar", *where)
+    said = json.loads(tool(skopeo, "inspect", "oci-archive:out.tar:v2"))
+    assert (len(said["Layers"]), said["Env"]) == (4, ["A=b=c"])
+    tool(*copy, "oci-archive:out.tar:v2", "docker-archive:docker.tar:team/other:v3")
+    tool(*copy, "oci-archive:out.tar:v2", "oci:layout:v2")
+    image("import", tmp_path / "docker.tar", *where)
+    image("import", tmp_path / "layout", "--name=laid", *where)
+    catalog = Catalog(data_dir)
+    assert catalog.get("other").layers == catalog.get("laid").layers
+    assert tree_of(catalog, "other") == tree_of(catalog, "tools")
+    tool(umoci, "unpack", "--image", "layout:v2", "bundle")
+    tree = tmp_path / "bundle" / "rootfs"
+    assert sorted(os.listdir(os.fsencode(tree / "data"))) == [b"hard", b"link", b"not-\xff-utf-8", b"noted", b"su"]
+    su = (tree / "data" / "su").stat()
+    assert (su.st_mode & 0o7777, su.st_nlink, os.getxattr(tree / "data" / "noted", "user.note")) == (0o4755, 2, b"n\0")
+    assert not (tree / "etc" / "word").exists()
+    assert os.listdir(tree / "srv") == []
