@@ -18,10 +18,10 @@ import trio
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
-from sandkasten.images.exporting import COMPRESSIONS, export_image
+from sandkasten.images.exporting import COMPRESSIONS, Compression, Exported, export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import InvalidRequest
+from sandkasten.model.errors import InvalidImage, InvalidRequest
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
 from tests import debian
 from tests.archives import Layout, docker_saved, tar_of
@@ -138,41 +138,43 @@ def tree_of(catalog: Catalog, name: str) -> list[object]:
     return [layer_tree(catalog.layer(each)) for each in catalog.get(name).layers]
 
 
-def test_an_export_comes_back_the_same(data_dir: Path, tmp_path: Path) -> None:
+def exported(config: Config, name: str, path: Path, compression: Compression = "gzip") -> Exported:
+    """Export an image beside a daemon, as the command line does."""
+    with path.open("wb") as file, open_store(config.data_dir) as store:
+        blobs = Blobs(config.data_dir / "blobs")
+        return export_image(Catalog(config.data_dir), store, blobs, name, file, compression)
+
+
+async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
     """The layers of another tool get other digests, of the same trees; from then on they are the same, whatever
     compresses them. Two exports of one image are the same bytes. What is no image of layers is refused."""
-    base = busybox_tar(tmp_path / "base.tar").read_bytes()
-    (tmp_path / "saved.tar").write_bytes(tar_of(docker_saved({"team/tools:v2": rich(base)})))
-    where = ("--data-dir", data_dir)
-    image("import", tmp_path / "saved.tar", *where)
-    image("export", "tools", "-o", tmp_path / "first.tar", *where)
-    image("import", tmp_path / "first.tar", "--name=again", *where)
-    catalog = Catalog(data_dir)
+    catalog = Catalog(config.data_dir)
+    saved = tar_of(docker_saved({"team/tools:v2": rich(busybox_tar(tmp_path / "base.tar").read_bytes())}))
+    assert (await imported(supervisor, ImportSpec("tools"), saved)).state is JobState.DONE
+    done = await trio.to_thread.run_sync(exported, config, "tools", tmp_path / "first")
+    assert (done.is_repacked, done.skipped) == (True, 0)
+    assert (await imported(supervisor, ImportSpec("again"), (tmp_path / "first").read_bytes())).digest == done.digest
     first, again = catalog.get("tools"), catalog.get("again")
     assert again.layers != first.layers
     assert tree_of(catalog, "again") == tree_of(catalog, "tools")
     assert (again.config, again.tags, again.platform) == (first.config, first.tags, first.platform)
-    blobs = Blobs(data_dir / "blobs")
-    with open_store(data_dir) as store:
-        for compression in COMPRESSIONS:
-            with (tmp_path / compression).open("w+b") as file:
-                done = export_image(catalog, store, blobs, "again", file, compression)
-            assert (done.is_repacked, done.skipped) == (False, 0)
-        with (tmp_path / "twice").open("w+b") as file:
-            assert export_image(catalog, store, blobs, "again", file, "gzip").digest != done.digest
-        assert (tmp_path / "twice").read_bytes() == (tmp_path / "gzip").read_bytes()
-        with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space"):
-            export_image(catalog, store, blobs, "again", full, "none")
-    for compression in ("zstd", "none"):
-        image("import", tmp_path / compression, f"--name={compression}", *where)
-        assert catalog.get(compression).layers == again.layers
-    assert os.listdir(data_dir / "blobs") == []
-    (data_dir / "images" / "host").mkdir()
-    (data_dir / "images" / "host" / "meta.json").write_text('{"kind": "host", "created_at": "", "source": ""}')
-    assert "this machine's own /usr" in image("export", "host", *where, ok=False)
+    for compression in COMPRESSIONS:
+        done = await trio.to_thread.run_sync(exported, config, "again", tmp_path / compression, compression)
+        assert (done.is_repacked, done.skipped) == (False, 0)
+        back = await imported(supervisor, ImportSpec(compression), (tmp_path / compression).read_bytes())
+        assert (back.digest, catalog.get(compression).layers) == (done.digest, again.layers)
+    await trio.to_thread.run_sync(exported, config, "again", tmp_path / "twice", "gzip")
+    assert (tmp_path / "twice").read_bytes() == (tmp_path / "gzip").read_bytes()
+    with pytest.raises(OSError, match="No space"):
+        await trio.to_thread.run_sync(exported, config, "again", Path("/dev/full"))
+    with pytest.raises(InvalidImage, match="this machine's own /usr"):
+        await trio.to_thread.run_sync(exported, config, "host", tmp_path / "host")
+    assert os.listdir(config.data_dir / "blobs") == []
 
 
-def test_other_tools_read_an_export_and_write_what_comes_in(data_dir: Path, tmp_path: Path) -> None:
+async def test_other_tools_read_an_export_and_write_what_comes_in(
+    supervisor: LocalSupervisor, config: Config, tmp_path: Path
+) -> None:
     """skopeo makes an archive of `docker save` of an export, and umoci the same tree."""
     try:
         umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
@@ -189,19 +191,17 @@ def test_other_tools_read_an_export_and_write_what_comes_in(data_dir: Path, tmp_
         assert done.returncode == 0, done.stderr
         return done.stdout.decode()
 
-    base = busybox_tar(tmp_path / "base.tar").read_bytes()
-    (tmp_path / "saved.tar").write_bytes(tar_of(docker_saved({"team/tools:v2": rich(base)})))
-    where, copy = ("--data-dir", data_dir), (skopeo, "--insecure-policy", "copy")
-    image("import", tmp_path / "saved.tar", *where)
-    image("export", "tools", "-o", tmp_path / "out.tar", *where)
+    saved = tar_of(docker_saved({"team/tools:v2": rich(busybox_tar(tmp_path / "base.tar").read_bytes())}))
+    assert (await imported(supervisor, ImportSpec("tools"), saved)).state is JobState.DONE
+    image("export", "tools", "-o", tmp_path / "out.tar", "--data-dir", config.data_dir)
     said = json.loads(tool(skopeo, "inspect", "oci-archive:out.tar:v2"))
     assert (len(said["Layers"]), said["Env"]) == (4, ["A=b=c"])
+    copy = (skopeo, "--insecure-policy", "copy")
     tool(*copy, "oci-archive:out.tar:v2", "docker-archive:docker.tar:team/other:v3")
     tool(*copy, "oci-archive:out.tar:v2", "oci:layout:v2")
-    image("import", tmp_path / "docker.tar", *where)
-    image("import", tmp_path / "layout", "--name=laid", *where)
-    catalog = Catalog(data_dir)
-    assert catalog.get("other").layers == catalog.get("laid").layers
+    back = await imported(supervisor, ImportSpec("other", "team/other:v3"), (tmp_path / "docker.tar").read_bytes())
+    assert back.error is None
+    catalog = Catalog(config.data_dir)
     assert tree_of(catalog, "other") == tree_of(catalog, "tools")
     tool(umoci, "unpack", "--image", "layout:v2", "bundle")
     tree = tmp_path / "bundle" / "rootfs"
