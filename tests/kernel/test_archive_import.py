@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator
@@ -33,20 +34,21 @@ from tests.waiting import patience
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
+ROOT = Path(__file__).parents[2]
 WORD = layer({"etc/word": b"one"})
 
 
-def image(*arguments: str | Path, stdin: bytes | None = None, ok: bool = True) -> str:
+def image(*arguments: str | Path, ok: bool = True) -> str:
     """Run `sandkasten image`, and return what it prints, or its error."""
     command = [SCRIPT, "image", *arguments]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=patience(60), check=False)
+    done = subprocess.run(command, capture_output=True, timeout=patience(60), check=False)
     assert (done.returncode == 0) is ok, done.stderr
     return (done.stdout if ok else done.stderr).decode()
 
 
 def test_the_command_line_finds_out_what_a_file_is(data_dir: Path, tmp_path: Path) -> None:
-    """A file, standard input, and a directory; a root file system is judged, and an archive of layers is not; what an
-    archive calls an image can't take the place of another."""
+    """A file, a directory, and standard input, as the documentation has it for machines apart; a root file system is
+    judged, and an archive of layers is not; what an archive calls an image can't take the place of another."""
     base = busybox_tar(tmp_path / "base.tar").read_bytes()
     saved, where = tmp_path / "saved.tar", ("--data-dir", data_dir)
     saved.write_bytes(gzip.compress(tar_of(docker_saved({"team/tools:v2": [base, WORD]}))))
@@ -57,10 +59,16 @@ def test_the_command_line_finds_out_what_a_file_is(data_dir: Path, tmp_path: Pat
         (tmp_path / "layout" / name).write_bytes(content)
     assert image("import", saved, *where).startswith("tools: 2 layers, ")
     assert image("import", tmp_path / "layout", "--name=laid", *where).startswith("laid: 2 layers")
-    assert "members" in image("import", "-", "--name=root", *where, stdin=gzip.compress(base))
+    assert "members" in image("import", tmp_path / "base.tar", "--name=root", *where)
+    (recipe,) = re.findall(r"^sandkasten image export .*", (ROOT / "docs/images.md").read_text(), re.MULTILINE)[1:]
+    here = f'sandkasten() {{ {SCRIPT} "$@" --data-dir {data_dir}; }}\n'
+    script = here + recipe.replace("ssh other", "").replace("--name tools", "--name moved")
+    subprocess.run(["bash", "-o", "pipefail", "-c", script], check=True, timeout=patience(60))
     catalog = Catalog(data_dir)
     layers = (digest_of(base), digest_of(WORD))
     assert {catalog.get(name).layers for name in ("tools", "laid")} == {layers}
+    assert catalog.get("moved").tags == ("v2",)
+    assert layer_tree(catalog.layer(catalog.get("moved").layers[1])) == layer_tree(catalog.layer(layers[1]))
     assert (catalog.get("laid").digest, catalog.get("tools").digest) == (digest, "")
     assert (catalog.get("tools").source, catalog.get("tools").tags) == ("saved.tar", ("v2",))
     assert catalog.get("root").layers == layers[:1]
