@@ -14,7 +14,7 @@ user's rights. Paths are relative to the workspace or begin with `/workspace`; a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
@@ -501,8 +501,8 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """
         ...
 
-    async def import_image(self, spec: ImportSpec, pieces: AsyncIterator[bytes]) -> ImageJob:
-        """Take an archive whole, begin to import it, and return the job of that.
+    async def import_image(self, spec: ImportSpec, read: Callable[[], Awaitable[bytes]]) -> ImageJob:
+        """Read an archive up to its end, an empty piece, begin to import it, and return the job of that.
 
         Raises:
             InvalidRequest, InvalidImage: there can be no such import.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -517,9 +517,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     async def pull_image(self, spec: PullSpec) -> ImageJob:
         return await self._jobs.ask_again(jobs.BeginPull(spec))
 
-    async def import_image(self, spec: ImportSpec, pieces: AsyncIterator[bytes]) -> ImageJob:
+    async def import_image(self, spec: ImportSpec, read: Callable[[], Awaitable[bytes]]) -> ImageJob:
         jobs.check_import(spec)
-        file = await self._blobs.spool(pieces, self._config.images.max_pull_mb * MIB)
+        file = await self._blobs.spool(read, self._config.images.max_pull_mb * MIB)
         try:
             with trio.CancelScope(shield=True):  # else nobody would know whether the job has the file
                 job = await self._jobs.ask(jobs.BeginImport(spec, file))

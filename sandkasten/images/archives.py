@@ -311,7 +311,7 @@ _RECORDS: Mapping[bytes, Callable[[bytes], dict[str, str]]] = {
     tarfile.GNUTYPE_LONGNAME: lambda data: {"path": _text(data)},
     tarfile.GNUTYPE_LONGLINK: lambda data: {"linkpath": _text(data)},
 }
-"""How the content of the headers that precede a member is read."""
+"""Readers of the headers that precede a member."""
 
 
 def _number(text: str) -> int:

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import tarfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +103,12 @@ async def test_an_archive_by_http_is_a_job(supervisor: LocalSupervisor, config: 
 async def imported(supervisor: LocalSupervisor, spec: ImportSpec, content: bytes) -> ImageJob:
     """Import, and return the job as it ended."""
 
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(0, len(content), 100_000):
-            yield content[at : at + 100_000]
+    file = io.BytesIO(content)
 
-    job, seen = await supervisor.import_image(spec, pieces()), 0
+    async def read() -> bytes:
+        return file.read(100_000)
+
+    job, seen = await supervisor.import_image(spec, read), 0
     with trio.fail_after(patience(60)):
         while not job.has_ended:
             seen, job = await supervisor.next_of_job(job.id, seen, 60)

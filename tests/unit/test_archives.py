@@ -149,7 +149,7 @@ async def test_an_index_in_a_layout_is_resolved_by_platform_and_no_chain_of_them
 
 
 async def test_anything_else_is_a_root_file_system(tmp_path: Path) -> None:
-    """Its one layer is the whole file, whatever compresses it, and the judge of it is the unpacker."""
+    """The whole file is one layer, whatever compresses it, and the judge of it is the unpacker."""
     for content in (ROOTFS, gzip.compress(ROOTFS), b"no tar at all", b"", gzip.compress(b"x"), b"\x1f\x8b broken"):
         image, store = await imported(tmp_path, content, name="x")
         assert (image.layers, store.layers) == ([digest_of(content)], {digest_of(content): content})

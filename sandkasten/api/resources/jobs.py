@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NewType
 
 import attrs
@@ -150,13 +151,8 @@ async def import_image(exchange: Exchange) -> Answer:
     check_type(exchange)
     query = read_query(exchange, ImageImportQuery)
     spec = ImportSpec(query.name, query.ref, query.platform, query.replace)
-    job = await exchange.supervisor.import_image(spec, _pieces(exchange))
+    job = await exchange.supervisor.import_image(spec, partial(exchange.read_chunk, limit_bytes=ANY_SIZE))
     return json_answer(BegunBody(job_id=job.id), status=202)
-
-
-async def _pieces(exchange: Exchange) -> AsyncIterator[bytes]:
-    while piece := await exchange.read_chunk(limit_bytes=ANY_SIZE):
-        yield piece
 
 
 async def list_jobs(exchange: Exchange) -> Answer:

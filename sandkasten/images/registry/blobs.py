@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -84,13 +84,13 @@ class Blobs:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         return tempfile.TemporaryFile(buffering=0, dir=self._directory)
 
-    async def spool(self, pieces: AsyncIterator[bytes], most: int) -> IO[bytes]:
-        """Write what comes to a file without a name, and return that. Raises `TooLarge`: there are more bytes than
+    async def spool(self, read: Callable[[], Awaitable[bytes]], most: int) -> IO[bytes]:
+        """Write what is read, up to an empty piece, to a file without a name, and return that. Raises `TooLarge`: there are more bytes than
         `most`; `DiskReserve`."""
         have, checked = 0, 0
         file = await trio.to_thread.run_sync(self.unnamed)
         try:
-            async for piece in pieces:
+            while piece := await read():
                 have += len(piece)
                 if have > most:
                     raise TooLarge(f"the archive has more than {most} bytes", limit=most)
