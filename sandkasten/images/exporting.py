@@ -43,7 +43,7 @@ _GZIP_WINDOW = 31
 
 @attrs.frozen
 class Exported:
-    """What was written: the digest of the manifest, and whether a layer has another digest than in the store.
+    """An export: the digest of the manifest, and whether a layer has another digest than in the store.
     `skipped`: files and attributes that no archive can hold."""
 
     digest: str

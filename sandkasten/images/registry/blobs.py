@@ -85,8 +85,12 @@ class Blobs:
         return tempfile.TemporaryFile(buffering=0, dir=self._directory)
 
     async def spool(self, read: Callable[[], Awaitable[bytes]], most: int) -> IO[bytes]:
-        """Write what is read, up to an empty piece, to a file without a name, and return that. Raises `TooLarge`: there are more bytes than
-        `most`; `DiskReserve`."""
+        """Write what is read, up to an empty piece, to a file without a name, and return that.
+
+        Raises:
+            TooLarge: there are more bytes than `most`.
+            DiskReserve: the disk has no room for them.
+        """
         have, checked = 0, 0
         file = await trio.to_thread.run_sync(self.unnamed)
         try:
