@@ -96,5 +96,31 @@ def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: s
     )
 
 
+def spawn_packer(verdict_fd: int, out_fd: int, files: tuple[int, int, int], *arguments: str) -> int:
+    """Start the packer of a layer (`tools/pack.py`). `files`: what `LayerDirectory.open_files` returns.
+
+    Called by nsinit: none of the descriptors is below 4.
+    """
+    tree_fd, privileged_fd, opaque_fd = (_dup_high(each) for each in files)
+    safe_out = _dup_high(out_fd)
+    try:
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, *FLAGS, f"{_HERE}/tools/pack.py", *arguments],
+            ENVIRONMENT,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, privileged_fd, 0),
+                (os.POSIX_SPAWN_DUP2, verdict_fd, 1),
+                (os.POSIX_SPAWN_DUP2, tree_fd, CHANNEL_FD),  # and so it has no way to nsinit's socket
+                (os.POSIX_SPAWN_DUP2, safe_out, CHANNEL_FD + 1),
+                (os.POSIX_SPAWN_DUP2, opaque_fd, CHANNEL_FD + 2),
+            ],
+            setsigmask=[],
+        )
+    finally:
+        for fd in (tree_fd, privileged_fd, opaque_fd, safe_out):
+            os.close(fd)
+
+
 def _dup_high(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)

@@ -14,7 +14,7 @@ user's rights. Paths are relative to the workspace or begin with `/workspace`; a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
@@ -47,7 +47,7 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.image import ImageDescription, Pruned
-from sandkasten.model.job import ImageJob, PullSpec
+from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
     EgressPage,
@@ -499,6 +499,17 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         Raises:
             InvalidReference, InvalidRequest, InvalidImage: there can be no such pull.
             Conflict: the idempotency key was used with another request.
+            Overloaded: too many jobs wait or run.
+        """
+        ...
+
+    async def import_image(self, spec: ImportSpec, read: Callable[[], Awaitable[bytes]]) -> ImageJob:
+        """Read an archive up to its end, an empty piece, begin to import it, and return the job of that.
+
+        Raises:
+            InvalidRequest, InvalidImage: there can be no such import.
+            TooLarge: the archive has more than `images.max_pull_mb`.
+            DiskReserve: the disk has no room for it.
             Overloaded: too many jobs wait or run.
         """
         ...

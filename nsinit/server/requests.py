@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from nsinit.log import log
 from nsinit.scheduler import Wait
 from nsinit.server import kmsg
+from nsinit.server.packing import Packing
 from nsinit.server.start import StartedNsinit
 from nsinit.server.unpacking import Unpacking
 from nsinit.wire import protocol as p
@@ -35,6 +36,7 @@ from nsinit.wire.validate import (
     check_grace,
     check_image_layers,
     check_image_name,
+    check_layer,
     check_limits,
     check_plan,
     check_run_cgroup_name,
@@ -284,12 +286,20 @@ class StoreNode(Protocol):
 
     @property
     def unpacking(self) -> Unpacking: ...
+    @property
+    def packing(self) -> Packing: ...
 
 
 def unpack_layer(node: StoreNode, request: p.UnpackLayer, fds: list[int]) -> Work:
     unpacked = yield from node.unpacking.unpack(request, fds)
     log("info", "unpacked", name=unpacked.digest, entries=unpacked.entries, new=unpacked.is_new)
     return unpacked, []
+
+
+def pack_layer(node: StoreNode, request: p.PackLayer, fds: list[int]) -> Work:
+    packed = yield from node.packing.pack(request, fds)
+    log("info", "packed", name=request.digest, entries=packed.entries, digest=packed.digest)
+    return packed, []
 
 
 def publish_image(node: StoreNode, request: p.PublishImage, fds: list[int]) -> Work:
@@ -376,10 +386,12 @@ _UNPACK: dict[str, Check] = {
     "max_entries": check_entries,
     "reserve_bytes": check_bytes,
 }
+_PACK: dict[str, Check] = {"digest": check_layer, "max_bytes": check_bytes, "max_entries": check_entries}
 _COLLECT: dict[str, Check] = {"grace_s": check_grace, "kept": check_digests, "only": check_digests}
 
 _STORE_ROWS: tuple[Row[Any], ...] = (
     Row(p.UnpackLayer, _UNPACK, _of_layer, unpack_layer, fds=2),
+    Row(p.PackLayer, _PACK, None, pack_layer, fds=2),
     Row(p.PublishImage, {**_IMAGE, "layers": check_image_layers}, _of_image, publish_image, fds=1),
     Row(p.DeleteImage, _IMAGE, _of_image, delete_image),
     Row(p.CollectLayers, _COLLECT, None, collect_layers),

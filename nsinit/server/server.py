@@ -122,7 +122,8 @@ class RequestLoop:
         self._put_away()
 
     def _put_away(self) -> None:
-        self._node.unpacking.finish()
+        self._node.unpacking.jails.finish()
+        self._node.packing.jails.finish()
         deadline = time.monotonic() + _STOP_DEADLINE_S
         while (self._queues or self._is_busy()) and time.monotonic() < deadline:
             self._scheduler.round(0.1)

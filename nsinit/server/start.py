@@ -33,12 +33,15 @@ from nsinit.own_filters import BRIDGE_MAKER, BUILDER, CGROUP_MAKER, NETWORK_MAKE
 from nsinit.sandbox import builder_steps, child, views
 from nsinit.sandbox.crash_points import all_points
 from nsinit.scheduler import Scheduler
+from nsinit.server import packing, unpacking
 from nsinit.server.births import Births
 from nsinit.server.bridges import Bridges, HostNetwork
 from nsinit.server.disk_watch import DiskWatch
+from nsinit.server.jails import Jails
 from nsinit.server.kmsg import KernelLog
 from nsinit.server.leftovers import HostView, Leftovers
 from nsinit.server.memory_watch import LockWatch, VictimWatch
+from nsinit.server.packing import Packing
 from nsinit.server.sessions import Sessions, scan
 from nsinit.server.unpacking import Unpacking
 from nsinit.steps import Crash, StepFailed, Steps
@@ -75,6 +78,7 @@ class StartedNsinit:
     workspaces: Workspaces
     leftovers: Leftovers
     unpacking: Unpacking
+    packing: Packing
     kernel_log: KernelLog
     lock_fd: int
 
@@ -225,8 +229,8 @@ def _start(
         disk_refused=refused,
     )
     leftovers = Leftovers(tree, layout, located, name, host)
-    workspaces, unpacking = Workspaces(layout, volumes, crash), Unpacking(store, scheduler)
-    return StartedNsinit(ready, sessions, workspaces, leftovers, unpacking, kernel_log, lock_fd)
+    workspaces = Workspaces(layout, volumes, crash)
+    return StartedNsinit(ready, sessions, workspaces, leftovers, *_work_on(store, scheduler), kernel_log, lock_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +238,7 @@ class OpenedStore:
     """An nsinit that serves layers and images alone."""
 
     unpacking: Unpacking
+    packing: Packing
 
 
 def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) -> OpenedStore:
@@ -259,7 +264,14 @@ def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) ->
     with steps.step("sweep"):
         store.share()
         scheduler.spawn(store.empty_trash())
-    return OpenedStore(Unpacking(store, scheduler))
+    return OpenedStore(*_work_on(store, scheduler))
+
+
+def _work_on(store: LayerDirectory, scheduler: Scheduler) -> tuple[Unpacking, Packing]:
+    return (
+        Unpacking(store, Jails(scheduler, unpacking.STAGE, unpacking.MAX_JAILS)),
+        Packing(store, Jails(scheduler, packing.STAGE, packing.MAX_JAILS)),
+    )
 
 
 def _program() -> tuple[str, ...]:

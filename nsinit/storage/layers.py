@@ -1,7 +1,8 @@
 """Layers by digest, and images that are lists of them: drafts, names, which of them are in use, what may go.
 
-A layer is `layers/<sha256>/{fs,meta.json,privileged}`: `fs` has the files, with ids 0 to 65535; `privileged` the names
-of files whose setuid or setgid bit was dropped, with their modes. It gets its name only when all of it is on the disk,
+A layer is `layers/<sha256>/{fs,meta.json,privileged,opaque}`: `fs` has the files, with ids 0 to 65535; `privileged` the
+names of files whose setuid or setgid bit was dropped, with their modes; `opaque` those of directories with that mark,
+which no jail can read. It gets its name only when all of it is on the disk,
 and no other layer ever gets that name. An image is `images/<name>/{layers,meta.json}`; `layers` is what counts here,
 `meta.json` is never read.
 
@@ -48,10 +49,11 @@ OPAQUE = "trusted.overlay.opaque"
 _RETIRED = ".retired"
 _TRASH = "layer-"
 _UNFINISHED = ".new"
-_META, _PRIVILEGED, _LIST = "meta.json", "privileged", "layers"
+_META, _PRIVILEGED, _OPAQUE, _LIST = "meta.json", "privileged", "opaque", "layers"
 _VERSION = 1
 _COUNTS = ("entries", "size_bytes", "skipped", "privileged")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
 _MAX_LIST_BYTES = 64 * 1024
@@ -105,6 +107,24 @@ class LayerDirectory:
                 return None
         return LayerUnpacked(0, digest, entries, size_bytes, skipped, privileged, is_new=False)
 
+    @contextlib.contextmanager
+    def open_files(self, digest: str) -> Iterator[tuple[int, int, int]]:
+        """Open a layer's directory of files and its lists, of privileged files and of opaque directories, and note that
+        it was asked for. Raises `FileNotFoundError`: there is none, or one of a version that kept no such lists."""
+        with contextlib.ExitStack() as opened:
+
+            def open_in(path: str, flags: int, dir_fd: int | None = None) -> int:
+                fd = os.open(path, flags, dir_fd=dir_fd)
+                opened.callback(os.close, fd)
+                return fd
+
+            with self._shared():
+                fd = open_in(self.layout.layer(digest), _DIRECTORY)
+                os.utime(fd)
+                files_fd = open_in("fs", _DIRECTORY, fd)
+                privileged_fd, opaque_fd = open_in(_PRIVILEGED, _READ, fd), open_in(_OPAQUE, _READ, fd)
+            yield files_fd, privileged_fd, opaque_fd
+
     def make_draft(self) -> Draft:
         """Make a draft with no files. Raises `OSError`."""
         name = f"{DRAFT}{os.urandom(8).hex()}"
@@ -137,7 +157,8 @@ class LayerDirectory:
             said = {"version": _VERSION, **unpacked.counts._asdict(), "privileged": len(unpacked.privileged)}
             said |= {"opaque": len(unpacked.opaque), "created_at": int(time.time())}
             _write(draft.fd, _META, json.dumps(said).encode())
-            _write(draft.fd, _PRIVILEGED, b"".join(name + b"\0" for name in unpacked.privileged))
+            for name, listed in ((_PRIVILEGED, unpacked.privileged), (_OPAQUE, unpacked.opaque)):
+                _write(draft.fd, name, b"".join(each + b"\0" for each in listed))
             _share(f"{layout.layers}/{draft.name}", gid)
             syscalls.syncfs(draft.fd)
             with self._shared():

@@ -1,11 +1,9 @@
 """Unpacks a tar archive in a jail: `python -I -B unpack.py PARENT MAX_ENTRIES MAX_BYTES RESERVE_BYTES < TAR`, verdict
 on stdout.
 
-A process of its own for one archive, which lives no longer than its parent, an nsinit. Its root directory is the new
-layer, descriptor 3, and nothing else. So a member name or link of any kind can only reach the layer: safety does not
-rest on judging names (CVE-2007-4559 and CVE-2025-4517 were such judgements). The process has its own mount, pid,
-network, IPC and user namespace (ids 0-65535 mapped to themselves), the four capabilities and the system calls that
-writing files of other owners needs, and can't import any module.
+The process is a jail (`jail.py`) whose root is the new layer. So safety does not rest on judging names (CVE-2007-4559
+and CVE-2025-4517 were such judgements). It has the four capabilities and the system calls that writing files of other
+owners needs.
 
 Unpacked are directories, regular files with their holes, symbolic and hard links, and attributes of users. Marks of
 deletion become overlayfs' own; directories that hide what is below them are told to the parent, which may mark them.
@@ -18,13 +16,10 @@ opaque directories); mknod(2); xattr(7); pax(1).
 from __future__ import annotations
 
 import bz2
-import codecs
 import errno
 import hashlib
 import lzma
 import os
-import resource
-import signal
 import stat
 import struct
 import sys
@@ -37,23 +32,19 @@ from backports import zstd
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from nsinit.kernel import capabilities, syscalls
 from nsinit.kernel import constants as k
-from nsinit.kernel.seccomp.filters import list_filter
+from nsinit.tools import jail
+from nsinit.tools.jail import CHUNK_BYTES
 from nsinit.wire import verdict
 from nsinit.wire.verdict import ArchiveRefused, Counts
 from runner.wire.tarheaders import StrictHeader
 
-CODECS = ("utf-8", "ascii", "latin-1")
-ID_MAP = "0 0 65536"
 MAX_ID = 65535
 CAPABILITIES = (k.CAP_CHOWN, k.CAP_DAC_OVERRIDE, k.CAP_FOWNER, k.CAP_FSETID)
-CHUNK_BYTES = 256 * 1024
 MEMORY_BYTES = 128 * 1024 * 1024
 """A compressed archive may hold a header of any size, which tarfile reads at once, and may ask for a large window."""
 _WINDOW_BYTES = 80 * 1024 * 1024
 """Memory of a decoder, enough for `xz -9`."""
-CPU_S = 3600
 _BYTES_PER_ENTRY = 4096
 """Bytes of the tar stream beside the content, for each entry: headers, padding, names, attributes."""
 _RESERVE_EVERY_BYTES = 64 * 1024 * 1024
@@ -67,17 +58,16 @@ mprotect madvise futex clock_gettime restart_syscall rt_sigprocmask rt_sigreturn
 """
 CALLS = frozenset(_CALLS.split())
 """The system calls that the filter lets pass. Of a call with several names an architecture has one or another."""
+JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES)
 _PRIVILEGED = stat.S_ISUID | stat.S_ISGID
-_ROOT_FD = 3
-_MOUNT_FLAGS = k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV | k.MOUNT_ATTR_NOEXEC
 _HIDDEN, _HIDES_ALL, _NOT_OURS = ".wh.", ".wh..wh..opq", ".wh..wh."
 _ATTRIBUTE, _OTHER_ATTRIBUTE = "SCHILY.xattr.", "LIBARCHIVE.xattr."
 _OWN = "user."
 _NOT_OWN = "user.overlay."
 """Marks of an overlay that is mounted by a user: none is, and none of these is needed."""
-_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""The errors that are no fault of an archive."""
 _TIME = struct.Struct("=qH")
+_LAST_S, _MOST_DIGITS = 2**33, 20
+"""The last second that a file may have, for absurd times are no reason to refuse an archive; and digits of one."""
 
 
 class Readable(Protocol):
@@ -226,7 +216,7 @@ class Unpacker:
                 try:
                     self._unpack_member(archive, member)
                 except OSError as error:
-                    if error.errno is None or error.errno in _MACHINE:
+                    if error.errno is None or error.errno in jail.MACHINE:
                         raise
                     raise ArchiveRefused(error.strerror or "can't be made", member.name) from error
         digest = stream.finish()
@@ -253,6 +243,8 @@ class Unpacker:
             self._make_way(path)
             os.symlink(member.linkname, path)
             os.lchown(path, member.uid, member.gid)
+            time_ns = _time_ns(member)
+            os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
         elif member.islnk():
             self._make_way(path)
             os.link(_path_of(member.linkname), path, follow_symlinks=False)
@@ -421,98 +413,22 @@ def _remove_tree(path: str) -> None:
 
 
 def _time_ns(member: tarfile.TarInfo) -> int:
-    return int(min(max(member.mtime, 0), 2**33) * 1_000_000_000)  # absurd times are no reason to refuse
+    """Return a member's time. A fraction is read by its digits, for tarfile's number has no room for nine of them."""
+    seconds, _, fraction = member.pax_headers.get("mtime", "").partition(".")
+    if seconds.isdecimal() and fraction.isdecimal() and len(seconds) < _MOST_DIGITS:
+        return min(int(seconds), _LAST_S) * 1_000_000_000 + int(fraction[:9].ljust(9, "0"))
+    return int(min(max(member.mtime, 0), _LAST_S) * 1_000_000_000)
 
 
 def _set_time(path: str, time_ns: int) -> None:
     os.utime(path, ns=(time_ns, time_ns))
 
 
-# The jail ---------------------------------------------------------------------------------------------------------
-
-
 def main() -> NoReturn:
     """Make the jail, unpack in it, leave a verdict on stdout."""
     parent_pid, max_entries, max_bytes, reserve_bytes = (int(each) for each in sys.argv[1:])
-    syscalls.end_with_parent(parent_pid)
-    capabilities.keep_only(capabilities.IMPORT_CAPABILITIES, capabilities.read_last_capability())
-    for name in CODECS:
-        codecs.lookup(name)
-    program = list_filter(CALLS)
-    ours, theirs = os.pipe(), os.pipe()
-    syscalls.unshare(k.CLONE_NEWPID)
-    pid = os.fork()
-    if pid:
-        _close(ours[0], theirs[1])
-        _map_ids(pid, wait_fd=theirs[0], answer_fd=ours[1])
-    _close(ours[1], theirs[0])
-    try:
-        _enter_jail(program, wait_fd=ours[0], answer_fd=theirs[1])
-        said = _unpack(Unpacker(max_entries=max_entries, max_bytes=max_bytes, reserve_bytes=reserve_bytes))
-    except OSError as error:
-        said = verdict.refused(ArchiveRefused(f"the jail can't be made: {error}"))
-    while said:
-        said = said[os.write(1, said) :]
-    os._exit(0)
-
-
-def _close(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _map_ids(pid: int, *, wait_fd: int, answer_fd: int) -> NoReturn:
-    """Write the id maps, as the parent, when the child has its user namespace, and end after the child."""
-    if os.read(wait_fd, 1):
-        for name in ("uid_map", "gid_map"):
-            with open(f"/proc/{pid}/{name}", "w") as file:
-                file.write(ID_MAP)
-        os.write(answer_fd, b"1")
-    os.close(answer_fd)
-    os.waitpid(pid, 0)
-    os._exit(0)
-
-
-def _enter_jail(program: syscalls.FilterProgram, *, wait_fd: int, answer_fd: int) -> None:
-    """Change to a root that is the image, with no descriptors but the standard streams. Every step must succeed."""
-    syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)
-    image_fd = syscalls.open_tree(_ROOT_FD, "", k.AT_EMPTY_PATH | k.OPEN_TREE_CLONE)
-    syscalls.mount_setattr(image_fd, attr_set=_MOUNT_FLAGS)
-    syscalls.unshare(k.CLONE_NEWNS | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS)
-    syscalls.mount("", "/", "", k.MS_REC | k.MS_PRIVATE)
-    syscalls.move_mount(image_fd, os.open("/", os.O_PATH))
-    os.fchdir(image_fd)
-    syscalls.mount("", ".", "", k.MS_PRIVATE)  # a copy of a shared mount is shared, and no root can be
-    syscalls.pivot_root(".", ".")
-    syscalls.umount2(".", k.MNT_DETACH)
-    os.chdir("/")
-    syscalls.unshare(k.CLONE_NEWUSER)
-    syscalls.prctl(k.PR_SET_PDEATHSIG, signal.SIGKILL)  # a new user namespace may have cleared it
-    os.write(answer_fd, b"1")
-    if not os.read(wait_fd, 1):
-        raise OSError(errno.EPERM, "the id maps were not written")
-    syscalls.close_range(_ROOT_FD)
-    os.umask(0o022)
-    os.setgroups([])
-    _drop_power()
-    for name, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_CORE, 1)):
-        resource.setrlimit(name, (value, value))
-    sys.path[:], sys.meta_path[:], sys.path_hooks[:] = [], [], []
-    sys.path_importer_cache.clear()
-    syscalls.set_filter(program)
-
-
-def _drop_power() -> None:
-    syscalls.prctl(k.PR_SET_NO_NEW_PRIVS, 1)
-    for capability in range(64):
-        if capability not in CAPABILITIES:
-            try:
-                syscalls.prctl(k.PR_CAPBSET_DROP, capability)
-            except OSError:  # EINVAL: past the kernel's last capability
-                break
-    syscalls.prctl(k.PR_CAP_AMBIENT, k.PR_CAP_AMBIENT_CLEAR_ALL)
-    syscalls.capset(sum(1 << capability for capability in CAPABILITIES))
-    syscalls.prctl(k.PR_SET_DUMPABLE, 0)
+    unpacker = Unpacker(max_entries=max_entries, max_bytes=max_bytes, reserve_bytes=reserve_bytes)
+    jail.run(JAIL, parent_pid, jail.clone_root, lambda: _unpack(unpacker))
 
 
 def _unpack(unpacker: Unpacker) -> bytes:

@@ -7,7 +7,7 @@ the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
 `RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `SocketsOpened` as many as were asked for;
-`UnpackLayer` brings two, `PublishImage` one.
+`UnpackLayer` and `PackLayer` bring two, `PublishImage` one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from nsinit.wire.store_protocol import (
     A,
     CollectLayers,
     DeleteImage,
+    LayerPacked,
     LayersCollected,
     LayerUnpacked,
     Ok,
+    PackLayer,
     PublishImage,
     Request,
     UnpackLayer,
@@ -38,9 +40,11 @@ __all__ = [
     "MAX_IMAGE_LAYERS",
     "CollectLayers",
     "DeleteImage",
+    "LayerPacked",
     "LayerUnpacked",
     "LayersCollected",
     "Ok",
+    "PackLayer",
     "ProtocolError",
     "PublishImage",
     "Request",
@@ -740,12 +744,12 @@ REQUESTS = Vocabulary(
     *(MakeWorkspace, GrowWorkspace, AskQuota, ListWorkspaces, DiscardWorkspace, PublishWorkspace, SyncWorkspace),
     *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, OpenBridge, CloseBridge, TrustAuthority, OpenSockets),
     *(FindOomKills, AskDisk, SetDisk),
-    *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PublishImage, DeleteImage, CollectLayers),
+    *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PackLayer, PublishImage, DeleteImage, CollectLayers),
 )
 
 ANSWERS = Vocabulary(
     *(Ready, Built, Adopted, Scanned, TornDown, RunCgroupMade, NetworkOpened, BridgeOpened, SocketsOpened, OomKills),
-    *(DiskUse, LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayersCollected, Ok, Failed),
+    *(DiskUse, LeftoversFound, WorkspacesListed, QuotaFound, LayerUnpacked, LayerPacked, LayersCollected, Ok, Failed),
 )
 
 _ANSWER_CLASSES: dict[str, type] = {each.__name__: each for each in ANSWERS.classes}

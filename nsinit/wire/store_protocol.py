@@ -45,6 +45,20 @@ class UnpackLayer(Request["LayerUnpacked"]):
 
 
 @dataclass(frozen=True, slots=True)
+class PackLayer(Request["LayerPacked"]):
+    """Write a layer as a tar archive, the same bytes each time.
+
+    Descriptors: that to write to, and the end of a pipe as with `UnpackLayer`. `Failed.stage`: `pack`, the sentence is
+    about the layer and `path` is a name in it. `Failed` with `ENOENT`: there is no such layer; `EPIPE`: nobody reads.
+    """
+
+    seq: int
+    digest: str
+    max_bytes: int
+    max_entries: int
+
+
+@dataclass(frozen=True, slots=True)
 class PublishImage(Request["Ok"]):
     """Give layers, the lowest first, and a description a name, in one step. The description is the file that comes
     along; nobody here reads it. With `replace` it takes the place of the image of that name. Not for a daemon that may
@@ -94,6 +108,18 @@ class LayerUnpacked:
     skipped: int
     privileged: int
     is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPacked:
+    """The archive is written. `digest`: of its bytes; `entries`: its members; `size_bytes`: of the archive; `skipped`:
+    files and attributes that were left out."""
+
+    seq: int
+    digest: str
+    entries: int
+    size_bytes: int
+    skipped: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,11 @@ def check_digest(text: str) -> None:
     check_digests((text,) if text else ())
 
 
+def check_layer(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a digest."""
+    check_digests((text,))
+
+
 def check_image_layers(digests: tuple[str, ...]) -> None:
     """Raise `InvalidName` unless these can be the layers of an image."""
     _range("layers", len(digests), 1, MAX_IMAGE_LAYERS)

@@ -23,7 +23,7 @@ MAX_TEXT = 500
 _UNPACKED, _REFUSED, _FAILED = b"+", b"-", b"!"
 _COUNTS = struct.Struct("=5Q32s")
 _ERRNO = struct.Struct("=i")
-_DIED = "the process that unpacks it died"
+_DIED = "the process that works on it died"
 
 
 class ArchiveRefused(Exception):
@@ -90,7 +90,7 @@ def read(data: bytes, *, max_entries: int, max_bytes: int) -> Unpacked:
     names = rest[_COUNTS.size :].split(b"\0")
     is_bounded = counts.entries <= max_entries and counts.size_bytes <= max_bytes and opaque <= MAX_OPAQUE
     if not is_bounded or len(names) != opaque + privileged + 1 or names.pop():
-        raise ArchiveRefused("the process that unpacks it can't have done what it says")
+        raise ArchiveRefused("the process that works on it can't have done what it says")
     return Unpacked(counts, digest.hex(), tuple(names[:opaque]), tuple(names[opaque:]))
 
 

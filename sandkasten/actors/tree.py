@@ -23,9 +23,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -105,7 +106,7 @@ from sandkasten.model.errors import (
     SessionNotFound,
 )
 from sandkasten.model.image import ImageDescription, Pruned
-from sandkasten.model.job import ImageJob, PullSpec
+from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -306,6 +307,11 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         )
         await actor.run(task_status=task_status)
 
+    @functools.cached_property
+    def _blobs(self) -> Blobs:
+        data_dir = self._config.data_dir
+        return Blobs(DataPaths(data_dir).blobs, floor_bytes=disk_floor_bytes(data_dir, self._config.disk))
+
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         data_dir = self._config.data_dir
         floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
@@ -314,7 +320,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             store=self._store,
             layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
             catalog=self._catalog,
-            blobs=Blobs(DataPaths(data_dir).blobs, floor_bytes=floor_bytes),
+            blobs=self._blobs,
             settings=self._config.images,
             credentials_file=credentials_file(self._config),
             crash=self._shared.crash,
@@ -520,6 +526,17 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def pull_image(self, spec: PullSpec) -> ImageJob:
         return await self._jobs.ask_again(jobs.BeginPull(spec))
+
+    async def import_image(self, spec: ImportSpec, read: Callable[[], Awaitable[bytes]]) -> ImageJob:
+        jobs.check_import(spec)
+        file = await self._blobs.spool(read, self._config.images.max_pull_mb * MIB)
+        try:
+            with trio.CancelScope(shield=True):  # else nobody would know whether the job has the file
+                job = await self._jobs.ask(jobs.BeginImport(spec, file))
+        except SandkastenError:
+            file.close()
+            raise
+        return job
 
     async def jobs(self, *, limit: int = 100) -> Sequence[ImageJob]:
         return await self._jobs.ask_again(jobs.ListJobs(limit))

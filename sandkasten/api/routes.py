@@ -343,6 +343,14 @@ TABLE = RouteTable(
             statuses=(202,),
             errors=(errors.InvalidReference, errors.InvalidImage, errors.Conflict, errors.StoreFailed),
         ),
+        _raw(
+            *("POST", "/v1/images/import", jobs.import_image, RULE_NODE),
+            query=jobs.ImageImportQuery,
+            body_type=(*_ARCHIVES, contents.BYTES),
+            answer=jobs.BegunBody,
+            statuses=(202,),
+            errors=(errors.InvalidImage, errors.DiskReserve, errors.StoreFailed),
+        ),
         _json("GET", "/v1/jobs", jobs.list_jobs, RULE_NODE, query=jobs.JobsQuery, answer=jobs.JobsBody),
         *_failing(
             (errors.JobNotFound,),

@@ -4,20 +4,22 @@ daemon where what is in use counts."""
 from __future__ import annotations
 
 import argparse
+import os
 
 import attrs
 
+from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.cli import nodes
-from sandkasten.cli.client import verb
+from sandkasten.cli.client import BAD_ARGUMENTS, verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
 from sandkasten.cli.output import print_json, size_text
 from sandkasten.cli.pull import is_served
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
-from sandkasten.images.catalog import Catalog
+from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.describing import describe
-from sandkasten.images.importing import import_tar
+from sandkasten.images.importing import import_file, import_tar
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.model.errors import SandkastenError
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             case "rm":
                 return _remove(catalog, arguments, config)
             case _:
-                return _import(catalog, arguments, Crash(config.testing.crash_at))
+                return _import(catalog, config, arguments)
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except OSError as error:
@@ -113,9 +115,36 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace, config: Config) -> 
     return 0
 
 
-def _import(catalog: Catalog, arguments: argparse.Namespace, crash: Crash) -> int:
-    image, counts = import_tar(catalog, arguments.name, arguments.tar, crash=crash)
+def _import(catalog: Catalog, config: Config, arguments: argparse.Namespace) -> int:
+    """Import what `--tar` names, which is a root file system and may be a pipe, or find out what `FILE` is."""
+    crash = Crash(config.testing.crash_at)
+    if (arguments.file is None) == (arguments.tar is None):
+        raise Stop("name one file: FILE, - for standard input, or by --tar", BAD_ARGUMENTS)
+    if arguments.tar is not None:
+        if arguments.name is None or arguments.ref is not None or arguments.replace:
+            raise Stop("--tar takes a --name, and neither --ref nor --replace", BAD_ARGUMENTS)
+        return _tell_rootfs(*import_tar(catalog, arguments.name, arguments.tar, crash=crash), as_json=arguments.json)
+    from sandkasten.cli.importing import opened_archive, take_layers
+
+    with opened_archive(arguments.file, config) as (fd, title):
+        name = take_layers(config, fd, title, arguments)
+        if name is None:
+            if arguments.name is None or arguments.ref is not None or arguments.replace:
+                raise Stop(f"{title} is no archive of images: it takes a --name, and neither --ref nor --replace")
+            reserve_bytes = disk_floor_bytes(config.data_dir, config.disk)
+            os.lseek(fd, 0, os.SEEK_SET)
+            found = import_file(catalog, arguments.name, fd, title, reserve_bytes=reserve_bytes, crash=crash)
+            return _tell_rootfs(*found, as_json=arguments.json)
+    image = catalog.get(name)
     if arguments.json:
+        print_json(attrs.asdict(image))
+    else:
+        print(f"{image.name}: {len(image.layers)} layers, {image.size_bytes / 1024**2:.1f} MiB")
+    return 0
+
+
+def _tell_rootfs(image: Image, counts: LayerMeta, *, as_json: bool) -> int:
+    if as_json:
         print_json(attrs.asdict(image) | {"skipped": counts.skipped, "privileged": counts.privileged})
         return 0
     tell_counts(image.name, counts)

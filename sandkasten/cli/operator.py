@@ -119,10 +119,21 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     inspect.set_defaults(command=_here_or_there("image", "inspect_image"))
     for action in (prune, remove, inspect):
         action.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
-    importing = actions.add_parser("import", help="make an image of a tar archive")
-    importing.add_argument("--name", required=True)
-    importing.add_argument("--tar", required=True, type=Path, metavar="FILE")
+    importing = actions.add_parser("import", help="make an image of an archive")
+    importing.add_argument(
+        "file", nargs="?", metavar="FILE", help="of docker save, OCI layout, rootfs tar; - for stdin"
+    )
+    importing.add_argument("--name", help="the image's name here; by default the one in an archive of images")
+    importing.add_argument("--ref", help="which image of an archive of several")
+    importing.add_argument("--platform", metavar="OS/ARCH", help="by default that of the machine")
+    importing.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    importing.add_argument("--tar", type=Path, metavar="FILE", help="the tar of a root file system, or a pipe of it")
     importing.set_defaults(command=_late("image", "run"), action="import")
+    exporting = actions.add_parser("export", help="write an image as a tar of an OCI layout")
+    exporting.add_argument("name")
+    exporting.add_argument("-o", "--output", default="-", metavar="FILE", help="by default standard output")
+    exporting.add_argument("--compression", choices=("gzip", "zstd", "none"), default="gzip", help="of the layers")
+    exporting.set_defaults(command=_late("exporting", "export"))
     pulling = actions.add_parser("pull", help="get an image from a registry")
     pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")
     pulling.add_argument("--name", help="the image's name here; by default the last part of REF, or with its tag")
@@ -135,7 +146,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     login.add_argument("registry", metavar="REGISTRY")
     login.add_argument("--username", required=True)
     login.set_defaults(command=_late("pull", "login"))
-    for action in (pulling, building, login):
+    for action in (pulling, building, login, exporting):
         add_installation_options(action)
     for action in (pulling, building):
         _add_json(action)

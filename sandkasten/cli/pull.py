@@ -1,8 +1,9 @@
 """`sandkasten image pull | login`: by the daemon where one serves, and else right here, without root on the network.
 
-Here, a child that has given root away speaks to the registry and keeps the blobs. It asks this process, which stays
-root, for what a pull needs of the store: each request is one message on a socket between the two, a layer with the
-descriptor of its blob. This process trusts the child with nothing but bytes: nsinit's jail says which layer they are.
+Here, a child that has given root away speaks to the registry and keeps the blobs; `image import` has such a child, too.
+It asks this process, which stays root, for what a pull needs of the store: each request is one message on a socket
+between the two, a layer with the descriptor of its blob. This process trusts the child with nothing but bytes: nsinit's
+jail says which layer they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from sandkasten.cli.client import FAULT, INTERRUPTED, is_elsewhere, verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
@@ -51,7 +54,7 @@ def is_served(config: Config) -> bool:
         raise Stop(f"can't find out whether a daemon serves: {error}") from error
 
 
-class _Shown:
+class Shown:
     """Progress of a pull for a person: a bar on a terminal, else a line for each layer that is done."""
 
     def __init__(self, title: str, *, as_json: bool) -> None:
@@ -81,7 +84,7 @@ async def pull_there(arguments: argparse.Namespace, client: SandboxClient) -> in
     job = await client.pull_image(
         arguments.reference, name=arguments.name, platform=arguments.platform, replace=arguments.replace
     )
-    shown = _Shown(arguments.reference, as_json=arguments.json)
+    shown = Shown(arguments.reference, as_json=arguments.json)
     try:
         with contextlib.closing(shown):
             async for found in client.follow_job(job.id):
@@ -115,7 +118,7 @@ def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
     from sandkasten.model.errors import SandkastenError
 
     require_root()
-    shown = _Shown(arguments.reference, as_json=arguments.json)
+    shown = Shown(arguments.reference, as_json=arguments.json)
     try:
         reference = parse_reference(arguments.reference)
         platform = Platform.own() if arguments.platform is None else Platform.parse(arguments.platform)
@@ -129,19 +132,21 @@ def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
 
             pull_in_child(sock, config, reference, platform, name, replace=arguments.replace)
 
-        with _without_root(config, work) as sock, contextlib.closing(shown), open_store(config.data_dir) as store:
-            digest = _serve(sock, store, config, name, shown, replace=arguments.replace)
+        with without_root(config, work) as sock, contextlib.closing(shown), open_store(config.data_dir) as store:
+            done = serve_child(sock, store, config, name, shown, replace=arguments.replace)
     except SandkastenError as error:
         raise Stop(str(error)) from None
     except KeyboardInterrupt:
         raise Stop("interrupted; the same pull goes on with what came", INTERRUPTED) from None
-    return _tell_done(arguments, name, digest)
+    return _tell_done(arguments, name, done.digest if done else "")
 
 
 @contextlib.contextmanager
-def _without_root(config: Config, work: Callable[[socket.socket], None]) -> Iterator[socket.socket]:
+def without_root(
+    config: Config, work: Callable[[socket.socket], None], *, is_served: bool = False
+) -> Iterator[socket.socket]:
     """Run `work` in a child that has given root away, with one end of a socket; yield the other. The child is ended
-    when the block is left."""
+    when the block is left. `is_served`: a daemon has the data directory."""
     from sandkasten.cli.privilege import account_of, give_away
     from sandkasten.config import ConfigError
     from sandkasten.host.data_dir import hand_over, locked
@@ -149,9 +154,10 @@ def _without_root(config: Config, work: Callable[[socket.socket], None]) -> Iter
 
     account = account_of(config)
     try:
-        with locked(config.data_dir):
-            DataPaths(config.data_dir).blobs.mkdir(mode=0o700, exist_ok=True)
-            hand_over(config, account)
+        if not is_served:  # else the daemon's start has done it
+            with locked(config.data_dir):
+                DataPaths(config.data_dir).blobs.mkdir(mode=0o700, exist_ok=True)
+                hand_over(config, account)
     except (ConfigError, OSError) as error:
         raise Stop(str(error)) from None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -182,23 +188,35 @@ def _without_root(config: Config, work: Callable[[socket.socket], None]) -> Iter
         os.waitpid(pid, 0)
 
 
-def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown: _Shown, *, replace: bool) -> str:
-    """Do what the child asks for, up to the end of its pull; return the digest of the image. The name, and whether it
-    may be taken from another image, are the person's choice and not the child's.
+@attrs.frozen
+class ImageDone:
+    """An image that a child has brought, by the name that it got; `digest` is its manifest's."""
+
+    name: str
+    digest: str
+
+
+def serve_child(
+    sock: socket.socket, store: Layers, config: Config, name: str | None, shown: Shown, *, replace: bool
+) -> ImageDone | None:
+    """Do what the child asks for, up to the end of its work; return what came of it, None where there was no archive of
+    images. The name, and whether it may be taken from another image, are the person's choice and not the child's; with
+    None the child names a new image.
 
     Raises:
-        SandkastenError: the pull failed.
+        SandkastenError: the work failed.
     """
     from sandkasten.admission.budget import disk_floor_bytes
     from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES
     from sandkasten.model.errors import SandkastenError, leaf_of
 
     reserve_bytes = disk_floor_bytes(config.data_dir, config.disk)
+    published = name or ""
     while True:
         data, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
         try:
             if not data:
-                raise SandkastenError("the process that speaks to the registry has ended")
+                raise SandkastenError("the process that reads the image has ended")
             said: dict[str, Any] = json.loads(data)  # JSON values
             answer: dict[str, Any] = {}
             try:
@@ -207,7 +225,9 @@ def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown:
                         shown.show([tuple(each) for each in said["layers"]])
                         continue
                     case "done":
-                        return str(said["digest"])
+                        return ImageDone(published, str(said["digest"]))
+                    case "rootfs":
+                        return None
                     case "failed":
                         leaf = leaf_of(said["code"]) or SandkastenError
                         raise leaf(said["message"])
@@ -215,9 +235,10 @@ def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown:
                         answer["has"] = store.has(said["layer"])
                     case "unpack":
                         bounds = {"max_bytes": MAX_BYTES, "max_entries": MAX_ENTRIES, "reserve_bytes": reserve_bytes}
-                        store.unpack_layer(fds[0], said["layer"], **bounds)
+                        answer["layer"] = store.unpack_layer(fds[0], said["layer"], **bounds).diff_id
                     case "publish":
-                        _publish(store, said["image"], name, replace=replace)
+                        published = name or str(said["image"]["name"])
+                        _publish(store, said["image"], published, replace=replace and name is not None)
             except SandkastenError as error:
                 if said["kind"] == "failed":
                     raise
@@ -229,8 +250,12 @@ def _serve(sock: socket.socket, store: Layers, config: Config, name: str, shown:
 
 
 def _publish(store: Layers, said: Mapping[str, Any], name: str, *, replace: bool) -> None:
+    from sandkasten.model import IMAGE_NAME
+    from sandkasten.model.errors import InvalidImage
     from sandkasten.model.image import ImageConfig
 
+    if not IMAGE_NAME.match(name):
+        raise InvalidImage("image name is malformed")
     found = [meta for each in set(said["layers"]) if (meta := store.find(each)) is not None]
     store.publish_image(
         name,
@@ -273,7 +298,7 @@ def login(arguments: argparse.Namespace) -> int:
 
             check_in_child(sock, config, registry, credentials)
 
-        with _without_root(config, work) as sock:
+        with without_root(config, work) as sock:
             answer = json.loads(sock.recv(_MESSAGE_BYTES) or b'{"code": "", "message": "the check of it has ended"}')
         if answer:
             raise (leaf_of(answer["code"]) or SandkastenError)(answer["message"])

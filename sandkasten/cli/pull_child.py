@@ -1,10 +1,11 @@
-"""The child of `sandkasten image pull` that speaks to the registry. It has given root away before this is imported."""
+"""The child of `sandkasten image pull | import` that reads what strangers made: what a registry says, and archives. It
+has given root away before this is imported."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,12 +15,14 @@ from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.config import Config, ConfigError
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths, credentials_file
+from sandkasten.images.archive_source import ArchiveImport
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import RegistryClient
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
 from sandkasten.images.registry.pulling import NewImage, Pull
 from sandkasten.images.registry.reference import Reference
+from sandkasten.images.registry.source import RegistrySource
 from sandkasten.model.errors import SandkastenError, leaf_of
 from sandkasten.model.job import LayerPhase, LayerProgress
 
@@ -39,9 +42,9 @@ class ParentStore:
         """See `PullTarget`."""
         return bool((await self._ask({"kind": "has", "layer": diff_id}))["has"])
 
-    async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+    async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
         """See `PullTarget`."""
-        await self._ask({"kind": "unpack", "layer": diff_id}, [blob_fd])
+        return str((await self._ask({"kind": "unpack", "layer": diff_id}, [blob_fd]))["layer"])
 
     async def publish_image(self, image: NewImage) -> None:
         """See `PullTarget`."""
@@ -74,28 +77,51 @@ def pull_in_child(
     sock: socket.socket, config: Config, reference: Reference, platform: Platform, name: str, *, replace: bool
 ) -> None:
     """Pull, and tell the other process how it ended."""
-    store = ParentStore(sock)
-    try:
-        store.tell(kind="done", digest=trio.run(_pull, store, config, reference, platform, name, replace))
-    except (SandkastenError, ConfigError, OSError) as error:
-        store.tell(kind="failed", code=getattr(error, "code", SandkastenError.code), message=str(error))
+
+    async def work(store: ParentStore, blobs: Blobs) -> None:
+        path = credentials_file(config)
+        client = RegistryClient(
+            reference.registry, config.images, credentials_of=lambda registry: read_credentials(path, registry)
+        )
+        try:
+            pull = Pull(
+                source=RegistrySource(reference, client, blobs),
+                name=name,
+                platform=platform,
+                store=store,
+                settings=config.images,
+                replace=replace,
+                on_progress=store.show,
+                crash=Crash(config.testing.crash_at),
+            )
+            store.tell(kind="done", digest=(await pull.run()).digest)
+        finally:
+            await client.aclose()
+
+    _work(sock, config, work)
 
 
-async def _pull(
-    store: ParentStore, config: Config, reference: Reference, platform: Platform, name: str, replace: bool
-) -> str:
-    path = credentials_file(config)
-    client = RegistryClient(
-        reference.registry, config.images, credentials_of=lambda registry: read_credentials(path, registry)
-    )
-    blobs = Blobs(DataPaths(config.data_dir).blobs, floor_bytes=disk_floor_bytes(config.data_dir, config.disk))
-    try:
-        blobs.sweep(config.images.part_keep_hours * 3600)
-        work = Pull(
-            reference=reference,
+def import_in_child(
+    sock: socket.socket,
+    config: Config,
+    fd: int,
+    title: str,
+    ref: str | None,
+    name: str,
+    platform: Platform,
+    *,
+    replace: bool,
+) -> None:
+    """Import an archive of images, and tell the other process how it ended, or that the file is no such archive. An
+    empty name is the archive's."""
+
+    async def work(store: ParentStore, blobs: Blobs) -> None:
+        importing = ArchiveImport(
+            fd=fd,
+            title=title,
+            ref=ref,
             name=name,
             platform=platform,
-            client=client,
             store=store,
             blobs=blobs,
             settings=config.images,
@@ -103,9 +129,23 @@ async def _pull(
             on_progress=store.show,
             crash=Crash(config.testing.crash_at),
         )
-        return (await work.run()).digest
-    finally:
-        await client.aclose()
+        async with importing.opened() as archive:
+            if archive is None:
+                store.tell(kind="rootfs")
+            else:
+                store.tell(kind="done", digest=(await importing.pull(archive).run()).digest)
+
+    _work(sock, config, work)
+
+
+def _work(sock: socket.socket, config: Config, work: Callable[[ParentStore, Blobs], Awaitable[None]]) -> None:
+    store = ParentStore(sock)
+    blobs = Blobs(DataPaths(config.data_dir).blobs, floor_bytes=disk_floor_bytes(config.data_dir, config.disk))
+    try:
+        blobs.sweep(config.images.part_keep_hours * 3600)
+        trio.run(work, store, blobs)
+    except (SandkastenError, ConfigError, OSError) as error:
+        store.tell(kind="failed", code=getattr(error, "code", SandkastenError.code), message=str(error))
 
 
 def check_in_child(sock: socket.socket, config: Config, registry: str, credentials: Credentials) -> None:

@@ -35,16 +35,34 @@ def import_tar(
         NsinitLost: nsinit died.
         OSError: the archive can't be opened.
     """
+    with tar.open("rb") as file:
+        bounds = {"max_members": max_members, "max_bytes": max_bytes}
+        return import_file(catalog, name, file.fileno(), tar.name, crash=crash, **bounds)
+
+
+def import_file(
+    catalog: Catalog,
+    name: str,
+    fd: int,
+    title: str,
+    *,
+    max_members: int = MAX_ENTRIES,
+    max_bytes: int = MAX_BYTES,
+    reserve_bytes: int = 0,
+    crash: Crash | None = None,
+) -> tuple[Image, LayerMeta]:
+    """Make image `name` of an open tar file, from its present place on; `title` is its source in the catalogue. See
+    `import_tar`. `reserve_bytes`: the room that the disk keeps."""
     crash = crash or Crash()
     if not IMAGE_NAME.match(name):
         raise InvalidImage("image name is malformed", image=name[:64])
     if any(image.name == name for image in catalog.images()):
         raise InvalidImage(f"there is an image {name!r} already", image=name)
-    with tar.open("rb") as file, open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
+    with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
         crash.passing(Point.IMPORT_BEGUN)
-        layer = store.unpack_layer(file.fileno(), max_bytes=max_bytes, max_entries=max_members)
+        layer = store.unpack_layer(fd, max_bytes=max_bytes, max_entries=max_members, reserve_bytes=reserve_bytes)
         crash.passing(Point.IMPORT_UNPACKED)
-        return publish_layer(catalog, store, name, layer, source=tar.name, crash=crash), layer
+        return publish_layer(catalog, store, name, layer, source=title, crash=crash), layer
 
 
 def publish_layer(

@@ -71,6 +71,22 @@ class LayerMeta:
         return cls(found.digest, found.entries, found.size_bytes, found.skipped, found.privileged, found.is_new)
 
 
+@attrs.frozen
+class PackedLayer:
+    """An archive that was written. `diff_id`: the digest of its bytes; `size_bytes`: of the archive; `skipped`: files
+    and attributes that were left out."""
+
+    diff_id: str
+    entries: int
+    size_bytes: int
+    skipped: int
+
+    @classmethod
+    def of(cls, found: protocol.LayerPacked) -> PackedLayer:
+        """Return nsinit's answer as an archive."""
+        return cls(found.digest, found.entries, found.size_bytes, found.skipped)
+
+
 class StoreLink(Protocol):
     """A way to an nsinit."""
 
@@ -122,6 +138,22 @@ class Layers:
         with asking() as asker_fd:
             request = protocol.UnpackLayer(_UNSENT, diff_id, max_bytes, max_entries, reserve_bytes)
             return LayerMeta.of(self._link.ask(request, (blob_fd, asker_fd)))
+
+    def pack_layer(
+        self, diff_id: str, out_fd: int, *, max_bytes: int = MAX_BYTES, max_entries: int = MAX_ENTRIES
+    ) -> PackedLayer:
+        """Write a layer as a tar archive to a file or a pipe: the same bytes each time, and those that it was unpacked
+        from if this wrote them.
+
+        Raises:
+            LayerRefused: the layer has what an archive can't hold.
+            InvalidImage: there is no such layer.
+            DiskFull: the disk has no room for the archive.
+            NsinitLost: nsinit died.
+        """
+        with asking() as asker_fd:
+            request = protocol.PackLayer(_UNSENT, diff_id, max_bytes, max_entries)
+            return PackedLayer.of(self._link.ask(request, (out_fd, asker_fd)))
 
     def publish_image(
         self,
@@ -230,6 +262,10 @@ def refusal_of(stage: str, number: int, path: str, message: str) -> SandkastenEr
     match stage, number:
         case "unpack", _:
             return LayerRefused(f"the archive can't be unpacked: {message}", member=path or None, reason=message)
+        case "pack", errno.ENOENT:
+            return InvalidImage("there is no such layer")
+        case "pack", _:
+            return LayerRefused(f"this can't be packed: {message}", member=path or None, reason=message)
         case "digest", _:
             return DigestMismatch(f"the layer is not what it is said to be: {message}")
         case "image", errno.EEXIST:

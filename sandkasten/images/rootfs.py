@@ -25,7 +25,7 @@ def find_problems(*trees: str, usr: str | None = None) -> list[str]:
     if any(not os.path.isdir(tree) or os.path.islink(tree) for tree in trees):
         return ["there is no rootfs directory"]
     if _find(trees, ["manifest.json"]) and not _find(trees, ["etc"]):
-        return ["this is a bundle of layers, not a root file system; `docker export` a container instead"]
+        return ["this is an archive of layers, not a root file system; `sandkasten image import FILE` takes such"]
     problems = []
     if usr is None and not _is_directory(trees, "etc"):
         problems.append("/etc is no directory")

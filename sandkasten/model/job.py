@@ -22,6 +22,7 @@ class JobKind(enum.StrEnum):
     """Kinds of work."""
 
     PULL = "pull"
+    IMPORT = "import"
 
 
 class JobState(enum.StrEnum):
@@ -49,7 +50,7 @@ class LayerPhase(enum.StrEnum):
 
 @attrs.frozen
 class LayerProgress:
-    """Progress of a layer: bytes of its blob, as the registry has it."""
+    """Progress of a layer: bytes of its blob, as the registry or the archive has it."""
 
     layer: str
     done_bytes: int
@@ -71,7 +72,8 @@ INTERRUPTED = JobError("INTERRUPTED", "the daemon ended while the job ran; the s
 
 @attrs.frozen
 class ImageJob:
-    """A job. `digest` is the pulled image's; `progress` is in memory alone, and empty after a restart."""
+    """A job. `reference` is what was asked for, empty for all of an archive; `digest` is the image's manifest's, None
+    where there is no manifest; `progress` is in memory alone, and empty after a restart."""
 
     id: str
     kind: JobKind
@@ -101,3 +103,14 @@ class PullSpec:
     replace: bool = False
     auth: tuple[str, str] | None = attrs.field(default=None, repr=False, eq=False)
     idempotency_key: str | None = None
+
+
+@attrs.frozen
+class ImportSpec:
+    """An import that is asked for. `ref`: the image's name in an archive of several; `platform` None: this
+    machine's."""
+
+    name: str
+    ref: str | None = None
+    platform: str | None = None
+    replace: bool = False

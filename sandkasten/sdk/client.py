@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from sandkasten import errors
 from sandkasten.contexts import choose_server
 from sandkasten.sdk import waiting
-from sandkasten.sdk.files import Files, FileStream, Progress, Source
+from sandkasten.sdk.files import Files, FileStream, Progress, Source, send_content
 from sandkasten.sdk.run import CANCEL_S
 from sandkasten.sdk.session import Session
 from sandkasten.sdk.streams import Events, JobEvents
@@ -390,6 +390,31 @@ class SandboxClient:
             body["auth"] = {"username": auth[0], "password": auth[1]}
         headers = {"idempotency-key": idempotency_key or new_id()}
         begun = await self._endpoint.ask("POST", "/v1/images/pull", body, headers=headers, repeat=True)
+        return await self.job(begun["job_id"])
+
+    async def import_image(
+        self,
+        archive: Source,
+        name: str,
+        *,
+        ref: str | None = None,
+        platform: str | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> JobInfo:
+        """Send an archive, and begin to import it; follow the job with `follow_job`. Needs an administrator's key.
+
+        Args:
+            archive: of `docker save`, of an OCI layout, or of a root file system.
+            name: the image's name on the server.
+            ref: which image of an archive of several.
+            platform: `OS/ARCHITECTURE` or `OS/ARCHITECTURE/VARIANT`; by default the server's.
+            replace: take the place of an image of that name.
+            progress: told the bytes that were sent, and their number if it is known.
+        """
+        query = given(name=name, ref=ref, platform=platform, replace=replace or None)
+        request = self._endpoint.call("POST", "/v1/images/import", query=query, patience_s=None, is_transfer=True)
+        begun = (await send_content(self._endpoint.transport, request, archive, progress)).value
         return await self.job(begun["job_id"])
 
     async def jobs(self, *, limit: int = 100) -> list[JobInfo]:

@@ -218,32 +218,7 @@ class Files:
         return WrittenFile.take((self._upload(request, content, progress)).value)
 
     def _upload(self, request: HttpCall, content: Source, progress: Progress | None) -> Any:  # an WholeAnswer
-        request.headers.setdefault("content-type", "application/octet-stream")
-        if isinstance(content, str):
-            content = content.encode()
-        if isinstance(content, bytes):
-            request.body = content
-            if progress is not None:
-                progress(0, len(content))
-            answer = self._endpoint.transport.send(request)
-            if progress is not None:
-                progress(len(content), len(content))
-            return answer
-        if isinstance(content, Path):
-            with waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
-                return self._upload(request, opened, progress)
-        if hasattr(content, "read"):
-            file = cast("BinaryIO", content)
-            start, size = waiting.in_thread(_extent, file)
-            if size is None:
-                request.repeat = False
-            else:
-                request.headers["content-length"] = str(size)
-            request.source = lambda: _pieces(file, start, size, progress)
-        else:
-            request.repeat = False
-            request.source = lambda: counted(content, progress)
-        return self._endpoint.transport.send(request)
+        return send_content(self._endpoint.transport, request, content, progress)
 
     # Entries ----------------------------------------------------------------------------------------------------------
 
@@ -576,6 +551,38 @@ def _extent(file: BinaryIO) -> tuple[int, int | None]:
     except (OSError, AttributeError, ValueError):
         return 0, None
     return start, end - start
+
+
+def send_content(
+    transport: Transport, request: HttpCall, content: Source, progress: Progress | None = None
+) -> Any:  # a WholeAnswer
+    """Send a request whose body is `content`; one that can be read but once is not sent again."""
+    request.headers.setdefault("content-type", "application/octet-stream")
+    if isinstance(content, str):
+        content = content.encode()
+    if isinstance(content, bytes):
+        request.body = content
+        if progress is not None:
+            progress(0, len(content))
+        answer = transport.send(request)
+        if progress is not None:
+            progress(len(content), len(content))
+        return answer
+    if isinstance(content, Path):
+        with waiting.in_thread(_open, content, "rb", undo=_undo_open) as opened:
+            return send_content(transport, request, opened, progress)
+    if hasattr(content, "read"):
+        file = cast("BinaryIO", content)
+        start, size = waiting.in_thread(_extent, file)
+        if size is None:
+            request.repeat = False
+        else:
+            request.headers["content-length"] = str(size)
+        request.source = lambda: _pieces(file, start, size, progress)
+    else:
+        request.repeat = False
+        request.source = lambda: counted(content, progress)
+    return transport.send(request)
 
 
 def _pieces(file: BinaryIO, start: int, size: int | None, progress: Progress | None) -> Iterator[bytes]:

@@ -226,7 +226,7 @@ async def test_a_failure_is_told_by_code_and_a_bug_ends_no_other_job(
     """A store of layers may raise anything: the next job is served."""
 
     class Broken(MemoryStore):
-        async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+        async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
             raise ZeroDivisionError("bug")
 
     async with serving() as registry, working(tmp_path, Broken()) as jobs:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from sandkasten import errors
+from sandkasten.config import ImagesSettings
+from sandkasten.sdk import SandboxClient
 from tests.actors.test_jobs import silent
-from tests.api.harness import running_front
+from tests.api.harness import KEY, running_front
+from tests.archives import docker_saved, tar_of
 from tests.registry import serving
 
 
@@ -74,3 +79,26 @@ async def test_a_pull_that_cannot_be_is_refused(body: dict[str, Any], code: str)
         for method, path in (("GET", "x"), ("DELETE", "0" * 24), ("GET", "0" * 24 + "/events")):
             missing = await client.request(method, f"/v1/jobs/{path}")
             assert (missing.status_code, missing.json()["error_code"]) == (404, "JOB_NOT_FOUND")
+
+
+async def test_an_archive_is_taken_whole_before_its_job_begins() -> None:
+    """By the client of Python, too. The body is the archive; one that is too large is refused, and one that lies is the
+    job's failure."""
+    liar = tar_of([*docker_saved({"a:1": [b"layer"]})[1:]])
+    async with running_front(images=ImagesSettings(max_pull_mb=1)) as running, running.client() as client:
+        query = {"name": "x", "ref": "a:1"}
+        begun = await client.post("/v1/images/import", params=query, content=liar)
+        assert begun.status_code == 202
+        job = (await events_of(client, begun.json()["job_id"]))[-1]
+        assert (job["kind"], job["state"], job["reference"]) == ("import", "failed", "a:1")
+        assert (job["error"]["error_code"], job["digest"]) == ("INVALID_IMAGE", None)
+        assert "has no file" in job["error"]["message"]
+        async with SandboxClient(base_url=running.url, api_key=KEY) as sdk:
+            sent = await sdk.import_image(io.BytesIO(liar), "y", progress=lambda *_: None)
+            assert (sent.kind, sent.name) == ("import", "y")
+            with pytest.raises(errors.TooLarge):
+                await sdk.import_image(bytes((1 << 20) + 1), "z")
+        for bad in ({}, {"name": "../x"}, {"name": "x", "platform": "amd64"}):
+            refused = await client.post("/v1/images/import", params=bad, content=liar)
+            assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert len((await client.get("/v1/jobs")).json()["jobs"]) == 2

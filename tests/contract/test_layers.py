@@ -212,8 +212,10 @@ def test_only_the_child_entry_of_nsinit_knows_the_runner() -> None:
 
 
 def test_what_reads_archives_is_a_program_of_its_own() -> None:
-    """No module of the fork server, which has all privileges, can come to run what takes an archive apart."""
-    assert graph().find_modules_that_directly_import("nsinit.tools.unpack") == set()
+    """No module of the fork server, which has all privileges, can come to run what takes an archive apart, or what
+    reads the trees of strangers."""
+    for name in ("unpack", "pack"):
+        assert graph().find_modules_that_directly_import(f"nsinit.tools.{name}") == set()
 
 
 @pytest.mark.parametrize("container", LAYERS)

@@ -17,7 +17,7 @@ from sandkasten.host.account import find_account
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.documents import Platform
 from tests.e2e.daemon import KEY, running_daemon
-from tests.e2e.seed import completed
+from tests.e2e.seed import SCRIPT, completed
 from tests.kernel.test_images_foreign import busybox_tar
 from tests.registry import Asked, Registry, Said, digest_of, layer, serving
 from tests.waiting import patience

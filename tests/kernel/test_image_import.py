@@ -85,7 +85,7 @@ def test_an_archive_becomes_a_layer_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(str(path.relative_to(tmp_path / "data")) for path in (tmp_path / "data").rglob("*")) == [
         "images",
         "layers",
-        *(f"layers/{name}{each}" for each in ("", "/fs", "/fs/file", "/meta.json", "/privileged")),
+        *(f"layers/{name}{each}" for each in ("", "/fs", "/fs/file", "/meta.json", "/opaque", "/privileged")),
         "trash",
     ]
 
@@ -304,8 +304,8 @@ def test_an_interrupt_leaves_nothing(importing: Import) -> None:
     ("victim", "words"),
     [
         ("nsinit", "the fork server died during work on the image"),
-        ("outside", "the process that unpacks it died"),
-        ("jail", "the process that unpacks it died"),
+        ("outside", "the process that works on it died"),
+        ("jail", "the process that works on it died"),
     ],
 )
 def test_the_death_of_a_part_ends_the_import_in_words(importing: Import, victim: str, words: str) -> None:

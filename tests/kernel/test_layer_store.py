@@ -232,7 +232,9 @@ def test_who_speaks_to_a_registry_replaces_no_image_and_learns_of_no_directory(t
     with ours, theirs, open_store(tmp_path) as store:
         keep_one(LayerDirectory(Layout(str(tmp_path))))
         store.publish_image("taken", layers=[DIGEST], config=ImageConfig(), source="mine")
-        assert pull._serve(ours, store, config, "taken", pull._Shown("", as_json=True), replace=False) == DIGEST
+        shown = pull.Shown("", as_json=True)
+        done = pull.serve_child(ours, store, config, "taken", shown, replace=False)
+        assert done == pull.ImageDone("taken", DIGEST)
         answers = [json.loads(theirs.recv(4096)) for _ in questions]
         assert store.find(f"sha256:../layers/{HEX}") is None
     assert (answers[0]["code"], answers[1]) == ("INVALID_IMAGE", {"has": False})

@@ -278,7 +278,7 @@ def test_a_started_nsinit_unpacks_beside_its_sessions(data_dir: Path, server: Ns
     assert isinstance(ask(server, DeleteImage, name="started"), Ok)
     os.close(write_fd)
     answer, _ = server.receive()
-    assert (answer.seq, answer.stage, answer.message) == (seq, "unpack", "the process that unpacks it died")
+    assert (answer.seq, answer.stage, answer.message) == (seq, "unpack", "the process that works on it died")
     for each in (archive_fd, stuck_fd, read_fd):
         os.close(each)
     assert list(data_dir.glob("layers/+new-*")) == []

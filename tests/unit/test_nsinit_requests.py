@@ -90,7 +90,9 @@ def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: R
     """The key tells sessions from workspaces of the same name."""
     names = {each.name for each in fields(row.request)}
     if row.key is None:
-        assert row.request.__name__.startswith(("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers"))
+        assert row.request.__name__.startswith(
+            ("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers", "PackLayer")
+        )
     elif row.request in STORE_TABLE:
         assert row.key(make(row.request)).split()[0] in ("image", "layer")
     else:

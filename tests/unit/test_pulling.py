@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trio
 
-from sandkasten.images.registry import blobs
+from sandkasten.images.registry import blobs, source
 from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
@@ -23,6 +23,7 @@ from sandkasten.images.registry.credentials import Credentials
 from sandkasten.images.registry.documents import MAX_DOCUMENT_BYTES, Blob, Platform
 from sandkasten.images.registry.pulling import Pull, PullTurns
 from sandkasten.images.registry.reference import parse_reference
+from sandkasten.images.registry.source import RegistrySource
 from sandkasten.model.errors import (
     DigestMismatch,
     DiskReserve,
@@ -62,12 +63,10 @@ async def pulling(
     )
     try:
         yield Pull(
-            parsed,
+            RegistrySource(parsed, client, Blobs(tmp_path / "blobs", floor_bytes=floor_bytes)),
             parsed.name,
             Platform.parse(platform) if platform else Platform.own(),
-            client,
             store or MemoryStore(),
-            Blobs(tmp_path / "blobs", floor_bytes=floor_bytes),
             settings_of(**settings),
             turns=turns or PullTurns(),
         )
@@ -117,7 +116,7 @@ async def test_what_takes_long_is_done_beside_the_event_loop(tmp_path: Path, mon
         seen[name] = threading.current_thread() is not threading.main_thread()
         return real(*args, **fields)
 
-    for module, name in ((pulling_module, "read_document"), (pulling_module, "read_configuration"), (blobs, "_close")):
+    for module, name in ((source, "read_document"), (pulling_module, "read_configuration"), (blobs, "_close")):
         monkeypatch.setattr(module, name, partial(noting, name, getattr(module, name)))
     async with serving() as registry:
         registry.push([SMALL])
@@ -224,10 +223,11 @@ async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path:
     """No image has a layer before the pull's end; an unused one may be deleted then."""
 
     class CollectedStore(MemoryStore):
-        async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+        async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
             await super().unpack_layer(blob_fd, diff_id)
             if diff_id == digest_of(SMALL) and registry.count(digest_of(BIG)) == 1:
                 del self.layers[digest_of(BIG)]
+            return diff_id
 
     async with serving() as registry:
         registry.push([BIG])
@@ -274,7 +274,7 @@ async def test_old_part_files_go_unless_somebody_has_them(tmp_path: Path) -> Non
         registry.push([SMALL])
         async with (
             pulling(tmp_path, registry.reference()) as work,
-            blobs.loaded(work.client, REPOSITORY, _blob(SMALL), lambda _: None),
+            work.source.loaded(_blob(SMALL), lambda _: None),
         ):
             assert blobs.sweep(0, dry_run=True) == blobs.sweep(0) == (1, 1)
     assert parts(tmp_path) == ["other"]

@@ -22,7 +22,7 @@ from nsinit.kernel.seccomp.profile import STRICTNESS, Action, ArgTest, Compariso
 from nsinit.kernel.seccomp.profiles import BUILT_IN, FLOOR, INIT_NEEDS, MVP, STRICT, STRICT_NAMES, STRICT_REFUSED
 from nsinit.kernel.seccomp.table import AUDIT_ARCH, NAMES, NUMBERS, WIDTHS, Arch
 from nsinit.own_filters import BUILDER, CGROUP_MAKER, DAEMON, MACHINE, NSINIT, PARTS, Part, compile_part
-from nsinit.tools.unpack import CALLS
+from nsinit.tools import pack, unpack
 from tests import cbpf
 
 ARCHES: tuple[Arch, ...] = ("x86_64", "aarch64")
@@ -227,13 +227,25 @@ def test_commands_never_take_the_uid_of_pid_1(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_what_unpacks_an_archive_writes_files_and_nothing_else(arch: Arch) -> None:
-    """The filter of the unpacking process is a list: calls on it pass; other calls, architectures and numbers don't."""
-    compiled = cbpf.load(encode(compile_list(CALLS, arch)))
+@pytest.mark.parametrize("calls", [unpack.CALLS, pack.CALLS], ids=["unpack", "pack"])
+def test_what_has_strangers_files_does_nothing_but_read_or_write_them(calls: frozenset[str], arch: Arch) -> None:
+    """The filters of what unpacks and what packs are lists: calls on it pass; other calls, architectures and numbers
+    don't. What packs can't make, change or remove a file."""
+    compiled = cbpf.load(encode(compile_list(calls, arch)))
     answers = {name: cbpf.run(compiled, AUDIT_ARCH[arch], number) for name, number in NUMBERS[arch].items()}
-    assert {name for name, said in answers.items() if said == ALLOW} == CALLS & set(NUMBERS[arch])
+    assert {name for name, said in answers.items() if said == ALLOW} == calls & set(NUMBERS[arch])
     assert set(answers.values()) == {ALLOW, EPERM}
-    assert not CALLS & {"socket", "clone", "clone3", "fork", "execve", "kill", "prctl", "ptrace", "mount", "openat2"}
+    assert not calls & {"socket", "clone", "clone3", "fork", "execve", "kill", "prctl", "ptrace", "mount", "openat2"}
+    assert not pack.CALLS & {
+        "mkdirat",
+        "linkat",
+        "symlinkat",
+        "unlinkat",
+        "fchmodat",
+        "ftruncate",
+        "setxattr",
+        "mknodat",
+    }
     assert cbpf.run(compiled, I386, NUMBERS[arch]["read"]) == KILL
     assert cbpf.run(compiled, AUDIT_ARCH[arch], 1100) == ENOSYS
 

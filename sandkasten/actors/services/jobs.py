@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import IO, TYPE_CHECKING, Any, assert_never
 
 import attrs
 import trio
@@ -25,14 +25,17 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import Pull, PullTarget, PullTurns
+from sandkasten.images.registry.pulling import NewImage, Pull, PullTarget, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
-from sandkasten.model.errors import Conflict, JobNotFound, Overloaded, SandkastenError
+from sandkasten.images.registry.source import RegistrySource
+from sandkasten.model import IMAGE_NAME
+from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
 from sandkasten.model.job import (
     INTERRUPTED,
     JOB_ID,
     MAX_JOBS,
     ImageJob,
+    ImportSpec,
     JobError,
     JobKind,
     JobState,
@@ -57,6 +60,15 @@ class BeginPull(Ask[ImageJob]):
     `InvalidImage`, `Conflict`, `Overloaded`."""
 
     spec: PullSpec
+
+
+@attrs.frozen
+class BeginImport(Ask[ImageJob]):
+    """Begin to import the archive in a file, which the job closes if it is begun. Raises `InvalidRequest`,
+    `InvalidImage`, `Overloaded`."""
+
+    spec: ImportSpec
+    file: IO[bytes]
 
 
 @attrs.frozen
@@ -90,7 +102,7 @@ class NextOfJob(Ask[tuple[int, ImageJob]]):
     wait_s: float
 
 
-Message = BeginPull | GetJob | ListJobs | CancelJob | NextOfJob
+Message = BeginPull | BeginImport | GetJob | ListJobs | CancelJob | NextOfJob
 
 
 @attrs.define(eq=False)
@@ -98,6 +110,7 @@ class _Running:
     """A job that has not ended. `changes` counts what happened to it, and `news` is set by the next change."""
 
     job: ImageJob
+    on_end: Callable[[], None] = lambda: None
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     changes: int = 1
     news: trio.Event = attrs.field(factory=trio.Event)
@@ -108,6 +121,29 @@ class _Running:
         self.changes += 1
         self.news.set()
         self.news = trio.Event()
+
+
+_Work = Callable[[_Running], Awaitable[NewImage]]
+
+
+def check_import(spec: ImportSpec) -> None:
+    """Raise `InvalidImage` or `InvalidRequest` for an import that can't begin, before its bytes come."""
+    _job(JobKind.IMPORT, "", spec.name, spec.platform)
+
+
+def _job(kind: JobKind, reference: str, name: str, platform: str | None) -> ImageJob:
+    """Return a new job. Raises `InvalidImage`, `InvalidRequest`."""
+    if not IMAGE_NAME.match(name):
+        raise InvalidImage("image name is malformed", image=name[:64])
+    return ImageJob(
+        id=secrets.token_hex(12),
+        kind=kind,
+        state=JobState.QUEUED,
+        reference=reference,
+        name=name,
+        platform=str(Platform.own() if platform is None else Platform.parse(platform)),
+        created_at=datetime.now(UTC),
+    )
 
 
 class Jobs(Actor):
@@ -144,7 +180,9 @@ class Jobs(Actor):
     async def handle(self, message: Message) -> Any:  # each message names its answer
         match message:
             case BeginPull(spec):
-                return await self._begin(spec)
+                return await self._begin_pull(spec)
+            case BeginImport(spec, file):
+                return await self._begin_import(spec, file)
             case GetJob(job_id):
                 return self.defer(self._get, job_id)
             case ListJobs(limit):
@@ -160,29 +198,37 @@ class Jobs(Actor):
         for each in self._running.values():
             each.ended.set()
 
-    async def _begin(self, spec: PullSpec) -> ImageJob:
+    async def _begin_pull(self, spec: PullSpec) -> ImageJob:
         reference = parse_reference(spec.reference)
-        platform = Platform.own() if spec.platform is None else Platform.parse(spec.platform)
-        under_way = {each.job.name: parse_reference(each.job.reference) for each in self._running.values()}
+        running = (each.job for each in self._running.values() if each.job.kind is JobKind.PULL)
+        under_way = {each.name: parse_reference(each.reference) for each in running}
         choose = partial(self._catalog.name_for, reference, spec.name, under_way=under_way)
         name = await trio.to_thread.run_sync(choose)
-        job = ImageJob(
-            id=secrets.token_hex(12),
-            kind=JobKind.PULL,
-            state=JobState.QUEUED,
-            reference=str(reference),
-            name=name,
-            platform=str(platform),
-            created_at=datetime.now(UTC),
-        )
-        begun = await self._store.ask_again(do(begin_job, job, spec.idempotency_key, replaces=spec.replace))
+        job = _job(JobKind.PULL, str(reference), name, spec.platform)
+        auth = None if spec.auth is None else Credentials(*spec.auth)
+        work = partial(self._pull, reference=reference, auth=auth, replace=spec.replace)
+        return await self._begin(job, work, spec.idempotency_key, replaces=spec.replace)
+
+    async def _begin_import(self, spec: ImportSpec, file: IO[bytes]) -> ImageJob:
+        job = _job(JobKind.IMPORT, spec.ref or "", spec.name, spec.platform)
+        work = partial(self._import, spec=spec, file=file)
+        return await self._begin(job, work, None, replaces=spec.replace, on_end=file.close)
+
+    async def _begin(
+        self,
+        job: ImageJob,
+        work: _Work,
+        key: str | None,
+        *,
+        replaces: bool,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> ImageJob:
+        begun = await self._store.ask_again(do(begin_job, job, key, replaces=replaces))
         if begun is False:
             raise Overloaded(f"{MAX_JOBS} jobs wait or run already")
         if isinstance(begun, BegunJob):
-            return self._same(begun, job, spec)
-        running = self._running[job.id] = _Running(job)
-        auth = None if spec.auth is None else Credentials(*spec.auth)
-        work = partial(self._prepare, reference=reference, platform=platform, auth=auth, replace=spec.replace)
+            return self._same(begun, job, replaces=replaces)
+        running = self._running[job.id] = _Running(job, on_end)
         self._nursery.start_soon(self._run, running, work)
         return job
 
@@ -195,7 +241,7 @@ class Jobs(Actor):
         running = self._running.get(begun.job.id)
         return begun.job if running is None else running.job
 
-    async def _run(self, running: _Running, work: Callable[[_Running], Awaitable[Pull]]) -> None:
+    async def _run(self, running: _Running, work: _Work) -> None:
         """Do a job to its end, whatever that is. The end of this actor leaves the record as it is: interrupted."""
         end: dict[str, Any] = {"state": JobState.CANCELLED}  # fields of ImageJob
         try:
@@ -205,19 +251,16 @@ class Jobs(Actor):
                     end = await self._outcome(running, work)
             await self._note(running, **end, ended_at=datetime.now(UTC))
         finally:
+            running.on_end()
             self._running.pop(running.job.id, None)
             running.ended.set()
 
-    async def _outcome(self, running: _Running, work: Callable[[_Running], Awaitable[Pull]]) -> dict[str, Any]:
+    async def _outcome(self, running: _Running, work: _Work) -> dict[str, Any]:
         """Return the fields of the job's end, unless it is cancelled."""
         job_id = running.job.id
         try:
-            pull = await work(running)
-            try:
-                image = await pull.run()
-            finally:
-                await pull.client.aclose()
-            return {"state": JobState.DONE, "digest": image.digest}
+            image = await work(running)
+            return {"state": JobState.DONE, "digest": image.digest or None}
         except SandkastenError as error:
             found = JobError(error.code, error.message, error.details)
         except ConfigError as error:
@@ -236,9 +279,9 @@ class Jobs(Actor):
             log.error("job_not_written", extra={"job": running.job.id, "error": str(error)})
         running.change(attrs.evolve(running.job, **fields))
 
-    async def _prepare(
-        self, running: _Running, reference: Reference, platform: Platform, auth: Credentials | None, *, replace: bool
-    ) -> Pull:
+    async def _pull(
+        self, running: _Running, reference: Reference, auth: Credentials | None, *, replace: bool
+    ) -> NewImage:
         from sandkasten.images.registry.client import RegistryClient
 
         if not replace:
@@ -249,24 +292,35 @@ class Jobs(Actor):
                 return auth
             return read_credentials(self._credentials_file, registry)
 
+        client = RegistryClient(
+            reference.registry, self._settings, credentials_of=credentials_of, patience=self._patience
+        )
+        try:
+            return await Pull(RegistrySource(reference, client, self._blobs), **self._terms(running, replace)).run()
+        finally:
+            await client.aclose()
+
+    async def _import(self, running: _Running, spec: ImportSpec, file: IO[bytes]) -> NewImage:
+        from sandkasten.images.archive_source import ArchiveImport
+
+        title = f"archive {spec.ref}" if spec.ref else "archive"
+        terms = self._terms(running, spec.replace)
+        return await ArchiveImport(file.fileno(), title, spec.ref, blobs=self._blobs, **terms).run()
+
+    def _terms(self, running: _Running, replace: bool) -> dict[str, Any]:  # fields of Pull
         def on_progress(progress: Sequence[LayerProgress]) -> None:
             running.change(attrs.evolve(running.job, progress=tuple(progress)))
 
-        return Pull(
-            reference=reference,
-            name=running.job.name,
-            platform=platform,
-            client=RegistryClient(
-                reference.registry, self._settings, credentials_of=credentials_of, patience=self._patience
-            ),
-            store=self._layers,
-            blobs=self._blobs,
-            settings=self._settings,
-            replace=replace,
-            turns=self._turns,
-            on_progress=on_progress,
-            crash=self._crash,
-        )
+        return {
+            "name": running.job.name,
+            "platform": Platform.parse(running.job.platform),
+            "store": self._layers,
+            "settings": self._settings,
+            "replace": replace,
+            "turns": self._turns,
+            "on_progress": on_progress,
+            "crash": self._crash,
+        }
 
     # Readers ----------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ class NsinitLayers:
         """See `PullTarget`."""
         return await trio.to_thread.run_sync(self._layers.has, diff_id)
 
-    async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
+    async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
         """See `PullTarget`. A cancelled call ends the unpacking."""
         with layers.asking() as asker_fd:
             request = UnpackLayer(_UNSENT, diff_id, layers.MAX_BYTES, layers.MAX_ENTRIES, self._reserve_bytes)
-            await ask_store(self._nsinit, request, (blob_fd, asker_fd))
+            return (await ask_store(self._nsinit, request, (blob_fd, asker_fd))).digest
 
     async def publish_image(self, image: NewImage) -> None:
         """See `PullTarget`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NewType
 
 import attrs
@@ -15,9 +16,11 @@ from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.sse import PING, SSE_HEADERS, error_event, event
 from sandkasten.api.resources.fields import ListLimit, Matching, Text, Token, add_kinds, read_head, read_query
 from sandkasten.api.resources.fields import read_request as read_body
+from sandkasten.api.resources.file_archives import check_type
+from sandkasten.api.resources.file_contents import ANY_SIZE
 from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import SandkastenError
-from sandkasten.model.job import ImageJob, JobKind, JobState, LayerPhase, PullSpec
+from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase, PullSpec
 
 ImageName = NewType("ImageName", str)
 add_kinds({ImageName: Matching(IMAGE_NAME, "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', no sign first")})
@@ -56,6 +59,16 @@ class PullHead:
     """The idempotency key of a pull."""
 
     idempotency_key: Token | None = None
+
+
+@attrs.frozen
+class ImageImportQuery:
+    """The query of an import. `ref`: the image's name in an archive of several."""
+
+    name: ImageName
+    ref: Text | None = None
+    platform: Text | None = None
+    replace: bool = False
 
 
 @attrs.frozen
@@ -130,6 +143,15 @@ async def pull(exchange: Exchange) -> Answer:
     """Begin to pull an image."""
     request = await read_body(exchange, PullRequest)
     job = await exchange.supervisor.pull_image(request.to_spec(read_head(exchange, PullHead).idempotency_key))
+    return json_answer(BegunBody(job_id=job.id), status=202)
+
+
+async def import_image(exchange: Exchange) -> Answer:
+    """Take an archive, and begin to import it: of `docker save`, of an OCI layout, or of a root file system."""
+    check_type(exchange)
+    query = read_query(exchange, ImageImportQuery)
+    spec = ImportSpec(query.name, query.ref, query.platform, query.replace)
+    job = await exchange.supervisor.import_image(spec, partial(exchange.read_chunk, limit_bytes=ANY_SIZE))
     return json_answer(BegunBody(job_id=job.id), status=202)
 
 

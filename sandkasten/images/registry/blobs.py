@@ -13,17 +13,18 @@ import fcntl
 import hashlib
 import os
 import re
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import attrs
 import trio
 
 from sandkasten.images.registry.documents import Blob
-from sandkasten.model.errors import DigestMismatch, DiskReserve, RegistryRefused
+from sandkasten.model.errors import DigestMismatch, DiskReserve, RegistryRefused, TooLarge
 
 if TYPE_CHECKING:  # a daemon that pulls nothing does not load what speaks HTTP
     from sandkasten.images.registry.client import RegistryAnswer, RegistryClient
@@ -81,6 +82,34 @@ class Blobs:
     def _path(self, blob: Blob) -> Path:
         return self._directory / f"{blob.digest.removeprefix('sha256:')}.part"
 
+    def unnamed(self) -> IO[bytes]:
+        """Make a file without a name, which goes when it is closed."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        return tempfile.TemporaryFile(buffering=0, dir=self._directory)
+
+    async def spool(self, read: Callable[[], Awaitable[bytes]], most: int) -> IO[bytes]:
+        """Write what is read, up to an empty piece, to a file without a name, and return that.
+
+        Raises:
+            TooLarge: there are more bytes than `most`.
+            DiskReserve: the disk has no room for them.
+        """
+        have, checked = 0, 0
+        file = await trio.to_thread.run_sync(self.unnamed)
+        try:
+            while piece := await read():
+                have += len(piece)
+                if have > most:
+                    raise TooLarge(f"the archive has more than {most} bytes", limit=most)
+                if have > checked:
+                    self.require_room(_LOOK_BYTES)
+                    checked += _LOOK_BYTES
+                await trio.to_thread.run_sync(_write_all, file.fileno(), piece, limiter=self._limiter)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
     def require_room(self, size: int) -> None:
         """Raise `DiskReserve` unless there is room for so many bytes."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -118,6 +147,11 @@ class Blobs:
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(_close, fd, path if is_over else None)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _close(fd: int, path: Path | None) -> None:

@@ -1,22 +1,22 @@
-"""Documents of a registry: indexes, manifests and configurations. Pure; every byte may be hostile.
+"""Documents of a registry or an archive: indexes, manifests and configurations. Pure; every byte may be hostile.
 
 A document is judged by its shape, and its media type is not asked: registries and tools disagree about it.
 
 Sources: OCI image specification 1.1, `manifest.md`, `image-index.md`, `config.md`; Docker's "Image Manifest Version 2,
-Schema 2".
+Schema 2", and its image specification 1.2 (`manifest.json`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import attrs
 import orjson
 
-from sandkasten.images.registry.reference import DIGEST
-from sandkasten.model.errors import InvalidImage, InvalidRequest, TooLarge
+from sandkasten.images.registry.reference import DIGEST, parse_reference
+from sandkasten.model.errors import InvalidImage, InvalidReference, InvalidRequest, TooLarge
 from sandkasten.model.image import ImageConfig
 
 MEDIA_TYPES: Final = (
@@ -28,6 +28,9 @@ MEDIA_TYPES: Final = (
 MAX_DOCUMENT_BYTES: Final = 4 << 20
 MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_INDEX_ENTRIES = 1000
+_MAX_LISTED, _MAX_SHOWN_CHARS = 20, 200
+_REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+"""Annotations of an entry of a layout's index: the whole name, and the name or a tag alone."""
 _MAX_BLOB_BYTES = 1 << 40
 
 _Json = Mapping[str, Any]
@@ -82,18 +85,66 @@ class Manifest:
 
 
 @attrs.frozen
-class Index:
-    """Manifests of one image for several platforms."""
+class IndexEntry:
+    """A manifest of an index, or another index. `refs`: the names that the index of a layout gives it."""
 
-    entries: Sequence[tuple[Platform, Blob]]
+    platform: Platform
+    blob: Blob
+    refs: Sequence[str] = ()
+
+
+@attrs.frozen
+class Index:
+    """Manifests of one image for several platforms, or of several images."""
+
+    entries: Sequence[IndexEntry]
 
     def choose(self, wanted: Platform) -> Blob:
         """Return the first manifest for a platform. Raises `InvalidImage`, which lists those that there are."""
-        for platform, blob in self.entries:
-            if platform.fits(wanted):
-                return blob
-        there = ", ".join(sorted({str(platform) for platform, _ in self.entries})[:20])
+        for entry in self.entries:
+            if entry.platform.fits(wanted):
+                return entry.blob
+        there = ", ".join(sorted({str(entry.platform) for entry in self.entries})[:20])
         raise InvalidImage(f"the image is not there for {wanted}; there are: {there or 'none'}")
+
+
+@attrs.frozen
+class SavedImage:
+    """An image of `docker save`: the files of its configuration and layers, and its names."""
+
+    config: str
+    layers: Sequence[str]
+    refs: Sequence[str]
+
+
+class _Named(Protocol):
+    @property
+    def refs(self) -> Sequence[str]: ...
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def choose_ref(there: Sequence[N], ref: str | None) -> Sequence[N]:
+    """Return what has a name, by default what has the only name. Raises `InvalidImage`, which lists the names."""
+    if ref is not None and (found := [each for each in there if any(_is_same(ref, name) for name in each.refs)]):
+        return found
+    names = sorted({repr(name[:_MAX_SHOWN_CHARS]) for each in there for name in each.refs})
+    if ref is None and len({tuple(each.refs) for each in there}) == 1:
+        return there
+    listed = ", ".join(names[:_MAX_LISTED]) or "none with a name"
+    if ref is None:
+        raise InvalidImage(f"the archive has several images; choose one by its name: {listed}")
+    raise InvalidImage(f"the archive has no image {ref[:_MAX_SHOWN_CHARS]!r}; there are: {listed}")
+
+
+def _is_same(ref: str, other: str) -> bool:
+    if ref == other:
+        return True
+    try:
+        return parse_reference(ref) == parse_reference(other)
+    except InvalidReference:
+        return False
 
 
 @attrs.frozen
@@ -153,8 +204,36 @@ def _index(entries: Sequence[object]) -> Index:
         entry = _object(each, "an entry of the index")
         platform = _object(entry.get("platform") or {}, "platform")
         names = [_text(platform, name) for name in ("os", "architecture", "variant")]
-        found.append((Platform(*names), _blob(entry, "entry")))
+        notes = _object(entry.get("annotations") or {}, "annotations")
+        refs = [_text(notes, name) for name in _REF_NAMES]
+        found.append(IndexEntry(Platform(*names), _blob(entry, "entry"), tuple(filter(None, refs))))
     return Index(found)
+
+
+def read_saved(data: bytes, *, max_layers: int) -> Sequence[SavedImage]:
+    """Return the images that the `manifest.json` of `docker save` lists.
+
+    Raises:
+        InvalidImage: it lists none.
+        TooLarge: more images, or an image of more layers, than are allowed.
+    """
+    entries = _parse(data)
+    if not isinstance(entries, list) or not entries:
+        raise InvalidImage("manifest.json lists no images")
+    if len(entries) > _MAX_INDEX_ENTRIES:
+        raise TooLarge(f"manifest.json has {len(entries)} entries", limit=_MAX_INDEX_ENTRIES)
+    found = []
+    for each in entries:
+        entry = _object(each, "an entry of manifest.json")
+        layers, refs = entry.get("Layers"), entry.get("RepoTags") or []
+        if not isinstance(layers, list) or not layers or not isinstance(refs, list):
+            raise InvalidImage("an entry of manifest.json has no layers")
+        if not all(map(_is_text, (*layers, *refs))):
+            raise InvalidImage("an entry of manifest.json has a name that is no text")
+        if len(layers) > max_layers:
+            raise TooLarge(f"the image has {len(layers)} layers, more than {max_layers}", limit=max_layers)
+        found.append(SavedImage(_text(entry, "Config"), layers, refs))
+    return found
 
 
 def _blob(value: object, what: str) -> Blob:
@@ -171,7 +250,7 @@ def _parse(data: bytes) -> object:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidImage("what the registry sent is no JSON") from error
+        raise InvalidImage("a document of the image is no JSON") from error
 
 
 def _object(value: object, what: str) -> _Json:

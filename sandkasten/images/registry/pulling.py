@@ -1,7 +1,7 @@
 """A pull, step by step: documents, then each layer that the store lacks, then the name.
 
-Who pulls has the network and no root. The store (`PullTarget`) is behind nsinit, which unpacks in a jail and names a
-layer by the digest that it saw itself.
+The image is in a registry or in an archive (`PullSource`). Who pulls reads bytes of strangers and has no root. The
+store (`PullTarget`) is behind nsinit, which unpacks in a jail and names a layer by the digest that it saw itself.
 """
 
 from __future__ import annotations
@@ -9,32 +9,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 import trio
 
 from sandkasten.config import MIB, ImagesSettings
 from sandkasten.crash import Crash, Point
-from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
     Blob,
     Configuration,
-    Index,
     Manifest,
     Platform,
     read_configuration,
-    read_document,
 )
-from sandkasten.images.registry.reference import Reference
+from sandkasten.images.registry.source import PullSource
+from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage, NsinitLost, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
-
-if TYPE_CHECKING:
-    from sandkasten.images.registry.client import RegistryClient
 
 DOWNLOADS = 3
 UNPACKS = 2
@@ -64,8 +58,9 @@ class PullTarget(Protocol):
         """Whether a layer of that digest is there."""
         ...
 
-    async def unpack_layer(self, blob_fd: int, diff_id: str) -> None:
-        """Make a layer of a blob. Raises `LayerRefused`, `DigestMismatch`, `DiskReserve`."""
+    async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
+        """Make a layer of a blob, of any digest if that is empty; return its digest. Raises `LayerRefused`,
+        `DigestMismatch`, `DiskReserve`."""
         ...
 
     async def publish_image(self, image: NewImage) -> None:
@@ -102,14 +97,13 @@ class PullTurns:
 
 @attrs.define
 class Pull:
-    """One pull. `on_progress` is called at each step of a layer, with the place of the layer from the bottom."""
+    """One pull. `name`: the image's, empty for the name that the source gives it. `on_progress` is called at each step
+    of a layer, with the place of the layer from the bottom."""
 
-    reference: Reference
+    source: PullSource
     name: str
     platform: Platform
-    client: RegistryClient
     store: PullTarget
-    blobs: Blobs
     settings: ImagesSettings
     replace: bool = False
     turns: PullTurns = attrs.field(factory=PullTurns)
@@ -127,12 +121,14 @@ class Pull:
             DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
         """
         self.crash.passing(Point.PULL_BEGUN)
-        digest, manifest = await self._resolve()
+        digest, manifest = await self.source.resolve(self.platform, self.settings.max_layers)
+        if not IMAGE_NAME.match(name := self.name or self.source.name):
+            raise InvalidImage("the image has no name that it can have here; give one", image=name[:64])
         configuration = await self._configuration(manifest)
         total = sum(blob.size for blob in manifest.layers)
         if total > self.settings.max_pull_mb * MIB:
             raise TooLarge(f"the layers have {total} bytes", limit=self.settings.max_pull_mb * MIB)
-        self.blobs.require_room(total)
+        self.source.require_room(total)
         self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
         self.on_progress(self.progress)
         with self.turns.keeping(configuration.diff_ids):
@@ -144,41 +140,23 @@ class Pull:
 
     async def _publish(self, digest: str, configuration: Configuration) -> NewImage:
         image = NewImage(
-            name=self.name,
-            tags=[self.reference.tag] if self.reference.tag else [],
+            name=self.name or self.source.name,
+            tags=self.source.tags,
             layers=configuration.diff_ids,
             config=configuration.config,
             digest=digest,
-            source=str(self.reference),
+            source=self.source.title,
             platform=str(configuration.platform),
             replace=self.replace,
         )
-        with trio.move_on_after(_PUBLISH_S, shield=True):  # one that is cancelled half way may have given the name
-            await self.store.publish_image(image)
-            self.crash.passing(Point.PULL_PUBLISHED)
-            return image
-        raise NsinitLost("the store did not say in time whether the image has its name")
-
-    async def _resolve(self) -> tuple[str, Manifest]:
-        """Return the manifest for the platform, and the digest of what the reference names."""
-        digest, data = await self.client.manifest(self.reference, self.reference.target)
-        document = await self._read(data)
-        if isinstance(document, Index):
-            _, data = await self.client.manifest(self.reference, document.choose(self.platform).digest)
-            document = await self._read(data)
-            if isinstance(document, Index):
-                raise InvalidImage("the index names another index where an image should be")
-        return digest, document
-
-    async def _read(self, data: bytes) -> Manifest | Index:
-        """Read a document in a thread: one of some megabytes takes half a second."""
-        return await trio.to_thread.run_sync(partial(read_document, data, max_layers=self.settings.max_layers))
+        await publish(self.store, image, self.crash)
+        return image
 
     async def _configuration(self, manifest: Manifest) -> Configuration:
         blob = manifest.config
         if blob.size > MAX_CONFIG_BYTES:
             raise TooLarge(f"the configuration has {blob.size} bytes", limit=MAX_CONFIG_BYTES)
-        data = await self.client.small_blob(self.reference.repository, blob.digest, blob.size)
+        data = await self.source.small_blob(blob)
         found = await trio.to_thread.run_sync(read_configuration, data, manifest)
         if not found.platform.fits(attrs.evolve(self.platform, variant="")):
             raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
@@ -198,9 +176,7 @@ class Pull:
         try:
             async with lock:
                 if await self.store.has_layer(diff_id):
-                    await trio.to_thread.run_sync(
-                        self.blobs.drop, blob
-                    )  # of a pull that was killed behind its last use
+                    await trio.to_thread.run_sync(self.source.drop, blob)  # of a pull that was killed behind its use
                     self._note(number, blob.size, LayerPhase.PRESENT)
                     return
                 await self._load(number, blob, diff_id)
@@ -213,12 +189,11 @@ class Pull:
         await self.turns.downloads.acquire_on_behalf_of(turn)
         is_loading = True
         try:
-            repository = self.reference.repository
 
             def on_bytes(done: int) -> None:
                 self._note(number, done, LayerPhase.DOWNLOADING)
 
-            async with self.blobs.loaded(self.client, repository, blob, on_bytes) as fd:
+            async with self.source.loaded(blob, on_bytes) as fd:
                 self.crash.passing(Point.PULL_BLOB)
                 self.turns.downloads.release_on_behalf_of(turn)
                 is_loading = False
@@ -235,6 +210,16 @@ class Pull:
         digest, total = self.progress[number].layer, self.progress[number].total_bytes
         self.progress[number] = LayerProgress(digest, done, total, phase)
         self.on_progress(self.progress)
+
+
+async def publish(store: PullTarget, image: NewImage, crash: Crash) -> None:
+    """Give an image its name, also where the caller is cancelled: half way the image may have it. Raises
+    `InvalidImage`; `NsinitLost`: the store did not say in time."""
+    with trio.move_on_after(_PUBLISH_S, shield=True):
+        await store.publish_image(image)
+        crash.passing(Point.PULL_PUBLISHED)
+        return
+    raise NsinitLost("the store did not say in time whether the image has its name")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

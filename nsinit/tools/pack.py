@@ -1,0 +1,308 @@
+"""Packs a tree of files into a tar archive in a jail: `python -I -S -B pack.py PARENT MAX_ENTRIES MAX_BYTES`, verdict
+on stdout. Descriptors: the list of files with setuid or setgid (0), the verdict (1), the directory of the tree (3), the
+archive (4), the list of opaque directories (5). Lists are names with a NUL behind each.
+
+The process is a jail (`jail.py`) whose root is the tree, read-only. It has one capability, to read what other users
+own, and makes nothing but the archive.
+
+The same tree gives the same archive: members are sorted by the bytes of their paths, have their times to the
+nanosecond, no names of users, and holes in units of `CHUNK_BYTES`, whatever the file system. So a layer that was
+unpacked from an archive of this program is packed into the same bytes, and keeps its digest. Whiteouts and opaque
+directories become the marks of the OCI image specification (layer.md). Devices, FIFOs, sockets, names that would be
+read as marks, and attributes of others than users are counted and left out.
+Sources: pax(1); GNU tar's manual, "PAX Format, Version 1.0" (sparse files); lseek(2) SEEK_DATA; xattr(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeAlias
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from nsinit.kernel import constants as k
+from nsinit.tools import jail
+from nsinit.tools.jail import CHUNK_BYTES
+from nsinit.wire import verdict
+from nsinit.wire.verdict import ArchiveRefused, Counts
+
+CAPABILITIES = (k.CAP_DAC_READ_SEARCH,)
+MEMORY_BYTES = 256 * 1024 * 1024
+"""Enough for the names of a directory with a million entries, which are read at once to be sorted."""
+_CALLS = """
+read write pread64 readv writev lseek close open openat fstat stat lstat newfstatat statx getdents64 readlink readlinkat
+getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr brk mmap munmap mremap mprotect madvise futex
+clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group
+"""
+CALLS = frozenset(_CALLS.split())
+"""The system calls that the filter lets pass."""
+KEPT_FDS = 2
+OUT_FD, _OPAQUE_FD = 4, 5
+JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES, KEPT_FDS, read_only=True)
+HIDDEN, _HIDES_ALL = b".wh.", b".wh..wh..opq"
+_ATTRIBUTE, _OWN, _NOT_OWN = "SCHILY.xattr.", "user.", "user.overlay."
+_MAX_ATTRIBUTE_BYTES = 64 * 1024
+_LAST_S = 2**33
+_SECOND_NS = 1_000_000_000
+_SPARSE_NAME = "GNUSparseFile.0/file"
+"""The name that a reader sees who knows no sparse files. GNU tar's has the number of a process in it."""
+
+Member: TypeAlias = tuple[bytes, os.stat_result | None]
+"""A path without its leading `/`, and its status; None of a mark, which is an empty file."""
+Found: TypeAlias = tuple[bytes | None, os.stat_result | None, bool]
+"""A member, or a directory whose members come now."""
+_NOTHING: Found = (None, None, False)
+
+
+class ArchiveOutput:
+    """The bytes of the archive, digested and counted as they are written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._digest = fd, hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self._digest.update(data)
+        self.size_bytes += len(data)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def pad(self, size: int) -> None:
+        """Write zeros behind a member's content of that size, up to the next record."""
+        self.write(b"\0" * (-size % tarfile.BLOCKSIZE))
+
+    def finish(self) -> str:
+        """Write the mark of the end; return the digest of all."""
+        self.write(b"\0" * (2 * tarfile.BLOCKSIZE))
+        self.pad(self.size_bytes)
+        return self._digest.hexdigest()
+
+
+class Packer:
+    """Writes what is below `/` into an archive and keeps count."""
+
+    def __init__(self, out: ArchiveOutput, *, max_entries: int, max_bytes: int) -> None:
+        self.entries = self.skipped = 0
+        self._out, self._max_entries, self._left_bytes = out, max_entries, max_bytes
+        self._links: dict[tuple[int, int], bytes] = {}
+        """The first name of each file with several, by device and inode."""
+        self._privileged: dict[tuple[int, int], int] = {}
+
+    def restore(self, privileged: Iterable[bytes]) -> None:
+        """Give files their setuid and setgid bits back, of `<mode in octal> <path>`."""
+        for line in privileged:
+            mode, _, path = line.partition(b" ")
+            status = os.lstat(b"/" + path)
+            self._privileged[status.st_dev, status.st_ino] = int(mode, 8) & (stat.S_ISUID | stat.S_ISGID)
+
+    def pack(self, members: Iterator[Member]) -> str:
+        """Write members; return the digest."""
+        path = b""
+        try:
+            for path, status in members:
+                self._add(path, status)
+        except OSError as error:
+            if error.errno in (*jail.MACHINE, errno.EPIPE):
+                raise
+            raise ArchiveRefused(error.strerror or "can't be read", os.fsdecode(path)) from error
+        return self._out.finish()
+
+    def _add(self, path: bytes, status: os.stat_result | None) -> None:
+        if status is None:
+            self._count(path)
+            self._write_header(tarfile.TarInfo(os.fsdecode(path)), {})
+            return
+        mode = status.st_mode
+        is_kept = stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+        if not is_kept or path.rpartition(b"/")[2].startswith(HIDDEN):
+            self.skipped += 1
+            return
+        self._count(path)
+        info, headers = tarfile.TarInfo(os.fsdecode(path)), {}
+        info.mode, info.uid, info.gid = stat.S_IMODE(mode), status.st_uid, status.st_gid
+        info.mtime, fraction = divmod(min(max(status.st_mtime_ns, 0), _LAST_S * _SECOND_NS), _SECOND_NS)
+        if fraction:
+            headers["mtime"] = f"{info.mtime}.{fraction:09}".rstrip("0")
+        inode = status.st_dev, status.st_ino
+        if not stat.S_ISDIR(mode) and status.st_nlink > 1:
+            first = self._links.setdefault(inode, path)
+            if first is not path:
+                info.type, info.linkname = tarfile.LNKTYPE, os.fsdecode(first)
+                self._write_header(info, headers)
+                return
+        if stat.S_ISLNK(mode):
+            info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(os.readlink(b"/" + path))
+            self._write_header(info, headers)
+            return
+        headers |= self._attributes(path)
+        if stat.S_ISDIR(mode):
+            info.type = tarfile.DIRTYPE
+            self._write_header(info, headers)
+        else:
+            info.mode |= self._privileged.get(inode, 0)
+            self._add_file(path, info, headers)
+
+    def _count(self, path: bytes) -> None:
+        self.entries += 1
+        if self.entries > self._max_entries:
+            raise ArchiveRefused(f"more than {self._max_entries} entries", os.fsdecode(path))
+
+    def _write_header(self, info: tarfile.TarInfo, headers: dict[str, str]) -> None:
+        info.pax_headers = headers
+        self._out.write(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+
+    def _attributes(self, path: bytes) -> dict[str, str]:
+        """Return the attributes of users as headers; all others are left out and counted."""
+        headers = {}
+        for name in sorted(os.listxattr(b"/" + path, follow_symlinks=False)):
+            is_users = name.startswith(_OWN) and not name.startswith(_NOT_OWN) and name.isascii() and "=" not in name
+            content = os.getxattr(b"/" + path, name, follow_symlinks=False) if is_users else b""
+            if is_users and len(content) <= _MAX_ATTRIBUTE_BYTES:
+                headers[_ATTRIBUTE + name] = content.decode("utf-8", "surrogateescape")
+            else:
+                self.skipped += 1
+        return headers
+
+    def _add_file(self, path: bytes, info: tarfile.TarInfo, headers: dict[str, str]) -> None:
+        fd = os.open(b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            self._left_bytes -= size
+            if self._left_bytes < 0:
+                raise ArchiveRefused("more bytes of files than allowed", os.fsdecode(path))
+            spans = _spans(fd, size)
+            if spans == [(0, size)]:
+                info.size = size
+                self._write_header(info, headers)
+                self._copy(fd, 0, size)
+                self._out.pad(size)
+                return
+            text = "".join(f"{number}\n" for number in (len(spans), *(each for span in spans for each in span)))
+            table = text.encode() + b"\0" * (-len(text) % tarfile.BLOCKSIZE)
+            headers |= {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+            headers |= {"GNU.sparse.name": info.name, "GNU.sparse.realsize": str(size)}
+            stored = sum(length for _, length in spans)
+            info.name, info.size = _SPARSE_NAME, len(table) + stored
+            self._write_header(info, headers)
+            self._out.write(table)
+            for start, length in spans:
+                self._copy(fd, start, length)
+            self._out.pad(stored)
+        finally:
+            os.close(fd)
+
+    def _copy(self, fd: int, start: int, size: int) -> None:
+        while size:
+            piece = os.pread(fd, min(size, CHUNK_BYTES), start)
+            if not piece:
+                raise ArchiveRefused("a file became shorter while it was read")
+            self._out.write(piece)
+            start, size = start + len(piece), size - len(piece)
+
+
+def _spans(fd: int, size: int) -> list[tuple[int, int]]:
+    """Return where a file has data, in units of `CHUNK_BYTES`. A file without a hole is one span; in one with holes, a
+    unit of zeros is a hole, too, as the unpacker makes it one."""
+    if not size or os.lseek(fd, 0, os.SEEK_HOLE) >= size:
+        return [(0, size)]
+    spans: list[tuple[int, int]] = []
+    at = 0
+    while at < size:
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break  # nothing but a hole up to the end
+        at, end = data // CHUNK_BYTES * CHUNK_BYTES, os.lseek(fd, data, os.SEEK_HOLE)
+        while at < end:
+            piece = os.pread(fd, min(CHUNK_BYTES, size - at), at)
+            if piece.strip(b"\0"):
+                if spans and sum(spans[-1]) == at:
+                    spans[-1] = spans[-1][0], spans[-1][1] + len(piece)
+                else:
+                    spans.append((at, len(piece)))
+            at += CHUNK_BYTES
+    return spans
+
+
+def sorted_names(names: list[bytes], is_directory: Callable[[bytes], bool]) -> Iterator[tuple[bytes, bool]]:
+    """Yield names, and each directory once more (True) at the place of what is in it: with the paths in the order of
+    their bytes, `a-b` comes between `a` and `a/c`."""
+    below = {name + b"/": name for name in names if is_directory(name)}
+    for each in sorted([*names, *below]):
+        yield below.get(each, each), each in below
+
+
+def members_of(entries: Callable[[bytes], Iterator[Found]]) -> Iterator[Member]:
+    """Yield the members of a tree; `entries` yields those of one directory, by its path with a `/` behind."""
+    stack = [entries(b"")]
+    while stack:
+        path, status, is_below = next(stack[-1], _NOTHING)
+        if path is None:
+            stack.pop()
+        elif is_below:
+            stack.append(entries(path + b"/"))
+        else:
+            yield path, status
+
+
+def entries_of_layer(prefix: bytes, opaque: frozenset[bytes]) -> Iterator[Found]:
+    """Yield what is in a directory of a layer; overlayfs' marks become those of archives."""
+    directories, marks = set(), set()
+    names = os.listdir(b"/" + prefix)
+    for at, name in enumerate(names):
+        mode = os.lstat(b"/" + prefix + name).st_mode
+        if stat.S_ISDIR(mode) and not name.startswith(HIDDEN):
+            directories.add(name)
+        elif stat.S_ISCHR(mode):  # the jail that unpacked it can make no device but 0:0
+            names[at] = HIDDEN + name
+            marks.add(names[at])
+    if (prefix.rstrip(b"/") or b".") in opaque:
+        names.append(_HIDES_ALL)
+        marks.add(_HIDES_ALL)
+    for name, is_below in sorted_names(names, directories.__contains__):
+        path = prefix + name
+        yield path, None if name in marks or is_below else os.lstat(b"/" + path), is_below
+
+
+def main() -> NoReturn:
+    """Make the jail, pack in it, leave a verdict on stdout."""
+    parent_pid, max_entries, max_bytes = (int(each) for each in sys.argv[1:])
+    packer = Packer(out := ArchiveOutput(OUT_FD), max_entries=max_entries, max_bytes=max_bytes)
+
+    def pack() -> str:
+        packer.restore(_read_names(0))
+        opaque = frozenset(_read_names(_OPAQUE_FD))
+        return packer.pack(members_of(lambda prefix: entries_of_layer(prefix, opaque)))
+
+    jail.run(JAIL, parent_pid, jail.clone_root, lambda: judge(packer, out, pack))
+
+
+def judge(packer: Packer, out: ArchiveOutput, pack: Callable[[], str]) -> bytes:
+    """Pack, and return the verdict; `Counts.size_bytes` are the archive's."""
+    try:
+        digest = pack()
+    except ArchiveRefused as error:
+        return verdict.refused(error)
+    except MemoryError:
+        return verdict.refused(ArchiveRefused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory to pack"))
+    except OSError as error:
+        return verdict.failed(error.errno or errno.EIO)
+    return verdict.Unpacked(Counts(packer.entries, out.size_bytes, packer.skipped), digest).encode()
+
+
+def _read_names(fd: int) -> list[bytes]:
+    with open(fd, "rb", closefd=False) as file:
+        return file.read().split(b"\0")[:-1]
+
+
+if __name__ == "__main__":
+    main()
