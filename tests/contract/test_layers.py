@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("app"),
         Layer("routes"),
         Layer("openapi"),
-        Layer("websocket"),
+        Layer("e2b", "websocket"),
         Layer("resources"),
         Layer("http"),
     ),

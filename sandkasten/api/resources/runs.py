@@ -267,7 +267,7 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
-    """A background process to start."""
+    """A background process to start. `timeout_ms` null or 0: no time limit. `stdin` false: its input is `/dev/null`."""
 
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
@@ -278,6 +278,8 @@ class ProcessRequest:
     tty: TerminalRequest | None = None
     streams: StreamsMode | None = None
     keep_alive: bool | None = None
+    timeout_ms: Milliseconds | None = None
+    stdin: bool | None = None
 
     def to_spec(self, settings: ApiSettings) -> ProcessSpec:
         """Return the model's process. Raises `InvalidRequest`, `TooLarge`."""
@@ -292,6 +294,8 @@ class ProcessRequest:
             terminal=None if self.tty is None else self.tty.size,
             streams=self.streams,
             keep_alive=bool(self.keep_alive),
+            timeout_ms=self.timeout_ms or None,
+            stdin_open=self.stdin is not False,
         )
 
 
