@@ -302,7 +302,7 @@ def unwrap(error: Exception) -> Exception:
 
 
 async def _answer_error(exchange: Exchange, error: Exception, spell: Callable[[Exception], Answer]) -> None:
-    """Answer with an error, as `spell` says it. An error after the answer began can only end it unfinished, and is logged."""
+    """Answer with an error as `spell` says it. One after the answer began can only end it unfinished, and is logged."""
     if not isinstance(error, ClientGone):
         answer = spell(error)
         if exchange.is_started:

@@ -20,7 +20,10 @@ done < /etc/passwd
 if [ $found = no ]; then
   s=/bin/sh; [ ! -x /bin/bash ] || s=/bin/bash
   line="user:x:1000:1000:user:$h:$s"
-  { echo "$line"; while IFS= read -r each; do case $each in user:*) ;; *) echo "$each";; esac; done < /etc/passwd; } > /etc/passwd.new
+  {
+    echo "$line"
+    while IFS= read -r each; do case $each in user:*) ;; *) echo "$each" ;; esac; done < /etc/passwd
+  } > /etc/passwd.new
   mv /etc/passwd.new /etc/passwd; chmod 644 /etc/passwd
   g=no
   while IFS=: read -r _ _ gid _; do [ "$gid" != 1000 ] || g=yes; done < /etc/group

@@ -65,7 +65,7 @@ async def stream(request: EnvdRequest, method: ServerStream) -> Answer | None:
     try:
         message = await _one_message(exchange)
         await exchange.until_disconnect(work)
-    except Exception as group:  # noqa: BLE001  # the edge: every error becomes the last message
+    except Exception as group:  # the edge: every error becomes the last message
         error = _single(group)
         if isinstance(error, (*BREAKS, ClientGone)) or not isinstance(error, ConnectError | SandkastenError):
             raise error from group

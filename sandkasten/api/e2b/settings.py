@@ -9,7 +9,7 @@ import attrs
 from sandkasten.model.network import NetworkMode
 
 ENVD_VERSION = "0.6.1"
-"""Version that clients take for envd's, and choose their features by: from 0.6.2 on they would send metadata of files."""
+"""Version that clients take for envd's, and choose their features by: from 0.6.2 on they send metadata of files."""
 
 
 @attrs.frozen(kw_only=True)
