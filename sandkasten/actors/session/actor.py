@@ -213,7 +213,12 @@ class SessionActor(Actor):
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
             return
-        if self._creation is None and self._lease.has_ended:  # before a request that waited could renew the lease
+        # An ended lease is acted on before a request that waited could renew it.
+        if (
+            self._creation is None
+            and self._lease.has_ended
+            and not await self._pausing.pause_at_end(self._services.maximum.max_lifetime_seconds)
+        ):
             await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
             return
         logcontext.origin.set(logcontext.NOBODY)  # from here on nothing that happens is the creator's doing
@@ -462,7 +467,9 @@ class SessionActor(Actor):
             case Destroy(reason):
                 return await self._finish(Trigger.DESTROY, reason)
             case Expire():
-                if self._lease.has_ended:
+                if self._lease.has_ended and not await self._pausing.pause_at_end(
+                    self._services.maximum.max_lifetime_seconds
+                ):
                     await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
                 return None
             case Died(reason):

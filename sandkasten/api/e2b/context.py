@@ -30,6 +30,9 @@ PREFIX = "e2b."
 TEMPLATE = "e2b.template"
 """Label with the template that was asked for. Who has it was made by E2B's API and has its account."""
 
+AUTO_RESUME = "e2b.auto-resume"
+"""Label of a sandbox that a request resumes when it is paused; others are gone for their clients then."""
+
 USER = "user"
 HOMES: Mapping[str, str] = {USER: "/home/user", "root": "/root"}
 _MAX_PASSWD_BYTES = 1024 * 1024

@@ -1,7 +1,6 @@
 """E2B's control API: sandboxes are sessions, templates are images, metadata are labels.
 
-A sandbox's `timeout` is an end: so many seconds from now, whatever goes on. So a session of this API has no idle
-timeout, and a lifetime of its age and those seconds. A paused one has no end until `connect` sets it again.
+A paused sandbox has no end until `connect` sets it again. `lease.py` has the rest of ends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import attrs
 import trio
 
 from sandkasten.api.e2b.accounts import ensure_account
-from sandkasten.api.e2b.context import PREFIX, TEMPLATE
+from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
+from sandkasten.api.e2b.lease import TIMEOUT_S, age_of, end_in, wake
 from sandkasten.api.e2b.settings import ENVD_VERSION, E2bSettings
 from sandkasten.api.e2b.tokens import access_token
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
@@ -34,15 +34,12 @@ from sandkasten.api.resources.fields import (
 )
 from sandkasten.api.resources.network import Rules
 from sandkasten.log import rfc3339
-from sandkasten.model import IMAGE_NAME, PauseSpec, Session, SessionPatch, SessionSpec, Status
+from sandkasten.model import IMAGE_NAME, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import Conflict, InvalidImage, InvalidRequest, NotInstalled, RouteNotFound, SessionNotFound
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery, parse_cursor
 from sandkasten.model.network import Network, NetworkMode
 from sandkasten.model.session import FOREVER_S, MAX_SPAN_S
-
-TIMEOUT_S = 300
-"""Time of a sandbox whose client names none."""
 
 Seconds = NewType("Seconds", float)
 IdempotencyKey = NewType("IdempotencyKey", str)
@@ -187,13 +184,15 @@ def _info(exchange: Exchange, session: Session) -> dict[str, Any]:
 
 
 def _detail(exchange: Exchange, settings: E2bSettings, session: Session) -> dict[str, Any]:
-    pause = session.pause
     return {
         **_info(exchange, session),
         "envdAccessToken": access_token(settings.key, session.id),
         "domain": None,
         "allowInternetAccess": session.network.mode not in (NetworkMode.NONE, NetworkMode.ALLOW),
-        "lifecycle": {"onTimeout": "kill", "autoResume": pause is not None and pause.auto_resume},
+        "lifecycle": {
+            "onTimeout": "pause" if session.options.at_end == AtEnd.PAUSE else "kill",
+            "autoResume": AUTO_RESUME in session.labels,
+        },
     }
 
 
@@ -213,12 +212,11 @@ class Control:
         for name in ("volumes", "iam", "mcp"):
             if getattr(request, name):
                 raise NotInstalled(f"sandboxes of this server can't be made with {name}")
-        if request.auto_pause:
-            raise NotInstalled("sandboxes of this server can't be paused at their end")
         spec = SessionSpec(
             image=await self._image_of(exchange, request.template),
             ttl_s=self.settings.max_idle_s or FOREVER_S,
-            max_lifetime_s=request.timeout,
+            max_lifetime_s=max(request.timeout, 1.0),
+            at_end=AtEnd.PAUSE if request.auto_pause else AtEnd.DESTROY,
             labels=_labels_of(request),
             env=request.env or {},
             root_inside=True,
@@ -308,12 +306,8 @@ class Control:
         session = await self._session(exchange)
         if session.status is Status.PAUSED:
             raise SessionNotFound(f"sandbox {session.id} is paused, and has no end")
-        await self._end_in(exchange, session, request.timeout)
+        await end_in(exchange.supervisor, session, request.timeout)
         return _DONE
-
-    async def _end_in(self, exchange: Exchange, session: Session, timeout_s: float) -> Session:
-        lifetime_s = _age_s(session) + timeout_s
-        return await exchange.supervisor.update(session.id, SessionPatch(max_lifetime_s=max(lifetime_s, 0.001)))
 
     async def connect(self, exchange: Exchange) -> Answer:
         """Resume a sandbox if it is paused, and have it live so long at least."""
@@ -321,9 +315,9 @@ class Control:
         session = await self._session(exchange)
         is_resumed = session.status is Status.PAUSED
         if is_resumed:
-            session = await exchange.supervisor.resume(session.id)
-        if is_resumed or session.max_lifetime_s < _age_s(session) + request.timeout:
-            session = await self._end_in(exchange, session, request.timeout)
+            session = await wake(exchange.supervisor, session, request.timeout)
+        elif session.max_lifetime_s < age_of(session) + request.timeout:
+            session = await end_in(exchange.supervisor, session, request.timeout)
         return json_answer(_sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
 
     async def pause(self, exchange: Exchange) -> Answer:
@@ -336,7 +330,7 @@ class Control:
         most = self.settings.max_lifetime_s or FOREVER_S
         await supervisor.update(session.id, SessionPatch(max_lifetime_s=most))
         try:
-            await supervisor.pause(session.id, PauseSpec(auto_resume=False, stop_lease=True))
+            await supervisor.pause(session.id, PauseSpec(stop_lease=True))
         except BaseException:
             with trio.CancelScope(shield=True):
                 await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
@@ -360,7 +354,7 @@ class Control:
             "timestamp": rfc3339(now),
             "timestampUnix": int(now.timestamp()),
             "cpuCount": math.ceil(session.limits.cpu),
-            "cpuUsedPct": round((found.cpu_usage_usec or 0) / 1e4 / max(_age_s(session), 0.001), 2),
+            "cpuUsedPct": round((found.cpu_usage_usec or 0) / 1e4 / max(age_of(session), 0.001), 2),
             "memUsed": found.memory_bytes or 0,
             "memTotal": session.limits.memory_mb * 2**20,
             "memCache": 0,
@@ -384,7 +378,8 @@ def _labels_of(request: CreateRequest) -> Mapping[str, str]:
     metadata: Mapping[str, str] = request.metadata or {}
     if any(name.startswith(PREFIX) for name in metadata):
         raise InvalidRequest(f"names of metadata that begin with {PREFIX!r} are the server's", metadata="is refused")
-    return {**metadata, TEMPLATE: request.template}
+    resumes = {AUTO_RESUME: "true"} if request.auto_resume is not None and request.auto_resume.enabled else {}
+    return {**metadata, TEMPLATE: request.template, **resumes}
 
 
 def _selectors(text: str) -> Iterator[LabelSelector]:
@@ -395,7 +390,3 @@ def _selectors(text: str) -> Iterator[LabelSelector]:
         raise bad_query("metadata", "has too many names") from None
     for name, value in fields:
         yield LabelSelector(unquote(name), unquote(value))
-
-
-def _age_s(session: Session) -> float:
-    return max((datetime.now(UTC) - session.created_at).total_seconds(), 0.0)

@@ -20,8 +20,9 @@ import attrs
 from sandkasten import logcontext
 from sandkasten.api.e2b import files, filesystem, process
 from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_stream
-from sandkasten.api.e2b.context import TEMPLATE, Commands, EnvdRequest, user_of
+from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
+from sandkasten.api.e2b.lease import wake
 from sandkasten.api.e2b.settings import E2bSettings
 from sandkasten.api.e2b.spelling import GONE, SandboxGone
 from sandkasten.api.e2b.tokens import find_signer, is_token_of
@@ -156,6 +157,8 @@ class E2bFront:
         logcontext.session_id.set(sandbox_id)
         session = await _live_session(exchange, sandbox_id)
         _take_key(exchange, _key_of(exchange, session))
+        if session.status is Status.PAUSED:
+            session = await wake(exchange.supervisor, session)
         user = exchange.query.get("username") or user_of(exchange.header(b"authorization"))
         return EnvdRequest(exchange, session, user, self._commands)
 
@@ -214,8 +217,7 @@ async def _live_session(exchange: Exchange, sandbox_id: str) -> Session:
         session = await exchange.supervisor.get(sandbox_id)
     except errors.SessionNotFound:
         raise SandboxGone(sandbox_id) from None
-    is_asleep = session.pause is not None and not session.pause.auto_resume
-    if session.status not in WHOLE or (session.status is Status.PAUSED and is_asleep):
+    if session.status not in WHOLE or (session.status is Status.PAUSED and AUTO_RESUME not in session.labels):
         raise SandboxGone(sandbox_id)
     return session
 

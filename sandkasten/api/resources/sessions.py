@@ -42,6 +42,7 @@ from sandkasten.api.resources.fields import (
     WorkspaceModeName,
     add_kinds,
     bad_fields,
+    member_of,
     read_head,
     read_query,
     read_request,
@@ -58,6 +59,7 @@ from sandkasten.api.resources.network import (
 from sandkasten.model import (
     FOREVER_S,
     IMAGE_NAME,
+    AtEnd,
     FileRules,
     Limits,
     Pause,
@@ -81,7 +83,7 @@ NEXT_CURSOR = "x-next-cursor"
 """Header with the `cursor` of the next page; absent on the last one."""
 
 ListCursor = NewType("ListCursor", Place)
-add_kinds({ListCursor: lambda value: parse_cursor(str(value))})
+add_kinds({ListCursor: lambda value: parse_cursor(str(value)), AtEnd: member_of(AtEnd)})
 
 _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -174,6 +176,7 @@ class CreateRequest:
     seccomp: SeccompName | None = None
     stop_grace_ms: StopGrace | None = None
     streams: StreamsMode | None = None
+    at_end: AtEnd | None = None
 
     def to_spec(
         self, *, default_limits: Limits, key_header: str | None, default_network: NetworkMode = NetworkMode.NONE
@@ -206,6 +209,7 @@ class CreateRequest:
             seccomp=self.seccomp,
             stop_grace_ms=self.stop_grace_ms,
             streams=self.streams,
+            at_end=self.at_end,
             network=None if self.network is None else self.network.over(default_network),
             idempotency_key=_one_key(self.idempotency_key, key_header),
         )
@@ -332,6 +336,7 @@ class SessionBody(Body):
     workspace_mode: str
     stop_grace_ms: int
     streams: str | None
+    at_end: AtEnd
     network: NetworkBody
     labels: Mapping[str, str]
     epoch: int
