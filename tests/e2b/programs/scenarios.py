@@ -31,7 +31,7 @@ async def caught(call):
     """Return the name of the error of a call, None without one."""
     try:
         await done(call())
-    except Exception as error:  # noqa: BLE001  # its class is the result
+    except Exception as error:  # its class is the result
         return type(error).__name__
     return None
 
