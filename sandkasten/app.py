@@ -150,16 +150,16 @@ async def serve(
 
 def _e2b_front(config: Config, key: bytes) -> E2bFront:
     from sandkasten.api.e2b.front import E2bFront  # as above
-    from sandkasten.api.e2b.settings import E2bSettings
+    from sandkasten.api.e2b.sandboxes import E2bTerms
 
-    settings = E2bSettings(
+    terms = E2bTerms(
         key=key,
         templates=config.e2b.templates,
         widest=NetworkMode(config.egress_in_force.max_mode),
         max_idle_s=config.maximum.idle_timeout_seconds,
         max_lifetime_s=config.maximum.max_lifetime_seconds,
     )
-    return E2bFront(settings)
+    return E2bFront(terms)
 
 
 _E2B_KEEP_ALIVE_S = 310.0

@@ -19,8 +19,8 @@ from quart_trio import QuartTrio
 from sandkasten import logcontext
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
+from sandkasten.api.e2b.connect import spell_error
 from sandkasten.api.e2b.front import E2bFront
-from sandkasten.api.e2b.spelling import spell_error
 from sandkasten.api.http.auth import Authenticator, Gate, Reach, admit
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_too_large

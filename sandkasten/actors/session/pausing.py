@@ -16,9 +16,9 @@ import trio
 
 from nsinit.wire.protocol import SetFrozen
 from runner.wire import protocol
-from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.services.nsinit import ask_patiently, call
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord, age_s
 from sandkasten.model import FOREVER_S, AtEnd, EventType, Pause, PauseSpec, Status
@@ -52,10 +52,13 @@ class PausableSession(Protocol):
 class Pausing:
     """The pause of one session: freeze, thaw, and the clocks that stop meanwhile."""
 
-    def __init__(self, actor: PausableSession, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(
+        self, actor: PausableSession, own: LiveRecord, services: Services, *, lease: Lease, runs: Runs
+    ) -> None:
         self._actor = actor
         self._own = own
-        self._nsinit = nsinit
+        self._nsinit = services.nsinit
+        self._maximum = services.maximum
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
@@ -94,15 +97,15 @@ class Pausing:
         if is_new:
             self._actor.emit(EventType.SESSION_PAUSED)
 
-    async def pause_at_end(self, most_s: int | None) -> bool:
+    async def pause_at_end(self) -> bool:
         """Pause a session whose lease ran out, if that was asked for, and return whether it goes on. One that can't be
-        paused now goes on for a while. `most_s`, the longest lifetime that the operator allows, ends it all the same.
+        paused now goes on for a while. The longest lifetime that the operator allows ends it all the same.
         """
         own = self._own
         session = own.session
         if session.options.at_end != AtEnd.PAUSE or session.status is not Status.RUNNING:
             return False
-        own.change(max_lifetime_s=FOREVER_S if most_s is None else float(most_s))
+        own.change(max_lifetime_s=float(self._maximum.max_lifetime_seconds or FOREVER_S))
         own.renew()
         if self._lease.has_ended:
             return False

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from sandkasten.api.e2b.connect import (
+    BREAKS,
     STATUS,
     Code,
     ConnectError,
@@ -15,10 +16,10 @@ from sandkasten.api.e2b.connect import (
     ending,
     envelope,
     error_object,
+    message_of,
 )
 from sandkasten.api.e2b.context import EnvdRequest
 from sandkasten.api.e2b.process import Writing, stream_input
-from sandkasten.api.e2b.spelling import BREAKS, message_of
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange

@@ -1,4 +1,5 @@
 """The Connect protocol with its JSON codec: envelopes of streams, codes of errors, and values as proto3 JSON. Sans-I/O.
+Also errors as answers of E2B's API that are none of that protocol.
 
 A stream is a sequence of envelopes: one byte of flags, four bytes of length (big-endian), and a JSON object. The last
 envelope of an answer has the flag `END`, and is empty or holds an error. Compression and protobuf are refused: E2B's
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from sandkasten.api.http.errors import Answer, error_answer, error_body, json_answer
 from sandkasten.api.http.json import encode_json
 from sandkasten.api.resources.fields import parse
 from sandkasten.model import errors
@@ -28,7 +30,7 @@ from sandkasten.model.errors import InvalidRequest, SandkastenError, TooLarge
 
 T = TypeVar("T")
 
-COMPRESSED = 0x01
+
 END = 0x02
 HEAD = struct.Struct("!BI")
 """Flags and length of an envelope."""
@@ -235,3 +237,41 @@ def timestamp(microseconds: int) -> str | None:
     except (ValueError, OverflowError, OSError):
         return None
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z") if moment.year >= 1 else None
+
+
+# Errors by status -----------------------------------------------------------------------------------------------------
+
+GONE = (errors.SessionNotFound, errors.SessionExpired, errors.SessionPaused)
+BREAKS = (*GONE, errors.RunnerLost)
+"""Errors that break a stream which has begun: its client then asks whether the sandbox lives."""
+
+
+class SandboxGone(Exception):
+    """The sandbox is gone or paused, or does not answer though it is there (`is_alive`). Answered as by what stands
+    before a sandbox."""
+
+    def __init__(self, sandbox_id: str, *, is_alive: bool = False) -> None:
+        super().__init__(sandbox_id)
+        self.sandbox_id, self.is_alive = sandbox_id, is_alive
+
+
+def message_of(error: Exception) -> str:
+    """Return the text of an error for a client, with the bad fields that its details name; log the rest."""
+    body = error_body(error)
+    problems = [f"{name} {problem}" for name, problem in (body.details or {}).items() if isinstance(problem, str)]
+    return f"{body.message}: {', '.join(problems)}" if problems else body.message
+
+
+def spell_error(error: Exception) -> Answer:
+    """Return the answer for any error. "No room now" is 429, which E2B's clients repeat; to them 503 is final."""
+    if isinstance(error, SandboxGone):
+        words = "The sandbox is running but port is not open" if error.is_alive else "The sandbox was not found"
+        return json_answer({"sandboxId": error.sandbox_id[:64], "message": words, "code": 502}, status=502)
+    answer = error_answer(error)
+    status, headers = answer.status, answer.headers
+    if isinstance(error, errors.SessionExpired | errors.InvalidImage):
+        status = 404
+    elif status == 503:
+        status = 429
+        headers = (*(each for each in headers if each[0] != "retry-after"), ("retry-after", "1"))
+    return json_answer({"code": status, "message": message_of(error)}, status=status, headers=headers)

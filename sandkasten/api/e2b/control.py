@@ -1,6 +1,6 @@
 """E2B's control API: sandboxes are sessions, templates are images, metadata are labels.
 
-A paused sandbox has no end until `connect` sets it again. `lease.py` has the rest of ends.
+A paused sandbox has no end until `connect` sets it again. `sandboxes.py` has the rest of ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from urllib.parse import parse_qsl, unquote
 import attrs
 import trio
 
-from sandkasten.api.e2b.accounts import ensure_account
 from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
-from sandkasten.api.e2b.lease import TIMEOUT_S, age_of, end_in, wake
-from sandkasten.api.e2b.settings import ENVD_VERSION, E2bSettings
-from sandkasten.api.e2b.tokens import access_token
+from sandkasten.api.e2b.sandboxes import (
+    ENVD_VERSION,
+    TIMEOUT_S,
+    E2bTerms,
+    access_token,
+    age_of,
+    end_in,
+    ensure_account,
+    wake,
+)
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
@@ -72,7 +78,7 @@ class AutoResume:
 
 
 @attrs.frozen
-class NetworkRequest:
+class WayOut:
     """A sandbox's way out. `denyOut` with everything in it leaves what `allowOut` names."""
 
     aliases: ClassVar[Mapping[str, str]] = {"allowOut": "allow_out", "denyOut": "deny_out"}
@@ -88,7 +94,7 @@ class NetworkRequest:
 
 
 @attrs.frozen
-class CreateRequest:
+class NewSandbox:
     """A sandbox to create."""
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -106,35 +112,35 @@ class CreateRequest:
     auto_pause: bool | None = None
     auto_resume: AutoResume | None = None
     allow_internet_access: bool | None = None
-    network: NetworkRequest | None = None
+    network: WayOut | None = None
     volumes: Anything | None = None
     iam: Anything | None = None
     mcp: Anything | None = None
 
 
 @attrs.frozen
-class CreateHead:
+class NewSandboxHead:
     """The idempotency key of a create."""
 
     idempotency_key: IdempotencyKey | None = None
 
 
 @attrs.frozen
-class TimeoutRequest:
+class EndChange:
     """An end, in seconds from now."""
 
     timeout: Seconds
 
 
 @attrs.frozen
-class ConnectRequest:
+class WakeRequest:
     """An end that a sandbox gets if its own is earlier, or if it is resumed."""
 
     timeout: Seconds = Seconds(TIMEOUT_S)
 
 
 @attrs.frozen
-class UpdateNetworkRequest(NetworkRequest):
+class WayOutChange(WayOut):
     """A way out in place of the present one."""
 
     allow_internet_access: bool | None = None
@@ -151,7 +157,7 @@ def _template_of(session: Session) -> str:
     return session.labels.get(TEMPLATE, session.image)
 
 
-def _sandbox(exchange: Exchange, settings: E2bSettings, session: Session) -> dict[str, Any]:
+def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
     return {
         "sandboxID": session.id,
         "templateID": _template_of(session),
@@ -183,7 +189,7 @@ def _info(exchange: Exchange, session: Session) -> dict[str, Any]:
     }
 
 
-def _detail(exchange: Exchange, settings: E2bSettings, session: Session) -> dict[str, Any]:
+def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
     return {
         **_info(exchange, session),
         "envdAccessToken": access_token(settings.key, session.id),
@@ -203,11 +209,11 @@ def _detail(exchange: Exchange, settings: E2bSettings, session: Session) -> dict
 class Control:
     """The handlers of the control API."""
 
-    settings: E2bSettings
+    settings: E2bTerms
 
     async def create(self, exchange: Exchange) -> Answer:
         """Create a sandbox, with the account that programs of E2B expect."""
-        request = await read_request(exchange, CreateRequest)
+        request = await read_request(exchange, NewSandbox)
         exchange.ignore(())
         for name in ("volumes", "iam", "mcp"):
             if getattr(request, name):
@@ -221,7 +227,7 @@ class Control:
             env=request.env or {},
             root_inside=True,
             network=self._network_of(exchange, request.network, request.allow_internet_access),
-            idempotency_key=read_head(exchange, CreateHead).idempotency_key,
+            idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
         )
         spec = owned_spec(exchange.key, spec, default_network=NetworkMode.NONE)
         session = await exchange.supervisor.create(spec)
@@ -246,9 +252,9 @@ class Control:
         known = ", ".join(sorted({*self.settings.templates, *images}))
         raise RouteNotFound(f"template {template[:100]!r} not found; there are {known}")
 
-    def _network_of(self, exchange: Exchange, asked: NetworkRequest | None, may_reach: bool | None) -> Network:
+    def _network_of(self, exchange: Exchange, asked: WayOut | None, may_reach: bool | None) -> Network:
         """Return the network of a sandbox. A way out is permission, not demand: who may have none gets none."""
-        network = (asked or NetworkRequest()).to_network(is_open=may_reach is not False)
+        network = (asked or WayOut()).to_network(is_open=may_reach is not False)
         most = [self.settings.widest, *([] if exchange.key.max_network is None else [exchange.key.max_network])]
         return Network(NetworkMode.NONE) if any(network.mode.exceeds(each) for each in most) else network
 
@@ -302,7 +308,7 @@ class Control:
 
     async def set_timeout(self, exchange: Exchange) -> Answer:
         """Set the end of a sandbox."""
-        request = await read_request(exchange, TimeoutRequest)
+        request = await read_request(exchange, EndChange)
         session = await self._session(exchange)
         if session.status is Status.PAUSED:
             raise SessionNotFound(f"sandbox {session.id} is paused, and has no end")
@@ -311,7 +317,7 @@ class Control:
 
     async def connect(self, exchange: Exchange) -> Answer:
         """Resume a sandbox if it is paused, and have it live so long at least."""
-        request = await read_request(exchange, ConnectRequest)
+        request = await read_request(exchange, WakeRequest)
         session = await self._session(exchange)
         is_resumed = session.status is Status.PAUSED
         if is_resumed:
@@ -339,7 +345,7 @@ class Control:
 
     async def update_network(self, exchange: Exchange) -> Answer:
         """Change what a sandbox may reach."""
-        request = await read_request(exchange, UpdateNetworkRequest)
+        request = await read_request(exchange, WayOutChange)
         await self._session(exchange)
         network = self._network_of(exchange, request, request.allow_internet_access)
         await exchange.supervisor.update(exchange.session_id, owned_patch(exchange.key, SessionPatch(network=network)))
@@ -374,7 +380,7 @@ class Control:
 _DONE = Answer(204, b"")
 
 
-def _labels_of(request: CreateRequest) -> Mapping[str, str]:
+def _labels_of(request: NewSandbox) -> Mapping[str, str]:
     metadata: Mapping[str, str] = request.metadata or {}
     if any(name.startswith(PREFIX) for name in metadata):
         raise InvalidRequest(f"names of metadata that begin with {PREFIX!r} are the server's", metadata="is refused")

@@ -31,7 +31,7 @@ _PIECE_BYTES = 256 * 1024
 
 
 @attrs.frozen
-class FilesQuery:
+class ContentQuery:
     """The query of a file. The signature was checked before; `username` is the user, who may be in a header."""
 
     path: str | None = None
@@ -43,7 +43,7 @@ class FilesQuery:
 async def download(request: EnvdRequest) -> None:
     """Read a file."""
     exchange = request.exchange
-    path = read_query(exchange, FilesQuery).path
+    path = read_query(exchange, ContentQuery).path
     if path is None:
         raise InvalidRequest("the query has no path", path="is required")
     await exchange.drop_body()
@@ -57,7 +57,7 @@ async def download(request: EnvdRequest) -> None:
 async def upload(request: EnvdRequest) -> Answer:
     """Write files; answered once all are in place."""
     exchange = request.exchange
-    path = read_query(exchange, FilesQuery).path
+    path = read_query(exchange, ContentQuery).path
     if exchange.media_type == FORM:
         return json_answer(await _take_form(request, path))
     if path is None:

@@ -12,8 +12,8 @@ import posixpath
 import secrets
 import stat
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, ClassVar, NewType
 
 import attrs
@@ -55,14 +55,14 @@ _LIST_S = 60.0
 
 
 @attrs.frozen
-class PathRequest:
+class PathMessage:
     """A path."""
 
     path: str
 
 
 @attrs.frozen
-class ListRequest:
+class ListMessage:
     """A directory; `depth` 0 stands for 1."""
 
     path: str
@@ -70,7 +70,7 @@ class ListRequest:
 
 
 @attrs.frozen
-class MoveRequest:
+class MoveMessage:
     """A file or directory, and its new name."""
 
     source: str
@@ -78,7 +78,7 @@ class MoveRequest:
 
 
 @attrs.frozen
-class WatchRequest:
+class WatchMessage:
     """A directory to watch; with `recursive` all below, too."""
 
     path: str
@@ -86,7 +86,7 @@ class WatchRequest:
 
 
 @attrs.frozen
-class WatcherRequest:
+class WatcherMessage:
     """A watcher that was made before."""
 
     aliases: ClassVar[Mapping[str, str]] = {"watcherId": "watcher_id"}
@@ -116,7 +116,7 @@ def spell_entry(entry: FileEntry, path: str) -> dict[str, Any]:
 
 async def stat_path(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read the properties of a file, of a link itself."""
-    return await _entry_at(request, await request.place(read_message(message, PathRequest).path))
+    return await _entry_at(request, await request.place(read_message(message, PathMessage).path))
 
 
 async def _entry_at(request: EnvdRequest, path: str) -> Mapping[str, Any]:
@@ -128,7 +128,7 @@ async def _entry_at(request: EnvdRequest, path: str) -> Mapping[str, Any]:
 async def list_dir(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """List a directory, and directories below it down to a depth. A link that is the path itself is followed, others
     are not."""
-    asked = read_message(message, ListRequest)
+    asked = read_message(message, ListMessage)
     path = posixpath.normpath(await request.place(asked.path))
     entries: list[dict[str, Any]] = []
     after = ""
@@ -145,7 +145,7 @@ async def list_dir(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[
 
 async def make_dir(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Make a directory and those above it."""
-    path = posixpath.normpath(await request.place(read_message(message, PathRequest).path))
+    path = posixpath.normpath(await request.place(read_message(message, PathMessage).path))
     files, user = request.exchange.files, request.user
     try:
         found = await files.ask(StatFile(path, user=user), FileEntry)
@@ -161,7 +161,7 @@ async def make_dir(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[
 
 async def move(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Move a file or directory, in place of a file that has the new name; missing directories above that are made."""
-    asked = read_message(message, MoveRequest)
+    asked = read_message(message, MoveMessage)
     source, target = await request.place(asked.source), posixpath.normpath(await request.place(asked.destination))
     files, user = request.exchange.files, request.user
     await files.ask(StatFile(source, user=user), FileEntry)  # no directories for a file that is not there
@@ -172,7 +172,7 @@ async def move(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str,
 
 async def remove(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Remove a file, or a directory with all that is in it."""
-    path = await request.place(read_message(message, PathRequest).path)
+    path = await request.place(read_message(message, PathMessage).path)
     await request.exchange.files.ask(RemoveFile(path, recursive=True, user=request.user), Done, patience_s=WRITE_S)
     return {}
 
@@ -189,18 +189,19 @@ _EVENTS: Mapping[str, str] = {
 """Changes that E2B has a name for."""
 
 
-async def _changes(request: EnvdRequest, path: str, *, recursive: bool) -> AsyncGenerator[Sequence[Any], None]:
-    """Yield events in the order in which they came, first an empty list once every change is told."""
-    user = request.user
-    entry = await request.exchange.files.ask(StatFile(path, user=user), FileEntry)
-    if entry.kind == "file":
+Batches = AsyncIterator[Sequence[FileChange]]
+
+
+@asynccontextmanager
+async def _watching(request: EnvdRequest, path: str, *, recursive: bool) -> AsyncGenerator[tuple[str, Batches], None]:
+    """Watch a directory: yield its real path, once every change is told, and the changes as they come."""
+    files, user = request.exchange.files, request.user
+    if (await files.ask(StatFile(path, user=user), FileEntry)).kind == "file":
         raise InvalidRequest("only a directory can be watched", path=shown(path)[:200])
-    async with request.exchange.files.stream(WatchFiles(path, recursive, user=user)) as stream:
+    async with files.stream(WatchFiles(path, recursive, user=user)) as stream:
         top = (await stream.head(Watching)).path
-        yield []
         async with aclosing(messages(stream, FileChange)) as batches:
-            async for batch in batches:
-                yield [event for change in batch for event in _events_of(change, top)]
+            yield top, batches
 
 
 def _events_of(change: FileChange, top: str) -> Sequence[dict[str, str]]:
@@ -216,23 +217,21 @@ def _events_of(change: FileChange, top: str) -> Sequence[dict[str, str]]:
 
 async def watch_dir(request: EnvdRequest, message: Mapping[str, Any], write: Writing) -> None:
     """Tell the changes in a directory, until the client leaves or its deadline has passed."""
-    asked = read_message(message, WatchRequest)
+    asked = read_message(message, WatchMessage)
     path = posixpath.normpath(await request.place(asked.path))
     await request.in_time(lambda: _tell_changes(request, path, asked, write))
 
 
-async def _tell_changes(request: EnvdRequest, path: str, asked: WatchRequest, write: Writing) -> None:
+async def _tell_changes(request: EnvdRequest, path: str, asked: WatchMessage, write: Writing) -> None:
     async with (
-        aclosing(_changes(request, path, recursive=asked.recursive)) as batches,
+        _watching(request, path, recursive=asked.recursive) as (top, batches),
         signs_of_life(request, write, {"keepalive": {}}) as tell,
     ):
-        is_first = True
+        await tell(envelope({"start": {}}))
         async for batch in batches:
-            if is_first:
-                await tell(envelope({"start": {}}))
-                is_first = False
-            if batch:
-                await tell(b"".join(envelope({"filesystem": event}) for event in batch))
+            events = [envelope({"filesystem": event}) for change in batch for event in _events_of(change, top)]
+            if events:
+                await tell(b"".join(events))
 
 
 _MAX_WATCHERS = 256
@@ -281,7 +280,7 @@ class Watchers:
 
     async def create(self, request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make a watcher; answered once every change is told."""
-        asked = read_message(message, WatchRequest)
+        asked = read_message(message, WatchMessage)
         path = posixpath.normpath(await request.place(asked.path))
         if self._nursery is None:
             raise ConnectError(Code.UNAVAILABLE, "the server is stopping")
@@ -299,12 +298,11 @@ class Watchers:
         is_started = False
         with watcher.scope:
             try:
-                async with aclosing(_changes(request, path, recursive=recursive)) as batches:
+                async with _watching(request, path, recursive=recursive) as (top, batches):
+                    is_started = True
+                    task_status.started()
                     async for batch in batches:
-                        if not is_started:
-                            is_started = True
-                            task_status.started()
-                        watcher.events.extend(batch)
+                        watcher.events.extend(event for change in batch for event in _events_of(change, top))
             except SandkastenError as error:
                 if not is_started:
                     raise
@@ -326,7 +324,7 @@ class Watchers:
         return {}
 
     def _find(self, request: EnvdRequest, message: Mapping[str, Any]) -> tuple[str, Watcher]:
-        watcher_id = read_message(message, WatcherRequest).watcher_id
+        watcher_id = read_message(message, WatcherMessage).watcher_id
         watcher = self._watchers.get(watcher_id)
         if watcher is None or watcher.session_id != request.session.id:
             raise ConnectError(Code.NOT_FOUND, f"there is no watcher {watcher_id[:64]!r}")

@@ -6,7 +6,7 @@ belongs to the sandbox whose token signed it, and a path of the control API to t
 Keys are ours, as `X-API-KEY`, with their access, label and quotas. A sandbox's services take the sandbox's token, which
 acts with the key that made the sandbox, for as long as that key is in force.
 
-`spelling.py` has the errors: a sandbox that is gone, or paused, is 502 in the words that E2B's clients look for.
+`connect.py` has the errors: a sandbox that is gone, or paused, is 502 in the words that E2B's clients look for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import attrs
 from sandkasten import logcontext
 from sandkasten.api.e2b import files, filesystem, process
 from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_stream
+from sandkasten.api.e2b.connect import GONE, SandboxGone
 from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
-from sandkasten.api.e2b.lease import wake
-from sandkasten.api.e2b.settings import E2bSettings
-from sandkasten.api.e2b.spelling import GONE, SandboxGone
-from sandkasten.api.e2b.tokens import find_signer, is_token_of
+from sandkasten.api.e2b.sandboxes import E2bTerms, find_signer, is_token_of, wake
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
@@ -42,7 +40,7 @@ _MAX_SIGNERS = 1000
 
 
 @attrs.frozen
-class Claim:
+class E2bClaim:
     """A request that is E2B's: of a sandbox's services, or of the control API (`match`)."""
 
     sandbox_id: str | None = None
@@ -53,7 +51,7 @@ class Claim:
 class E2bFront:
     """E2B's API, for requests that the front hands over. `watchers.run` is run by the front's owner."""
 
-    def __init__(self, settings: E2bSettings) -> None:
+    def __init__(self, settings: E2bTerms) -> None:
         self._settings = settings
         self._commands = Commands()
         self.watchers = filesystem.Watchers()
@@ -83,18 +81,18 @@ class E2bFront:
             }
         )
 
-    def claim(self, scope: Scope, target: Target | None) -> Claim | None:
+    def claim(self, scope: Scope, target: Target | None) -> E2bClaim | None:
         """Return what is asked of E2B's API, None for a request of our own."""
         if any(name == b"e2b-sandbox-id" for name, _ in scope["headers"]):
-            return Claim(sandbox_id=one_header(scope, b"e2b-sandbox-id") or "")
+            return E2bClaim(sandbox_id=one_header(scope, b"e2b-sandbox-id") or "")
         if target is None:
             return None
         if target.segments == ("files",):
-            return Claim(is_signed=True)
+            return E2bClaim(is_signed=True)
         match = self._control.find(target.segments)
-        return None if match is None else Claim(match=match)
+        return None if match is None else E2bClaim(match=match)
 
-    async def serve(self, exchange: Exchange, claim: Claim, authenticator: Authenticator) -> None:
+    async def serve(self, exchange: Exchange, claim: E2bClaim, authenticator: Authenticator) -> None:
         """Answer a request. Raises what `spell_error` spells."""
         answer: Answer | None
         if claim.match is not None:
@@ -140,7 +138,7 @@ class E2bFront:
 
     # A sandbox's services
 
-    async def _admit_to_sandbox(self, exchange: Exchange, claim: Claim, authenticator: Authenticator) -> EnvdRequest:
+    async def _admit_to_sandbox(self, exchange: Exchange, claim: E2bClaim, authenticator: Authenticator) -> EnvdRequest:
         """Return the request, if its token or its signature is right. Raises `Unauthorized`, `SandboxGone`."""
         exchange.route = "e2b envd"
         sandbox_id = claim.sandbox_id

@@ -108,7 +108,7 @@ class ProcessConfig:
 
 
 @attrs.frozen
-class StartRequest:
+class StartMessage:
     """A process to start. Without `stdin` its input is open: older clients don't know the field."""
 
     process: ProcessConfig
@@ -126,7 +126,7 @@ class Selector:
 
 
 @attrs.frozen
-class ProcessRequest:
+class ProcessMessage:
     """A request to one process."""
 
     process: Selector
@@ -146,7 +146,7 @@ class Input:
 
 
 @attrs.frozen
-class InputRequest:
+class InputMessage:
     """Input to send."""
 
     process: Selector
@@ -154,7 +154,7 @@ class InputRequest:
 
 
 @attrs.frozen
-class SignalRequest:
+class SignalMessage:
     """A signal to send."""
 
     process: Selector
@@ -162,7 +162,7 @@ class SignalRequest:
 
 
 @attrs.frozen
-class UpdateRequest:
+class UpdateMessage:
     """A terminal to resize."""
 
     process: Selector
@@ -184,7 +184,7 @@ class InputPiece:
 
 
 @attrs.frozen
-class InputMessage:
+class InputStreamMessage:
     """A message of a stream of input: exactly one of the fields; `keepalive` alone has no effect."""
 
     start: InputStart | None = None
@@ -201,7 +201,7 @@ async def list_processes(request: EnvdRequest, _message: Mapping[str, Any]) -> M
 
 async def send_input(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Send input; answered once the process has taken it, or will."""
-    asked = read_message(message, InputRequest)
+    asked = read_message(message, InputMessage)
     run = await _find(request, asked.process)
     await request.supervisor.send_stdin(request.session.id, run.exec_id, asked.input.data)
     return {}
@@ -209,14 +209,14 @@ async def send_input(request: EnvdRequest, message: Mapping[str, Any]) -> Mappin
 
 async def close_stdin(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """End the input of a process."""
-    run = await _find(request, read_message(message, ProcessRequest).process)
+    run = await _find(request, read_message(message, ProcessMessage).process)
     await request.supervisor.send_stdin(request.session.id, run.exec_id, b"", close=True)
     return {}
 
 
 async def send_signal(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Send a signal to a process and what it started."""
-    asked = read_message(message, SignalRequest)
+    asked = read_message(message, SignalMessage)
     run = await _find(request, asked.process)
     await request.supervisor.signal_exec(request.session.id, run.exec_id, asked.signal)
     return {}
@@ -224,7 +224,7 @@ async def send_signal(request: EnvdRequest, message: Mapping[str, Any]) -> Mappi
 
 async def update(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Resize the terminal of a process."""
-    asked = read_message(message, UpdateRequest)
+    asked = read_message(message, UpdateMessage)
     run = await _find(request, asked.process)
     if asked.pty is not None:
         await request.supervisor.resize_exec(request.session.id, run.exec_id, asked.pty.terminal)
@@ -271,7 +271,7 @@ Writing = Callable[[bytes], Awaitable[None]]
 
 async def start(request: EnvdRequest, message: Mapping[str, Any], write: Writing) -> None:
     """Start a process and follow it to its end."""
-    asked = read_message(message, StartRequest)
+    asked = read_message(message, StartMessage)
     config = asked.process
     timeout_s = request.timeout_s
     spec = ProcessSpec(
@@ -292,7 +292,7 @@ async def start(request: EnvdRequest, message: Mapping[str, Any], write: Writing
 
 async def connect(request: EnvdRequest, message: Mapping[str, Any], write: Writing) -> None:
     """Follow a process that goes on, from now on, within the client's deadline."""
-    info = await _find(request, read_message(message, ProcessRequest).process)
+    info = await _find(request, read_message(message, ProcessMessage).process)
     await request.in_time(lambda: _follow(request, info, write, after=info.last_sequence))
 
 
@@ -368,7 +368,7 @@ async def stream_input(request: EnvdRequest, messages: AsyncIterator[Mapping[str
     """Send the input in a client's stream, whose first message names the process."""
     run: ExecInfo | None = None
     async for message in messages:
-        asked = read_message(message, InputMessage)
+        asked = read_message(message, InputStreamMessage)
         if asked.start is not None:
             run = await _find(request, asked.start.process)
         elif asked.data is not None:
