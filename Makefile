@@ -129,7 +129,7 @@ $(E2B)/.installed: requirements-e2b.txt tests/e2b/package-lock.json
 	@( $(call environment) ) && echo 'installing $<' \
 		&& $(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r $< \
 		&& { cp tests/e2b/package.json tests/e2b/package-lock.json $(E2B); \
-			npm ci --silent --ignore-scripts --no-audit --no-fund --prefix $(E2B) \
+			npm_config_ignore_scripts=true npm ci --silent --no-audit --no-fund --prefix $(E2B) \
 			|| echo 'tests/e2b skips JavaScript: its SDK can not be installed'; touch $@; } \
 		|| echo 'tests/e2b skips: the SDKs can not be installed'
 

@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     Kind,
 )
 from sandkasten.admission.keys import KeyRing
+from sandkasten.api.e2b import connect, filesystem, process
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
 from sandkasten.api.http.exchange import parse_query
@@ -207,6 +208,16 @@ EXEC: dict[str, Any] = {
     "cmd": "true", "mode": "stateful", "shell": "default", "timeout_ms": 5, "cwd": "/", "env": {"A": "b"}, "stdin": "x",
     "exec_id": "e1", "raw_output": False, "encoding": "base64", "on_timeout": "result", "on_disconnect": "detach",
 }  # fmt: skip
+_E2B: tuple[tuple[type, dict[str, Any]], ...] = (
+    (process.StartMessage, {"process": {"cmd": "sh", "args": ["-c", "x"], "envs": {"A": "b"}, "cwd": "/"}, "tag": "t"}),
+    (process.StartMessage, {"process": {"cmd": "sh"}, "pty": {"size": {"cols": 80, "rows": "24"}}, "stdin": False}),
+    (process.InputMessage, {"process": {"pid": 1}, "input": {"stdin": "eA=="}}),
+    (process.InputStreamMessage, {"data": {"input": {"pty": "eA"}}}),
+    (process.SignalMessage, {"process": {"tag": "t"}, "signal": "SIGNAL_SIGKILL"}),
+    (filesystem.ListMessage, {"path": "/", "depth": 3}),
+    (filesystem.MoveMessage, {"source": "a", "destination": "b"}),
+    (filesystem.WatcherMessage, {"watcherId": "w"}),
+)
 BODIES: tuple[tuple[type, dict[str, Any]], ...] = (
     (
         sessions.CreateRequest,
@@ -551,11 +562,33 @@ def _check_visit(request: h11.Request) -> None:
     assert dict(seen.headers)[b"x-forwarded-for"] == b"127.0.0.1"
 
 
+def e2b_streams(data: bytes) -> None:
+    """A client's stream of E2B's: messages within bounds, whatever the pieces, and requests of each service."""
+    choices = Choices(data)
+    stream = b""
+    for _ in range(1 + choices.number(4)):
+        body = grammar.spoiled_json(choices, choices.pick(_E2B)[1])
+        flags = 0 if choices.number(6) else choices.number(256)
+        size = len(body) if choices.number(8) else choices.number(2**32)
+        stream += connect.HEAD.pack(flags, size) + body
+    reader = connect.EnvelopeReader(MAX_TEXT_CHARS)
+    refused: SandkastenError | None = None
+    try:
+        for piece in grammar.cut(choices, stream):
+            for message in reader.feed(piece):
+                connect.read_message(message, choices.pick(_E2B)[0])
+        reader.finish()
+    except SandkastenError as error:
+        refused = error
+    assert refused is None or error_answer(refused).status in (400, 413)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
+        e2b_streams,
         *(egress_dns, egress_hello, egress_http, egress_secrets, egress_proxy, preview_http),
     )
 }

@@ -256,10 +256,15 @@ class SandboxGone(Exception):
 
 
 def message_of(error: Exception) -> str:
-    """Return the text of an error for a client, with the bad fields that its details name; log the rest."""
+    """Return the text of an error for a client, and log what is not for clients."""
     body = error_body(error)
-    problems = [f"{name} {problem}" for name, problem in (body.details or {}).items() if isinstance(problem, str)]
-    return f"{body.message}: {', '.join(problems)}" if problems else body.message
+    return _text_of(body.message, body.details)
+
+
+def _text_of(message: str, details: Mapping[str, Any] | None) -> str:
+    """Return a message with the bad fields that its details name."""
+    problems = [f"{name} {problem}" for name, problem in (details or {}).items() if isinstance(problem, str)]
+    return f"{message}: {', '.join(problems)}" if problems else message
 
 
 def spell_error(error: Exception) -> Answer:
@@ -273,5 +278,7 @@ def spell_error(error: Exception) -> Answer:
         status = 404
     elif status == 503:
         status = 429
-        headers = (*(each for each in headers if each[0] != "retry-after"), ("retry-after", "1"))
-    return json_answer({"code": status, "message": message_of(error)}, status=status, headers=headers)
+        headers = headers if isinstance(error, errors.Capacity) else (*headers, ("retry-after", "1"))
+    body = orjson.loads(answer.body)
+    text = _text_of(body["message"], body.get("details"))
+    return json_answer({"code": status, "message": text}, status=status, headers=headers)

@@ -133,7 +133,7 @@ class ProcessMessage:
 
 
 @attrs.frozen
-class Input:
+class InputBytes:
     """Input of a process, or of its terminal."""
 
     stdin: Data | None = attrs.field(default=None, repr=False)
@@ -150,7 +150,7 @@ class InputMessage:
     """Input to send."""
 
     process: Selector
-    input: Input
+    input: InputBytes
 
 
 @attrs.frozen
@@ -180,7 +180,7 @@ class InputStart:
 class InputPiece:
     """A piece of a stream of input."""
 
-    input: Input
+    input: InputBytes
 
 
 @attrs.frozen
