@@ -210,7 +210,7 @@ EXEC: dict[str, Any] = {
 }  # fmt: skip
 _E2B: tuple[tuple[type, dict[str, Any]], ...] = (
     (process.StartMessage, {"process": {"cmd": "sh", "args": ["-c", "x"], "envs": {"A": "b"}, "cwd": "/"}, "tag": "t"}),
-    (process.StartMessage, {"process": {"cmd": "sh"}, "pty": {"size": {"cols": 80, "rows": "24"}}, "stdin": False}),
+    (process.StartMessage, {"process": {"cmd": "sh"}, "pty": {"size": {"cols": 80, "rows": 24}}, "stdin": False}),
     (process.InputMessage, {"process": {"pid": 1}, "input": {"stdin": "eA=="}}),
     (process.InputStreamMessage, {"data": {"input": {"pty": "eA"}}}),
     (process.SignalMessage, {"process": {"tag": "t"}, "signal": "SIGNAL_SIGKILL"}),

@@ -66,7 +66,7 @@ def test_messages_come_whole_however_their_stream_is_cut() -> None:
     ],
 )
 def test_a_stream_that_lies_is_refused(stream: bytes, error: type[Exception]) -> None:
-    """What can't be a message raises, at the first byte that says so."""
+    """Bytes that can't be a message raise at once."""
     with pytest.raises(error):
         _read([stream])
 

@@ -78,7 +78,7 @@ class AutoResume:
 
 
 @attrs.frozen
-class WayOut:
+class NetworkTerms:
     """A sandbox's way out. `denyOut` with everything in it leaves what `allowOut` names."""
 
     aliases: ClassVar[Mapping[str, str]] = {"allowOut": "allow_out", "denyOut": "deny_out"}
@@ -112,7 +112,7 @@ class NewSandbox:
     auto_pause: bool | None = None
     auto_resume: AutoResume | None = None
     allow_internet_access: bool | None = None
-    network: WayOut | None = None
+    network: NetworkTerms | None = None
     volumes: Anything | None = None
     iam: Anything | None = None
     mcp: Anything | None = None
@@ -140,7 +140,7 @@ class WakeRequest:
 
 
 @attrs.frozen
-class WayOutChange(WayOut):
+class NetworkTermsChange(NetworkTerms):
     """A way out in place of the present one."""
 
     allow_internet_access: bool | None = None
@@ -252,9 +252,9 @@ class Control:
         known = ", ".join(sorted({*self.settings.templates, *images}))
         raise RouteNotFound(f"template {template[:100]!r} not found; there are {known}")
 
-    def _network_of(self, exchange: Exchange, asked: WayOut | None, may_reach: bool | None) -> Network:
+    def _network_of(self, exchange: Exchange, asked: NetworkTerms | None, may_reach: bool | None) -> Network:
         """Return the network of a sandbox. A way out is permission, not demand: who may have none gets none."""
-        network = (asked or WayOut()).to_network(is_open=may_reach is not False)
+        network = (asked or NetworkTerms()).to_network(is_open=may_reach is not False)
         most = [self.settings.widest, *([] if exchange.key.max_network is None else [exchange.key.max_network])]
         return Network(NetworkMode.NONE) if any(network.mode.exceeds(each) for each in most) else network
 
@@ -345,7 +345,7 @@ class Control:
 
     async def update_network(self, exchange: Exchange) -> Answer:
         """Change what a sandbox may reach."""
-        request = await read_request(exchange, WayOutChange)
+        request = await read_request(exchange, NetworkTermsChange)
         await self._session(exchange)
         network = self._network_of(exchange, request, request.allow_internet_access)
         await exchange.supervisor.update(exchange.session_id, owned_patch(exchange.key, SessionPatch(network=network)))

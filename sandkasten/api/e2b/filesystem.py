@@ -14,7 +14,7 @@ import stat
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, ClassVar, NewType
+from typing import Any, ClassVar
 
 import attrs
 import trio
@@ -40,8 +40,12 @@ from sandkasten.api.resources.file_search import messages
 from sandkasten.model.errors import FileNotFound, InvalidRequest, NotADirectory, SandkastenError
 from sandkasten.model.workspace import WRITE_S
 
-Depth = NewType("Depth", int)
-add_kinds({Depth: lambda value: integer(value, high=64)})
+
+class Depth(int):
+    """Levels of directories. No NewType: our API's description has no such field."""
+
+
+add_kinds({Depth: lambda value: Depth(integer(value, high=64))})
 
 _TYPES: Mapping[str, tuple[str, int]] = {
     "file": ("FILE_TYPE_FILE", stat.S_IFREG),
@@ -240,7 +244,7 @@ _WATCHER_S = 60.0
 
 
 @attrs.define
-class Watcher:
+class PolledWatch:
     """A watcher that is polled. `failure` is why it tells no more."""
 
     session_id: str
@@ -254,7 +258,7 @@ class Watchers:
     """All watchers that are polled, and their tasks: run by the front's owner."""
 
     def __init__(self) -> None:
-        self._watchers: OrderedDict[str, Watcher] = OrderedDict()
+        self._watchers: OrderedDict[str, PolledWatch] = OrderedDict()
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -286,14 +290,20 @@ class Watchers:
             raise ConnectError(Code.UNAVAILABLE, "the server is stopping")
         if len(self._watchers) >= _MAX_WATCHERS:
             self._drop(next(iter(self._watchers)))
-        watcher = Watcher(request.session.id, trio.CancelScope(), trio.current_time())
+        watcher = PolledWatch(request.session.id, trio.CancelScope(), trio.current_time())
         watcher_id = secrets.token_hex(8)
         await self._nursery.start(self._watch, watcher, request, path, asked.recursive)
         self._watchers[watcher_id] = watcher
         return {"watcherId": watcher_id}
 
     async def _watch(
-        self, watcher: Watcher, request: EnvdRequest, path: str, recursive: bool, *, task_status: trio.TaskStatus[None]
+        self,
+        watcher: PolledWatch,
+        request: EnvdRequest,
+        path: str,
+        recursive: bool,
+        *,
+        task_status: trio.TaskStatus[None],
     ) -> None:
         is_started = False
         with watcher.scope:
@@ -323,7 +333,7 @@ class Watchers:
         self._drop(self._find(request, message)[0])
         return {}
 
-    def _find(self, request: EnvdRequest, message: Mapping[str, Any]) -> tuple[str, Watcher]:
+    def _find(self, request: EnvdRequest, message: Mapping[str, Any]) -> tuple[str, PolledWatch]:
         watcher_id = read_message(message, WatcherMessage).watcher_id
         watcher = self._watchers.get(watcher_id)
         if watcher is None or watcher.session_id != request.session.id:

@@ -26,15 +26,12 @@ from sandkasten.api.e2b.connect import (
     read_message,
 )
 from sandkasten.api.e2b.context import Command, EnvdRequest
-from sandkasten.api.resources.fields import Environment, add_kinds, encodable
+from sandkasten.api.resources.fields import Cells, Environment, add_kinds, encodable
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecState, Output, ProcessSpec, Stream, StreamsMode, TerminalSize
 from sandkasten.model.errors import ExecNotFound, InvalidRequest, RunnerLost
 
-Pid = NewType("Pid", int)
-Size = NewType("Size", int)
 Data = NewType("Data", bytes)
 Arguments = NewType("Arguments", tuple[str, ...])
-SignalName = NewType("SignalName", int)
 
 _SIGNALS: Mapping[object, int] = {"SIGNAL_SIGTERM": 15, 15: 15, "SIGNAL_SIGKILL": 9, 9: 9}
 """Numbers of signals by the names and the numbers of E2B's schema."""
@@ -48,6 +45,14 @@ _KEEPALIVE_S = (5.0, 90.0, 3600.0)
 _MAX_TIMEOUT_MS = 2**31
 
 
+class Pid(int):
+    """The id of a process. No NewType, as the next: our API's description has no such fields."""
+
+
+class SignalName(int):
+    """A signal, by its name or its number in E2B's schema."""
+
+
 def _arguments(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) >= _MAX_ARGUMENTS:
         raise ValueError(f"must be an array of fewer than {_MAX_ARGUMENTS} strings")
@@ -58,16 +63,15 @@ def _arguments(value: object) -> tuple[str, ...]:
     return arguments
 
 
-def _signal(value: object) -> int:
-    if value not in _SIGNALS:
+def _signal(value: object) -> SignalName:
+    if not isinstance(value, str | int) or value not in _SIGNALS:
         raise ValueError("must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
-    return _SIGNALS[value]
+    return SignalName(_SIGNALS[value])
 
 
 add_kinds(
     {
-        Pid: lambda value: integer(value, low=1),
-        Size: lambda value: integer(value, low=1, high=1000),
+        Pid: lambda value: Pid(integer(value, low=1)),
         Data: base64_bytes,
         Arguments: _arguments,
         SignalName: _signal,
@@ -81,8 +85,8 @@ add_kinds(
 class WindowSize:
     """A size of a terminal."""
 
-    cols: Size
-    rows: Size
+    cols: Cells
+    rows: Cells
 
 
 @attrs.frozen
