@@ -15,7 +15,7 @@ from sandkasten.api.app import make_app
 from sandkasten.api.e2b.connect import HEAD, envelope
 from sandkasten.api.e2b.context import TEMPLATE
 from sandkasten.api.e2b.front import E2bFront
-from sandkasten.api.e2b.sandboxes import E2bTerms, access_token, sign
+from sandkasten.api.e2b.sandboxes import Action, E2bTerms, access_token, sign
 from sandkasten.model import SessionSpec
 from tests.api.harness import KEY, Running, make_settings, running_app, running_front
 from tests.api.keys import CONFINED, CONFINED_READ, ISSUED, READ, WRITE
@@ -157,7 +157,8 @@ async def test_a_signed_url_opens_what_was_signed_until_its_end() -> None:
     """A wrong signature, one of another action, and one whose end is over or is no number are all refused alike."""
     async with e2b_front() as front, front.client(None) as client:
         token = access_token(_SEAL, await front.make())
-        for action, expiration in (("read", "1"), ("read", "soon"), ("write", None), ("read", "")):
+        refused: list[tuple[Action, str | None]] = [("read", "1"), ("read", "soon"), ("write", None), ("read", "")]
+        for action, expiration in refused:
             query = {"path": "a b", "signature": sign("a b", action, "", token, expiration)}
             if expiration is not None:
                 query["signature_expiration"] = expiration

@@ -42,8 +42,8 @@ def _read(pieces: Iterable[bytes], *, max_bytes: int = 1000) -> list[dict[str, A
 
 def test_messages_come_whole_however_their_stream_is_cut() -> None:
     """Two cuts at every pair of bytes change nothing, and a stream that ends within a message is refused."""
-    sent = [{"start": {"pid": 1}}, {}, {"data": "é"}]
-    stream = b"".join(map(envelope, sent)) + ending()
+    sent: list[dict[str, Any]] = [{"start": {"pid": 1}}, {}, {"data": "é"}]
+    stream = b"".join(envelope(each) for each in sent) + ending()
     whole = {0, *(sum(len(envelope(each)) for each in sent[:count]) for count in (1, 2, 3)), len(stream)}
     for first in range(len(stream) + 1):
         for second in range(first, len(stream) + 1):

@@ -67,10 +67,10 @@ class PathMessage:
 
 @attrs.frozen
 class ListMessage:
-    """A directory; `depth` 0 stands for 1."""
+    """A directory; `depth` 0 or none stands for 1."""
 
     path: str
-    depth: Depth = Depth(0)
+    depth: Depth | None = None
 
 
 @attrs.frozen
