@@ -75,7 +75,8 @@ async def test_keys_are_ours_and_reach_what_they_reach() -> None:
                 answer = await client.get("/v2/sandboxes")
                 assert (answer.status_code, answer.json()["code"]) == (401, 401)
         async with front.client(READ.token) as client:
-            assert (await client.get(f"/sandboxes/{others}")).status_code == 200
+            answer = await client.get(f"/sandboxes/{others}")
+            assert (answer.status_code, "envdAccessToken" in answer.json()) == (200, False)
             assert (await client.delete(f"/sandboxes/{others}")).status_code == 403
             assert (await client.post("/v2/sandboxes", json={})).status_code == 403
         for token in (CONFINED.token, CONFINED_READ.token):
@@ -89,6 +90,7 @@ async def test_keys_are_ours_and_reach_what_they_reach() -> None:
                 )
         async with front.client(WRITE.token) as client:
             assert (await client.post(f"/sandboxes/{others}/timeout", json={"timeout": 10})).status_code == 204
+            assert "envdAccessToken" in (await client.get(f"/sandboxes/{others}")).json()
             assert (await client.patch(f"/sandboxes/{others}")).status_code == 405
 
 
@@ -139,6 +141,7 @@ async def test_calls_that_make_no_sense_are_refused_as_the_protocol_says() -> No
             ({"Connect-Timeout-Ms": "soon"}, b"{}", "invalid_argument"),
             ({}, b"[]", "invalid_argument"),
             ({}, b"{", "invalid_argument"),
+            ({}, b'{"a": [' + b"[]," * 200_000 + b"[]]}", "invalid_argument"),
         ):
             answer = await client.post(_LIST, headers=head | more, content=body)
             assert answer.json()["code"] == code

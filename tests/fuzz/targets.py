@@ -575,8 +575,8 @@ def e2b_streams(data: bytes) -> None:
     refused: SandkastenError | None = None
     try:
         for piece in grammar.cut(choices, stream):
-            for message in reader.feed(piece):
-                connect.read_message(message, choices.pick(_E2B)[0])
+            for body in reader.feed(piece):
+                connect.read_message(connect.decode_message(body), choices.pick(_E2B)[0])
         reader.finish()
     except SandkastenError as error:
         refused = error

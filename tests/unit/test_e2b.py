@@ -17,6 +17,7 @@ from sandkasten.api.e2b.connect import (
     base64_bytes,
     base64_text,
     code_of,
+    decode_message,
     ending,
     envelope,
     integer,
@@ -35,9 +36,9 @@ _IDS = ["0123456789abcdef01234567", "1123456789abcdef01234567", "2123456789abcde
 
 def _read(pieces: Iterable[bytes], *, max_bytes: int = 1000) -> list[dict[str, Any]]:
     reader = EnvelopeReader(max_bytes)
-    messages = [message for piece in pieces for message in reader.feed(piece)]
+    bodies = [body for piece in pieces for body in reader.feed(piece)]
     reader.finish()
-    return messages
+    return [decode_message(body) for body in bodies]
 
 
 def test_messages_come_whole_however_their_stream_is_cut() -> None:

@@ -23,6 +23,7 @@ from sandkasten.api.e2b.process import Writing, stream_input
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
+from sandkasten.api.http.json import check_value_count
 from sandkasten.api.resources.file_contents import ANY_SIZE
 from sandkasten.model.errors import InvalidRequest, SandkastenError
 
@@ -39,8 +40,7 @@ async def call(request: EnvdRequest, method: Unary) -> Answer:
     if (refusal := _refuse_type(exchange, _JSON)) is not None:
         return refusal
     try:
-        body = await exchange.read_body(limit_bytes=exchange.settings.max_json_bytes)
-        message = decode_message(body)
+        message = decode_message(await exchange.read_json_body(limit_bytes=exchange.settings.max_json_bytes))
         return json_answer(await exchange.until_disconnect(lambda: request.in_time(lambda: method(request, message))))
     except (ConnectError, SandkastenError) as error:
         if isinstance(error, BREAKS):
@@ -89,8 +89,9 @@ async def _messages(exchange: Exchange) -> AsyncIterator[Mapping[str, Any]]:
     limit_bytes = exchange.settings.max_json_bytes
     reader = EnvelopeReader(limit_bytes)
     while chunk := await exchange.read_chunk(limit_bytes=ANY_SIZE):
-        for message in reader.feed(chunk):
-            yield message
+        for body in reader.feed(chunk):
+            await check_value_count(body)
+            yield decode_message(body)
     reader.finish()
 
 

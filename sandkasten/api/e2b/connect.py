@@ -150,11 +150,11 @@ class EnvelopeReader:
         self._buffer = bytearray()
         self._has_ended = False
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Take bytes and yield the messages that are complete now.
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take bytes and yield the bodies of the messages that are complete now, for `decode_message`.
 
         Raises:
-            InvalidRequest: a message is compressed, is no JSON object, or comes behind the last one.
+            InvalidRequest: a message is compressed, or comes behind the last one.
             TooLarge: a message announces more than `max_bytes`; nothing of it is kept.
         """
         self._buffer += data
@@ -172,7 +172,7 @@ class EnvelopeReader:
             if flags & END:
                 self._has_ended = True
             else:
-                yield decode_message(body)
+                yield body
 
     def finish(self) -> None:
         """Check that the stream ended behind a message. Raises `InvalidRequest`."""

@@ -41,7 +41,16 @@ from sandkasten.api.resources.fields import (
 from sandkasten.api.resources.network import Rules
 from sandkasten.log import rfc3339
 from sandkasten.model import IMAGE_NAME, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import Conflict, InvalidImage, InvalidRequest, NotInstalled, RouteNotFound, SessionNotFound
+from sandkasten.model.errors import (
+    Conflict,
+    InvalidImage,
+    InvalidRequest,
+    NetworkNotSupported,
+    NotInstalled,
+    RouteNotFound,
+    SessionNotFound,
+)
+from sandkasten.model.keys import Access
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery, parse_cursor
 from sandkasten.model.network import Network, NetworkMode
@@ -190,9 +199,10 @@ def _info(exchange: Exchange, session: Session) -> dict[str, Any]:
 
 
 def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+    may_act = exchange.key.access >= Access.WRITE  # who may only read gets no token, which opens everything inside
     return {
         **_info(exchange, session),
-        "envdAccessToken": access_token(settings.key, session.id),
+        **({"envdAccessToken": access_token(settings.key, session.id)} if may_act else {}),
         "domain": None,
         "allowInternetAccess": session.network.mode not in (NetworkMode.NONE, NetworkMode.ALLOW),
         "lifecycle": {
@@ -230,12 +240,18 @@ class Control:
             idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
         )
         spec = owned_spec(exchange.key, spec, default_network=NetworkMode.NONE)
-        session = await exchange.supervisor.create(spec)
+        try:
+            session = await exchange.supervisor.create(spec)
+        except NetworkNotSupported:
+            if request.network is not None:
+                raise
+            session = await exchange.supervisor.create(attrs.evolve(spec, network=Network(NetworkMode.NONE)))
         try:
             await ensure_account(exchange.supervisor, session)
         except BaseException:
-            with trio.CancelScope(shield=True):
-                await exchange.supervisor.destroy(session.id)
+            if session.timings_ms:  # else the create was a repeated one, and the sandbox is in use
+                with trio.CancelScope(shield=True):
+                    await exchange.supervisor.destroy(session.id)
             raise
         return json_answer(_sandbox(exchange, self.settings, session), status=201)
 

@@ -3,7 +3,7 @@
 Paths lead anywhere, with the rights of the request's user; relative ones begin at the user's home.
 
 A watcher without a stream (the synchronous Python client polls) is a task of ours with a bounded list of events. Who
-does not fetch for a minute loses the watcher, and so does who has too many.
+does not fetch for five minutes loses the watcher. The sandbox bounds how many it has.
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ async def _tell_changes(request: EnvdRequest, path: str, asked: WatchMessage, wr
                 await tell(b"".join(events))
 
 
-_MAX_WATCHERS = 256
+_MAX_WATCHERS = 4096
 _MAX_WATCHED_EVENTS = 10_000
-_WATCHER_S = 60.0
+_WATCHER_S = 300.0
 
 
 @attrs.define
