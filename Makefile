@@ -2,6 +2,7 @@
 
 VENV   := .venv
 AGENTS := .venv-agents
+E2B    := .venv-e2b
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 ARGS   ?=
@@ -35,7 +36,7 @@ help:
 	@echo 'make lint               types, lint, format, layers, prose'
 	@echo 'make docs               the documentation as web pages, in build/site; a broken link or anchor is an error'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
-	@echo 'make clean              remove .venv, .venv-agents and caches; data stays'
+	@echo 'make clean              remove .venv, .venv-agents, .venv-e2b and caches; data stays'
 
 install: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA)
@@ -48,7 +49,8 @@ quick: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
 
 test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
-		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed)
+		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed) \
+		$(if $(or $(if $(ARGS),,all),$(findstring e2b,$(ARGS))),$(E2B)/.installed)
 	@$(PYTHON) -m compileall -q sandkasten nsinit runner egress tests bench
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
 		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(or $(ARGS),--ignore=tests/vm)
@@ -91,7 +93,7 @@ lock:
 		--output-file requirements-agents.txt pyproject.toml
 
 clean:
-	rm -rf $(VENV) $(AGENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(AGENTS) $(E2B) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path './.sandkasten/*' -prune -exec rm -rf {} +
 
 as-root:
@@ -119,6 +121,17 @@ $(AGENTS)/.installed: PYTHON := $(AGENTS)/bin/python
 $(AGENTS)/.installed: requirements-agents.txt pyproject.toml
 	@( $(call environment) ) && ( $(call packages,requirements-agents.txt) ) && touch $@ \
 		|| echo 'tests/adapters skips: the agent frameworks can not be installed'
+
+# E2B's SDKs as published, for tests/e2b alone, which skips where they can't be had.
+$(E2B)/.installed: VENV := $(E2B)
+$(E2B)/.installed: PYTHON := $(E2B)/bin/python
+$(E2B)/.installed: requirements-e2b.txt tests/e2b/package-lock.json
+	@( $(call environment) ) && echo 'installing $<' \
+		&& $(PYTHON) -m pip install -qq --require-hashes --only-binary :all: -r $< \
+		&& { cp tests/e2b/package.json tests/e2b/package-lock.json $(E2B); \
+			npm_config_ignore_scripts=true npm ci --silent --no-audit --no-fund --prefix $(E2B) \
+			|| echo 'tests/e2b skips JavaScript: its SDK can not be installed'; touch $@; } \
+		|| echo 'tests/e2b skips: the SDKs can not be installed'
 
 # An environment whose interpreter works is kept. Debian ships Python without ensurepip: as root that is mended.
 define environment

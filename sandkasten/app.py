@@ -41,6 +41,7 @@ from sandkasten.store.database import DatabaseTooNew, open_database
 from sandkasten.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from sandkasten.api.e2b.front import E2bFront
     from sandkasten.api.http.listen import EarlySockets
     from sandkasten.api.http.settings import ApiSettings
 
@@ -127,7 +128,8 @@ async def serve(
         started(addresses)
 
     def front(supervisor: LocalSupervisor) -> Sequence[ChildSpec]:
-        app = make_app(supervisor, settings=settings, shares=supervisor.shares, mcp=mcp)
+        e2b = _e2b_front(config, supervisor.key_for("e2b")) if config.e2b.enabled else None
+        app = make_app(supervisor, settings=settings, shares=supervisor.shares, mcp=mcp, e2b=e2b)
         watch = KeyWatch(supervisor.shares.ring, DataPaths(config.data_dir).keys)
 
         async def start_api(*, task_status: trio.TaskStatus[object]) -> None:
@@ -136,6 +138,7 @@ async def serve(
         return (
             ChildSpec("keys", watch.run),
             ChildSpec("mcp", mcp.run, may_keep_failing=True),
+            *([] if e2b is None else [ChildSpec("e2b", e2b.watchers.run, may_keep_failing=True)]),
             ChildSpec("api", start_api),
         )
 
@@ -143,6 +146,25 @@ async def serve(
         config, machine, profiles, start_nsinit, order, start_egress=start_egress, more=front, told=told
     ) as supervisor:
         await keep_beating(supervisor, notifier or Notifier())
+
+
+def _e2b_front(config: Config, key: bytes) -> E2bFront:
+    from sandkasten.api.e2b.front import E2bFront  # as above
+    from sandkasten.api.e2b.sandboxes import E2bTerms
+
+    terms = E2bTerms(
+        key=key,
+        templates=config.e2b.templates,
+        widest=NetworkMode(config.egress_in_force.max_mode),
+        max_idle_s=config.maximum.idle_timeout_seconds,
+        max_lifetime_s=config.maximum.max_lifetime_seconds,
+    )
+    return E2bFront(terms)
+
+
+_E2B_KEEP_ALIVE_S = 310.0
+"""Time for which a connection is kept where E2B's clients come: they use one again for up to 300 s, and do not repeat
+what they sent on one that was closed just then."""
 
 
 def _front_settings(config: Config) -> ApiSettings:
@@ -165,7 +187,7 @@ def _front_settings(config: Config) -> ApiSettings:
         max_connections=config.server.max_connections,
         write_timeout_s=config.server.write_timeout_s,
         head_timeout_s=config.server.head_timeout_s,
-        keep_alive_timeout_s=config.server.keep_alive_timeout_s,
+        keep_alive_timeout_s=max(config.server.keep_alive_timeout_s, _E2B_KEEP_ALIVE_S if config.e2b.enabled else 0.0),
         graceful_timeout_s=config.server.graceful_timeout_s,
     )
 

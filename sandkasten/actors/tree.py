@@ -24,6 +24,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -252,6 +254,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             await actor.run(task_status=task_status)
         except* LauncherGone as gone:  # without root no other launcher can be started
             raise GiveUp(str(unwrap(gone))) from None
+
+    def key_for(self, purpose: str) -> bytes:
+        """Return a key of this node for one purpose, which survives restarts and gives no other key away."""
+        return hmac.digest(self._node.run_key, f"sandkasten {purpose}".encode(), hashlib.sha256)
 
     async def _start_broker_client(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         actor = broker.BrokerClient(

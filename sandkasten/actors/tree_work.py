@@ -62,8 +62,8 @@ from sandkasten.model.errors import InvalidRequest, TooLarge
 
 _MAX_READ_BYTES = 4 * 1024 * 1024
 _MAX_CELLS = 1000
-_MAX_QUEUE_TIMEOUT_MS = 2**31
-"""Longest wait for a shell, which PID 1 has a clock for."""
+MAX_TIMEOUT_MS = 2**31
+"""Longest time limit and wait for a shell, which PID 1 has a clock for."""
 _MAX_SIGNAL = 64
 _MAX_ARGUMENTS = 4096
 
@@ -302,16 +302,18 @@ class WorkOfSessions:
             cwd=spec.cwd,
             env=spec.env,
             user=spec.user,
-            stdin_open=True,
+            stdin_open=spec.stdin_open,
             terminal=spec.terminal,
             streams=spec.streams,
             exec_id=spec.process_id,
         )
         check_spec(program, self._config.server.max_command_bytes)
+        if spec.timeout_ms is not None and not 0 < spec.timeout_ms <= MAX_TIMEOUT_MS:
+            raise InvalidRequest("no such time limit", timeout_ms=f"must be between 1 and {MAX_TIMEOUT_MS}")
         entry = await self._live(session_id)
         request = RunRequest(
             program.in_session(entry.options),
-            timeout_ms=None,
+            timeout_ms=spec.timeout_ms,
             kind=ExecKind.PROCESS,
             on_disconnect=OnDisconnect.DETACH,
             keep_alive=spec.keep_alive,
@@ -419,4 +421,4 @@ def _check_size(size: TerminalSize) -> None:
 def _queue_timeout_ms(spec: ExecSpec, timeout_ms: int | None) -> int | None:
     """Return the longest wait for a turn in a shell: as asked for, else `timeout_ms`."""
     asked_ms = spec.queue_timeout_ms or timeout_ms
-    return None if asked_ms is None else min(asked_ms, _MAX_QUEUE_TIMEOUT_MS)
+    return None if asked_ms is None else min(asked_ms, MAX_TIMEOUT_MS)

@@ -118,6 +118,11 @@ class KeyRing:
         self.last_used[key.id] = now
         return key
 
+    def in_force(self, key_id: str) -> ApiKey | None:
+        """Return the key with this id, None if it was revoked or has expired."""
+        key = self._keys.get(key_id)
+        return None if key is None or key.is_over(datetime.now(UTC)) else key
+
     def replace(self, keys: Sequence[ApiKey]) -> None:
         """Put these keys in force, and end uses of those that are gone or changed."""
         self._keys = {key.id: key for key in keys}

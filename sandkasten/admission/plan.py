@@ -29,6 +29,7 @@ from sandkasten.model import (
     SECCOMP_PROFILES,
     STOP_GRACE_BOUNDS_MS,
     WORKSPACE_ID,
+    AtEnd,
     Limits,
     SessionOptions,
     SessionSpec,
@@ -155,6 +156,7 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         seccomp=_seccomp(spec.seccomp, config),
         workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
         streams=_streams(spec.streams),
+        at_end=AtEnd(spec.at_end or AtEnd.DESTROY).value,
     )
 
 

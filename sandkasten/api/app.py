@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from typing import cast
 
 from quart import Response, request
@@ -19,6 +20,8 @@ from werkzeug.routing import PathConverter
 from sandkasten import logcontext
 from sandkasten.admission.keys import KeyRing
 from sandkasten.admission.quotas import KeyShares
+from sandkasten.api.e2b.connect import spell_error
+from sandkasten.api.e2b.front import E2bFront
 from sandkasten.api.http.auth import Authenticator, Gate, Reach, admit
 from sandkasten.api.http.connection import ClientGone
 from sandkasten.api.http.errors import MAX_HEADERS, Answer, error_answer, head_too_large
@@ -49,16 +52,24 @@ _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}\Z")
 
 
 def make_app(
-    supervisor: Supervisor, *, settings: ApiSettings, shares: KeyShares | None = None, mcp: McpFront | None = None
+    supervisor: Supervisor,
+    *,
+    settings: ApiSettings,
+    shares: KeyShares | None = None,
+    mcp: McpFront | None = None,
+    e2b: E2bFront | None = None,
 ) -> App:
     """Return the front of `supervisor`. `shares`: the keys besides the configured one, and what each has in use. `mcp`
-    is run by the caller.
+    is run by the caller, and so are the watchers of `e2b`, without which E2B's API is not served.
     """
-    return _Front(supervisor, settings, shares or KeyShares(KeyRing()), mcp or McpFront())
+    return _Front(supervisor, settings, shares or KeyShares(KeyRing()), mcp or McpFront(), e2b)
 
 
 class _Front:
-    def __init__(self, supervisor: Supervisor, settings: ApiSettings, shares: KeyShares, mcp: McpFront) -> None:
+    def __init__(
+        self, supervisor: Supervisor, settings: ApiSettings, shares: KeyShares, mcp: McpFront, e2b: E2bFront | None
+    ) -> None:
+        self._e2b = e2b
         self._supervisor = supervisor
         self._settings = settings
         self._shares = shares
@@ -92,11 +103,16 @@ class _Front:
             mcp=self._mcp,
         )
         self._metrics.begin_request()
+        claim = None if self._e2b is None else self._e2b.claim(scope, target)
         try:
             with exchange.use.running():
-                await self._serve(exchange, target)
+                if self._e2b is not None and claim is not None:
+                    self._check_head(scope)
+                    await self._e2b.serve(exchange, claim, self._authenticator)
+                else:
+                    await self._serve(exchange, target)
         except Exception as error:  # noqa: BLE001  # the edge: every error becomes one kind of answer
-            await _answer_error(exchange, unwrap(error))
+            await _answer_error(exchange, unwrap(error), error_answer if claim is None else spell_error)
         finally:
             self._metrics.end_request()
         elapsed_s = time.perf_counter() - started
@@ -110,15 +126,18 @@ class _Front:
     async def _authenticate(self, exchange: Exchange, target: Target | None) -> None:
         """Refuse a head that can't be served; find out whose request it is, unless its path is public."""
         scope = exchange.scope
-        if is_head_too_large(scope, self._settings.max_header_bytes):
-            raise head_too_large(self._settings.max_header_bytes)
-        if has_two_lengths(scope):
-            raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
+        self._check_head(scope)
         if not is_public(target):
             exchange.key = await self._authenticator.identify(scope)
             exchange.use.bind(exchange.key)
             logcontext.set_key(exchange.key.id)
             self._shares.take_request(exchange.key)
+
+    def _check_head(self, scope: Scope) -> None:
+        if is_head_too_large(scope, self._settings.max_header_bytes):
+            raise head_too_large(self._settings.max_header_bytes)
+        if has_two_lengths(scope):
+            raise InvalidRequest("the body's length is given twice", transfer_encoding="came with content-length")
 
     async def _serve(self, exchange: Exchange, target: Target | None) -> None:
         await self._authenticate(exchange, target)
@@ -290,10 +309,10 @@ def unwrap(error: Exception) -> Exception:
     return error
 
 
-async def _answer_error(exchange: Exchange, error: Exception) -> None:
-    """Answer with an error. An error after the answer began can only end it unfinished, and is logged."""
+async def _answer_error(exchange: Exchange, error: Exception, spell: Callable[[Exception], Answer]) -> None:
+    """Answer with an error as `spell` says it. One after the answer began can only end it unfinished, and is logged."""
     if not isinstance(error, ClientGone):
-        answer = error_answer(error)
+        answer = spell(error)
         if exchange.is_started:
             return
         try:

@@ -101,6 +101,16 @@ def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: obje
             raise ValueError(f"{attribute.name}: {name!r} is not an image name")
 
 
+def _image_values(_instance: object, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
+    for name, image in value.items():
+        if not 0 < len(name) <= _MAX_TEMPLATE_CHARS or not IMAGE_NAME.match(str(image)):
+            raise ValueError(f"{attribute.name}: {name!r}: {image!r} is no template with the name of an image")
+
+
+_MAX_TEMPLATE_CHARS = 256
+"""Longest name of a template, which is a label of its sandboxes."""
+
+
 def _filters(_instance: object, attribute: attrs.Attribute[Any], value: str | tuple[str, ...]) -> None:
     for name in (value,) if isinstance(value, str) else value:
         if not SECCOMP_NAME.match(name):
@@ -501,6 +511,14 @@ class PreviewSettings:
 
 
 @attrs.frozen
+class E2bSettings:
+    """E2B's API on the same addresses. `templates` are names of images by names of templates."""
+
+    enabled: bool = False
+    templates: Mapping[str, str] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_image_values)
+
+
+@attrs.frozen
 class DashboardSettings:
     enabled: bool = True
 
@@ -668,6 +686,7 @@ class Config:
     egress: EgressSettings = attrs.field(factory=EgressSettings)
     preview: PreviewSettings = attrs.field(factory=PreviewSettings)
     dashboard: DashboardSettings = attrs.field(factory=DashboardSettings)
+    e2b: E2bSettings = attrs.field(factory=E2bSettings)
     runs: RunsSettings = attrs.field(factory=RunsSettings)
     events: EventsSettings = attrs.field(factory=EventsSettings)
     records: RecordsSettings = attrs.field(factory=RecordsSettings)
@@ -686,6 +705,8 @@ class Config:
                 f"egress.max_mode is {self.egress.max_mode}, less than defaults.network_mode, which is "
                 f"{self.defaults.network_mode}"
             )
+        if self.e2b.enabled and not self.isolation.root_inside:
+            raise ValueError("e2b.enabled: its programs expect a root inside, and isolation.root_inside is false")
         self._check_pools()
 
     def _check_pools(self) -> None:

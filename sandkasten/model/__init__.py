@@ -50,6 +50,7 @@ from sandkasten.model.session import STATEFUL as STATEFUL
 from sandkasten.model.session import STATELESS as STATELESS
 from sandkasten.model.session import STOP_GRACE_BOUNDS_MS as STOP_GRACE_BOUNDS_MS
 from sandkasten.model.session import WORKSPACE_ID as WORKSPACE_ID
+from sandkasten.model.session import AtEnd as AtEnd
 from sandkasten.model.session import EndReason as EndReason
 from sandkasten.model.session import FileRules as FileRules
 from sandkasten.model.session import Limits as Limits

@@ -147,8 +147,9 @@ class ExecSpec:
 class ProcessSpec:
     """A background process: `argv`, or `command` for a fresh shell.
 
-    A process has no time limit, and its standard input stays open until it is closed. With `keep_alive` the process
-    holds off the session's idle end, as a running command does.
+    A process has no time limit unless `timeout_ms` is one, and its standard input stays open until it is closed, or is
+    `/dev/null` without `stdin_open`. With `keep_alive` the process holds off the session's idle end, as a running
+    command does.
     """
 
     command: str | None = attrs.field(default=None, repr=False)
@@ -160,6 +161,8 @@ class ProcessSpec:
     terminal: TerminalSize | None = None
     streams: StreamsMode | None = attrs.field(default=None, converter=attrs.converters.optional(StreamsMode))
     keep_alive: bool = False
+    timeout_ms: int | None = None
+    stdin_open: bool = True
 
 
 @attrs.frozen

@@ -189,6 +189,14 @@ WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
 STATEFUL, STATELESS = EXEC_MODES = ("stateful", "stateless")
 
 
+class AtEnd(enum.StrEnum):
+    """The fate of a session whose lease ran out."""
+
+    DESTROY = "destroy"
+    PAUSE = "pause"
+    """The session is paused, and has no end from then on but that of the operator's longest lifetime."""
+
+
 SECCOMP_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\Z")
 
 
@@ -233,7 +241,7 @@ class SessionOptions:
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
     filter; records without the field had none. `streams`: those of a run that asks for none. `workspace_mode`:
     `shared`, or `exclusive`: no other session holds the workspace meanwhile. `stop_grace_ms`: the time between the
-    SIGTERM that tells the processes of the end and the kill; 0: they are not told.
+    SIGTERM that tells the processes of the end and the kill; 0: they are not told. `at_end`: as `AtEnd`.
     """
 
     exec_mode: str = STATEFUL
@@ -244,6 +252,7 @@ class SessionOptions:
     workspace_mode: str = "shared"
     stop_grace_ms: int = 0
     streams: str | None = None
+    at_end: str = AtEnd.DESTROY.value
 
 
 @attrs.frozen
@@ -278,6 +287,7 @@ class SessionSpec:
     seccomp: str | None = None
     stop_grace_ms: int | None = None
     streams: str | None = None
+    at_end: AtEnd | None = None
     network: Network | None = None
     publish: Sequence[PreviewSpec] = ()
     idempotency_key: str | None = None

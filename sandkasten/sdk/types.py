@@ -270,6 +270,7 @@ class SessionInfo(Taken):
     workspace_mode: str = "shared"
     stop_grace_ms: int = 0
     streams: str | None = None
+    at_end: str = "destroy"
     network: dict[str, Any] = field(default_factory=dict)
     published: Sequence[Mapping[str, int]] = ()
     epoch: int = 0

@@ -63,7 +63,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("routes"),
         Layer("openapi"),
         Layer("examples"),
-        Layer("websocket"),
+        Layer("e2b", "websocket"),
         Layer("resources"),
         Layer("http"),
     ),

@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     Kind,
 )
 from sandkasten.admission.keys import KeyRing
+from sandkasten.api.e2b import connect, filesystem, process
 from sandkasten.api.examples import EXAMPLES
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
@@ -205,6 +206,16 @@ def nsinit_answers(data: bytes) -> None:
 # The API and a hostile client --------------------------------------------------------------------------------------
 
 BODIES = tuple((cls, dict(each)) for cls, examples in EXAMPLES.items() for each in examples)
+_E2B: tuple[tuple[type, dict[str, Any]], ...] = (
+    (process.StartMessage, {"process": {"cmd": "sh", "args": ["-c", "x"], "envs": {"A": "b"}, "cwd": "/"}, "tag": "t"}),
+    (process.StartMessage, {"process": {"cmd": "sh"}, "pty": {"size": {"cols": 80, "rows": 24}}, "stdin": False}),
+    (process.InputMessage, {"process": {"pid": 1}, "input": {"stdin": "eA=="}}),
+    (process.InputStreamMessage, {"data": {"input": {"pty": "eA"}}}),
+    (process.SignalMessage, {"process": {"tag": "t"}, "signal": "SIGNAL_SIGKILL"}),
+    (filesystem.ListMessage, {"path": "/", "depth": 3}),
+    (filesystem.MoveMessage, {"source": "a", "destination": "b"}),
+    (filesystem.WatcherMessage, {"watcherId": "w"}),
+)
 
 
 def _to_model(request: object) -> object:
@@ -525,11 +536,33 @@ def _check_visit(request: h11.Request) -> None:
     assert dict(seen.headers)[b"x-forwarded-for"] == b"127.0.0.1"
 
 
+def e2b_streams(data: bytes) -> None:
+    """A client's stream of E2B's: messages within bounds, whatever the pieces, and requests of each service."""
+    choices = Choices(data)
+    stream = b""
+    for _ in range(1 + choices.number(4)):
+        body = grammar.spoiled_json(choices, choices.pick(_E2B)[1])
+        flags = 0 if choices.number(6) else choices.number(256)
+        size = len(body) if choices.number(8) else choices.number(2**32)
+        stream += connect.HEAD.pack(flags, size) + body
+    reader = connect.EnvelopeReader(MAX_TEXT_CHARS)
+    refused: SandkastenError | None = None
+    try:
+        for piece in grammar.cut(choices, stream):
+            for body in reader.feed(piece):
+                connect.read_message(connect.decode_message(body), choices.pick(_E2B)[0])
+        reader.finish()
+    except SandkastenError as error:
+        refused = error
+    assert refused is None or error_answer(refused).status in (400, 413)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
+        e2b_streams,
         *(egress_dns, egress_hello, egress_http, egress_secrets, egress_proxy, preview_http),
     )
 }

@@ -12,8 +12,10 @@ import trio
 from sandkasten.actors.session import pausing
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
-from sandkasten.config import Config
+from sandkasten.config import Config, Maximum
 from sandkasten.model import (
+    FOREVER_S,
+    AtEnd,
     Cause,
     EventType,
     ExecSpec,
@@ -226,6 +228,36 @@ async def test_the_end_of_its_whole_life_comes_in_a_pause_as_well(supervisor: Lo
     assert paused.expires_at is not None
     assert paused.expires_at - session.created_at < timedelta(seconds=1.01)
     assert (await supervisor.wait_ended(session.id)).status is Status.EXPIRED
+
+
+async def test_a_session_may_be_paused_at_its_end(supervisor: LocalSupervisor) -> None:
+    """A session that asked for that is paused and has no end any more. It goes on with what it had when it is used."""
+    session = await supervisor.create(SessionSpec(max_lifetime_s=1, at_end=AtEnd.PAUSE))
+    await supervisor.exec(session.id, ExecSpec(f"x=kept; {COUNT} &"))
+    await _wait_paused(supervisor, session.id)
+    found = await supervisor.get(session.id)
+    assert (found.status, found.max_lifetime_s) == (Status.PAUSED, FOREVER_S)
+    assert found.pause is not None
+    assert found.pause.stop_lease
+    assert (await supervisor.exec(session.id, ExecSpec("echo $x"))).stdout == b"kept\n"
+
+
+async def test_the_operators_longest_lifetime_ends_a_session_paused_at_its_end(config: Config) -> None:
+    """A pause in place of an end is no way around the operator's bound."""
+    bounded = attrs.evolve(config, maximum=Maximum(max_lifetime_seconds=2))
+    async with open_supervisor(bounded) as supervisor:
+        session = await supervisor.create(SessionSpec(max_lifetime_s=1, at_end=AtEnd.PAUSE))
+        await _wait_paused(supervisor, session.id)
+        assert (await supervisor.get(session.id)).max_lifetime_s == 2
+        assert (await supervisor.wait_ended(session.id)).status is Status.EXPIRED
+
+
+async def _wait_paused(supervisor: LocalSupervisor, session_id: str) -> None:
+    with trio.fail_after(patience()):
+        async with supervisor.events(session_id=session_id, after="0") as events:
+            async for event in events:
+                if event.type is EventType.SESSION_PAUSED:
+                    return
 
 
 async def test_a_pause_survives_the_daemon(config: Config) -> None:

@@ -153,7 +153,7 @@ def settings_of(resolved: Resolved) -> Resolved:
     """Return the settings that a create and a member must share: all that is mounted, limited or started by them. The
     others are the client's: times to live, choices that the daemon alone keeps, and the network, which a member gets
     with the claim."""
-    options = attrs.evolve(resolved.options, exec_mode="", workspace_mode="", stop_grace_ms=0, streams=None)
+    options = attrs.evolve(resolved.options, exec_mode="", workspace_mode="", stop_grace_ms=0, streams=None, at_end="")
     return attrs.evolve(
         resolved, image="", ttl_s=0.0, max_lifetime_s=0.0, options=options, network=Network(), secrets=NO_SECRETS
     )

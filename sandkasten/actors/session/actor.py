@@ -187,7 +187,7 @@ class SessionActor(Actor):
         self._transfer_ended = trio.Event()
         self._previews = SessionPreviews(self, self._own, previews=services.previews)
         self._reopening = trio.CancelScope()
-        self._pausing = Pausing(self, self._own, nsinit=services.nsinit, lease=self._lease, runs=self._runs)
+        self._pausing = Pausing(self, self._own, services, lease=self._lease, runs=self._runs)
 
     @property
     def session(self) -> Session:
@@ -213,8 +213,7 @@ class SessionActor(Actor):
             log.warning("session_start_failed", extra={"session_id": self.session.id, "error": repr(error)})
             await self._give_up(error)
             return
-        if self._creation is None and self._lease.has_ended:  # before a request that waited could renew the lease
-            await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
+        if self._creation is None and await self._expire():  # before a request that waited could renew the lease
             return
         logcontext.origin.set(logcontext.NOBODY)  # from here on nothing that happens is the creator's doing
         self._nursery.start_soon(self._watch.watch_init, self._report_death)
@@ -465,8 +464,7 @@ class SessionActor(Actor):
             case Destroy(reason):
                 return await self._finish(Trigger.DESTROY, reason)
             case Expire():
-                if self._lease.has_ended:
-                    await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
+                await self._expire()
                 return None
             case Died(reason):
                 await self._finish(Trigger.DIED, reason)
@@ -624,6 +622,13 @@ class SessionActor(Actor):
         except SandkastenError as error:  # the actor is ending anyway
             log.info("expiry_skipped", extra={"session_id": self.session.id, "error": str(error)})
 
+    async def _expire(self) -> bool:
+        """End a session whose lease ran out, unless it is paused instead; return whether it was ended."""
+        if not self._lease.has_ended or await self._pausing.pause_at_end():
+            return False
+        await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
+        return True
+
     def _warn_of_lease_end(self, end_reason: EndReason, remaining_s: float) -> None:
         self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s), end_reason=end_reason)
 
@@ -758,10 +763,7 @@ class SessionActor(Actor):
                 "newest": [_shown_run(info) for info in runs.newest(MAX_SHOWN_RUNS)],
             },
             shells=[_shown_shell(info) for info in runs.shells.infos()],
-            controls={
-                "requests": controls.borrowed_tokens,
-                "requests_waiting": controls.statistics().tasks_waiting,
-            },
+            controls={"requests": controls.borrowed_tokens, "requests_waiting": controls.statistics().tasks_waiting},
             link=self._link,
         )
 

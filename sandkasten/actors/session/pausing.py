@@ -16,12 +16,12 @@ import trio
 
 from nsinit.wire.protocol import SetFrozen
 from runner.wire import protocol
-from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.services.nsinit import ask_patiently, call
+from sandkasten.actors.session.birth import Services
 from sandkasten.actors.session.lease import Lease
-from sandkasten.actors.session.record import LiveRecord
-from sandkasten.model import EventType, Pause, PauseSpec, Status
+from sandkasten.actors.session.record import LiveRecord, age_s
+from sandkasten.model import FOREVER_S, AtEnd, EventType, Pause, PauseSpec, Status
 from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import Trigger, next_status
 
@@ -31,6 +31,10 @@ A = TypeVar("A")
 
 _TRANSFER_S = 0.5
 """Longest time for which a file transfer may hold up a pause."""
+
+
+_AGAIN_S = 10.0
+"""Time until a session that could not be paused at its end is to be paused again."""
 
 
 class PausableSession(Protocol):
@@ -48,10 +52,13 @@ class PausableSession(Protocol):
 class Pausing:
     """The pause of one session: freeze, thaw, and the clocks that stop meanwhile."""
 
-    def __init__(self, actor: PausableSession, own: LiveRecord, *, nsinit: Ref, lease: Lease, runs: Runs) -> None:
+    def __init__(
+        self, actor: PausableSession, own: LiveRecord, services: Services, *, lease: Lease, runs: Runs
+    ) -> None:
         self._actor = actor
         self._own = own
-        self._nsinit = nsinit
+        self._nsinit = services.nsinit
+        self._maximum = services.maximum
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
@@ -89,6 +96,26 @@ class Pausing:
             raise failure
         if is_new:
             self._actor.emit(EventType.SESSION_PAUSED)
+
+    async def pause_at_end(self) -> bool:
+        """Pause a session whose lease ran out, if that was asked for, and return whether it goes on. One that can't be
+        paused now goes on for a while. The longest lifetime that the operator allows ends it all the same.
+        """
+        own = self._own
+        session = own.session
+        if session.options.at_end != AtEnd.PAUSE or session.status is not Status.RUNNING:
+            return False
+        own.change(max_lifetime_s=float(self._maximum.max_lifetime_seconds or FOREVER_S))
+        own.renew()
+        if self._lease.has_ended:
+            return False
+        try:
+            await self.pause(PauseSpec(stop_lease=True))
+        except SandkastenError as error:
+            log.warning("not_paused_at_end", extra={"session_id": session.id, "error": str(error)})
+            own.change(max_lifetime_s=min(age_s(own.record) + _AGAIN_S, own.session.max_lifetime_s))
+            own.renew()
+        return True
 
     async def resume(self) -> None:
         """Thaw a paused session; do nothing to a running one.

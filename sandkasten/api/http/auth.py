@@ -41,6 +41,11 @@ class Gate:
         self._digest = None if api_key is None else digest_of(api_key.encode())
         self._ring = ring
 
+    @property
+    def is_key_needed(self) -> bool:
+        """Whether requests need a key."""
+        return self._digest is not None
+
     def check(self, scope: Scope) -> ApiKey:
         """Return the key of a request, or raise `Unauthorized`."""
         headers = _headers(scope)

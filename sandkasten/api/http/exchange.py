@@ -175,6 +175,11 @@ class Exchange(AsgiExchange):
             body += chunk
         return bytes(body)
 
+    @property
+    def is_body_done(self) -> bool:
+        """Whether the body was read to its end, or there is none."""
+        return self._is_body_done or not has_body(self.scope)
+
     async def drop_body(self) -> None:
         """Read a body that means nothing, as that of a GET; raises as `read_chunk`."""
         if has_body(self.scope):
@@ -232,7 +237,7 @@ class Exchange(AsgiExchange):
     async def answer(self, answer: Answer) -> None:
         """Send a whole answer."""
         headers: Headers = (JSON, ("content-length", str(len(answer.body))), *answer.headers)
-        if not self._is_body_done and has_body(self.scope):
+        if not self.is_body_done:
             headers = (*headers, ("connection", "close"))  # the rest of the request can't be skipped
         await self.start(answer.status, headers)
         await self.finish(answer.body)
@@ -278,7 +283,7 @@ class Exchange(AsgiExchange):
             SandkastenError: what `work` raised.
         """
         leave: Leave | None = self.scope.get(LEAVE_KEY)
-        if leave is None or not (self._is_body_done or not has_body(self.scope)):
+        if leave is None or not self.is_body_done:
             return await self._until_message(work)
         with trio.CancelScope() as scope, leave.calling(scope.cancel):
             try:

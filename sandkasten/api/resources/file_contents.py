@@ -133,10 +133,10 @@ async def get(exchange: Exchange) -> None:
             raise RangeNotSatisfiable("the part begins behind the end of the file", size=head.size_bytes)
         status, headers = _head_of(head)
         await exchange.start(status, headers)
-        await exchange.finish(await _send(exchange, stream, 0 if request.head_only else head.count))
+        await exchange.finish(await send_content(exchange, stream, 0 if request.head_only else head.count))
 
 
-async def _send(exchange: Exchange, stream: FileStream, count: int) -> bytes:
+async def send_content(exchange: Exchange, stream: FileStream, count: int) -> bytes:
     """Send a file's content, `count` bytes, and return the last piece of it."""
     last = b""
     async for piece in stream:

@@ -177,15 +177,16 @@ def safe_name(filename: str) -> str:
     return name
 
 
-class _Parts:
-    """The form as decoder events, pulled from the request's body."""
+class Parts:
+    """The form as decoder events, pulled from the request's body of up to `limit_bytes`."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, limit_bytes: int) -> None:
         media_type, options = parse_options_header(exchange.header(b"content-type") or "")
         boundary = options.get("boundary", "")
         if media_type != FORM or not boundary or len(boundary) > 200 or not boundary.isascii():
             raise InvalidRequest(f"send the files as {FORM}", content_type="must name a boundary")
         self._exchange = exchange
+        self._limit_bytes = limit_bytes
         self._decoder = MultipartDecoder(boundary.encode(), DECODER_BYTES, max_parts=MAX_PARTS)
 
     async def next(self) -> Event:
@@ -200,7 +201,7 @@ class _Parts:
                 event = self._decoder.next_event()
                 if not isinstance(event, NeedData):
                     return event
-                chunk = await self._exchange.read_chunk(limit_bytes=self._exchange.settings.max_upload_bytes)
+                chunk = await self._exchange.read_chunk(limit_bytes=self._limit_bytes)
                 self._decoder.receive_data(chunk or None)
             except (ValueError, RequestEntityTooLarge):
                 raise InvalidRequest("the form can't be read", body=f"is not valid {FORM}") from None
@@ -218,7 +219,7 @@ class _Upload:
     def __init__(self, exchange: Exchange, stack: contextlib.AsyncExitStack) -> None:
         self._exchange = exchange
         self._stack = stack
-        self._parts = _Parts(exchange)
+        self._parts = Parts(exchange, limit_bytes=exchange.settings.max_upload_bytes)
         self._directory: str | None = None
         self._spool: AsyncIOWrapper[BufferedRandom] | None = None
         self._waiting: list[tuple[str, int]] = []  # name and size, in the spool's order

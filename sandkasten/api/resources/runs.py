@@ -267,7 +267,8 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
-    """A background process to start; without `cmd` and `argv` the command that the session's image has."""
+    """A background process to start; without `cmd` and `argv` the command that the session's image has. `timeout_ms` null
+    or 0: no time limit. `stdin` false: its input is `/dev/null`."""
 
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
@@ -278,6 +279,8 @@ class ProcessRequest:
     tty: TerminalRequest | None = None
     streams: StreamsMode | None = None
     keep_alive: bool | None = None
+    timeout_ms: Milliseconds | None = None
+    stdin: bool | None = None
 
     def to_spec(self, settings: ApiSettings) -> ProcessSpec:
         """Return the model's process. Raises `InvalidRequest`, `TooLarge`."""
@@ -292,6 +295,8 @@ class ProcessRequest:
             terminal=None if self.tty is None else self.tty.size,
             streams=self.streams,
             keep_alive=bool(self.keep_alive),
+            timeout_ms=self.timeout_ms or None,
+            stdin_open=self.stdin is not False,
         )
 
 

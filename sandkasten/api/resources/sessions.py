@@ -42,6 +42,7 @@ from sandkasten.api.resources.fields import (
     WorkspaceModeName,
     add_kinds,
     bad_fields,
+    member_of,
     read_head,
     read_query,
     read_request,
@@ -59,6 +60,7 @@ from sandkasten.api.resources.network import (
 from sandkasten.model import (
     FOREVER_S,
     IMAGE_REFERENCE,
+    AtEnd,
     FileRules,
     Limits,
     Pause,
@@ -82,7 +84,7 @@ NEXT_CURSOR = "x-next-cursor"
 """Header with the `cursor` of the next page; absent on the last one."""
 
 ListCursor = NewType("ListCursor", Place)
-add_kinds({ListCursor: lambda value: parse_cursor(str(value))})
+add_kinds({ListCursor: lambda value: parse_cursor(str(value)), AtEnd: member_of(AtEnd)})
 
 _NOT_A_TOKEN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -176,6 +178,7 @@ class CreateRequest:
     seccomp: SeccompName | None = None
     stop_grace_ms: StopGrace | None = None
     streams: StreamsMode | None = None
+    at_end: AtEnd | None = None
 
     def to_spec(
         self, *, default_limits: Limits, key_header: str | None, default_network: NetworkMode = NetworkMode.NONE
@@ -208,6 +211,7 @@ class CreateRequest:
             seccomp=self.seccomp,
             stop_grace_ms=self.stop_grace_ms,
             streams=self.streams,
+            at_end=self.at_end,
             network=None if self.network is None else self.network.over(default_network),
             publish=tuple(each.to_spec() for each in self.publish),
             idempotency_key=_one_key(self.idempotency_key, key_header),
@@ -343,6 +347,7 @@ class SessionBody(Body):
     workspace_mode: str
     stop_grace_ms: int
     streams: str | None
+    at_end: AtEnd
     network: NetworkBody
     published: Sequence[PublishedBody]
     labels: Mapping[str, str]

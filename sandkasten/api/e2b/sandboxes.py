@@ -1,0 +1,148 @@
+"""A session as a sandbox of E2B: its tokens and signatures, its account, its end, and what the operator set.
+
+Nothing of tokens is stored. A token is the HMAC of a session's id by a key that only this node has, so that it is good
+for that session alone, and for what E2B's API offers of one. A signed URL has no header and names no sandbox: its
+signature is a digest of the path, the action, the user and the token.
+
+The account that programs of E2B expect is `user`, uid 1000, with the home `/home/user`. An image may have it (then
+nothing is done), else one program as root adds what is missing when the sandbox is made, to the session's own layer.
+The name stands before others of the same uid, since programs ask for the name of a uid.
+
+The end is so many seconds from now, whatever goes on, and none while a sandbox is paused. So a session of this API has
+no idle timeout, and a lifetime of its age and those seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+import attrs
+
+from sandkasten.model import ExecSpec, Session, SessionPatch
+from sandkasten.model.errors import InvalidImage
+from sandkasten.model.network import NetworkMode
+from sandkasten.supervisor import Supervisor
+
+ENVD_VERSION = "0.6.1"
+"""Version that clients take for envd's, and choose their features by: from 0.6.2 on they send metadata of files."""
+
+
+@attrs.frozen(kw_only=True)
+class E2bTerms:
+    """`key` seals tokens. `templates` are names of images by E2B's names of templates; other names are images' own.
+    `widest` is the most that a sandbox may reach. `max_idle_s` is the longest idle timeout, None without a bound, and
+    so is `max_lifetime_s`.
+    """
+
+    key: bytes = attrs.field(repr=False)
+    templates: Mapping[str, str] = attrs.field(factory=dict)
+    widest: NetworkMode = NetworkMode.OPEN
+    max_idle_s: float | None = None
+    max_lifetime_s: float | None = None
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+Action = Literal["read", "write"]
+
+
+def access_token(key: bytes, session_id: str) -> str:
+    """Return the token of a session."""
+    return hmac.digest(key, f"envd:{session_id}".encode(), hashlib.sha256).hex()
+
+
+def is_token_of(key: bytes, session_id: str, token: str) -> bool:
+    """Whether a token is that of the session, in the same time for every wrong one."""
+    return hmac.compare_digest(access_token(key, session_id).encode(), token.encode("utf-8", "replace"))
+
+
+def sign(path: str, action: Action, user: str, token: str, expiration: str | None) -> str:
+    """Return the signature of a URL."""
+    said = ":".join([path, action, user, token, *([] if expiration is None else [expiration])])
+    digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
+    return "v1_" + base64.b64encode(digest).rstrip(b"=").decode("ascii")
+
+
+def find_signer(
+    key: bytes,
+    session_ids: Iterable[str],
+    signature: str,
+    *,
+    path: str,
+    action: Action,
+    user: str,
+    expiration: str | None,
+) -> str | None:
+    """Return the session whose token signed a URL, None if there is none. Every session is compared with."""
+    given = signature.encode("utf-8", "replace")
+    found = None
+    for session_id in session_ids:
+        right = sign(path, action, user, access_token(key, session_id), expiration)
+        if hmac.compare_digest(right.encode(), given):
+            found = session_id
+    return found
+
+
+# The account ----------------------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+set -e
+h=/home/user
+found=no
+while IFS=: read -r name _ uid _ _ home _; do
+  if [ "$name" = user ]; then [ "$uid" = 1000 ] && [ "$home" = "$h" ] && found=yes; fi
+done < /etc/passwd
+if [ $found = no ]; then
+  s=/bin/sh; [ ! -x /bin/bash ] || s=/bin/bash
+  line="user:x:1000:1000:user:$h:$s"
+  {
+    echo "$line"
+    while IFS= read -r each; do case $each in user:*) ;; *) echo "$each" ;; esac; done < /etc/passwd
+  } > /etc/passwd.new
+  mv /etc/passwd.new /etc/passwd; chmod 644 /etc/passwd
+  g=no
+  while IFS=: read -r _ _ gid _; do [ "$gid" != 1000 ] || g=yes; done < /etc/group
+  [ $g = yes ] || echo user:x:1000: >> /etc/group
+fi
+if [ ! -d $h ]; then mkdir -p $h; chown 1000:1000 $h; fi
+"""
+_ACCOUNT_MS = 20_000
+
+
+async def ensure_account(supervisor: Supervisor, session: Session) -> None:
+    """Add what is missing to a session. Raises `InvalidImage` if that can't be done in its image."""
+    spec = ExecSpec(argv=("/bin/sh", "-c", _SCRIPT), user="root", cwd="/", timeout_ms=_ACCOUNT_MS)
+    result = await supervisor.exec(session.id, spec)
+    if result.end.exit_code != 0:
+        reason = result.output[-200:].decode("utf-8", "replace").strip()
+        raise InvalidImage(f"the account of E2B's programs can't be made in this image: {reason}", image=session.image)
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+TIMEOUT_S = 300.0
+"""Time of a sandbox whose client names none."""
+
+_SHORTEST_S = 0.001
+
+
+def age_of(session: Session) -> float:
+    """Return the seconds since a session was made."""
+    return max((datetime.now(UTC) - session.created_at).total_seconds(), 0.0)
+
+
+async def end_in(supervisor: Supervisor, session: Session, timeout_s: float) -> Session:
+    """Have a session end in so many seconds. Raises `InvalidRequest` beyond the operator's longest lifetime."""
+    lifetime_s = max(age_of(session) + timeout_s, _SHORTEST_S)
+    return await supervisor.update(session.id, SessionPatch(max_lifetime_s=lifetime_s))
+
+
+async def wake(supervisor: Supervisor, session: Session, timeout_s: float = TIMEOUT_S) -> Session:
+    """Resume a paused session, and have it end in so many seconds."""
+    await supervisor.resume(session.id)
+    return await end_in(supervisor, session, timeout_s)
