@@ -103,7 +103,7 @@ def _image_names(_instance: object, attribute: attrs.Attribute[Any], value: obje
 
 def _image_values(_instance: object, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
     for name, image in value.items():
-        if not 0 < len(name) <= _MAX_TEMPLATE_CHARS or not IMAGE_NAME.match(str(image)):
+        if not 0 < len(name) <= _MAX_TEMPLATE_CHARS or not IMAGE_REFERENCE.match(str(image)):
             raise ValueError(f"{attribute.name}: {name!r}: {image!r} is no template with the name of an image")
 
 

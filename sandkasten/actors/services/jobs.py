@@ -207,7 +207,7 @@ class Jobs(Actor):
         job = _job(JobKind.PULL, str(reference), name, spec.platform)
         auth = None if spec.auth is None else Credentials(*spec.auth)
         work = partial(self._pull, reference=reference, auth=auth, replace=spec.replace)
-        return await self._begin(job, work, spec.idempotency_key, replaces=spec.replace)
+        return await self._begin(job, work, spec.idempotency_key, replaces=spec.replace, is_named=spec.name is not None)
 
     async def _begin_import(self, spec: ImportSpec, file: IO[bytes]) -> ImageJob:
         job = _job(JobKind.IMPORT, spec.ref or "", spec.name, spec.platform)
@@ -221,22 +221,24 @@ class Jobs(Actor):
         key: str | None,
         *,
         replaces: bool,
+        is_named: bool = True,
         on_end: Callable[[], None] = lambda: None,
     ) -> ImageJob:
         begun = await self._store.ask_again(do(begin_job, job, key, replaces=replaces))
         if begun is False:
             raise Overloaded(f"{MAX_JOBS} jobs wait or run already")
         if isinstance(begun, BegunJob):
-            return self._same(begun, job, replaces=replaces)
+            return self._same(begun, job, replaces=replaces, is_named=is_named)
         running = self._running[job.id] = _Running(job, on_end)
         self._nursery.start_soon(self._run, running, work)
         return job
 
-    def _same(self, begun: BegunJob, job: ImageJob, spec: PullSpec) -> ImageJob:
+    def _same(self, begun: BegunJob, job: ImageJob, *, replaces: bool, is_named: bool) -> ImageJob:
         """Return the job that an idempotency key began, if it was begun by the same request. A name that was not asked
         for may be another by now."""
-        asked, there = ((each.kind, each.reference, each.platform) for each in (job, begun.job))
-        if (asked, spec.name or begun.job.name, spec.replace) != (there, begun.job.name, begun.replaces):
+        asked = attrs.evolve(job, name=job.name if is_named else begun.job.name)
+        pair = ((each.kind, each.reference, each.name, each.platform) for each in (asked, begun.job))
+        if len(set(pair)) > 1 or replaces != begun.replaces:
             raise Conflict("the idempotency key was used with another request")
         running = self._running.get(begun.job.id)
         return begun.job if running is None else running.job

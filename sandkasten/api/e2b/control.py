@@ -40,7 +40,7 @@ from sandkasten.api.resources.fields import (
 )
 from sandkasten.api.resources.network import Rules
 from sandkasten.log import rfc3339
-from sandkasten.model import IMAGE_NAME, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
+from sandkasten.model import IMAGE_REFERENCE, AtEnd, PauseSpec, Session, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import (
     Conflict,
     InvalidImage,
@@ -259,7 +259,7 @@ class Control:
         """Return the image of a template. Raises `RouteNotFound`, whose status is that of a template not there."""
         name = self.settings.templates.get(template, template)
         try:
-            if IMAGE_NAME.match(name):
+            if IMAGE_REFERENCE.match(name):
                 await exchange.supervisor.image(name)
                 return name
         except InvalidImage:

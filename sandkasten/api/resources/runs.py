@@ -267,8 +267,10 @@ class ShellRequest:
 
 @attrs.frozen
 class ProcessRequest:
-    """A background process to start; without `cmd` and `argv` the command that the session's image has. `timeout_ms` null
-    or 0: no time limit. `stdin` false: its input is `/dev/null`."""
+    """A background process to start; without `cmd` and `argv` the command that the session's image has.
+
+    `timeout_ms` null or 0: no time limit. `stdin` false: its input is `/dev/null`.
+    """
 
     cmd: Text | None = attrs.field(default=None, repr=False)
     argv: Argv | None = attrs.field(default=None, repr=False)
