@@ -100,9 +100,6 @@ def spawn_packer(input_fd: int | None, verdict_fd: int, *files: int, arguments: 
     """Start the packer of a tree (`tools/pack.py`), with `files` as its descriptors from 3 on, and its standard input
     if it has one. Called by nsinit."""
     safe = [_dup_high(each) for each in files]
-    opened = (
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0) if input_fd is None else (os.POSIX_SPAWN_DUP2, input_fd, 0)
-    )
     try:
         return os.posix_spawn(
             sys.executable,

@@ -136,9 +136,15 @@ def stop_processes(node: StartedNsinit, request: p.StopProcesses) -> Work:
 
 
 def abort_work(node: StartedNsinit, request: p.Teardown) -> None:
-    """A teardown waits for the end of a build or a packing of that session, which therefore has to fail now."""
+    """A teardown waits for a build of that session, which has to fail now, as a packing of it has."""
     node.sessions.abort_build(request.session_id)
     node.packing.session_jails.end(request.session_id)
+
+
+def end_packing(node: StartedNsinit, request: p.SetFrozen) -> None:
+    """A session that goes on is not packed any more."""
+    if not request.frozen:
+        node.packing.session_jails.end(request.session_id)
 
 
 def tear_down(node: StartedNsinit, request: p.Teardown) -> Work:
@@ -415,7 +421,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_work),
     Row(p.Scan, _AFTER, None, scan),
     Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),
-    Row(p.SetFrozen, _SESSION, _of_session, set_frozen),
+    Row(p.SetFrozen, _SESSION, _of_session, set_frozen, on_arrival=end_packing),
     Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
@@ -425,7 +431,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.CloseBridge, _SESSION, _of_session, close_bridge),
     Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),
     Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
-    Row(p.PackSession, {**_PACKED, **_SESSION}, _of_session, pack_session, fds=2),
+    Row(p.PackSession, {**_PACKED, **_SESSION}, None, pack_session, fds=2),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

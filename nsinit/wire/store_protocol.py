@@ -61,10 +61,10 @@ class PackLayer(Request["LayerPacked"]):
 @dataclass(frozen=True, slots=True)
 class PackSession(Request["LayerPacked"]):
     """Write what a session has changed above its image as the tar archive of a layer; of an image that is no list of
-    layers all that the session sees. The session must stand still, and does so until the answer, for requests about it
-    are done in order; its teardown ends the packing.
+    layers all that the session sees. The session must stand still; a request that lets it go on, or its teardown, ends
+    the packing. Other requests about it do not wait.
 
-    Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs.
+    Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs; `ECANCELED`: it goes on, or has ended.
     """
 
     seq: int

@@ -34,14 +34,17 @@ from tests.kernel.test_layers import ask, base_content, base_layer, publish, pub
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 BOUNDS = {"max_bytes": 64 << 20, "max_entries": 10_000}
-LISTING = """cd /; for each in bin etc kept gone moved over d new type over home root; do busybox find $each -exec busybox stat \
--c '%n %F %a %u %g %Y %t' {} + ; done 2>/dev/null | busybox grep -v -e '^etc ' -e ^etc/host -e /.wh.odd -e fifo -e ^etc/resolv -e ^home | sort
+LISTING = """cd /; for each in bin etc kept gone moved over d new type over home root; do
+busybox find $each -exec busybox stat -c '%n %F %a %u %g %Y %t' {} + ; done 2>/dev/null |
+busybox grep -v -e '^etc ' -e ^etc/host -e /.wh.odd -e fifo -e ^etc/resolv -e ^home | sort
 busybox cat kept/a moved/deep/x over/new d/tied new/file type; busybox readlink d/link; busybox stat -c '%s %b' new/hole
 busybox stat -c %h d/tied"""
 CHANGES = """cd /; PATH=$PATH:/tmp; busybox --install -s /tmp
 rm -r gone; rm kept/b; mv deep moved; rm -r over; mkdir over; echo new > over/new; rm -r type; echo file > type
-mkdir -p d new/empty; echo file > new/file; chmod 4711 new/file; chown 77:88 new/file; ln new/file d/tied; ln -s /nowhere d/link
-rm -r was; ln -s kept was; echo changed >> kept/a; chmod 700 kept; truncate -s 1M new/hole; mkfifo new/fifo; mkdir d/.wh.odd
+mkdir -p d new/empty; echo file > new/file; chmod 4711 new/file; chown 77:88 new/file; ln new/file d/tied
+ln -s /nowhere d/link
+rm -r was; ln -s kept was; echo changed >> kept/a; chmod 700 kept; truncate -s 1M new/hole; mkfifo new/fifo
+mkdir d/.wh.odd
 echo mine > etc/hostname; echo aside > /tmp/aside; echo aside > /workspace/aside; touch $(printf 'new/\\377')"""
 
 
@@ -113,9 +116,9 @@ def test_a_session_on_the_layer_sees_what_the_packed_one_saw(data_dir: Path, ser
     """A layer of changes hides names that are gone, and has renamed and replaced directories, changed kinds, modes,
     owners, links, holes and names that are no UTF-8. It has nothing else: no content that did not change, nothing of
     what is mounted, no file that each session is given anew. What no archive can hold is counted."""
-    tars = base_layer(), tar_of(LOWER), tar_of({"kept": None, "kept/c": b"c"})
+    tars = [base_layer(), tar_of(LOWER), tar_of({"kept": None, "kept/c": b"c"})]
     if not several:
-        tars = (tar_of({**base_content(), **LOWER, "kept/c": b"c"}),)
+        tars = [tar_of({**base_content(), **LOWER, "kept/c": b"c"})]
     name = f"below-{len(tars)}"
     layers = publish(data_dir, name, *tars)
     box = build(server, name, layers)
@@ -156,8 +159,8 @@ def test_an_image_that_is_no_list_becomes_one_layer(data_dir: Path, server: Nsin
 
 def test_a_session_that_runs_or_has_too_much_is_not_packed(data_dir: Path, server: Nsinit) -> None:
     """A session is packed only while it stands still. A huge file with a hole, more entries than allowed, and a path
-    longer than a path can be are refused with their names. The end of the session ends its packing, and nothing of
-    either is left."""
+    longer than a path can be are refused with their names. A session that goes on, or ends, ends its packing, and
+    nothing of either is left."""
     layers = publish(data_dir, "bounds", base_layer())
     box = build(server, "bounds", layers)
     asker, end = os.pipe()
@@ -177,15 +180,22 @@ def test_a_session_that_runs_or_has_too_much_is_not_packed(data_dir: Path, serve
     refused, _ = pack(server, box.session_id)
     assert "File name too long" in refused.message
     assert box.run("busybox head -c 8388608 /dev/zero > /!full").code == 0
-    server.ask(SetFrozen, session_id=box.session_id, frozen=True)
-    seq = next(server._seq)
-    request = REQUESTS.encode(PackSession(seq, box.session_id, **BOUNDS))
-    socket.send_fds(server.channel, [request], [write_fd, asker])
-    assert os.read(read_fd, 1)  # it is at work, and will wait for a reader
+
+    def begin() -> None:
+        server.ask(SetFrozen, session_id=box.session_id, frozen=True)
+        request = REQUESTS.encode(PackSession(next(server._seq), box.session_id, **BOUNDS))
+        socket.send_fds(server.channel, [request], [write_fd, asker])
+        assert os.read(read_fd, 1)  # it is at work, and will wait for a reader
+
+    begin()
+    server.send(SetFrozen, session_id=box.session_id, frozen=False)
+    answers = [server.receive()[0] for _ in range(2)]
+    assert {(type(each), getattr(each, "errno", 0)) for each in answers} == {(Ok, 0), (Failed, errno.ECANCELED)}
+    begin()
     box.release()
     server.send(Teardown, session_id=box.session_id)
     answers = [server.receive()[0] for _ in range(2)]
-    assert [type(each) for each in answers] == [Failed, TornDown]
+    assert {type(each) for each in answers} == {Failed, TornDown}
     assert server.traces(box.session_id) == []
     for fd in (asker, end, read_fd, write_fd):
         os.close(fd)
