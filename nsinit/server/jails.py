@@ -34,7 +34,7 @@ class Jails:
     _pidfds: dict[int, str] = field(default_factory=dict)
     """Pidfds of those at work, each with the name of its work."""
     _told: set[int] = field(default_factory=set)
-    """Those of them that were told to end."""
+    """Pidfds of those that were told to end."""
     _running: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
     _is_ending: bool = False

@@ -28,7 +28,6 @@ from sandkasten.api.http.routing import Messages, Route, RouteKind, RouteTable
 from sandkasten.api.http.sse import ErrorEvent
 from sandkasten.api.openapi import document
 from sandkasten.api.resources import (
-    commits,
     events,
     files,
     images,
@@ -421,8 +420,8 @@ TABLE = RouteTable(
             ),
             _json("POST", f"{_SESSION}/resume", sessions.resume, ACT, answer=sessions.SessionBody),
             _json(
-                *("POST", f"{_SESSION}/commit", commits.commit, RULE_NODE),
-                body=commits.CommitImageRequest,
+                *("POST", f"{_SESSION}/commit", images.commit, RULE_NODE),
+                body=images.CommitImageRequest,
                 answer=images.ImageBody,
                 statuses=_CREATED,
                 errors=(errors.Conflict, errors.InvalidImage, errors.DiskFull),
