@@ -29,6 +29,7 @@ import attrs
 from egress import brokering
 from egress.policy import MAX_RULES
 from runner.wire.protocol import MAX_EDITS
+from sandkasten.api.examples import EXAMPLES
 from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
@@ -139,7 +140,10 @@ def _operation(served: Sequence[Route], made: Components) -> dict[str, Any]:  # 
         described["parameters"] = parameters
     if route.body is not None:
         is_needed = any(field.default is attrs.NOTHING for field in attrs.fields(route.body))
-        described["requestBody"] = {"required": is_needed, "content": {JSON: {"schema": made.schema_of(route.body)}}}
+        content = {"schema": made.schema_of(route.body)}
+        if examples := EXAMPLES.get(route.body):
+            content["examples"] = {str(number): {"value": each} for number, each in enumerate(examples, 1)}
+        described["requestBody"] = {"required": is_needed, "content": {JSON: content}}
     elif route.body_type:
         content = {kind: {"schema": _OF_BODY.get(kind, {})} for kind in route.body_type}
         described["requestBody"] = {"required": True, "content": content}

@@ -16,9 +16,9 @@ from openapi_spec_validator import validate
 
 from sandkasten.api.http.guard import Message, Receive, Scope, Send
 from sandkasten.api.http.json import Body
-from sandkasten.api.http.routing import RouteKind
+from sandkasten.api.http.routing import Route, RouteKind
 from sandkasten.api.http.websocket import Opcode, encode_frame
-from sandkasten.api.openapi import Components
+from sandkasten.api.openapi import JSON, Components, operation_id
 from sandkasten.api.resources import fields, file_contents, run_output, sessions
 from sandkasten.api.routes import TABLE
 from sandkasten.config import PoolSettings, PoolSize, PreviewSettings
@@ -63,6 +63,19 @@ async def test_it_is_a_valid_description_and_needs_a_key() -> None:
 def test_every_operation_has_an_id_of_its_own() -> None:
     """Generators of clients name methods after it."""
     assert len(OPERATIONS_BY_ID) == sum(len(methods) for methods in DOCUMENT["paths"].values())
+
+
+@pytest.mark.parametrize("route", [route for route in TABLE.routes if route.body is not None], ids=operation_id)
+def test_the_examples_of_a_body_are_taken(route: Route) -> None:
+    """A body with fields has examples, which its class reads whole and its schema accepts."""
+    assert route.body is not None
+    taken = DOCUMENT["paths"][route.path][route.method.lower()]["requestBody"]["content"][JSON]
+    examples = [each["value"] for each in taken.get("examples", {}).values()]
+    assert bool(examples) == bool(attrs.fields(route.body))
+    for example in examples:
+        fields.parse(example, route.body)
+        assert not fields.ignored_fields(example, route.body)
+        Draft202012Validator({**taken["schema"], "components": DOCUMENT["components"]}).validate(example)
 
 
 async def test_what_is_described_is_served() -> None:

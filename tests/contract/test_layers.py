@@ -62,6 +62,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("app"),
         Layer("routes"),
         Layer("openapi"),
+        Layer("examples"),
         Layer("websocket"),
         Layer("resources"),
         Layer("http"),

@@ -35,6 +35,7 @@ from runner.wire.protocol import (
     Kind,
 )
 from sandkasten.admission.keys import KeyRing
+from sandkasten.api.examples import EXAMPLES
 from sandkasten.api.http.auth import Gate
 from sandkasten.api.http.errors import error_answer
 from sandkasten.api.http.exchange import parse_query
@@ -203,34 +204,7 @@ def nsinit_answers(data: bytes) -> None:
 
 # The API and a hostile client --------------------------------------------------------------------------------------
 
-EXEC: dict[str, Any] = {
-    "cmd": "true", "mode": "stateful", "shell": "default", "timeout_ms": 5, "cwd": "/", "env": {"A": "b"}, "stdin": "x",
-    "exec_id": "e1", "raw_output": False, "encoding": "base64", "on_timeout": "result", "on_disconnect": "detach",
-}  # fmt: skip
-BODIES: tuple[tuple[type, dict[str, Any]], ...] = (
-    (
-        sessions.CreateRequest,
-        {
-            "image": "python", "ttl_seconds": 60, "workspace_id": "ws-1", "idempotency_key": "k", "labels": {"a": "b"},
-            "env": {"A": "b"}, "limits": {"cpu": 0.5, "memory_mb": 64, "pids": 16, "disk_mb": 10}, "shell": "sh",
-            "max_lifetime_seconds": 9, "readonly_rootfs": True, "network": {"mode": "none", "allow": []},
-        },
-    ),
-    (sessions.CreateRequest, {"network": {"mode": "allow", "allow": ["@python", "a.example:22"], "log": "denied"}}),
-    (sessions.PatchRequest, {"ttl_seconds": 60, "labels": {}, "limits": {"cpu": 1}, "env": {"A": None}}),
-    (sessions.PatchRequest, {"network": {"mode": "open", "deny": ["192.0.2.0/24"]}, "if_revision": 1}),
-    (runs.ExecRequest, EXEC),
-    (runs.ExecRequest, {"argv": ["ls", "-l"], "user": "1000:1000", "tty": {"cols": 80, "rows": 24}, "stdin": True}),
-    (files.WriteRequest, {"path": "a/b", "text": "x"}),
-    (files.WriteRequest, {"path": "/tmp/x", "content_base64": "eA=="}),
-    (runs.ProcessRequest, {"cmd": "sleep 1", "process_id": "p", "keep_alive": True}),
-    (runs.ShellRequest, {"name": "second", "shell": "bash", "cwd": "/", "env": {}}),
-    (runs.WaitRequest, {"for": "exit", "timeout_ms": 1}),
-    (runs.WaitRequest, {"pattern": "a+b", "timeout_ms": 1}),
-    (runs.StdinRequest, {"text": "x", "close": True}),
-    (runs.SignalRequest, {"signal": "TERM"}),
-    (runs.CancelRequest, {"now": True}),
-)  # fmt: skip
+BODIES = tuple((cls, dict(each)) for cls, examples in EXAMPLES.items() for each in examples)
 
 
 def _to_model(request: object) -> object:
@@ -324,7 +298,7 @@ def _has_key(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 _CONTROLS: tuple[dict[str, Any], ...] = (
-    {"type": "start", "id": 1, "credit": 65536, "max_frame": 4096, **EXEC},
+    {"type": "start", "id": 1, "credit": 65536, "max_frame": 4096, **EXAMPLES[runs.ExecRequest][1]},
     {"type": "attach", "id": 2, "exec_id": "e1", "after": 3, "credit": 65536},
     {"type": "credit", "id": 1, "bytes": 1000},
     {"type": "signal", "id": 1, "signal": "INT"},
