@@ -96,29 +96,25 @@ def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: s
     )
 
 
-def spawn_packer(verdict_fd: int, out_fd: int, files: tuple[int, int, int], *arguments: str) -> int:
-    """Start the packer of a layer (`tools/pack.py`). `files`: what `LayerDirectory.open_files` returns.
-
-    Called by nsinit: none of the descriptors is below 4.
-    """
-    tree_fd, privileged_fd, opaque_fd = (_dup_high(each) for each in files)
-    safe_out = _dup_high(out_fd)
+def spawn_packer(input_fd: int | None, verdict_fd: int, *files: int, arguments: Iterable[str]) -> int:
+    """Start the packer of a tree (`tools/pack.py`), with `files` as its descriptors from 3 on, and its standard input
+    if it has one. Called by nsinit."""
+    safe = [_dup_high(each) for each in files]
     try:
         return os.posix_spawn(
             sys.executable,
             [sys.executable, *FLAGS, f"{_HERE}/tools/pack.py", *arguments],
             ENVIRONMENT,
             file_actions=[
-                (os.POSIX_SPAWN_DUP2, privileged_fd, 0),
+                (os.POSIX_SPAWN_DUP2, 0 if input_fd is None else input_fd, 0),
                 (os.POSIX_SPAWN_DUP2, verdict_fd, 1),
-                (os.POSIX_SPAWN_DUP2, tree_fd, CHANNEL_FD),  # and so it has no way to nsinit's socket
-                (os.POSIX_SPAWN_DUP2, safe_out, CHANNEL_FD + 1),
-                (os.POSIX_SPAWN_DUP2, opaque_fd, CHANNEL_FD + 2),
+                # From 3 on, and so it has no way to nsinit's socket.
+                *((os.POSIX_SPAWN_DUP2, fd, CHANNEL_FD + number) for number, fd in enumerate(safe)),
             ],
             setsigmask=[],
         )
     finally:
-        for fd in (tree_fd, privileged_fd, opaque_fd, safe_out):
+        for fd in safe:
             os.close(fd)
 
 

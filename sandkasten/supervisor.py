@@ -46,7 +46,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.image import ImageDescription, Pruned
+from sandkasten.model.image import CommitSpec, ImageDescription, Pruned
 from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -486,6 +486,17 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         Raises:
             InvalidImage: there is none of that name, or it is none of layers.
             ImageInUse: sessions or pools name it, which the details have.
+        """
+        ...
+
+    async def commit_session(self, session_id: str, spec: CommitSpec) -> ImageDescription:
+        """Make an image of a session's root and return it. The session stands still while its changes are copied.
+
+        Raises:
+            InvalidImage: there can be no such image, or none of this session.
+            LayerRefused: the session has what no layer can have.
+            Conflict: a file is being transferred, or the session went on or ended meanwhile.
+            DiskFull, SessionNotFound, SessionExpired.
         """
         ...
 

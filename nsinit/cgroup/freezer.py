@@ -40,6 +40,12 @@ def set_frozen(cgroup: SessionCgroup, *, frozen: bool) -> Generator[Wait, bool, 
     raise StepFailed("freeze", "not all processes stand still", errno=errno.ETIMEDOUT)
 
 
+def is_frozen(cgroup: SessionCgroup) -> bool:
+    """Whether no process of a session can run. Raises `StepFailed`: this machine has no freezer; `OSError`: the session
+    has no cgroup."""
+    return _find(cgroup).is_so(frozen=True)
+
+
 def thaw_dying(cgroup: SessionCgroup) -> None:
     """Thaw a session whose processes were killed, where only that lets them die. Without cgroup or freezer nothing is
     done."""

@@ -64,6 +64,11 @@ def open_network(identity: Identity) -> int:
     return _of_same_process(os.open(f"/proc/{identity.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC), identity)
 
 
+def open_mounts(identity: Identity) -> int:
+    """Return the mount namespace of exactly this process."""
+    return _of_same_process(os.open(f"/proc/{identity.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC), identity)
+
+
 def _of_same_process(fd: int, identity: Identity) -> int:
     """Return a descriptor that was opened by pid; close it and raise if the pid belongs to another process now."""
     try:

@@ -98,6 +98,31 @@ def overlay(layers: OverlayParts, *, features: Features, stage_path: str) -> int
     return mount_fd
 
 
+def view(lower_paths: tuple[str, ...], userns_fd: int, *, features: Features, stage_path: str) -> int:
+    """Return a read-only mount of id-mapped layers, the topmost first, as a session sees them that has not written. Of
+    one layer it is the layer itself, whiteouts included: an overlay without an upper layer takes two at least."""
+    lower_fds: list[int] = []
+    try:
+        for path in lower_paths:
+            lower_fds.append(clone_idmapped(path, userns_fd, k.MOUNT_ATTR_RDONLY | INERT))
+        if len(lower_fds) == 1:
+            return os.dup(lower_fds[0])
+        if not features.overlay_by_fd:
+            return _overlay_by_path(lower_fds, None, "", stage_path)
+        fs_fd = syscalls.fsopen("overlay")
+        try:
+            for lower_fd in lower_fds:
+                syscalls.fsconfig_fd(fs_fd, "lowerdir+", lower_fd)
+            for key, value in _OVERLAY_OPTIONS.items():
+                syscalls.fsconfig_string(fs_fd, key, value)
+            return syscalls.fsmount(fs_fd, INERT)
+        finally:
+            os.close(fs_fd)
+    finally:
+        for fd in lower_fds:
+            os.close(fd)
+
+
 def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
     """Give the layers as descriptors of detached clones: no host path shows in the sandbox's mount table."""
     fs_fd = syscalls.fsopen("overlay")
@@ -119,22 +144,27 @@ def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
             os.close(fd)
 
 
-def _overlay_by_path(lower_fds: list[int], session_fd: int, name: str, stage_path: str) -> int:
+def _overlay_by_path(lower_fds: list[int], session_fd: int | None, name: str, stage_path: str) -> int:
     """Give the layers as relative paths on the stage, for kernels before 6.13: the names show in the sandbox's mount
-    table."""
+    table. Without `session_fd` there is no upper layer."""
     os.chdir(stage_path)
     lowers = stage.LOWER[: len(lower_fds)]
-    for layer_fd, point in ((session_fd, stage.UPPER), *zip(lower_fds, lowers, strict=True)):
+    staged = list(zip(lower_fds, lowers, strict=True))
+    layers = {"lowerdir": ":".join(lowers)} | _OVERLAY_OPTIONS
+    flags = []
+    if session_fd is not None:
+        staged.insert(0, (session_fd, stage.UPPER))
+        layers |= {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
+        flags.append("volatile")
+    for layer_fd, point in staged:
         target_fd = os.open(point, os.O_PATH | os.O_DIRECTORY)
         syscalls.move_mount(layer_fd, target_fd)
         os.close(target_fd)
-    upper = {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
-    layers = {"lowerdir": ":".join(lowers)} | upper | _OVERLAY_OPTIONS
-    options = [*(f"{key}={value}" for key, value in layers.items()), "volatile"]
+    options = [*(f"{key}={value}" for key, value in layers.items()), *flags]
     syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
     # The overlay holds its layers by itself: once it is cloned, the staged mounts can go.
     mount_fd = syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
-    for point in (stage.STAGED_ROOT, *lowers, stage.UPPER):
+    for point in (stage.STAGED_ROOT, *(point for _, point in reversed(staged))):
         syscalls.umount2(point, k.MNT_DETACH)
     os.chdir("/")
     return mount_fd

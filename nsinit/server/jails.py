@@ -6,6 +6,7 @@ pidfd_open(2).
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections import deque
@@ -32,6 +33,8 @@ class Jails:
     most: int
     _pidfds: dict[int, str] = field(default_factory=dict)
     """Pidfds of those at work, each with the name of its work."""
+    _told: set[int] = field(default_factory=set)
+    """Pidfds of those that were told to end."""
     _running: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
     _is_ending: bool = False
@@ -77,6 +80,9 @@ class Jails:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
             del self._pidfds[pidfd]
             done.set()
+            if pidfd in self._told:  # it may have said that it is done, and have read after it was told
+                self._told.remove(pidfd)
+                raise StepFailed(self.stage, "it was ended before its end", errno=errno.ECANCELED)
             try:
                 return verdict.read(said, max_entries=bounds[0], max_bytes=bounds[1])
             except verdict.ArchiveRefused as error:
@@ -87,9 +93,10 @@ class Jails:
             os.close(read_fd)
 
     def end(self, name: str) -> None:
-        """End the jails at work of that name."""
+        """End the jails at work of that name; their work has failed."""
         for pidfd, each in self._pidfds.items():
             if each == name:
+                self._told.add(pidfd)
                 _kill(pidfd)
 
     def finish(self) -> None:

@@ -135,9 +135,16 @@ def stop_processes(node: StartedNsinit, request: p.StopProcesses) -> Work:
     return p.Ok(request.seq), []
 
 
-def abort_build(node: StartedNsinit, request: p.Teardown) -> None:
-    """A teardown waits for the end of a build of that session, which therefore has to fail now."""
+def abort_work(node: StartedNsinit, request: p.Teardown) -> None:
+    """A teardown waits for a build of that session, which has to fail now, as a packing of it has."""
     node.sessions.abort_build(request.session_id)
+    node.packing.session_jails.end(request.session_id)
+
+
+def end_packing(node: StartedNsinit, request: p.SetFrozen) -> None:
+    """A session that goes on is not packed any more."""
+    if not request.frozen:
+        node.packing.session_jails.end(request.session_id)
 
 
 def tear_down(node: StartedNsinit, request: p.Teardown) -> Work:
@@ -221,6 +228,13 @@ def find_oom_kills(node: StartedNsinit, request: p.FindOomKills) -> Work:
     # In a container the log's pids are the machine's, and mean other processes here.
     count, pids = (kills.count, kills.pids) if node.kernel_log.has_our_pids else (0, ())
     return p.OomKills(request.seq, newest.name, kmsg.age_s(newest), count, pids), []
+
+
+def pack_session(node: StartedNsinit, request: p.PackSession, fds: list[int]) -> Work:
+    births = node.sessions.births
+    packed = yield from node.packing.pack_session(request, fds, births.tree, births.machine.features)
+    log("info", "packed", request.session_id, entries=packed.entries, digest=packed.digest)
+    return packed, []
 
 
 # Workspaces -------------------------------------------------------------------------------------------------------
@@ -386,12 +400,12 @@ _UNPACK: dict[str, Check] = {
     "max_entries": check_entries,
     "reserve_bytes": check_bytes,
 }
-_PACK: dict[str, Check] = {"digest": check_layer, "max_bytes": check_bytes, "max_entries": check_entries}
+_PACKED: dict[str, Check] = {"max_bytes": check_bytes, "max_entries": check_entries}
 _COLLECT: dict[str, Check] = {"grace_s": check_grace, "kept": check_digests, "only": check_digests}
 
 _STORE_ROWS: tuple[Row[Any], ...] = (
     Row(p.UnpackLayer, _UNPACK, _of_layer, unpack_layer, fds=2),
-    Row(p.PackLayer, _PACK, None, pack_layer, fds=2),
+    Row(p.PackLayer, {**_PACKED, "digest": check_layer}, None, pack_layer, fds=2),
     Row(p.PublishImage, {**_IMAGE, "layers": check_image_layers}, _of_image, publish_image, fds=1),
     Row(p.DeleteImage, _IMAGE, _of_image, delete_image),
     Row(p.CollectLayers, _COLLECT, None, collect_layers),
@@ -404,10 +418,10 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.Build, _PLAN, _of_plan, build),
     Row(p.Adopt, _SESSION, _of_session, attach),
     Row(p.StopProcesses, {**_SESSION, "grace_ms": check_stop_grace}, _of_session, stop_processes),
-    Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_build),
+    Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_work),
     Row(p.Scan, _AFTER, None, scan),
     Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),
-    Row(p.SetFrozen, _SESSION, _of_session, set_frozen),
+    Row(p.SetFrozen, _SESSION, _of_session, set_frozen, on_arrival=end_packing),
     Row(p.SetDisk, {**_SESSION, **_DISK}, _of_session, set_disk),
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
@@ -417,6 +431,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.CloseBridge, _SESSION, _of_session, close_bridge),
     Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),
     Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
+    Row(p.PackSession, {**_PACKED, **_SESSION}, None, pack_session, fds=2),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

@@ -122,8 +122,8 @@ class RequestLoop:
         self._put_away()
 
     def _put_away(self) -> None:
-        self._node.unpacking.jails.finish()
-        self._node.packing.jails.finish()
+        for jails in (self._node.unpacking.jails, self._node.packing.jails, self._node.packing.session_jails):
+            jails.finish()
         deadline = time.monotonic() + _STOP_DEADLINE_S
         while (self._queues or self._is_busy()) and time.monotonic() < deadline:
             self._scheduler.round(0.1)

@@ -270,7 +270,7 @@ def open_store(request: OpenStore, scheduler: Scheduler, grant: Grant | None) ->
 def _work_on(store: LayerDirectory, scheduler: Scheduler) -> tuple[Unpacking, Packing]:
     return (
         Unpacking(store, Jails(scheduler, unpacking.STAGE, unpacking.MAX_JAILS)),
-        Packing(store, Jails(scheduler, packing.STAGE, packing.MAX_JAILS)),
+        Packing(store, *(Jails(scheduler, packing.STAGE, packing.MAX_JAILS) for _ in range(2))),
     )
 
 

@@ -280,9 +280,14 @@ class LayerDirectory:
         for session_id in os.listdir(self.layout.run):
             if is_session_id(session_id):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    path = self.layout.session_use(session_id)
-                    lines = _read_lines(path)
-                    yield "".join(lines[:1]), _checked_list(lines[1:], path)
+                    yield self.use_of(session_id)
+
+    def use_of(self, session_id: str) -> tuple[str, tuple[str, ...]]:
+        """Return the image and the layers of a session. Raises `FileNotFoundError`: its image is no list of layers;
+        `OSError`, `StepFailed`: unknown."""
+        path = self.layout.session_use(session_id)
+        lines = _read_lines(path)
+        return "".join(lines[:1]), _checked_list(lines[1:], path)
 
     def collect(self, request: CollectLayers) -> Generator[Wait, bool, LayersCollected]:
         """Delete the layers that nobody has; see `CollectLayers`. Raises `OSError`, `StepFailed`: it is not known which

@@ -1,6 +1,10 @@
-"""Packs a tree of files into a tar archive in a jail: `python -I -S -B pack.py PARENT MAX_ENTRIES MAX_BYTES`, verdict
-on stdout. Descriptors: the list of files with setuid or setgid (0), the verdict (1), the directory of the tree (3), the
-archive (4), the list of opaque directories (5). Lists are names with a NUL behind each.
+"""Packs a tree of files into a tar archive in a jail, verdict on stdout: `python -I -S -B pack.py PARENT MAX_ENTRIES
+MAX_BYTES` packs a layer, and with `BASE FEATURES STAGE LAYER...` what a session has changed above its layers, the
+topmost first.
+
+Descriptors of both: the verdict (1), the root of the tree (3), the archive (4). Of a layer: the lists of files with
+setuid or setgid (0) and of opaque directories (5), names with a NUL behind each. Of a session, which must stand still:
+its mount namespace (5).
 
 The process is a jail (`jail.py`) whose root is the tree, read-only. It has one capability, to read what other users
 own, and makes nothing but the archive.
@@ -8,7 +12,13 @@ own, and makes nothing but the archive.
 The same tree gives the same archive: members are sorted by the bytes of their paths, have their times to the
 nanosecond, no names of users, and holes in units of `CHUNK_BYTES`, whatever the file system. So a layer that was
 unpacked from an archive of this program is packed into the same bytes, and keeps its digest. Whiteouts and opaque
-directories become the marks of the OCI image specification (layer.md). Devices, FIFOs, sockets, names that would be
+directories become the marks of the OCI image specification (layer.md).
+
+The changes of a session are found by a comparison of two mounts, its root and its layers without it, and no mark of
+overlayfs is read. An overlay copies up what changes, and all directories above it, and the copy has the time of its
+making (overlayfs.rst, "Non-directories"), which no program can set (inode(7), ctime). So a directory with the status of
+before has nothing that changed anywhere below, and what is new is read alone. What is mounted in the session, such as
+`/tmp` and `/workspace`, is not part of its root. Devices, FIFOs, sockets, names that would be
 read as marks, and attributes of others than users are counted and left out.
 Sources: pax(1); GNU tar's manual, "PAX Format, Version 1.0" (sparse files); lseek(2) SEEK_DATA; xattr(7).
 """
@@ -22,11 +32,13 @@ import stat
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NoReturn, TypeAlias
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from nsinit.kernel import constants as k
+from nsinit.kernel import mounts, slots, syscalls
 from nsinit.tools import jail
 from nsinit.tools.jail import CHUNK_BYTES
 from nsinit.wire import verdict
@@ -38,18 +50,22 @@ MEMORY_BYTES = 256 * 1024 * 1024
 _CALLS = """
 read write pread64 readv writev lseek close open openat fstat stat lstat newfstatat statx getdents64 readlink readlinkat
 getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr brk mmap munmap mremap mprotect madvise futex
-clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group
+clock_gettime restart_syscall rt_sigprocmask rt_sigreturn exit exit_group fcntl
 """
 CALLS = frozenset(_CALLS.split())
 """The system calls that the filter lets pass."""
 KEPT_FDS = 2
-OUT_FD, _OPAQUE_FD = 4, 5
+_OUT_FD, _OPAQUE_FD, _NAMESPACE_FD, _OLD_FD = 4, 5, 5, 5
 JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES, KEPT_FDS, read_only=True)
 HIDDEN, _HIDES_ALL = b".wh.", b".wh..wh..opq"
 _ATTRIBUTE, _OWN, _NOT_OWN = "SCHILY.xattr.", "user.", "user.overlay."
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
 _LAST_S = 2**33
 _SECOND_NS = 1_000_000_000
+MADE = frozenset({b"etc/hostname", b"etc/hosts", b"etc/resolv.conf"})
+"""Files that each session is given anew (`sandbox/rootfs.py`): the image's stay as they are."""
+WORKSPACE = b"workspace"
+"""The directory whose content is part of no image, whether or not something is mounted there."""
 _SPARSE_NAME = "GNUSparseFile.0/file"
 """The name that a reader sees who knows no sparse files. GNU tar's has the number of a process in it."""
 
@@ -273,10 +289,73 @@ def entries_of_layer(prefix: bytes, opaque: frozenset[bytes]) -> Iterator[Found]
         yield path, None if name in marks or is_below else os.lstat(b"/" + path), is_below
 
 
+class Changes:
+    """The entries of a session's root that are not as in its layers. Without layers, all are new."""
+
+    def __init__(self, *, has_layers: bool) -> None:
+        self._merged = {b""} if has_layers else set()
+        """Directories that layers have, too, by the beginning of the paths in them."""
+
+    def entries(self, prefix: bytes) -> Iterator[Found]:
+        """Yield what has changed in a directory, with a mark for each name that is gone."""
+        names = set(os.listdir(b"/" + prefix))
+        old = self._old(prefix)
+        marks = {HIDDEN + name for name in old if name not in names}
+        changed, directories = [], set()
+        for name in names:
+            path = prefix + name
+            status, before = os.lstat(b"/" + path), _old_status(path) if name in old else None
+            if path in MADE or (before is not None and _is_same(status, before)):
+                continue
+            changed.append(name)
+            if stat.S_ISDIR(status.st_mode) and not name.startswith(HIDDEN) and path != WORKSPACE:
+                directories.add(name)
+                if before is not None and stat.S_ISDIR(before.st_mode):
+                    self._merged.add(path + b"/")
+        for name, is_below in sorted_names([*changed, *marks], directories.__contains__):
+            path = prefix + name
+            yield path, None if name in marks or is_below else os.lstat(b"/" + path), is_below
+
+    def _old(self, prefix: bytes) -> frozenset[bytes]:
+        """Return the names that layers have in a directory."""
+        if prefix not in self._merged:
+            return frozenset()
+        self._merged.remove(prefix)
+        fd = os.open(prefix or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=_OLD_FD)
+        try:
+            names = map(os.fsencode, os.listdir(fd))
+            return frozenset(name for name in names if prefix + name not in MADE and _old_status(prefix + name))
+        finally:
+            os.close(fd)
+
+
+def _old_status(path: bytes) -> os.stat_result | None:
+    """Return the status of what the layers have; None for a whiteout, which is seen where there is one layer alone."""
+    status = os.stat(path, dir_fd=_OLD_FD, follow_symlinks=False)
+    return None if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0 else status
+
+
+def _is_same(status: os.stat_result, before: os.stat_result) -> bool:
+    facts = ((each.st_mode, each.st_ctime_ns, each.st_mtime_ns) for each in (status, before))
+    return next(facts) == next(facts) and (stat.S_ISDIR(status.st_mode) or status.st_size == before.st_size)
+
+
 def main() -> NoReturn:
     """Make the jail, pack in it, leave a verdict on stdout."""
-    parent_pid, max_entries, max_bytes = (int(each) for each in sys.argv[1:])
-    packer = Packer(out := ArchiveOutput(OUT_FD), max_entries=max_entries, max_bytes=max_bytes)
+    parent_pid, max_entries, max_bytes = (int(each) for each in sys.argv[1:4])
+    packer = Packer(out := ArchiveOutput(_OUT_FD), max_entries=max_entries, max_bytes=max_bytes)
+    if sys.argv[4:]:
+        base, by_fd, stage_path, *layers = sys.argv[4:]
+        syscalls.end_with_parent(parent_pid)
+        root_fd = open_views(int(base), mounts.Features(by_fd == "1", False), stage_path, tuple(layers))
+        changes = Changes(has_layers=bool(layers))
+        rights = replace(JAIL, base=int(base))
+        jail.run(
+            rights,
+            parent_pid,
+            lambda: root_fd,
+            lambda: judge(packer, out, lambda: packer.pack(members_of(changes.entries))),
+        )
 
     def pack() -> str:
         packer.restore(_read_names(0))
@@ -284,6 +363,21 @@ def main() -> NoReturn:
         return packer.pack(members_of(lambda prefix: entries_of_layer(prefix, opaque)))
 
     jail.run(JAIL, parent_pid, jail.clone_root, lambda: judge(packer, out, pack))
+
+
+def open_views(base: int, features: mounts.Features, stage_path: str, layers: tuple[str, ...]) -> int:
+    """Return a copy of the mount of a session's root, without what is mounted in it, and put one of its layers at
+    `_OLD_FD`, both with the session's ids. Nothing of the session is read."""
+    ours = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    syscalls.setns(_NAMESPACE_FD, k.CLONE_NEWNS)  # a mount can be copied from within its namespace alone (open_tree(2))
+    root_fd = syscalls.open_tree(jail.ROOT_FD, "", k.AT_EMPTY_PATH | k.OPEN_TREE_CLONE)
+    syscalls.setns(ours, k.CLONE_NEWNS)
+    syscalls.unshare(k.CLONE_NEWNS)
+    syscalls.mount("", "/", "", k.MS_REC | k.MS_PRIVATE)
+    if layers:
+        userns_fd = slots.make_id_map(f"0 {base} {slots.SIZE}\n")
+        os.dup2(mounts.view(layers, userns_fd, features=features, stage_path=stage_path), _OLD_FD)
+    return root_fd
 
 
 def judge(packer: Packer, out: ArchiveOutput, pack: Callable[[], str]) -> bytes:

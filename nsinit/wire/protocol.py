@@ -7,7 +7,7 @@ the API key never come this way.
 
 Descriptors: `Built` and `Adopted` carry [pidfd of PID 1, out-of-memory event or none]; see `EventKind`.
 `RunCgroupMade` carries one, for the sandbox's PID 1; `NetworkOpened` three; `SocketsOpened` as many as were asked for;
-`UnpackLayer` and `PackLayer` bring two, `PublishImage` one.
+`UnpackLayer`, `PackLayer` and `PackSession` bring two, `PublishImage` one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nsinit.wire.store_protocol import (
     LayerUnpacked,
     Ok,
     PackLayer,
+    PackSession,
     PublishImage,
     Request,
     UnpackLayer,
@@ -45,6 +46,7 @@ __all__ = [
     "LayersCollected",
     "Ok",
     "PackLayer",
+    "PackSession",
     "ProtocolError",
     "PublishImage",
     "Request",
@@ -745,6 +747,7 @@ REQUESTS = Vocabulary(
     *(MakeRunCgroup, RemoveRunCgroup, OpenNetwork, OpenBridge, CloseBridge, TrustAuthority, OpenSockets),
     *(FindOomKills, AskDisk, SetDisk),
     *(FindLeftovers, RemoveLeftover, OpenStore, UnpackLayer, PackLayer, PublishImage, DeleteImage, CollectLayers),
+    PackSession,
 )
 
 ANSWERS = Vocabulary(

@@ -59,6 +59,21 @@ class PackLayer(Request["LayerPacked"]):
 
 
 @dataclass(frozen=True, slots=True)
+class PackSession(Request["LayerPacked"]):
+    """Write what a session has changed above its image as the tar archive of a layer; of an image that is no list of
+    layers all that the session sees. The session must stand still; a request that lets it go on, or its teardown, ends
+    the packing. Other requests about it do not wait.
+
+    Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs; `ECANCELED`: it goes on, or has ended.
+    """
+
+    seq: int
+    session_id: str
+    max_bytes: int
+    max_entries: int
+
+
+@dataclass(frozen=True, slots=True)
 class PublishImage(Request["Ok"]):
     """Give layers, the lowest first, and a description a name, in one step. The description is the file that comes
     along; nobody here reads it. With `replace` it takes the place of the image of that name. Not for a daemon that may
@@ -113,13 +128,14 @@ class LayerUnpacked:
 @dataclass(frozen=True, slots=True)
 class LayerPacked:
     """The archive is written. `digest`: of its bytes; `entries`: its members; `size_bytes`: of the archive; `skipped`:
-    files and attributes that were left out."""
+    files and attributes that were left out. `below`: the layers that it belongs on, the lowest first, of a session."""
 
     seq: int
     digest: str
     entries: int
     size_bytes: int
     skipped: int
+    below: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

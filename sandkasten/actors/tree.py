@@ -45,7 +45,7 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import broker, egress, events, images, jobs, nsinit, previews, store
+from sandkasten.actors.services import broker, commits, egress, events, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.services.nsinit import Describe
@@ -107,7 +107,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model.image import ImageDescription, Pruned
+from sandkasten.model.image import CommitSpec, ImageDescription, Pruned
 from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
@@ -302,6 +302,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
+        data_dir, turns = self._config.data_dir, self._shared.pulls
+        floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
+        self._commits = commits.Commits(self._nsinit, self._images, data_dir, reserve_bytes=floor_bytes, turns=turns)
         actor = images.Images(
             self._images,
             self._catalog,
@@ -524,6 +527,24 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def delete_image(self, name: str) -> None:
         await self._images.ask_again(images.RemoveImage(name))
+
+    async def commit_session(self, session_id: str, spec: CommitSpec) -> ImageDescription:
+        @asynccontextmanager
+        async def still() -> AsyncIterator[None]:
+            entry = await self._live(session_id)
+            is_ours = entry.session.status is not Status.PAUSED
+            if is_ours:
+                await entry.ref.ask(PauseSession(PauseSpec(), is_held=True))
+            try:
+                yield
+            finally:
+                if is_ours:
+                    # One that has ended needs no processes; another failure is in the session's own events.
+                    with trio.CancelScope(shield=True), suppress(SandkastenError):
+                        await entry.ref.ask(ResumeSession())
+
+        entry = await self._live(session_id)
+        return await self._commits.commit(session_id, entry.session.image, spec, still)
 
     async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
         return await self._images.ask_again(images.PruneLayers(older_than_s, dry_run))

@@ -440,6 +440,13 @@ TABLE = RouteTable(
                 errors=(errors.Conflict,),
             ),
             _json("POST", f"{_SESSION}/resume", sessions.resume, ACT, answer=sessions.SessionBody),
+            _json(
+                *("POST", f"{_SESSION}/commit", images.commit, RULE_NODE),
+                body=images.CommitImageRequest,
+                answer=images.ImageBody,
+                statuses=_CREATED,
+                errors=(errors.Conflict, errors.InvalidImage, errors.DiskFull),
+            ),
             _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
             _raw("GET", f"{_SESSION}/execs", runs.list_runs, LOOK, query=runs.RunsQuery, answer=runs.RunsBody),
             _raw("GET", f"{_SESSION}/shells", runs.list_shells, LOOK, answer=runs.ShellsBody),

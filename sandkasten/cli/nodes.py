@@ -1,4 +1,4 @@
-"""`sandkasten node | drain | events | workspace`, and lists of images and keys over HTTP: what is not one session's."""
+"""`sandkasten node | drain | events | workspace`, lists of images and keys, and commits: what is not one session's."""
 
 from __future__ import annotations
 
@@ -282,6 +282,17 @@ async def prune_images(arguments: argparse.Namespace, client: SandboxClient) -> 
         print_json(found)
     else:
         print(f"{found.layers} layers, {found.blobs} broken downloads, {size_text(found.freed_bytes)}")
+    return 0
+
+
+async def commit_session(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Make an image of a session."""
+    session = await find_session(client, arguments.session)
+    made = await session.commit(arguments.name, replace=arguments.replace)
+    if arguments.json:
+        print_json(made)
+    else:
+        print(made.name)
     return 0
 
 

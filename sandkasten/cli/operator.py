@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sandkasten.cli.build import add_build
-from sandkasten.cli.client import is_elsewhere, verb
+from sandkasten.cli.client import add_client_options, add_session, is_elsewhere, verb
 from sandkasten.cli.common import span_seconds
 
 
@@ -142,6 +142,12 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     pulling.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     pulling.set_defaults(command=_late("pull", "pull"))
     building = add_build(actions)
+    commit = actions.add_parser("commit", help="make an image of a session")
+    add_session(commit)
+    commit.add_argument("--name", required=True, help="the image's name")
+    commit.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    add_client_options(commit)
+    commit.set_defaults(command=lambda arguments: verb(import_module("sandkasten.cli.nodes").commit_session)(arguments))
     login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")
     login.add_argument("registry", metavar="REGISTRY")
     login.add_argument("--username", required=True)

@@ -29,6 +29,7 @@ from nsinit.wire import protocol
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, MAX_DESCRIPTION_BYTES, REQUESTS, Failed, ProtocolError
 from sandkasten.images.catalog import LAYER_DIGEST, now
 from sandkasten.model.errors import (
+    Conflict,
     DigestMismatch,
     DiskFull,
     ImageInUse,
@@ -262,6 +263,8 @@ def refusal_of(stage: str, number: int, path: str, message: str) -> SandkastenEr
     match stage, number:
         case "unpack", _:
             return LayerRefused(f"the archive can't be unpacked: {message}", member=path or None, reason=message)
+        case "pack", errno.EBUSY | errno.ECANCELED | errno.ESRCH:
+            return Conflict("the session went on, or ended, before all of it was copied")
         case "pack", errno.ENOENT:
             return InvalidImage("there is no such layer")
         case "pack", _:

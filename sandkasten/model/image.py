@@ -93,6 +93,42 @@ class ImageConfig:
 _NONE = ImageConfig()
 
 
+@attrs.frozen
+class ConfigChanges:
+    """Changes of a configuration: None leaves a field; `env` and `labels` are added to what is there."""
+
+    env: Mapping[str, str] | None = None
+    working_dir: str | None = None
+    user: str | None = None
+    entrypoint: Sequence[str] | None = None
+    cmd: Sequence[str] | None = None
+    labels: Mapping[str, str] | None = None
+    exposed_ports: Sequence[str] | None = None
+
+    def apply(self, config: ImageConfig) -> ImageConfig:
+        """Return the changed configuration. Raises `InvalidImage`: it would be too large."""
+        fields: dict[str, Any] = {}
+        for name, value in attrs.asdict(self).items():
+            if isinstance(value, dict):
+                fields[name] = {**getattr(config, name), **value}
+            elif value is not None:
+                fields[name] = value if isinstance(value, str) else tuple(value)
+        changed = attrs.evolve(config, **fields)
+        if len(json.dumps(changed.to_oci())) > MAX_CONFIG_BYTES:
+            raise InvalidImage(f"the image's configuration is larger than {MAX_CONFIG_BYTES >> 10} KiB")
+        return changed
+
+
+@attrs.frozen
+class CommitSpec:
+    """A commit that is asked for: the image's name, and what is other than in the session's image. `replace`: take the
+    place of an image of that name."""
+
+    name: str
+    config: ConfigChanges = attrs.field(factory=ConfigChanges)
+    replace: bool = False
+
+
 def _words(said: str | Sequence[str] | None) -> list[str]:
     """Return the words of a command: old archives have a string for the shell."""
     return ["/bin/sh", "-c", said] if isinstance(said, str) else list(said or ())

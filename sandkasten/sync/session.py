@@ -18,6 +18,7 @@ from sandkasten.sdk.types import (
     ExecBytes,
     ExecChunk,
     ExecResult,
+    ImageInfo,
     NetworkInfo,
     Port,
     Preview,
@@ -544,6 +545,31 @@ class Session:
     def resume(self) -> SessionInfo:
         """Thaw the processes of a paused session."""
         return SessionInfo.take(self._endpoint.ask("POST", "/resume"))
+
+    def commit(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,  # JSON values
+        replace: bool = False,
+    ) -> ImageInfo:
+        """Make an image of what the session has changed above its own. The session stands still for as long as the copy
+        takes. Needs an administrator's key.
+
+        Args:
+            name: of the new image.
+            config: what is other than in the session's image: `env`, `working_dir`, `user`, `entrypoint`, `cmd`,
+                `labels`, `exposed_ports`.
+            replace: take the place of an image of that name.
+
+        Raises:
+            InvalidImage: the name is taken, or the session's image is the machine's own.
+            LayerRefused: the session has what no layer can have.
+            Conflict: the session went on, or ended, before all was copied.
+        """
+        body = given(name=name, config=config, replace=replace or None)
+        made = self._endpoint.ask("POST", "/commit", body, patience_s=None)
+        return ImageInfo(made["name"])
 
     def destroy(self) -> None:
         """End the session. May be repeated."""

@@ -25,6 +25,7 @@ LOOKING_POSTS = {
 """Routes that only look, though their parameters come in the body of a POST, or that ask the key for each step."""
 
 ADMINISTRATION = {"/v1/node/drain", "/v1/node/undrain", "/v1/keys", "/v1/secrets", "/v1/secrets/{name}"}
+ADMINISTRATION |= {"commit"}  # of a session, to the node's images
 ADMINISTRATION |= {route.path for route in TABLE.routes if route.path.startswith(("/v1/images", "/v1/jobs"))}
 ABOUT_IMAGES = {"/v1/images", "/v1/images/{name}"}
 """Images, which everybody may look at; `test_images` asks which."""

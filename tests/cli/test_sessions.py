@@ -96,6 +96,12 @@ def test_top_draws_again_until_it_is_interrupted(command: Command, session: str)
         assert terminal.is_restored
 
 
+def test_no_image_is_made_of_the_machines_own(command: Command, session: str) -> None:
+    """`image commit` asks the server, which says why it refuses the image `host`."""
+    done = command.run("image", "commit", session, "--name", "copy")
+    assert (done.returncode, "'host' is the machine's own /usr" in done.stderr) == (125, True)
+
+
 def test_a_session_is_paused_resumed_and_extended(command: Command, session: str, api: httpx.Client) -> None:
     """By name, each with its answer."""
     assert command.out("pause", "--no-auto-resume", session) == f"{session}\n"

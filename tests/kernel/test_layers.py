@@ -64,13 +64,19 @@ def tar_of(entries: Mapping[str, Content], **fields: dict[str, Any]) -> bytes:
     return packed.getvalue()
 
 
-def base_layer() -> bytes:
-    """Return a layer from which a session can be made."""
+def base_content() -> dict[str, Content]:
+    """Return the entries of a layer from which a session can be made."""
     applets = ("sh", "cat", "echo", "id", "ls", "stat", "touch", "readlink", "find", "sort", "mv", "test")
-    return tar_of(
-        {"bin": None, "bin/busybox": Path("/bin/busybox").read_bytes(), "etc": None}
-        | {f"bin/{each}": "busybox" for each in applets}
-    )
+    return {
+        "bin": None,
+        "bin/busybox": Path("/bin/busybox").read_bytes(),
+        "etc": None,
+        **{f"bin/{each}": "busybox" for each in applets},
+    }
+
+
+def base_layer() -> bytes:
+    return tar_of(base_content())
 
 
 def unpack(store: Layers, tar: bytes) -> str:
@@ -85,6 +91,11 @@ def publish(data_dir: Path, name: str, *tars: bytes, replace: bool = False) -> t
         layers = tuple(unpack(store, tar) for tar in tars)
         store.publish_image(name, layers=layers, config=ImageConfig(), replace=replace)
     return layers
+
+
+def publish_on(data_dir: Path, name: str, layers: Sequence[str]) -> None:
+    with open_store(data_dir) as store:
+        store.publish_image(name, layers=layers, config=ImageConfig())
 
 
 def plan_of(name: str, layers: Sequence[str]) -> SandboxPlan:

@@ -91,7 +91,7 @@ def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: R
     names = {each.name for each in fields(row.request)}
     if row.key is None:
         assert row.request.__name__.startswith(
-            ("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers", "PackLayer")
+            ("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers", "Pack")
         )
     elif row.request in STORE_TABLE:
         assert row.key(make(row.request)).split()[0] in ("image", "layer")

@@ -452,9 +452,9 @@ class SessionActor(Actor):
             case ClosePreview(port):
                 self._require(WHOLE)
                 return await self._previews.close(port)
-            case PauseSession(spec):
+            case PauseSession(spec, is_held):
                 self._require(WHOLE)
-                await self._pausing.pause(spec)
+                await self._pausing.pause(spec, is_held=is_held)
                 return self.session
             case ResumeSession():
                 await self._go_on(self._pausing.resume)

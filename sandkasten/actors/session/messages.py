@@ -79,9 +79,11 @@ class ClosePreview(Ask[None]):
 
 @attrs.frozen
 class PauseSession(Ask[Session]):
-    """Freeze the session, or change the options of a pause."""
+    """Freeze the session, or change the options of a pause. `is_held`: as long as this daemon lives, no request but a
+    resume lets the session go on."""
 
     spec: PauseSpec
+    is_held: bool = False
 
 
 @attrs.frozen

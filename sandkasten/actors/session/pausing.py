@@ -62,11 +62,13 @@ class Pausing:
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
+        self._is_held = False
         self._still_since = 0.0
         """When the pause began, in `trio.current_time()` seconds; computed from the time of day if it was adopted."""
 
-    async def pause(self, spec: PauseSpec) -> None:
-        """Freeze a running session, or change the options of a pause.
+    async def pause(self, spec: PauseSpec, *, is_held: bool = False) -> None:
+        """Freeze a running session, or change the options of a pause. `is_held`: nothing but `resume` ends it, which a
+        later daemon knows nothing of.
 
         Raises:
             Conflict: a file is being transferred.
@@ -94,6 +96,7 @@ class Pausing:
             if is_new:
                 await self._let_go_on()
             raise failure
+        self._is_held = is_held
         if is_new:
             self._actor.emit(EventType.SESSION_PAUSED)
 
@@ -130,7 +133,7 @@ class Pausing:
     async def wake(self) -> None:
         """As `resume`, for a request that needs the processes. Raises `SessionPaused` without `auto_resume`."""
         pause = self._own.session.pause
-        if pause is not None and not pause.auto_resume:
+        if pause is not None and (self._is_held or not pause.auto_resume):
             raise SessionPaused("the session is paused", since=pause.since.isoformat(timespec="seconds"))
         await self.resume()
 
@@ -145,6 +148,7 @@ class Pausing:
         self._lease.pause(stop=pause is not None and pause.stop_lease)
 
     async def _let_go_on(self) -> None:
+        self._is_held = False
         session = self._own.session
         await self._set_frozen(frozen=False)
         still_s = trio.current_time() - self._still_since

@@ -1,4 +1,4 @@
-"""Images of the node: what there is, and what may go. `jobs.py` has how they come."""
+"""Images of the node: what there is, what may go, and those made of sessions. `jobs.py` has how others come."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import within
 from sandkasten.api.resources.fields import (
+    Argv,
     Between,
+    Environment,
     LabelFilter,
+    Labels,
     ListLimit,
     NameCursor,
+    Paths,
+    Text,
     add_kinds,
     encode_cursor,
     read_query,
     read_request,
 )
 from sandkasten.api.resources.file_entries import FIRST_PAGE
+from sandkasten.api.resources.jobs import ImageName
 from sandkasten.api.resources.sessions import DEFAULT_LIST, DoneBody
-from sandkasten.model.image import ImageDescription
+from sandkasten.model.image import CommitSpec, ConfigChanges, ImageDescription
 from sandkasten.model.keys import Access, ApiKey
 from sandkasten.model.listing import LabelSelector
 
@@ -190,3 +196,39 @@ async def prune(exchange: Exchange) -> Answer:
     request = await read_request(exchange, PruneRequest)
     found = await exchange.supervisor.prune_images(older_than_s=request.older_than_s, dry_run=request.dry_run)
     return json_answer(PrunedBody.take(found))
+
+
+@attrs.frozen
+class ConfigRequest:
+    """The configuration of an image where it is other than that of the session's image. Variables and labels are added
+    to what is there."""
+
+    env: Environment | None = None
+    working_dir: Text | None = None
+    user: Text | None = None
+    entrypoint: Argv | None = None
+    cmd: Argv | None = None
+    labels: Labels | None = None
+    exposed_ports: Paths | None = None
+
+
+@attrs.frozen
+class CommitImageRequest:
+    """An image to make of a session. With `replace` it takes the place of an image of that name."""
+
+    name: ImageName
+    config: ConfigRequest | None = None
+    replace: bool = False
+
+    def to_spec(self) -> CommitSpec:
+        """Return the model's spec."""
+        config = ConfigChanges() if self.config is None else ConfigChanges(**attrs.asdict(self.config, recurse=False))
+        return CommitSpec(self.name, config, self.replace)
+
+
+async def commit(exchange: Exchange) -> Answer:
+    """Make an image of what a session has changed above its own. The session stands still for as long as the copy
+    takes."""
+    spec = (await read_request(exchange, CommitImageRequest)).to_spec()
+    found = await exchange.supervisor.commit_session(exchange.session_id, spec)
+    return json_answer(ImageBody.of(found), status=201)

@@ -1,0 +1,130 @@
+"""Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image.
+
+nsinit packs the session and unpacks the layer, each in a jail; here are a pipe between the two, and the description.
+A commit is whole with the image's name: what fails or is cancelled before leaves a layer that nobody has, which a
+collection removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, LayerUnpacked, PackSession, UnpackLayer
+from sandkasten.actors.core import Ref, unwrap
+from sandkasten.actors.services.images import DescribeImages, Resolve
+from sandkasten.actors.services.nsinit import ThreadLink, ask_store
+from sandkasten.images.catalog import Image
+from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, Layers, asking
+from sandkasten.images.registry.pulling import PullTurns
+from sandkasten.links.fds import OwnedFd
+from sandkasten.model import IMAGE_NAME
+from sandkasten.model.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
+from sandkasten.model.image import CommitSpec, ImageConfig, ImageDescription
+
+COPY_S = 900.0
+"""The longest time for which a session stands still."""
+_UNSENT = 0
+
+
+class Commits:
+    """Commits of the sessions of a node, one at a time: a commit has one of the store's turns for unpacking."""
+
+    def __init__(self, nsinit: Ref, images: Ref, data_dir: Path, *, reserve_bytes: int, turns: PullTurns) -> None:
+        self._nsinit, self._images, self._reserve_bytes = nsinit, images, reserve_bytes
+        self._layers = Layers(data_dir, ThreadLink(nsinit))
+        self._turns, self._one = turns, trio.Lock()
+
+    async def commit(
+        self, session_id: str, image_name: str, spec: CommitSpec, still: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> ImageDescription:
+        """Make an image of a session; `still` keeps the session's processes from running while it is entered.
+
+        Raises:
+            InvalidImage: the name is malformed or taken; the session's image is the machine's own, or another one by
+                now; an image can't have so many layers.
+            LayerRefused: the session has what no layer can have, or more than can be copied in `COPY_S`.
+            Conflict: the session went on, or ended, before all was copied.
+            DiskFull: the disk has no room for the layer.
+        """
+        below: Image = await self._images.ask_again(Resolve(image_name))
+        config = await self._check(below, spec)
+        async with self._one, self._turns.unpacks:
+            async with still():
+                packed = await self._take(session_id)
+            if packed.below != tuple(below.layers):
+                raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
+            layers = (*packed.below, packed.digest)
+            with self._turns.keeping(layers):
+                await trio.to_thread.run_sync(partial(self._publish, spec, layers, below, config))
+        (found,) = await self._images.ask_again(DescribeImages(spec.name))
+        return found
+
+    async def _check(self, below: Image, spec: CommitSpec) -> ImageConfig:
+        """Return the configuration of the new image. Raises `InvalidImage`: there can be no such image."""
+        if not IMAGE_NAME.match(spec.name):
+            raise InvalidImage("image name is malformed", image=spec.name[:64])
+        if below.kind == "host":
+            raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
+        if len(below.layers) >= MAX_IMAGE_LAYERS:
+            raise InvalidImage(f"image {below.name!r} has {len(below.layers)} layers, and more can't be")
+        if not spec.replace:
+            try:
+                await self._images.ask_again(DescribeImages(spec.name))
+            except InvalidImage:
+                pass
+            else:
+                raise InvalidImage(f"there is an image {spec.name!r} already", image=spec.name)
+        return spec.config.apply(below.config)
+
+    async def _take(self, session_id: str) -> LayerPacked:
+        """Pack the session and unpack the archive, at the same time. Raises as `commit`."""
+        unpacked: list[LayerUnpacked] = []
+        with trio.move_on_after(COPY_S):
+            try:
+                async with trio.open_nursery(strict_exception_groups=True) as nursery:
+                    with _pipe() as (read_end, write_end):
+                        await nursery.start(self._unpack, read_end, unpacked)
+                        with write_end, asking() as asker_fd:
+                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES)
+                            packed = await ask_store(self._nsinit, request, (write_end.fileno(), asker_fd))
+            except* SandkastenError as group:
+                raise unwrap(group) from None
+            if unpacked[0].digest != packed.digest:
+                raise DigestMismatch("the layer is not what the session was packed into")
+            return packed
+        raise Conflict(f"the session has more than can be copied in {COPY_S:.0f} s")
+
+    async def _unpack(
+        self, read_end: OwnedFd, unpacked: list[LayerUnpacked], *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        with read_end, asking() as asker_fd:
+            task_status.started()
+            request = UnpackLayer(_UNSENT, "", MAX_BYTES, MAX_ENTRIES, self._reserve_bytes)
+            unpacked.append(await ask_store(self._nsinit, request, (read_end.fileno(), asker_fd)))
+
+    def _publish(self, spec: CommitSpec, layers: Sequence[str], below: Image, config: ImageConfig) -> None:
+        found = [meta for each in set(layers) if (meta := self._layers.find(each)) is not None]  # in a thread: files
+        self._layers.publish_image(
+            spec.name,
+            layers=layers,
+            config=config,
+            source=f"commit of a session of {below.name}",
+            platform=below.platform,
+            replace=spec.replace,
+            members=sum(meta.entries for meta in found),
+            size_bytes=sum(meta.size_bytes for meta in found),
+        )
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[OwnedFd, OwnedFd]]:
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    with OwnedFd(read_fd) as read_end, OwnedFd(write_fd) as write_end:
+        yield read_end, write_end

@@ -1,0 +1,131 @@
+"""Commits through the supervisor: what becomes an image, what is refused, and that the session goes on."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import trio
+
+from sandkasten.actors.tree import LocalSupervisor
+from sandkasten.config import Config
+from sandkasten.images.layers import open_store
+from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
+from sandkasten.model.errors import Conflict, InvalidImage, SessionPaused
+from sandkasten.model.image import CommitSpec, ConfigChanges, ImageConfig
+from tests.kernel.test_layers import base_layer
+from tests.waiting import until
+
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture
+async def image(supervisor: LocalSupervisor, config: Config) -> str:
+    def make() -> None:
+        with open_store(config.data_dir) as store, tempfile.TemporaryFile() as file:
+            file.write(base_layer())
+            file.seek(0)
+            layer = store.unpack_layer(file.fileno())
+            said = ImageConfig(env={"KEPT": "1"}, cmd=("sh",), labels={"a": "1"})
+            store.publish_image("below", layers=[layer.diff_id], config=said)
+
+    await trio.to_thread.run_sync(make)
+    return "below"
+
+
+async def root_session(supervisor: LocalSupervisor, image: str) -> str:
+    return (await supervisor.create(SessionSpec(image=image, user="root"))).id
+
+
+async def told(supervisor: LocalSupervisor, image: str, command: str) -> str:
+    """Return what a command prints in a session of its own."""
+    session = await supervisor.create(SessionSpec(image=image, user="root"))
+    try:
+        return (await supervisor.exec(session.id, ExecSpec(command))).output.decode()
+    finally:
+        await supervisor.destroy(session.id)
+
+
+async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupervisor, image: str) -> None:
+    """A session on the new image has the files, the deletions and the configuration; the committed one goes on with its
+    shell. A commit of that session adds a layer. A paused session stays paused. A taken name is refused, and taken
+    over on request."""
+    session_id = await root_session(supervisor, image)
+    await supervisor.exec(
+        session_id, ExecSpec("cd /; kept=yes; busybox rm bin/id; echo made > made; echo no > /tmp/no")
+    )
+    config = ConfigChanges(env={"MORE": "2"}, user="0", cmd=("echo", "hi"), labels={"b": "2"}, working_dir="/bin")
+    made = await supervisor.commit_session(session_id, CommitSpec("made", config))
+    assert (made.config.env, made.config.labels) == ({"KEPT": "1", "MORE": "2"}, {"a": "1", "b": "2"})
+    assert (made.config.cmd, made.config.working_dir, made.kind, len(made.layers)) == (
+        ("echo", "hi"),
+        "/bin",
+        "layers",
+        2,
+    )
+    going_on = await supervisor.exec(session_id, ExecSpec("echo $kept"))
+    assert (going_on.output, (await supervisor.get(session_id)).status) == (b"yes\n", Status.RUNNING)
+    seen = await told(supervisor, "made", "cat /made; ls /bin/id /tmp/no 2>&1 | busybox wc -l; pwd; echo $KEPT$MORE")
+    assert seen == "made\n2\n/bin\n12\n"
+    with pytest.raises(InvalidImage, match="there is an image 'made' already"):
+        await supervisor.commit_session(session_id, CommitSpec("made"))
+    await supervisor.pause(session_id, PauseSpec(auto_resume=False))
+    again = await supervisor.commit_session(session_id, CommitSpec("made", replace=True))
+    assert (await supervisor.get(session_id)).status is Status.PAUSED
+    assert (again.layers[:1], again.config.labels) == (made.layers[:1], {"a": "1"})
+    upper = await root_session(supervisor, "made")
+    assert len((await supervisor.commit_session(upper, CommitSpec("upper"))).layers) == 3
+
+
+async def test_no_image_is_made_of_the_machines_own_or_of_another_than_the_sessions(
+    supervisor: LocalSupervisor, image: str, config: Config
+) -> None:
+    """Refused before the session stands still: the image `host`, and malformed names. Refused after: a session whose
+    image has another content by now."""
+    host = await supervisor.create(SessionSpec(image="host"))
+    with pytest.raises(InvalidImage, match="'host' is the machine's own /usr"):
+        await supervisor.commit_session(host.id, CommitSpec("copy"))
+    session_id = await root_session(supervisor, image)
+    with pytest.raises(InvalidImage, match="malformed"):
+        await supervisor.commit_session(session_id, CommitSpec("../copy"))
+    other = await root_session(supervisor, image)
+    await supervisor.commit_session(other, CommitSpec(image, replace=True))
+    with pytest.raises(InvalidImage, match="another one than when the session was made"):
+        await supervisor.commit_session(session_id, CommitSpec("copy"))
+
+
+async def test_a_session_that_is_committed_stands_still_until_it_goes_on_or_ends(
+    supervisor: LocalSupervisor, image: str, config: Config
+) -> None:
+    """Requests for the session's processes are refused meanwhile. Its end, or a resume, ends the commit: no image and
+    no draft of a layer is left."""
+    session_id = await root_session(supervisor, image)
+    await supervisor.exec(session_id, ExecSpec("busybox head -c 209715200 /dev/zero > /full", timeout_ms=60_000))
+
+    async def is_paused() -> bool:
+        return (await supervisor.get(session_id)).status is Status.PAUSED
+
+    async def commit() -> None:
+        with pytest.raises(Conflict, match="went on, or ended"):
+            await supervisor.commit_session(session_id, CommitSpec("torn"))
+
+    for end in (supervisor.resume, supervisor.destroy):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(commit)
+            await until(is_paused)
+            with pytest.raises(SessionPaused):
+                await supervisor.exec(session_id, ExecSpec("echo no"))
+            await until(lambda: _is_unpacking(config.data_dir))
+            await end(session_id)
+    with pytest.raises(InvalidImage):
+        await supervisor.image("torn")
+
+    async def is_clean() -> bool:
+        return not list((config.data_dir / "layers").glob("+new-*"))
+
+    await until(is_clean)
+
+
+async def _is_unpacking(data_dir: Path) -> bool:
+    return bool(list((data_dir / "layers").glob("+new-*/fs/full")))
