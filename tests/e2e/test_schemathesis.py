@@ -146,7 +146,9 @@ def daemon() -> Iterator[Daemon]:
         running_daemon(Path(directory), SANDKASTEN_MAX_EXEC_TIMEOUT_MS="200") as daemon,
     ):
         with daemon.client() as client:
-            client.get("/v1/secrets").raise_for_status()  # starts the broker, which is no test's
+            client.get("/v1/secrets").raise_for_status()  # starts the broker, which is no test's, nor is the way out
+            made = client.post("/v1/sessions", json={"network": "open"}).raise_for_status().json()
+            client.delete(f"/v1/sessions/{made['id']}").raise_for_status()
         yield daemon
 
 
