@@ -218,7 +218,7 @@ def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterato
             status = process.wait()
             listener.join()  # every program of it has the other end, so the last has ended
             if status:
-                raise InvalidImage(f"mmdebstrap failed: {_reason([*kept]) or f'status {status}'}")
+                raise InvalidImage(f"mmdebstrap failed: {reason_of([*kept]) or f'status {status}'}")
 
         try:
             yield process.stdout, wait
@@ -230,11 +230,11 @@ def system_archive(recipe: Recipe, source: PackageSource, told: Told) -> Iterato
             process.stderr.close()
 
 
-def _reason(lines: Sequence[str]) -> str:
+def reason_of(lines: Sequence[str]) -> str:
     """Return the errors that apt told first, or the last line of a command that failed; mmdebstrap's own errors behind
     them only repeat its arguments."""
     errors = [line.removeprefix("E: ") for line in lines if line.startswith("E: ")]
-    if errors and errors[0].startswith("command failed: "):
+    if errors and "command failed: " in errors[0]:
         others = [line for line in lines if line and line[1:3] != ": "]
         return f"a command of the recipe failed: {others[-1]}" if others else errors[0]
     return "; ".join([line for line in errors if not _REPEATS.search(line)][:_ERRORS_TOLD] or errors[:1])

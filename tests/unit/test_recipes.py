@@ -9,7 +9,7 @@ import pytest
 
 from sandkasten.cli.serve import greet
 from sandkasten.config import Config, ConfigError
-from sandkasten.images.bootstrap import find_source, has_subordinate_ids
+from sandkasten.images.bootstrap import find_source, has_subordinate_ids, reason_of
 from sandkasten.images.recipes import load_recipe, shipped
 
 OS_RELEASE = 'ID=debian\nVERSION_CODENAME="bookworm"\n'
@@ -147,3 +147,19 @@ def test_a_start_tells_of_recipes_while_sessions_see_the_machine(
         written(tmp_path / "images" / name / "meta.json", json.dumps(meta))
         greet(Config(data_dir=tmp_path), ["http://127.0.0.1:1"], key_is_given=True)
         assert ("sandkasten image build --recipe python" in capsys.readouterr().out) is told
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["I: a", "E: no such package", "E: apt-get -oA=<$fd> failed", "E: mmdebstrap failed to run"], "no such package"),
+        (["I: a", "useradd: taken", "E: command failed: chroot x", "E: mmdebstrap failed to run"],
+         "a command of the recipe failed: useradd: taken"),
+        (["E: command failed: chroot x"], "command failed: chroot x"),
+        (["E: mmdebstrap failed to run"], "mmdebstrap failed to run"),
+        (["I: a"], ""),
+    ],
+)  # fmt: skip
+def test_the_reason_is_what_was_said_first(lines: list[str], reason: str) -> None:
+    """By apt or by a command; the rest repeats arguments."""
+    assert reason_of(lines) == reason
