@@ -153,7 +153,7 @@ class History:
         assert os.listdir(layout.trash) == []
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=10, max_size=30))
 @example(
     [
