@@ -366,8 +366,8 @@ def test_links_to_the_shell_resolve_inside_the_image(tmp_path: Path) -> None:
     assert rootfs.find_problems(str(tmp_path)) == ["there is no shell (/bin/bash or /bin/sh)"]
 
 
-def test_a_bundle_of_layers_is_named_as_such(tmp_path: Path) -> None:
-    """A user who saved an image instead of exporting a container is told."""
+def test_an_archive_of_layers_is_named_as_such(tmp_path: Path) -> None:
+    """A user who gives such an archive as a root file system is told what takes it."""
     (tmp_path / "manifest.json").touch()
     (problem,) = rootfs.find_problems(str(tmp_path))
-    assert "bundle of layers" in problem
+    assert "archive of layers" in problem
