@@ -27,8 +27,8 @@ from tests.vm import initramfs
 
 ROOT = Path(__file__).resolve().parents[2]
 GUEST = ROOT / "tests/vm/guest"
-PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfsprogs,btrfs-progs,iproute2,procps"
-_RECIPE = "6"
+PACKAGES = "linux-image-cloud-amd64,python3,kmod,busybox-static,e2fsprogs,xfsprogs,btrfs-progs,iproute2,procps,systemd"
+_RECIPE = "7"
 """Version of the root disk's recipe, to be raised when the disk must be made anew."""
 _PROJECT = ("sandkasten", "nsinit", "runner", "egress", "tests", "config", "pyproject.toml")
 _PROJECT_NAME = "sandkasten-runtime"
@@ -82,6 +82,7 @@ def make_project_disk(path: Path, plan: Mapping[str, str]) -> None:
         for name, text in plan.items():
             (Path(scratch) / name).write_text(text)
         _compile(Path(scratch), "/project")
+        Path(scratch).chmod(0o755)  # for accounts other than root
         _make_disk(path, Path(scratch), megabytes=64)
 
 
@@ -132,12 +133,22 @@ def _make_root_disk(directory: Path, suite: str) -> None:
         shutil.copytree(sysconfig.get_path("purelib"), site, ignore=shutil.ignore_patterns(*_NOT_NEEDED), symlinks=True)
         _compile(site, "/opt/site-packages")
         # Read by every Python but those with -S, while -I takes no notice of PYTHONPATH (site, "Path configuration").
-        (root / "usr/lib/python3/dist-packages/site-packages.pth").write_text("/opt/site-packages\n")
+        (root / "usr/lib/python3/dist-packages/site-packages.pth").write_text("/opt/site-packages\n/project\n")
         _write_program(root / "sandkasten-init", (GUEST / "init.sh").read_text())
         _write_program(root / "usr/bin/sandkasten", _SCRIPT)
+        _add_unit(root, GUEST / "guest-work.service")
         for name in ("project", "data"):
             (root / name).mkdir()
         _make_disk(directory / "root.ext4", root, megabytes=2048)
+
+
+def _add_unit(root: Path, unit: Path) -> None:
+    """Add a unit that systemd starts, where systemd runs the machine. A machine with a console has nobody to log in."""
+    units = root / "etc/systemd/system"
+    shutil.copy(unit, units)
+    (units / "multi-user.target.wants" / unit.name).symlink_to(f"../{unit.name}")
+    for name in ("getty.target", "apt-daily.timer", "systemd-update-utmp.service"):
+        (units / name).symlink_to("/dev/null")
 
 
 def _check_python(root: Path) -> None:

@@ -1,7 +1,7 @@
-"""Claims that only a pure cgroup v2 kernel, or one with project quotas, can prove: on an emulated machine the whole
-catalogue of our attacks, and on another the tests with the marks of the two.
+"""Claims that only a pure cgroup v2 kernel, one with project quotas, or systemd can prove: on an emulated machine the
+whole catalogue of our attacks, on another the tests with the marks of the first two, and on a third the units.
 
-One file holds both, so that they run one after the other: two emulated machines are too much for two processors.
+One file holds them all, so that they run one after the other: two emulated machines are too much for two processors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from sandkasten.security.campaign import catalogue
 from sandkasten.security.probes.attempt import Attempt
 from tests.vm import machine
+from tests.vm.units import CLAIMS
 from tests.vm.words import boot_or_skip, statuses, trouble
 
 pytestmark = pytest.mark.vm
@@ -75,3 +76,9 @@ def test_claims_of_cgroup_v2_and_of_project_quotas_hold() -> None:
     assert len(summaries) == machine.PROCESSORS, f"a summary is missing, or has failures or skips:\n{trouble(printed)}"
     assert sum(map(int, summaries)) >= 60
     assert statuses(printed, "tests") == ["0"] * machine.PROCESSORS
+
+
+def test_the_units_do_what_their_page_says() -> None:
+    """From `install-service` to the end: fences, a session, and what each kill, restart and stop leaves alone."""
+    printed = boot_or_skip("python3 -m tests.vm.units", is_systemd=True)
+    assert re.findall(r"^claim: (\w+): held", printed, re.MULTILINE) == [each.__name__ for each in CLAIMS], printed

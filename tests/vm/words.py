@@ -11,11 +11,14 @@ from tests import debian
 from tests.vm import machine
 
 
-def boot_or_skip(script: str) -> str:
-    """Run a script on each processor and return what was printed; skip where the machine can't be had."""
+def boot_or_skip(script: str, *, is_systemd: bool = False) -> str:
+    """Run a script on each processor, or as a service of systemd, and return what was printed.
+
+    Skips where the machine can't be had.
+    """
     faulthandler.cancel_dump_traceback_later()  # an emulated machine takes longer than any other test may
     try:
-        printed = machine.boot(script, workers=machine.PROCESSORS)
+        printed = machine.boot(script, workers=machine.PROCESSORS, is_systemd=is_systemd)
     except debian.Unavailable as reason:
         pytest.skip(str(reason))
     print(printed)

@@ -17,6 +17,9 @@ ip link set lo up 2>/dev/null || busybox ip link set lo up
 echo "guest: $(uname -r), controllers $(cat /sys/fs/cgroup/cgroup.controllers)"
 echo "guest: project quota $(grep -o prjquota /proc/mounts || echo missing)"
 echo "guest: booted after $(cut -d ' ' -f 1 /proc/uptime) s"
+if [ -e /project/guest-systemd ]; then # the work is a unit, guest-work.service
+	cd / && exec /lib/systemd/systemd
+fi
 # As under systemd: no test runs in the root cgroup, and parents hand controllers down.
 echo "+cpu +memory +pids" >/sys/fs/cgroup/cgroup.subtree_control
 cd /project || exit 1
