@@ -1,4 +1,4 @@
-"""What docs/systemd.md says of the units, seen on a machine that systemd runs. Runs there, as root, in a service.
+"""Claims of docs/systemd.md about the units, tried on a machine that systemd runs. Runs there, as root, in a service.
 
 Prints a line for each claim that held. One that does not ends the run, since those behind it rest on it, with the
 journal and a traceback.

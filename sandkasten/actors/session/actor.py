@@ -464,8 +464,7 @@ class SessionActor(Actor):
             case Destroy(reason):
                 return await self._finish(Trigger.DESTROY, reason)
             case Expire():
-                await self._expire()
-                return None
+                return await self._expire()
             case Died(reason):
                 await self._finish(Trigger.DIED, reason)
                 return None
@@ -624,10 +623,9 @@ class SessionActor(Actor):
 
     async def _expire(self) -> bool:
         """End a session whose lease ran out, unless it is paused instead; return whether it was ended."""
-        if not self._lease.has_ended or await self._pausing.pause_at_end():
-            return False
-        await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
-        return True
+        if may_end := self._lease.has_ended and not await self._pausing.pause_at_end():
+            await self._finish(Trigger.EXPIRE, EXPIRIES[self._lease.reason], self._lease.reason)
+        return may_end
 
     def _warn_of_lease_end(self, end_reason: EndReason, remaining_s: float) -> None:
         self.emit(EventType.SESSION_EXPIRING, remaining_s=round(remaining_s), end_reason=end_reason)
