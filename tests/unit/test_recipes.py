@@ -152,7 +152,7 @@ def test_a_start_tells_of_recipes_while_sessions_see_the_machine(
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (["E: no such package", "E: apt-get -oA=<$fd> failed", "E: mmdebstrap failed to run"], "no such package"),
+        (["I: a", "E: none such", "E: apt-get -oA=<$fd> failed", "E: mmdebstrap failed to run"], "none such"),
         (["I: a", "useradd: taken", "E: command failed: chroot x", "E: mmdebstrap failed to run"],
          "a command of the recipe failed: useradd: taken"),
         (["E: command failed: chroot x"], "command failed: chroot x"),
