@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "newsfragments/README.md"),
-    *("config/sandkasten.example.yaml", "config/windows/sandkasten-wsl.ps1"),
+    *("config/sandkasten.example.yaml", "config/images/base.yaml", "config/windows/sandkasten-wsl.ps1"),
 )
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 

@@ -95,6 +95,7 @@ EXAMPLES: Mapping[type, Sequence[Mapping[str, Any]]] = {  # JSON values
     ),
     previews.PreviewRequest: ({"port": 8000, "ttl_seconds": 3600},),
     secrets.SecretRequest: ({"name": "api", "value": "the-value-of-the-secret", "hosts": ["api.example.org"]},),
+    images.CommitImageRequest: ({"name": "tools", "config": {"env": {"MODE": "test"}, "cmd": ["serve"]}},),
     images.PruneRequest: ({"older_than_s": 3600, "dry_run": True},),
     jobs.PullRequest: ({"reference": "registry.example.org/team/tools:v1", "name": "tools"},),
     workspaces.WorkspaceRequest: ({"id": "project-1", "labels": {"team": "research"}, "quota_bytes": 1073741824},),

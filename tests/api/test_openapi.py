@@ -290,6 +290,7 @@ async def test_answers_are_as_described() -> None:
             ("DELETE", f"{space}/fs?path=f", None),
             ("DELETE", space, None),
         )
+        assert (await client.post("/v1/images/import?name=z", content=b"none")).is_success
         pull = await client.post("/v1/images/pull", json={"reference": "127.0.0.1:1/x"})
         for method in ("GET", "DELETE"):
             assert (await client.request(method, f"/v1/jobs/{pull.json()['job_id']}")).is_success
@@ -318,7 +319,7 @@ async def test_answers_are_as_described() -> None:
     assert {
         name
         for name, (path, _, operation) in OPERATIONS_BY_ID.items()
-        if path != "/mcp"  # answers for itself: tests/mcp
+        if path not in ("/mcp", "/v1/sessions/{id}/commit")  # tests/mcp and tests/e2e/test_pulls.py have these
         and any("application/json" in answer.get("content", ()) for answer in operation["responses"].values())
     } <= answered
 

@@ -83,7 +83,8 @@ async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_p
 
 async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
     """The command follows the daemon's job to its end and says how that ended; a session gets the image. Another tag is
-    an image beside it: it runs what it was made to run, by its tag, and is not removed while a session has it."""
+    an image beside it: it runs what it was made to run, by its tag, and is not removed while a session has it. Its
+    session becomes an image by a commit."""
     data_dir = tmp_path / "data"
     async with serving() as registry:
         digest = registry.push([busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/word": b"one"})])
@@ -118,9 +119,14 @@ async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
             assert said["in_use"] == {"sessions": [session], "pools": []}
             kept = await command(data_dir, "rm", "image:v2")
             assert (kept.returncode, b"the image is in use: 1 sessions" in kept.stderr) == (125, True), kept.stderr
+            made = await command(data_dir, "commit", session, "--name", "mine", "--json")
+            assert (made.returncode, json.loads(made.stdout)["name"]) == (0, "mine"), made.stderr
+            words[2:3] = ["mine"]
+            run = await trio.run_process(words, stdin=b"cat /etc/word", capture_stdout=True, env=env)
+            assert run.stdout == b"two"
             await trio.to_thread.run_sync(client.delete, f"/v1/sessions/{session}")
             assert (await command(data_dir, "rm", "image:v2")).returncode == 0
-            assert [each.name for each in Catalog(data_dir).images()] == ["host", "image"]
+            assert [each.name for each in Catalog(data_dir).images()] == ["host", "image", "mine"]
 
 
 @pytest.mark.parametrize(
