@@ -61,15 +61,15 @@ Check = Callable[[Any], None]
 class Row(Generic[R]):
     """The way one class of requests is carried out. Its answer is of the class that the request's class names.
 
-    `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None: it
-    waits for no other. `work`: a job, or a plain function where nothing is waited for. `on_arrival`: called at once,
-    before earlier requests of the same key are done. `fds`: the number of descriptors that come along, which `work` is
-    called with, too; they are closed after it.
+    `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None, or
+    one that returns None: it waits for no other. `work`: a job, or a plain function where nothing is waited for.
+    `on_arrival`: called at once, before earlier requests of the same key are done. `fds`: the number of descriptors
+    that come along, which `work` is called with, too; they are closed after it.
     """
 
     request: type[R]
     checks: Mapping[str, Check]
-    key: Callable[[R], str] | None
+    key: Callable[[R], str | None] | None
     work: Callable[..., Work] | Callable[..., Answer]
     on_arrival: Callable[[Any, R], None] | None = None
     fds: int = 0
@@ -141,9 +141,9 @@ def abort_work(node: StartedNsinit, request: p.Teardown) -> None:
     node.packing.session_jails.end(request.session_id)
 
 
-def end_packing(node: StartedNsinit, request: p.SetFrozen) -> None:
-    """A session that goes on is not packed any more."""
-    if not request.frozen:
+def end_packing(node: StartedNsinit, request: p.SetFrozen | p.StopProcesses) -> None:
+    """A session that goes on, if only to end, is not packed any more."""
+    if isinstance(request, p.StopProcesses) or not request.frozen:
         node.packing.session_jails.end(request.session_id)
 
 
@@ -370,8 +370,8 @@ def _of_plan(request: p.MountImage | p.Build) -> str:
     return request.plan.session_id
 
 
-def _of_layer(request: p.UnpackLayer) -> str:
-    return f"layer {request.digest}"
+def _of_layer(request: p.UnpackLayer) -> str | None:
+    return f"layer {request.digest}" if request.digest else None
 
 
 def _of_image(request: p.PublishImage | p.DeleteImage) -> str:
@@ -417,7 +417,13 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.MountImage, _PLAN, _of_plan, mount_image),
     Row(p.Build, _PLAN, _of_plan, build),
     Row(p.Adopt, _SESSION, _of_session, attach),
-    Row(p.StopProcesses, {**_SESSION, "grace_ms": check_stop_grace}, _of_session, stop_processes),
+    Row(
+        p.StopProcesses,
+        {**_SESSION, "grace_ms": check_stop_grace},
+        _of_session,
+        stop_processes,
+        on_arrival=end_packing,
+    ),
     Row(p.Teardown, _SESSION, _of_session, tear_down, on_arrival=abort_work),
     Row(p.Scan, _AFTER, None, scan),
     Row(p.SetLimits, {**_SESSION, **_LIMITS}, _of_session, set_limits),

@@ -115,7 +115,12 @@ class Packer:
         """Give files their setuid and setgid bits back, of `<mode in octal> <path>`."""
         for line in privileged:
             mode, _, path = line.partition(b" ")
-            status = os.lstat(b"/" + path)
+            try:
+                status = os.lstat(b"/" + path)
+            except FileNotFoundError:  # a later member of the layer's archive took its place
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                continue
             self._privileged[status.st_dev, status.st_ino] = int(mode, 8) & (stat.S_ISUID | stat.S_ISGID)
 
     def pack(self, members: Iterator[Member]) -> str:
@@ -305,7 +310,7 @@ class Changes:
         for name in names:
             path = prefix + name
             status, before = os.lstat(b"/" + path), _old_status(path) if name in old else None
-            if path in MADE or (before is not None and _is_same(status, before)):
+            if path in MADE or (before is not None and _is_same(status, before) and _is_at_its_place(path, status)):
                 continue
             changed.append(name)
             if stat.S_ISDIR(status.st_mode) and not name.startswith(HIDDEN) and path != WORKSPACE:
@@ -337,7 +342,26 @@ def _old_status(path: bytes) -> os.stat_result | None:
 
 def _is_same(status: os.stat_result, before: os.stat_result) -> bool:
     facts = ((each.st_mode, each.st_ctime_ns, each.st_mtime_ns) for each in (status, before))
-    return next(facts) == next(facts) and (stat.S_ISDIR(status.st_mode) or status.st_size == before.st_size)
+    if stat.S_ISDIR(status.st_mode):
+        return next(facts) == next(facts)
+    return next(facts) == next(facts) and (status.st_size, status.st_ino) == (before.st_size, before.st_ino)
+
+
+def _is_at_its_place(path: bytes, status: os.stat_result) -> bool:
+    """Whether a directory with the status of one in the layers is that one. Directories that an archive brought have
+    equal times, and a directory above may have been renamed, which copies nothing that is in it. Told by the number of
+    a file in it, since an overlay gives directories numbers of its own (overlayfs.rst, "Inode properties")."""
+    if not stat.S_ISDIR(status.st_mode) or b"/" not in path:  # what was renamed itself has another time
+        return True
+    for name in os.listdir(b"/" + path):
+        each = path + b"/" + name
+        if not stat.S_ISDIR((found := os.lstat(b"/" + each)).st_mode):
+            try:
+                before = os.stat(each, dir_fd=_OLD_FD, follow_symlinks=False)
+            except OSError:
+                return False
+            return found.st_ino == before.st_ino
+    return False
 
 
 def main() -> NoReturn:

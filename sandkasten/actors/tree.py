@@ -533,9 +533,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         async def still() -> AsyncIterator[None]:
             entry = await self._live(session_id)
             is_ours = entry.session.status is not Status.PAUSED
-            if is_ours:
-                await entry.ref.ask(PauseSession(PauseSpec(), is_held=True))
             try:
+                if is_ours:  # a pause goes on where this is cancelled; the lease stands still, as nothing can renew it
+                    await entry.ref.ask(PauseSession(PauseSpec(stop_lease=True), is_held=True))
                 yield
             finally:
                 if is_ours:

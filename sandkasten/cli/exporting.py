@@ -19,7 +19,7 @@ from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.model.errors import SandkastenError
 
-_FILE_MODE = 0o644
+_FILE_MODE = 0o600  # as the image: a session may have left a secret in it
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -58,7 +58,9 @@ def _target(path: str) -> Iterator[IO[bytes]]:
     try:
         with open(fd, "wb") as file:
             yield file
+            file.flush()
             os.fchmod(fd, _FILE_MODE)
+            os.fsync(fd)
         os.replace(made, path)
     except BaseException:
         os.unlink(made)

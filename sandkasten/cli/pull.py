@@ -207,8 +207,9 @@ def serve_child(
         SandkastenError: the work failed.
     """
     from sandkasten.admission.budget import disk_floor_bytes
+    from sandkasten.images.catalog import HOST
     from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES
-    from sandkasten.model.errors import SandkastenError, leaf_of
+    from sandkasten.model.errors import InvalidImage, SandkastenError, leaf_of
 
     reserve_bytes = disk_floor_bytes(config.data_dir, config.disk)
     published = name or ""
@@ -237,7 +238,10 @@ def serve_child(
                         bounds = {"max_bytes": MAX_BYTES, "max_entries": MAX_ENTRIES, "reserve_bytes": reserve_bytes}
                         answer["layer"] = store.unpack_layer(fds[0], said["layer"], **bounds).diff_id
                     case "publish":
-                        published = name or str(said["image"]["name"])
+                        own = name or str(said["image"]["name"])
+                        if name is None and (published or own in {HOST, *config.image_aliases}):
+                            raise InvalidImage(f"image {own!r} would be taken for another one: give a --name")
+                        published = own
                         _publish(store, said["image"], published, replace=replace and name is not None)
             except SandkastenError as error:
                 if said["kind"] == "failed":

@@ -162,8 +162,9 @@ async def _feed(part: Stretch, fd: int, blob: Blob | None) -> None:
     try:
         with suppress(OSError):  # EPERM: a pipe of the usual size does, too (fcntl(2), F_SETPIPE_SZ)
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        limiter = trio.CapacityLimiter(1)  # a thread of its own: one that waits for its unpack keeps none from others
         for at in range(0, part.size, _TURN_BYTES):
-            await trio.to_thread.run_sync(_feed_some, part, at, fd, None if blob is None else digest)
+            await trio.to_thread.run_sync(_feed_some, part, at, fd, None if blob is None else digest, limiter=limiter)
     except BrokenPipeError:
         return
     finally:
@@ -216,7 +217,8 @@ class ArchiveImport:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[ImageArchive | None]:
         """Look at what the file is; None: no archive of images."""
-        with ExitStack() as stack:
+        stack = ExitStack()
+        try:
 
             def make_spool() -> IO[bytes]:
                 return stack.enter_context(self.blobs.unnamed())
@@ -227,6 +229,9 @@ class ArchiveImport:
 
             most = self.settings.max_pull_mb * MIB
             yield await trio.to_thread.run_sync(look, self.fd, make_spool, most, check)
+        finally:
+            with trio.CancelScope(shield=True):  # blocks of a large file take their time to be freed
+                await trio.to_thread.run_sync(stack.close)
 
     def pull(self, archive: ImageArchive) -> Pull:
         """Return the pull from an archive. Without a name, the archive's is taken."""

@@ -251,6 +251,7 @@ def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
     """Yield name and place of each file, name and target of each link, and None for a member of another kind."""
     at = 0
     records: dict[str, str] = {}
+    taken = 0  # bytes of headers before the member that they are about
     while True:
         block = tape.read(at, _BLOCK)
         if len(block) == _BLOCK and not block.strip(b"\0"):
@@ -263,7 +264,8 @@ def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
         if header.size < 0 or header.type == tarfile.GNUTYPE_SPARSE:
             raise _BrokenTar("a member has a size or a kind that no archive of images has")
         if header.type in _RECORDS:
-            if header.size > _MAX_RECORD_BYTES:
+            taken += _BLOCK + header.size
+            if taken > _MAX_RECORD_BYTES:
                 raise _BrokenTar("a header is too large")
             records |= _RECORDS[header.type](tape.read(at, header.size))
             at += _whole(header.size)
@@ -283,7 +285,7 @@ def _members(tape: _Tape) -> Iterator[tuple[str, Stretch | str | None]]:
         # As tarfile has it: links, directories and devices have no content, whatever size they say.
         if header.isreg() or header.type not in tarfile.SUPPORTED_TYPES:
             at += _whole(size)
-        records = {}
+        records, taken = {}, 0
 
 
 def _pax(data: bytes) -> dict[str, str]:

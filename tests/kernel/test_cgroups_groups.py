@@ -316,7 +316,7 @@ def test_victims_are_named_when_the_kernel_says_less_of_each(server: Nsinit) -> 
     victim, _ = server.ask(FindOomKills, session_id=box.session_id)
     assert isinstance(victim, OomKills)
     assert victim.name == f"hog-{KILLS - 1}"
-    assert victim.kills == KILLS or not victim.pids
+    assert victim.kills >= KILLS or not victim.pids  # one more where the kernel finds a second victim
     assert server.ask(FindOomKills, session_id=other.session_id)[0].name == ""
     other.teardown()
 

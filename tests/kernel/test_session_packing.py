@@ -34,12 +34,14 @@ from tests.kernel.test_layers import ask, base_content, base_layer, publish, pub
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 BOUNDS = {"max_bytes": 64 << 20, "max_entries": 10_000}
-LISTING = """cd /; for each in bin etc kept gone moved over d new type over home root; do
+LISTING = """cd /; for each in bin etc one two kept gone moved over d new type over home root; do
 busybox find $each -exec busybox stat -c '%n %F %a %u %g %Y %t' {} + ; done 2>/dev/null |
 busybox grep -v -e '^etc ' -e ^etc/host -e /.wh.odd -e fifo -e ^etc/resolv -e ^home | sort
-busybox cat kept/a moved/deep/x over/new d/tied new/file type; busybox readlink d/link; busybox stat -c '%s %b' new/hole
+busybox cat one/sub/f kept/a moved/deep/x over/new d/tied new/file type
+busybox readlink d/link; busybox stat -c '%s %b' new/hole
 busybox stat -c %h d/tied"""
 CHANGES = """cd /; PATH=$PATH:/tmp; busybox --install -s /tmp
+rm -r one; mv two one
 rm -r gone; rm kept/b; mv deep moved; rm -r over; mkdir over; echo new > over/new; rm -r type; echo file > type
 mkdir -p d new/empty; echo file > new/file; chmod 4711 new/file; chown 77:88 new/file; ln new/file d/tied
 ln -s /nowhere d/link
@@ -93,6 +95,12 @@ LOWER: dict[str, bytes | str | None] = {
     "type/x": b"",
     "was": None,
     "was/x": b"",
+    "one": None,
+    "one/sub": None,
+    "one/sub/f": b"one",
+    "two": None,
+    "two/sub": None,
+    "two/sub/f": b"two",
     "same": None,
     "same/x": b"not read again",
     "etc/hostname": b"the image's own",

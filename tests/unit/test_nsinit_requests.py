@@ -94,7 +94,7 @@ def test_what_changes_a_session_or_a_workspace_waits_for_what_came_before(row: R
             ("Ask", "Find", "List", "Scan", "RemoveLeftover", "CollectLayers", "Pack")
         )
     elif row.request in STORE_TABLE:
-        assert row.key(make(row.request)).split()[0] in ("image", "layer")
+        assert str(row.key(make(row.request))).split()[0] in ("image", "layer")
     else:
         assert row.key(make(row.request)) == ("workspace work" if "workspace_id" in names else ID)
 

@@ -61,7 +61,7 @@ class Commits:
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
             layers = (*packed.below, packed.digest)
-            with self._turns.keeping(layers):
+            with self._turns.keeping(layers), trio.CancelScope(shield=True):  # half way it may have the name
                 await trio.to_thread.run_sync(partial(self._publish, spec, layers, below, config))
         (found,) = await self._images.ask_again(DescribeImages(spec.name))
         return found

@@ -253,7 +253,8 @@ class Jobs(Actor):
                     end = await self._outcome(running, work)
             await self._note(running, **end, ended_at=datetime.now(UTC))
         finally:
-            running.on_end()
+            with trio.CancelScope(shield=True):  # blocks of a large file take their time to be freed
+                await trio.to_thread.run_sync(running.on_end)
             self._running.pop(running.job.id, None)
             running.ended.set()
 

@@ -23,7 +23,7 @@ from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.record import LiveRecord, age_s
 from sandkasten.model import FOREVER_S, AtEnd, EventType, Pause, PauseSpec, Status
 from sandkasten.model.errors import Conflict, RunnerLost, SandkastenError, SessionPaused
-from sandkasten.model.lifecycle import Trigger, next_status
+from sandkasten.model.lifecycle import WHOLE, Trigger, next_status
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +106,17 @@ class Pausing:
         """
         own = self._own
         session = own.session
-        if session.options.at_end != AtEnd.PAUSE or session.status is not Status.RUNNING:
+        if session.options.at_end != AtEnd.PAUSE or session.status not in WHOLE:
             return False
+        is_woken = session.pause is not None and session.pause.auto_resume
         own.change(max_lifetime_s=float(self._maximum.max_lifetime_seconds or FOREVER_S))
         own.renew()
         if self._lease.has_ended:
             return False
         try:
-            await self.pause(PauseSpec(stop_lease=True))
+            if self._is_held:
+                raise Conflict("the session stands still for another reason")
+            await self.pause(PauseSpec(auto_resume=is_woken, stop_lease=True))
         except SandkastenError as error:
             log.warning("not_paused_at_end", extra={"session_id": session.id, "error": str(error)})
             own.change(max_lifetime_s=min(age_s(own.record) + _AGAIN_S, own.session.max_lifetime_s))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
+
+import trio
 
 from sandkasten.api.e2b.connect import (
     BREAKS,
@@ -79,19 +82,25 @@ async def stream(request: EnvdRequest, method: ServerStream) -> Answer | None:
 
 async def _one_message(exchange: Exchange) -> Mapping[str, Any]:
     """Return the one message of a client's stream."""
-    messages = [message async for message in _messages(exchange)]
-    if len(messages) != 1:
-        raise InvalidRequest("the stream must have one message", messages=len(messages))
-    return messages[0]
+    found: Mapping[str, Any] | None = None
+    async with aclosing(_messages(exchange)) as messages:
+        async for message in messages:
+            if found is not None:
+                raise InvalidRequest("the stream must have one message", messages=2)
+            found = message
+    if found is None:
+        raise InvalidRequest("the stream must have one message", messages=0)
+    return found
 
 
-async def _messages(exchange: Exchange) -> AsyncIterator[Mapping[str, Any]]:
+async def _messages(exchange: Exchange) -> AsyncGenerator[Mapping[str, Any]]:
     limit_bytes = exchange.settings.max_json_bytes
     reader = EnvelopeReader(limit_bytes)
     while chunk := await exchange.read_chunk(limit_bytes=ANY_SIZE):
         for body in reader.feed(chunk):
             await check_value_count(body)
             yield decode_message(body)
+            await trio.lowlevel.checkpoint()  # a piece of the body may hold many messages
     reader.finish()
 
 

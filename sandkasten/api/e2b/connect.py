@@ -180,6 +180,9 @@ class EnvelopeReader:
             raise InvalidRequest("the stream ends within a message", bytes=len(self._buffer))
 
 
+_DEPTH = 16
+
+
 def decode_message(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a message; no body is an empty one. Raises `InvalidRequest`."""
     try:
@@ -194,13 +197,16 @@ def decode_message(body: bytes) -> dict[str, Any]:
 def read_message(value: Mapping[str, Any], cls: type[T]) -> T:
     """Return a message as an attrs class. A null is an absent field, and further fields are ignored. Raises
     `InvalidRequest`."""
-    return parse(_without_nulls(value), cls)
+    return parse(_without_nulls(value, _DEPTH), cls)
 
 
-def _without_nulls(value: Any) -> Any:  # JSON values
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return value
+def _without_nulls(value: Any, depth: int) -> Any:  # JSON values
+    """Return a value without the nulls of its objects. Raises `InvalidRequest` for one with objects too deep."""
+    if not isinstance(value, Mapping):
+        return value
+    if depth == 0:
+        raise InvalidRequest("the message has too many objects in each other", body=f"at most {_DEPTH} levels")
+    return {name: _without_nulls(each, depth - 1) for name, each in value.items() if each is not None}
 
 
 def base64_text(data: bytes) -> str:

@@ -103,10 +103,10 @@ class EnvdRequest:
             return HOMES[user]
         async with self.exchange.files.open_read("/etc/passwd", max_bytes=_MAX_PASSWD_BYTES) as reader:
             content = b"".join([piece async for piece in reader])
-        for line in content.decode("utf-8", "surrogateescape").split("\n"):
-            fields = line.split(":")
-            if len(fields) == 7 and fields[0] == user:  # passwd(5)
-                return fields[5] if fields[5].startswith("/") else "/"
+        start = (b"\n" + content).find(b"\n" + user.encode("utf-8", "surrogateescape") + b":")  # passwd(5)
+        if start >= 0:
+            fields = content[start:].partition(b"\n")[0].decode("utf-8", "surrogateescape").split(":")
+            return fields[5] if len(fields) == 7 and fields[5].startswith("/") else "/"
         raise InvalidRequest(f"there is no user {user[:64]!r}", username="is none of /etc/passwd")
 
     async def place(self, path: str) -> str:
@@ -119,7 +119,7 @@ class EnvdRequest:
             return path
         if path == "~" or path.startswith("~/"):
             path = path[2:]
-        return posixpath.join(await self.home(), path).rstrip("/") if path != "." else await self.home()
+        return (posixpath.join(await self.home(), path).rstrip("/") or "/") if path != "." else await self.home()
 
     @property
     def timeout_s(self) -> float | None:

@@ -301,13 +301,15 @@ class Control:
         if states:
             statuses = frozenset(status for status in statuses if status.value in states)
         limit = query.get("limit", "100")
-        if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:6]) <= 1000):
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and 0 < int(limit) <= 1000):
             raise bad_query("limit", "must be between 1 and 1000")
         try:
             after = parse_cursor(query["nextToken"]) if query.get("nextToken") else None
             since = datetime.fromisoformat(query["startedAfter"]) if query.get("startedAfter") else None
         except ValueError as error:
             raise bad_query("nextToken" if query.get("nextToken") else "startedAfter", str(error)) from None
+        if since is not None and since.tzinfo is None:
+            since = since.replace(tzinfo=UTC)
         wanted = SessionQuery(statuses=statuses, labels=tuple(labels), after=after, limit=int(limit))
         page = await exchange.supervisor.find(owned_query(exchange.key, wanted))
         headers = () if page.next is None else (("x-next-token", page.next.cursor),)

@@ -54,7 +54,8 @@ _TYPES: Mapping[str, tuple[str, int]] = {
     "other": ("FILE_TYPE_UNSPECIFIED", 0),
 }
 _PAGE = 1000
-_MAX_ENTRIES = 100_000
+_MAX_ENTRIES = 20_000
+_MAX_LISTED_CHARS = 8 << 20
 _LIST_S = 60.0
 
 
@@ -135,13 +136,18 @@ async def list_dir(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[
     asked = read_message(message, ListMessage)
     path = posixpath.normpath(await request.place(asked.path))
     entries: list[dict[str, Any]] = []
-    after = ""
+    after, chars = "", 0
     while True:
         wanted = ListFiles(path, after=after, limit=_PAGE, depth=asked.depth or 1, user=request.user)
         listing = await request.exchange.files.ask(wanted, Listing, patience_s=_LIST_S)
         entries += [spell_entry(each, posixpath.join(path, each.name)) for each in listing.entries]
-        if len(entries) > _MAX_ENTRIES:
-            raise ConnectError(Code.RESOURCE_EXHAUSTED, f"there are more than {_MAX_ENTRIES} files in {asked.path}")
+        chars += sum(2 * len(each.name) + len(path) + len(each.target or "") for each in listing.entries)
+        if len(entries) > _MAX_ENTRIES or chars > _MAX_LISTED_CHARS:
+            raise ConnectError(
+                Code.RESOURCE_EXHAUSTED,
+                f"there are more than {_MAX_ENTRIES} files, or names of more "
+                f"than {_MAX_LISTED_CHARS} characters, in {asked.path}",
+            )
         if not listing.more or not listing.entries:
             return {"entries": entries}
         after = listing.entries[-1].name
@@ -239,7 +245,9 @@ async def _tell_changes(request: EnvdRequest, path: str, asked: WatchMessage, wr
 
 
 _MAX_WATCHERS = 4096
-_MAX_WATCHED_EVENTS = 10_000
+_MAX_OF_SANDBOX = 8
+"""Most watchers of one sandbox. The oldest ends for a new one."""
+_MAX_WATCHED_EVENTS = 1000
 _WATCHER_S = 300.0
 
 
@@ -288,8 +296,11 @@ class Watchers:
         path = posixpath.normpath(await request.place(asked.path))
         if self._nursery is None:
             raise ConnectError(Code.UNAVAILABLE, "the server is stopping")
-        if len(self._watchers) >= _MAX_WATCHERS:
-            self._drop(next(iter(self._watchers)))
+        own = [each for each, watcher in self._watchers.items() if watcher.session_id == request.session.id]
+        if len(own) >= _MAX_OF_SANDBOX:
+            self._drop(own[0])
+        elif len(self._watchers) >= _MAX_WATCHERS:
+            raise ConnectError(Code.RESOURCE_EXHAUSTED, "the server has no room for another watcher")
         watcher = PolledWatch(request.session.id, trio.CancelScope(), trio.current_time())
         watcher_id = secrets.token_hex(8)
         await self._nursery.start(self._watch, watcher, request, path, asked.recursive)

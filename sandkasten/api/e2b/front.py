@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import attrs
+import trio
 
 from sandkasten import logcontext
 from sandkasten.api.e2b import files, filesystem, process
@@ -23,7 +24,7 @@ from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_str
 from sandkasten.api.e2b.connect import GONE, SandboxGone
 from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
-from sandkasten.api.e2b.sandboxes import E2bTerms, find_signer, is_token_of, wake
+from sandkasten.api.e2b.sandboxes import SIGNATURE, E2bTerms, find_signer, is_token_of, wake
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
@@ -31,7 +32,7 @@ from sandkasten.api.http.guard import Scope
 from sandkasten.api.http.routing import Route, RouteKind, RouteMatch, RouteTable, Target
 from sandkasten.model import SESSION_ID, Session, Status, errors
 from sandkasten.model.errors import Unauthorized
-from sandkasten.model.keys import CONFIGURED, CONFIGURED_ID, LOCAL, LOCAL_ID, ApiKey
+from sandkasten.model.keys import CONFIGURED, CONFIGURED_ID, LOCAL, LOCAL_ID, Access, ApiKey
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery
 
@@ -154,17 +155,24 @@ class E2bFront:
         exchange.session_id = sandbox_id
         logcontext.session_id.set(sandbox_id)
         session = await _live_session(exchange, sandbox_id)
-        _take_key(exchange, _key_of(exchange, session))
+        key = _key_of(exchange, session)
+        if key.access < Access.WRITE or not key.reaches(session.labels):
+            raise Unauthorized("the API key that made this sandbox may not use it any more")
+        _take_key(exchange, key)
         if session.status is Status.PAUSED:
             session = await wake(exchange.supervisor, session)
-        user = exchange.query.get("username") or user_of(exchange.header(b"authorization"))
+        user = exchange.query.get("username")
+        if not user and claim.sandbox_id is not None:  # a signature is for the user that it names
+            user = user_of(exchange.header(b"authorization"))
         return EnvdRequest(exchange, session, user, self._commands)
 
     async def _find_signer(self, exchange: Exchange) -> str | None:
         """Return the sandbox whose token signed the request's URL."""
         query = parse_query(exchange.scope["query_string"])
         expiration = query.get("signature_expiration")
-        if exchange.method not in ("GET", "HEAD", "POST") or not query.get("signature") or _is_past(expiration):
+        if exchange.method not in ("GET", "HEAD", "POST") or _is_past(expiration):
+            return None
+        if not SIGNATURE.fullmatch(query.get("signature", "")):
             return None
         labels = (LabelSelector(TEMPLATE),)
         wanted = SessionQuery(statuses=WHOLE, labels=labels, limit=_MAX_SIGNERS)
@@ -181,6 +189,7 @@ class E2bFront:
             )
             if found is not None or page.next is None:
                 return found
+            await trio.lowlevel.checkpoint()
             wanted = attrs.evolve(wanted, after=page.next)
 
     async def _serve_envd(self, request: EnvdRequest) -> Answer | None:

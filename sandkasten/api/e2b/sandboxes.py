@@ -17,11 +17,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
 import attrs
+import trio
 
 from sandkasten.model import ExecSpec, Session, SessionPatch
 from sandkasten.model.errors import InvalidImage
@@ -61,11 +63,23 @@ def is_token_of(key: bytes, session_id: str, token: str) -> bool:
     return hmac.compare_digest(access_token(key, session_id).encode(), token.encode("utf-8", "replace"))
 
 
+SIGNATURE = re.compile(r"v1_[A-Za-z0-9+/]{43}")
+
+
 def sign(path: str, action: Action, user: str, token: str, expiration: str | None) -> str:
     """Return the signature of a URL."""
-    said = ":".join([path, action, user, token, *([] if expiration is None else [expiration])])
-    digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
-    return "v1_" + base64.b64encode(digest).rstrip(b"=").decode("ascii")
+    return _signature(_signed(path, action, user), token, expiration)
+
+
+def _signed(path: str, action: Action, user: str) -> hashlib._Hash:
+    """Return the digest of what stands before the token, which is the same for every sandbox."""
+    return hashlib.sha256(":".join((path, action, user, "")).encode("utf-8", "surrogatepass"))
+
+
+def _signature(before: hashlib._Hash, token: str, expiration: str | None) -> str:
+    digest = before.copy()
+    digest.update((token if expiration is None else f"{token}:{expiration}").encode("utf-8", "surrogatepass"))
+    return "v1_" + base64.b64encode(digest.digest()).rstrip(b"=").decode("ascii")
 
 
 def find_signer(
@@ -79,10 +93,10 @@ def find_signer(
     expiration: str | None,
 ) -> str | None:
     """Return the session whose token signed a URL, None if there is none. Every session is compared with."""
-    given = signature.encode("utf-8", "replace")
+    given, before = signature.encode("utf-8", "replace"), _signed(path, action, user)
     found = None
     for session_id in session_ids:
-        right = sign(path, action, user, access_token(key, session_id), expiration)
+        right = _signature(before, access_token(key, session_id), expiration)
         if hmac.compare_digest(right.encode(), given):
             found = session_id
     return found
@@ -103,8 +117,8 @@ if [ $found = no ]; then
   {
     echo "$line"
     while IFS= read -r each; do case $each in user:*) ;; *) echo "$each" ;; esac; done < /etc/passwd
-  } > /etc/passwd.new
-  mv /etc/passwd.new /etc/passwd; chmod 644 /etc/passwd
+  } > /etc/passwd.$$
+  chmod 644 /etc/passwd.$$; mv /etc/passwd.$$ /etc/passwd
   g=no
   while IFS=: read -r _ _ gid _; do [ "$gid" != 1000 ] || g=yes; done < /etc/group
   [ $g = yes ] || echo user:x:1000: >> /etc/group
@@ -143,6 +157,11 @@ async def end_in(supervisor: Supervisor, session: Session, timeout_s: float) -> 
 
 
 async def wake(supervisor: Supervisor, session: Session, timeout_s: float = TIMEOUT_S) -> Session:
-    """Resume a paused session, and have it end in so many seconds."""
-    await supervisor.resume(session.id)
-    return await end_in(supervisor, session, timeout_s)
+    """Have a paused session end in so many seconds, and resume it. One that can't be resumed keeps its end."""
+    await end_in(supervisor, session, timeout_s)
+    try:
+        return await supervisor.resume(session.id)
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
+        raise

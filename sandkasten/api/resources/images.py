@@ -229,5 +229,5 @@ class CommitImageRequest:
 async def commit(exchange: Exchange) -> Answer:
     """Make an image of what a session has changed above its own, while the session stands still."""
     spec = (await read_request(exchange, CommitImageRequest)).to_spec()
-    found = await exchange.supervisor.commit_session(exchange.session_id, spec)
+    found = await exchange.until_disconnect(lambda: exchange.supervisor.commit_session(exchange.session_id, spec))
     return json_answer(ImageBody.of(found), status=201)
