@@ -242,6 +242,21 @@ async def test_a_session_may_be_paused_at_its_end(supervisor: LocalSupervisor) -
     assert (await supervisor.exec(session.id, ExecSpec("echo $x"))).stdout == b"kept\n"
 
 
+async def test_a_session_that_is_paused_at_its_end_stays_so(supervisor: LocalSupervisor) -> None:
+    """With the options of its pause, and without an end from then on."""
+    session = await supervisor.create(SessionSpec(max_lifetime_s=1, at_end=AtEnd.PAUSE))
+    await supervisor.pause(session.id, PauseSpec(auto_resume=False))
+
+    async def has_no_end() -> bool:
+        return (await supervisor.get(session.id)).max_lifetime_s == FOREVER_S
+
+    await until(has_no_end)
+    found = await supervisor.get(session.id)
+    assert (found.status, found.pause is not None and found.pause.auto_resume) == (Status.PAUSED, False)
+    await supervisor.resume(session.id)
+    assert (await supervisor.exec(session.id, ExecSpec("echo here"))).stdout == b"here\n"
+
+
 async def test_the_operators_longest_lifetime_ends_a_session_paused_at_its_end(config: Config) -> None:
     """A pause in place of an end is no way around the operator's bound."""
     bounded = attrs.evolve(config, maximum=Maximum(max_lifetime_seconds=2))

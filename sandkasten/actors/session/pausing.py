@@ -108,7 +108,7 @@ class Pausing:
         session = own.session
         if session.options.at_end != AtEnd.PAUSE or session.status not in WHOLE:
             return False
-        is_woken = session.pause is not None and session.pause.auto_resume
+        is_woken = session.pause is None or session.pause.auto_resume
         own.change(max_lifetime_s=float(self._maximum.max_lifetime_seconds or FOREVER_S))
         own.renew()
         if self._lease.has_ended:
