@@ -445,7 +445,10 @@ TABLE = RouteTable(
                 body=images.CommitImageRequest,
                 answer=images.ImageBody,
                 statuses=_CREATED,
-                errors=(errors.Conflict, errors.InvalidImage, errors.DiskFull),
+                errors=(
+                    *(errors.Conflict, errors.InvalidImage, errors.DiskFull, errors.LayerRefused),
+                    *(errors.SessionNotFound, errors.SessionExpired),
+                ),
             ),
             _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
             _raw("GET", f"{_SESSION}/execs", runs.list_runs, LOOK, query=runs.RunsQuery, answer=runs.RunsBody),

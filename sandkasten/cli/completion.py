@@ -81,7 +81,7 @@ def _bash(verbs: list[_Words]) -> Iterator[str]:
         yield f'    {each.verb}:-?*) words="{" ".join(each.options)}" ;;'
     for each in verbs:
         if each.names_session:
-            yield f'    {each.verb}:*) words="$({_SESSIONS}) -" ;;'
+            yield f'    {each.verb}:*) words="{" ".join([*each.actions, f"$({_SESSIONS})"])} -" ;;'
         elif each.names_context:
             yield f'    {each.verb}:*) words="{" ".join(each.actions)} $({_CONTEXTS})" ;;'
         elif each.actions:
