@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-import trio
+from trio.lowlevel import checkpoint
 
 from sandkasten.api.e2b.connect import (
     BREAKS,
@@ -100,7 +100,7 @@ async def _messages(exchange: Exchange) -> AsyncGenerator[Mapping[str, Any]]:
         for body in reader.feed(chunk):
             await check_value_count(body)
             yield decode_message(body)
-            await trio.lowlevel.checkpoint()  # a piece of the body may hold many messages
+            await checkpoint()  # a piece of the body may hold many messages
     reader.finish()
 
 
