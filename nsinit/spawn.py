@@ -79,34 +79,27 @@ def _spawn(flags: tuple[str, ...], program: str, channel_fd: int, log_fd: int, *
 
 def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: str) -> int:
     """Start the unpacker of an archive (`tools/unpack.py`): from its standard input into the directory of descriptor 3,
-    with the libraries of this interpreter, of which it needs one to read zstd.
-
-    Called by nsinit: none of the three descriptors is below 4.
-    """
-    return os.posix_spawn(
-        sys.executable,
-        [sys.executable, *_WITH_LIBRARIES, f"{_HERE}/tools/unpack.py", *arguments],
-        ENVIRONMENT,
-        file_actions=[
-            (os.POSIX_SPAWN_DUP2, archive_fd, 0),
-            (os.POSIX_SPAWN_DUP2, verdict_fd, 1),
-            (os.POSIX_SPAWN_DUP2, root_fd, CHANNEL_FD),  # and so it has no way to nsinit's socket
-        ],
-        setsigmask=[],
-    )
+    with the libraries of this interpreter, of which it needs one to read zstd. Called by nsinit."""
+    return _spawn_jail(_WITH_LIBRARIES, "unpack.py", archive_fd, verdict_fd, (root_fd,), arguments)
 
 
 def spawn_packer(input_fd: int | None, verdict_fd: int, *files: int, arguments: Iterable[str]) -> int:
     """Start the packer of a tree (`tools/pack.py`), with `files` as its descriptors from 3 on, and its standard input
     if it has one. Called by nsinit."""
+    return _spawn_jail(FLAGS, "pack.py", 0 if input_fd is None else input_fd, verdict_fd, files, arguments)
+
+
+def _spawn_jail(
+    flags: Iterable[str], program: str, input_fd: int, verdict_fd: int, files: Iterable[int], arguments: Iterable[str]
+) -> int:
     safe = [_dup_high(each) for each in files]
     try:
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, *FLAGS, f"{_HERE}/tools/pack.py", *arguments],
+            [sys.executable, *flags, f"{_HERE}/tools/{program}", *arguments],
             ENVIRONMENT,
             file_actions=[
-                (os.POSIX_SPAWN_DUP2, 0 if input_fd is None else input_fd, 0),
+                (os.POSIX_SPAWN_DUP2, input_fd, 0),
                 (os.POSIX_SPAWN_DUP2, verdict_fd, 1),
                 # From 3 on, and so it has no way to nsinit's socket.
                 *((os.POSIX_SPAWN_DUP2, fd, CHANNEL_FD + number) for number, fd in enumerate(safe)),
