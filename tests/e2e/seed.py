@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import gc
+import inspect
 import json
 import os
 import signal
@@ -23,6 +23,7 @@ from typing import Any
 
 from sandkasten.cli.main import VERBS, main
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(sys.executable).parent / "sandkasten"
 NAME = "tests-seed"
 _SERVE, _CLIENT = "serve", "client"
@@ -37,7 +38,6 @@ _IMPORTED = {
     ),
 }
 """Modules by kind: a client verb has none of the server's, and behaves as if some others were not installed."""
-_MAX_BYTES = 256 * 1024
 _HIGH_FD = 64
 
 _seeds: dict[str, socket.socket] = {}
@@ -77,6 +77,9 @@ def _seed_for(words: Sequence[str]) -> socket.socket | None:
     return _seeds.get(_CLIENT if VERBS[verb][0] != "operator" else _SERVE)
 
 
+_EXECUTE_CHILD = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+
 class Command(subprocess.Popen[Any]):
     """The command, as `subprocess.Popen` starts it, forked from a seed if there is one. A seed heeds the options for
     standard files, environment, directory and session."""
@@ -85,12 +88,14 @@ class Command(subprocess.Popen[Any]):
         super().__init__([str(SCRIPT), *map(str, words)], **options)
 
     def _execute_child(self, *given: Any) -> None:
-        (words, _, preexec, _, _, directory, environment), files, new_session = given[:7], given[10:16], given[21]
+        named = _EXECUTE_CHILD.bind(self, *given).arguments
+        words, environment = named["args"], dict(named["env"] or os.environ)
         seed = _seed_for(words[1:])
-        if seed is None or preexec is not None:
+        if seed is None or named["preexec_fn"] is not None:
             super()._execute_child(*given)  # type: ignore[misc]
             return
-        start = words, dict(environment or os.environ), str(directory or os.getcwd()), new_session
+        start = words, environment, str(named["cwd"] or os.getcwd()), named["start_new_session"]
+        files = [named[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         stdin, _, _, stdout, _, stderr = files
         descriptors = [fd if fd >= 0 else number for number, fd in enumerate((stdin, stdout, stderr))]
         socket.send_fds(seed, [json.dumps(start).encode()], descriptors)
@@ -119,28 +124,21 @@ def _main() -> None:
     from nsinit.kernel import syscalls
     from sandkasten.cli import client
 
+    sys.path.append(str(ROOT))
+    from tests.forks import next_fork
+
+    sys.path.pop()  # a fork finds what the script finds
     kind = sys.argv[1]
     if kind == _CLIENT:
         for name in client._NEEDLESS:
             sys.modules[name] = None  # type: ignore[assignment]  # as the verbs do
     for name in _IMPORTED[kind]:
         import_module(name)
-    syscalls.set_name(NAME)
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types Ctrl-C means the tests
-    gc.collect()
-    gc.freeze()
-    requests, cloner = socket.socket(fileno=int(sys.argv[2])), syscalls.Cloner(0)
-    while True:
-        data, fds, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
-        if not data:
-            return
-        if (pid := cloner.clone(-1)) == 0:
-            break
-        requests.send(array.array("i", [pid]))
-        for fd in fds:
-            os.close(fd)
+    if (made := next_fork(socket.socket(fileno=int(sys.argv[2])), NAME, 3)) is None:
+        return
+    data, fds = made
     words, environment, directory, new_session = json.loads(data)
-    requests.detach()
     for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in fds]):
         os.dup2(fd, number)
     syscalls.close_range(3)

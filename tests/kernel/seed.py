@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import gc
 import json
 import os
 import socket
@@ -27,7 +26,6 @@ NAME = "tests-seed"
 """The seed's own process name; a fork has that of the interpreter."""
 
 _CHANNEL_FD, _HIGH_FD = 3, 64
-_MAX_BYTES = 64 * 1024
 
 Spawn = Callable[..., int]
 
@@ -62,23 +60,13 @@ def _main() -> None:
     from nsinit.sandbox import child  # noqa: F401 - these and what they import is what `entry.main` does
     from nsinit.server import server  # noqa: F401
     from runner.server import main  # noqa: F401
+    from tests.forks import next_fork
     from tests.kernel import keeper
 
-    syscalls.set_name(NAME)
-    gc.collect()
-    gc.freeze()
-    requests, cloner = socket.socket(fileno=_CHANNEL_FD), syscalls.Cloner(0)
-    while True:
-        data, fds, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
-        if not data:
-            return
-        if (pid := cloner.clone(-1)) == 0:
-            break
-        requests.send(array.array("i", [pid]))
-        for fd in fds:
-            os.close(fd)
+    if (made := next_fork(socket.socket(fileno=_CHANNEL_FD), NAME, 2)) is None:
+        return
+    data, fds = made
     channel_fd, log_fd = (fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in fds)
-    requests.detach()
     syscalls.set_name(os.path.basename(sys.executable))
     os.dup2(channel_fd, _CHANNEL_FD)
     os.dup2(log_fd, 2)
