@@ -59,11 +59,10 @@ from sandkasten.model import (
     WaitFor,
 )
 from sandkasten.model.errors import InvalidRequest, TooLarge
+from sandkasten.model.run import MAX_TIMEOUT_MS
 
 _MAX_READ_BYTES = 4 * 1024 * 1024
 _MAX_CELLS = 1000
-MAX_TIMEOUT_MS = 2**31
-"""Longest time limit and wait for a shell, which PID 1 has a clock for."""
 _MAX_SIGNAL = 64
 _MAX_ARGUMENTS = 4096
 

@@ -26,6 +26,9 @@ SHELL_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,31}\Z")
 
 DEFAULT_SHELL = "default"
 
+MAX_TIMEOUT_MS = 2**31
+"""Longest time limit and wait for a shell, which PID 1 has a clock for."""
+
 
 class Cause(enum.StrEnum):
     """Causes of a run's end; a closed set."""

@@ -22,6 +22,7 @@ from sandkasten.api.e2b.sandboxes import (
     E2bTerms,
     access_token,
     age_of,
+    another_end,
     end_in,
     ensure_account,
     wake,
@@ -352,13 +353,8 @@ class Control:
             raise Conflict(f"sandbox {session.id} is paused already")
         supervisor = exchange.supervisor
         most = self.settings.max_lifetime_s or FOREVER_S
-        await supervisor.update(session.id, SessionPatch(max_lifetime_s=most))
-        try:
+        async with another_end(supervisor, session, most):
             await supervisor.pause(session.id, PauseSpec(stop_lease=True))
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
-            raise
         return _DONE
 
     async def update_network(self, exchange: Exchange) -> Answer:

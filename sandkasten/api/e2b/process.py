@@ -26,23 +26,22 @@ from sandkasten.api.e2b.connect import (
     read_message,
 )
 from sandkasten.api.e2b.context import Command, EnvdRequest
-from sandkasten.api.resources.fields import Cells, Environment, add_kinds, encodable
+from sandkasten.api.resources.fields import MAX_ARGUMENTS, Cells, Environment, add_kinds, encodable
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecState, Output, ProcessSpec, Stream, StreamsMode, TerminalSize
 from sandkasten.model.errors import ExecNotFound, InvalidRequest, RunnerLost
+from sandkasten.model.run import MAX_TIMEOUT_MS
 
 Data = NewType("Data", bytes)
 Arguments = NewType("Arguments", tuple[str, ...])
 
 _SIGNALS: Mapping[object, int] = {"SIGNAL_SIGTERM": 15, 15: 15, "SIGNAL_SIGKILL": 9, 9: 9}
 """Numbers of signals by the names and the numbers of E2B's schema."""
-_MAX_ARGUMENTS = 4096
 _MAX_ARGUMENT_BYTES = 128 * 1024
 """Longest argument that a program can be given: MAX_ARG_STRLEN, execve(2)."""
 
 _LOST = frozenset({Cause.SANDBOX_DIED, Cause.DAEMON_RESTARTED})
 _KEEPALIVE_S = (5.0, 90.0, 3600.0)
 """Least, usual and greatest time between two signs of life on a stream."""
-_MAX_TIMEOUT_MS = 2**31
 
 
 class Pid(int):
@@ -54,8 +53,8 @@ class SignalName(int):
 
 
 def _arguments(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) >= _MAX_ARGUMENTS:
-        raise ValueError(f"must be an array of fewer than {_MAX_ARGUMENTS} strings")
+    if not isinstance(value, list) or len(value) >= MAX_ARGUMENTS:
+        raise ValueError(f"must be an array of fewer than {MAX_ARGUMENTS} strings")
     arguments = tuple(encodable(each) for each in value)
     for each in arguments:
         if len(each.encode()) >= _MAX_ARGUMENT_BYTES:
@@ -285,7 +284,7 @@ async def start(request: EnvdRequest, message: Mapping[str, Any], write: Writing
         user=request.user,
         terminal=None if asked.pty is None else asked.pty.terminal,
         streams=StreamsMode.SEPARATE,
-        timeout_ms=None if not timeout_s else min(round(timeout_s * 1000), _MAX_TIMEOUT_MS),
+        timeout_ms=None if not timeout_s else min(round(timeout_s * 1000), MAX_TIMEOUT_MS),
         stdin_open=asked.stdin,
     )
     info = await request.supervisor.start_process(request.session.id, spec)

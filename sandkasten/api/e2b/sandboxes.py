@@ -18,7 +18,8 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -143,6 +144,7 @@ TIMEOUT_S = 300.0
 """Time of a sandbox whose client names none."""
 
 _SHORTEST_S = 0.001
+_GIVE_BACK_S = 10.0
 
 
 def age_of(session: Session) -> float:
@@ -152,16 +154,27 @@ def age_of(session: Session) -> float:
 
 async def end_in(supervisor: Supervisor, session: Session, timeout_s: float) -> Session:
     """Have a session end in so many seconds. Raises `InvalidRequest` beyond the operator's longest lifetime."""
-    lifetime_s = max(age_of(session) + timeout_s, _SHORTEST_S)
-    return await supervisor.update(session.id, SessionPatch(max_lifetime_s=lifetime_s))
+    return await supervisor.update(session.id, SessionPatch(max_lifetime_s=_lifetime_of(session, timeout_s)))
+
+
+def _lifetime_of(session: Session, timeout_s: float) -> float:
+    return max(age_of(session) + timeout_s, _SHORTEST_S)
+
+
+@asynccontextmanager
+async def another_end(supervisor: Supervisor, session: Session, lifetime_s: float) -> AsyncIterator[None]:
+    """Give a session another lifetime, and the present one back where what follows fails. Raises `InvalidRequest`
+    beyond the operator's longest lifetime."""
+    await supervisor.update(session.id, SessionPatch(max_lifetime_s=lifetime_s))
+    try:
+        yield
+    except BaseException:
+        with trio.move_on_after(_GIVE_BACK_S, shield=True):
+            await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
+        raise
 
 
 async def wake(supervisor: Supervisor, session: Session, timeout_s: float = TIMEOUT_S) -> Session:
     """Have a paused session end in so many seconds, and resume it. One that can't be resumed keeps its end."""
-    await end_in(supervisor, session, timeout_s)
-    try:
+    async with another_end(supervisor, session, _lifetime_of(session, timeout_s)):
         return await supervisor.resume(session.id)
-    except BaseException:
-        with trio.CancelScope(shield=True):
-            await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
-        raise
