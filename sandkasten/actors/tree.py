@@ -302,32 +302,36 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             raise GiveUp(f"preview.listen: {self._config.preview.listen}: {unwrap(group)}") from None
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        data_dir, turns = self._config.data_dir, self._shared.pulls
-        floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
-        self._commits = commits.Commits(self._nsinit, self._images, data_dir, reserve_bytes=floor_bytes, turns=turns)
+        shared = self._shared
+        self._commits = commits.Commits(self._nsinit, self._images, self._layers, shared.pulls, shared.crash)
         actor = images.Images(
             self._images,
             self._catalog,
             self._nsinit,
             pulls=self._shared.pulls,
-            blobs=Blobs(DataPaths(self._config.data_dir).blobs),
+            blobs=self._blobs,
             directory=self._directory,
             pools=tuple(self._config.pool.in_force),
         )
         await actor.run(task_status=task_status)
 
     @functools.cached_property
+    def _floor_bytes(self) -> int:
+        return disk_floor_bytes(self._config.data_dir, self._config.disk)
+
+    @functools.cached_property
     def _blobs(self) -> Blobs:
-        data_dir = self._config.data_dir
-        return Blobs(DataPaths(data_dir).blobs, floor_bytes=disk_floor_bytes(data_dir, self._config.disk))
+        return Blobs(DataPaths(self._config.data_dir).blobs, floor_bytes=self._floor_bytes)
+
+    @functools.cached_property
+    def _layers(self) -> NsinitLayers:
+        return NsinitLayers(self._nsinit, self._config.data_dir, self._floor_bytes)
 
     async def _start_jobs(self, *, task_status: trio.TaskStatus[Ref]) -> None:
-        data_dir = self._config.data_dir
-        floor_bytes = disk_floor_bytes(data_dir, self._config.disk)
         actor = jobs.Jobs(
             self._jobs,
             store=self._store,
-            layers=NsinitLayers(self._nsinit, data_dir, floor_bytes),
+            layers=self._layers,
             catalog=self._catalog,
             blobs=self._blobs,
             settings=self._config.images,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _STDIN = "-"
 _PIECE_BYTES = 1 << 20
-_LOOK_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
@@ -47,20 +46,12 @@ def _spooled(source_fd: int, config: Config) -> Iterator[int]:
     from sandkasten.config import MIB
     from sandkasten.host.paths import DataPaths
     from sandkasten.images.registry.blobs import Blobs
-    from sandkasten.model.errors import TooLarge
 
     blobs = Blobs(DataPaths(config.data_dir).blobs, floor_bytes=disk_floor_bytes(config.data_dir, config.disk))
-    most, have, checked = config.images.max_pull_mb * MIB, 0, 0
+    have = 0
     with blobs.unnamed() as file:
         while piece := os.read(source_fd, _PIECE_BYTES):
-            have += len(piece)
-            if have > most:
-                raise TooLarge(f"the archive has more than {most} bytes", limit=most)
-            if have > checked:
-                blobs.require_room(_LOOK_BYTES)
-                checked += _LOOK_BYTES
-            while piece:
-                piece = piece[file.write(piece) :]
+            have = blobs.append(file, piece, have, config.images.max_pull_mb * MIB)
         yield file.fileno()
 
 

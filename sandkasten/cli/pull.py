@@ -254,13 +254,10 @@ def serve_child(
 
 
 def _publish(store: Layers, said: Mapping[str, Any], name: str, *, replace: bool) -> None:
-    from sandkasten.model import IMAGE_NAME
-    from sandkasten.model.errors import InvalidImage
+    from sandkasten.images.catalog import check_name
     from sandkasten.model.image import ImageConfig
 
-    if not IMAGE_NAME.match(name):
-        raise InvalidImage("image name is malformed")
-    found = [meta for each in set(said["layers"]) if (meta := store.find(each)) is not None]
+    check_name(name)
     store.publish_image(
         name,
         layers=said["layers"],
@@ -270,8 +267,6 @@ def _publish(store: Layers, said: Mapping[str, Any], name: str, *, replace: bool
         platform=said["platform"],
         tags=said["tags"],
         replace=replace,
-        members=sum(each.entries for each in found),
-        size_bytes=sum(each.size_bytes for each in found),
     )
 
 

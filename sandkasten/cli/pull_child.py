@@ -20,7 +20,7 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import RegistryClient
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import NewImage, Pull
+from sandkasten.images.registry.pulling import NewImage, Pull, PullTerms
 from sandkasten.images.registry.reference import Reference
 from sandkasten.images.registry.source import RegistrySource
 from sandkasten.model.errors import SandkastenError, leaf_of
@@ -84,21 +84,24 @@ def pull_in_child(
             reference.registry, config.images, credentials_of=lambda registry: read_credentials(path, registry)
         )
         try:
-            pull = Pull(
-                source=RegistrySource(reference, client, blobs),
-                name=name,
-                platform=platform,
-                store=store,
-                settings=config.images,
-                replace=replace,
-                on_progress=store.show,
-                crash=Crash(config.testing.crash_at),
-            )
+            pull = Pull(RegistrySource(reference, client, blobs), _terms(config, store, name, platform, replace))
             store.tell(kind="done", digest=(await pull.run()).digest)
         finally:
             await client.aclose()
 
     _work(sock, config, work)
+
+
+def _terms(config: Config, store: ParentStore, name: str, platform: Platform, replace: bool) -> PullTerms:
+    return PullTerms(
+        name=name,
+        platform=platform,
+        store=store,
+        settings=config.images,
+        replace=replace,
+        on_progress=store.show,
+        crash=Crash(config.testing.crash_at),
+    )
 
 
 def import_in_child(
@@ -116,19 +119,7 @@ def import_in_child(
     empty name is the archive's."""
 
     async def work(store: ParentStore, blobs: Blobs) -> None:
-        importing = ArchiveImport(
-            fd=fd,
-            title=title,
-            ref=ref,
-            name=name,
-            platform=platform,
-            store=store,
-            blobs=blobs,
-            settings=config.images,
-            replace=replace,
-            on_progress=store.show,
-            crash=Crash(config.testing.crash_at),
-        )
+        importing = ArchiveImport(fd, title, ref, blobs, _terms(config, store, name, platform, replace))
         async with importing.opened() as archive:
             if archive is None:
                 store.tell(kind="rootfs")

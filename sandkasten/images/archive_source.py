@@ -9,15 +9,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import IO
 
 import attrs
 import trio
 
-from sandkasten.config import MIB, ImagesSettings
-from sandkasten.crash import Crash
+from sandkasten.config import MIB
 from sandkasten.images.archives import ArchiveKind, ImageArchive, Stretch, look
 from sandkasten.images.registry.blobs import Blobs, OnBytes
 from sandkasten.images.registry.documents import (
@@ -34,12 +33,11 @@ from sandkasten.images.registry.documents import (
     read_document,
     read_saved,
 )
-from sandkasten.images.registry.pulling import NewImage, Pull, PullTarget, PullTurns, publish
+from sandkasten.images.registry.pulling import NewImage, Pull, PullTerms, publish
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.registry.source import require_manifest
 from sandkasten.model.errors import DigestMismatch, InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
-from sandkasten.model.job import LayerProgress
 
 _PIECE_BYTES = 1 << 20
 _TURN_BYTES = 16 << 20
@@ -88,9 +86,6 @@ class ArchiveSource:
                     yield read_fd
                 finally:
                     os.close(read_fd)  # so a feeder that nobody reads from gets EPIPE
-
-    async def aclose(self) -> None:
-        """See `PullSource`: whoever opened the archive closes it."""
 
     # In a thread ------------------------------------------------------------------------------------------------
 
@@ -187,20 +182,13 @@ def _feed_some(part: Stretch, at: int, fd: int, digest: hashlib._Hash | None) ->
 @attrs.define
 class ArchiveImport:
     """One import. The archive of `fd`, a file that can be sought in or a directory, is one of images, or the tar of a
-    root file system, which is one layer. The fields but `ref` and `title` are those of `Pull`."""
+    root file system, which is one layer. `ref`: the image's name in an archive of several."""
 
     fd: int
     title: str
     ref: str | None
-    name: str
-    platform: Platform
-    store: PullTarget
     blobs: Blobs
-    settings: ImagesSettings
-    replace: bool = False
-    turns: PullTurns = attrs.field(factory=PullTurns)
-    on_progress: Callable[[Sequence[LayerProgress]], None] = attrs.field(default=lambda _: None)
-    crash: Crash = attrs.field(factory=Crash)
+    terms: PullTerms
 
     async def run(self) -> NewImage:
         """Import, and return the image as it was published.
@@ -227,7 +215,7 @@ class ArchiveImport:
                 trio.from_thread.check_cancelled()
                 self.blobs.require_room(size)
 
-            most = self.settings.max_pull_mb * MIB
+            most = self.terms.settings.max_pull_mb * MIB
             yield await trio.to_thread.run_sync(look, self.fd, make_spool, most, check)
         finally:
             with trio.CancelScope(shield=True):  # blocks of a large file take their time to be freed
@@ -235,25 +223,15 @@ class ArchiveImport:
 
     def pull(self, archive: ImageArchive) -> Pull:
         """Return the pull from an archive. Without a name, the archive's is taken."""
-        return Pull(
-            ArchiveSource(archive, self.title, self.ref),
-            self.name,
-            self.platform,
-            self.store,
-            self.settings,
-            replace=self.replace,
-            turns=self.turns,
-            on_progress=self.on_progress,
-            crash=self.crash,
-        )
+        return Pull(ArchiveSource(archive, self.title, self.ref), self.terms)
 
     async def _run_rootfs(self) -> NewImage:
         if self.ref is not None:
             raise InvalidImage("the tar of a root file system has no images to choose from")
         os.lseek(self.fd, 0, os.SEEK_SET)  # where the look left it, nobody knows
-        async with self.turns.unpacks:
-            diff_id = await self.store.unpack_layer(self.fd, "")
-        platform = str(self.platform)
-        image = NewImage(self.name, [], [diff_id], ImageConfig(), "", self.title, platform, self.replace)
-        await publish(self.store, image, self.crash)
+        terms = self.terms
+        async with terms.turns.unpacks:
+            diff_id = await terms.store.unpack_layer(self.fd, "")
+        image = NewImage(terms.name, [], [diff_id], ImageConfig(), "", self.title, str(terms.platform), terms.replace)
+        await publish(terms.store, image, terms.crash)
         return image

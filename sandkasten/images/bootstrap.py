@@ -26,12 +26,11 @@ import attrs
 
 from sandkasten.config import ConfigError
 from sandkasten.crash import Crash
-from sandkasten.images.catalog import Catalog, Image
+from sandkasten.images.catalog import Catalog, Image, check_name
 from sandkasten.images.importing import publish_layer
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.recipes import Recipe
 from sandkasten.images.registry.documents import Platform
-from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
 
 Told = Callable[[int, int, str], None]
@@ -152,8 +151,7 @@ def build_system(
         NsinitLost: nsinit died.
     """
     crash = crash or Crash()
-    if not IMAGE_NAME.match(name):
-        raise InvalidImage("image name is malformed", image=name[:64])
+    check_name(name)
     if not replace and any(image.name == name for image in catalog.images()):
         raise InvalidImage(f"there is an image {name!r} already: --replace takes its place", image=name)
     with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:

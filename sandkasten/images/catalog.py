@@ -93,6 +93,12 @@ class Image:
         return digest == self.digest if digest else tag in self.tags
 
 
+def check_name(name: str) -> None:
+    """Raise `InvalidImage` unless an image can have the name."""
+    if not IMAGE_NAME.match(name):
+        raise InvalidImage("image name is malformed", image=name[:64])
+
+
 class Catalog:
     """The images of one data directory."""
 
@@ -221,8 +227,7 @@ class Catalog:
         """
         if name is None:
             name = self._free_name(reference, under_way)
-        elif not IMAGE_NAME.match(name):
-            raise InvalidImage("image name is malformed", image=name[:64])
+        check_name(name)
         family = reference.short_name if name == reference.second_name else name
         for each in self.images():
             if each.name != name and each.family == family and reference.tag in each.tags:

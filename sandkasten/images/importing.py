@@ -12,9 +12,8 @@ from pathlib import Path
 
 from sandkasten.crash import Crash, Point
 from sandkasten.images import rootfs
-from sandkasten.images.catalog import Catalog, Image
+from sandkasten.images.catalog import Catalog, Image, check_name
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, LayerMeta, Layers, open_store
-from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import InvalidImage
 from sandkasten.model.image import ImageConfig
 
@@ -54,10 +53,8 @@ def import_file(
     """Make image `name` of an open tar file, from its present place on; `title` is its source in the catalogue. See
     `import_tar`. `reserve_bytes`: the room that the disk keeps."""
     crash = crash or Crash()
-    if not IMAGE_NAME.match(name):
-        raise InvalidImage("image name is malformed", image=name[:64])
-    if any(image.name == name for image in catalog.images()):
-        raise InvalidImage(f"there is an image {name!r} already", image=name)
+    check_name(name)
+    catalog.require_free(name)
     with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
         crash.passing(Point.IMPORT_BEGUN)
         layer = store.unpack_layer(fd, max_bytes=max_bytes, max_entries=max_members, reserve_bytes=reserve_bytes)
@@ -89,8 +86,6 @@ def publish_layer(
             source=source,
             platform=platform,
             replace=replace,
-            members=layer.entries,
-            size_bytes=layer.size_bytes,
         )
     except InvalidImage:
         if layer.is_new:

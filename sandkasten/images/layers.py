@@ -167,15 +167,15 @@ class Layers:
         platform: str = "",
         tags: Sequence[str] = (),
         replace: bool = False,
-        members: int = 0,
-        size_bytes: int = 0,
     ) -> None:
-        """Give layers, the lowest first, a name.
+        """Give layers, the lowest first, a name. The description has the sums of their files.
 
         Raises:
             InvalidImage: the name is malformed or taken, or a layer is missing.
             NsinitLost: nsinit died.
         """
+        found = [meta for each in set(layers) if (meta := self.find(each)) is not None]
+        members, size_bytes = sum(meta.entries for meta in found), sum(meta.size_bytes for meta in found)
         described = describe(layers, config, digest, source, platform, tags, members, size_bytes)
         with description(described) as fd:
             self._link.ask(protocol.PublishImage(_UNSENT, name, tuple(layers), replace), (fd,))

@@ -19,7 +19,7 @@ from sandkasten.images.archive_source import ArchiveImport
 from sandkasten.images.archives import MAX_MEMBERS, LayoutDirectory, OuterTar, Stretch, look
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import NewImage
+from sandkasten.images.registry.pulling import NewImage, PullTerms
 from sandkasten.model.errors import DigestMismatch, DiskReserve, InvalidImage, SandkastenError, TooLarge
 from tests.archives import Layout, Member, config_of, docker_saved, tar_of
 from tests.registry import MemoryStore, digest_of, layer, settings_of
@@ -45,7 +45,8 @@ async def imported(
     before = os.listdir("/proc/self/fd")
     try:
         with trio.fail_after(patience(20)):
-            work = ArchiveImport(fd, "archive", ref, name, platform, store, blobs, settings_of(**given))
+            terms = PullTerms(name, platform, store, settings_of(**given))
+            work = ArchiveImport(fd, "archive", ref, blobs, terms)
             try:
                 return await work.run(), store
             except BaseExceptionGroup as group:
@@ -300,9 +301,8 @@ async def test_an_import_that_is_cancelled_ends_with_its_feeder(tmp_path: Path) 
     path.write_bytes(tar_of(docker_saved({"a:1": [layer({"file": bytes(4 << 20)})]})))
     before = os.listdir("/proc/self/fd")
     with path.open("rb") as file, trio.fail_after(patience(20)):
-        work = ArchiveImport(
-            file.fileno(), "", None, "x", Platform.own(), Slow(), Blobs(tmp_path / "blobs"), settings_of()
-        )
+        terms = PullTerms("x", Platform.own(), Slow(), settings_of())
+        work = ArchiveImport(file.fileno(), "", None, Blobs(tmp_path / "blobs"), terms)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(work.run)
             await began.wait()

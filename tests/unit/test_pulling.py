@@ -21,7 +21,7 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.client import Patience, RegistryClient
 from sandkasten.images.registry.credentials import Credentials
 from sandkasten.images.registry.documents import MAX_DOCUMENT_BYTES, Blob, Platform
-from sandkasten.images.registry.pulling import Pull, PullTurns
+from sandkasten.images.registry.pulling import Pull, PullTerms, PullTurns
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.images.registry.source import RegistrySource
 from sandkasten.model.errors import (
@@ -64,11 +64,13 @@ async def pulling(
     try:
         yield Pull(
             RegistrySource(parsed, client, Blobs(tmp_path / "blobs", floor_bytes=floor_bytes)),
-            parsed.name,
-            Platform.parse(platform) if platform else Platform.own(),
-            store or MemoryStore(),
-            settings_of(**settings),
-            turns=turns or PullTurns(),
+            PullTerms(
+                parsed.name,
+                Platform.parse(platform) if platform else Platform.own(),
+                store or MemoryStore(),
+                settings_of(**settings),
+                turns=turns or PullTurns(),
+            ),
         )
     finally:
         await client.aclose()

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from functools import partial
-from pathlib import Path
 
 import trio
 
-from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, LayerUnpacked, PackSession, UnpackLayer
+from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, PackSession
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
-from sandkasten.actors.services.nsinit import ThreadLink, ask_store
-from sandkasten.images.catalog import Image
-from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, Layers, asking
-from sandkasten.images.registry.pulling import PullTurns
+from sandkasten.actors.services.nsinit import ask_store
+from sandkasten.crash import Crash
+from sandkasten.images.catalog import Image, check_name
+from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
+from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
 from sandkasten.links.fds import OwnedFd
-from sandkasten.model import IMAGE_NAME
 from sandkasten.model.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
 from sandkasten.model.image import CommitSpec, ImageConfig, ImageDescription
 
@@ -36,9 +34,8 @@ _UNSENT = 0
 class Commits:
     """Commits of the sessions of a node, one at a time: a commit has one of the store's turns for unpacking."""
 
-    def __init__(self, nsinit: Ref, images: Ref, data_dir: Path, *, reserve_bytes: int, turns: PullTurns) -> None:
-        self._nsinit, self._images, self._reserve_bytes = nsinit, images, reserve_bytes
-        self._layers = Layers(data_dir, ThreadLink(nsinit))
+    def __init__(self, nsinit: Ref, images: Ref, layers: PullTarget, turns: PullTurns, crash: Crash) -> None:
+        self._nsinit, self._images, self._layers, self._crash = nsinit, images, layers, crash
         self._turns, self._one = turns, trio.Lock()
 
     async def commit(
@@ -52,6 +49,7 @@ class Commits:
             LayerRefused: the session has what no layer can have, or more than can be copied in `COPY_S`.
             Conflict: the session went on, or ended, before all was copied.
             DiskFull: the disk has no room for the layer.
+            NsinitLost: the store did not say in time whether the image has its name.
         """
         below: Image = await self._images.ask_again(Resolve(image_name))
         config = await self._check(below, spec)
@@ -60,16 +58,24 @@ class Commits:
                 packed = await self._take(session_id)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
-            layers = (*packed.below, packed.digest)
-            with self._turns.keeping(layers), trio.CancelScope(shield=True):  # half way it may have the name
-                await trio.to_thread.run_sync(partial(self._publish, spec, layers, below, config))
+            image = NewImage(
+                name=spec.name,
+                tags=[],
+                layers=[*packed.below, packed.digest],
+                config=config,
+                digest="",
+                source=f"commit of a session of {below.name}",
+                platform=below.platform,
+                replace=spec.replace,
+            )
+            with self._turns.keeping(image.layers):
+                await publish(self._layers, image, self._crash)
         (found,) = await self._images.ask_again(DescribeImages(spec.name))
         return found
 
     async def _check(self, below: Image, spec: CommitSpec) -> ImageConfig:
         """Return the configuration of the new image. Raises `InvalidImage`: there can be no such image."""
-        if not IMAGE_NAME.match(spec.name):
-            raise InvalidImage("image name is malformed", image=spec.name[:64])
+        check_name(spec.name)
         if below.kind == "host":
             raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
         if len(below.layers) >= MAX_IMAGE_LAYERS:
@@ -85,7 +91,7 @@ class Commits:
 
     async def _take(self, session_id: str) -> LayerPacked:
         """Pack the session and unpack the archive, at the same time. Raises as `commit`."""
-        unpacked: list[LayerUnpacked] = []
+        unpacked: list[str] = []
         with trio.move_on_after(COPY_S):
             try:
                 async with trio.open_nursery(strict_exception_groups=True) as nursery:
@@ -96,31 +102,15 @@ class Commits:
                             packed = await ask_store(self._nsinit, request, (write_end.fileno(), asker_fd))
             except* SandkastenError as group:
                 raise unwrap(group) from None
-            if unpacked[0].digest != packed.digest:
+            if unpacked != [packed.digest]:
                 raise DigestMismatch("the layer is not what the session was packed into")
             return packed
         raise Conflict(f"the session has more than can be copied in {COPY_S:.0f} s")
 
-    async def _unpack(
-        self, read_end: OwnedFd, unpacked: list[LayerUnpacked], *, task_status: trio.TaskStatus[None]
-    ) -> None:
-        with read_end, asking() as asker_fd:
+    async def _unpack(self, read_end: OwnedFd, unpacked: list[str], *, task_status: trio.TaskStatus[None]) -> None:
+        with read_end:
             task_status.started()
-            request = UnpackLayer(_UNSENT, "", MAX_BYTES, MAX_ENTRIES, self._reserve_bytes)
-            unpacked.append(await ask_store(self._nsinit, request, (read_end.fileno(), asker_fd)))
-
-    def _publish(self, spec: CommitSpec, layers: Sequence[str], below: Image, config: ImageConfig) -> None:
-        found = [meta for each in set(layers) if (meta := self._layers.find(each)) is not None]  # in a thread: files
-        self._layers.publish_image(
-            spec.name,
-            layers=layers,
-            config=config,
-            source=f"commit of a session of {below.name}",
-            platform=below.platform,
-            replace=spec.replace,
-            members=sum(meta.entries for meta in found),
-            size_bytes=sum(meta.size_bytes for meta in found),
-        )
+            unpacked.append(await self._layers.unpack_layer(read_end.fileno(), ""))
 
 
 @contextlib.contextmanager

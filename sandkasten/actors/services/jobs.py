@@ -21,15 +21,14 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.store import do
 from sandkasten.config import ConfigError, ImagesSettings
 from sandkasten.crash import Crash
-from sandkasten.images.catalog import Catalog
+from sandkasten.images.catalog import Catalog, check_name
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.credentials import Credentials, read_credentials
 from sandkasten.images.registry.documents import Platform
-from sandkasten.images.registry.pulling import NewImage, Pull, PullTarget, PullTurns
+from sandkasten.images.registry.pulling import NewImage, Pull, PullTarget, PullTerms, PullTurns
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.registry.source import RegistrySource
-from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import Conflict, InvalidImage, JobNotFound, Overloaded, SandkastenError
+from sandkasten.model.errors import Conflict, JobNotFound, Overloaded, SandkastenError
 from sandkasten.model.job import (
     INTERRUPTED,
     JOB_ID,
@@ -133,8 +132,7 @@ def check_import(spec: ImportSpec) -> None:
 
 def _job(kind: JobKind, reference: str, name: str, platform: str | None) -> ImageJob:
     """Return a new job. Raises `InvalidImage`, `InvalidRequest`."""
-    if not IMAGE_NAME.match(name):
-        raise InvalidImage("image name is malformed", image=name[:64])
+    check_name(name)
     return ImageJob(
         id=secrets.token_hex(12),
         kind=kind,
@@ -299,7 +297,7 @@ class Jobs(Actor):
             reference.registry, self._settings, credentials_of=credentials_of, patience=self._patience
         )
         try:
-            return await Pull(RegistrySource(reference, client, self._blobs), **self._terms(running, replace)).run()
+            return await Pull(RegistrySource(reference, client, self._blobs), self._terms(running, replace)).run()
         finally:
             await client.aclose()
 
@@ -308,22 +306,22 @@ class Jobs(Actor):
 
         title = f"archive {spec.ref}" if spec.ref else "archive"
         terms = self._terms(running, spec.replace)
-        return await ArchiveImport(file.fileno(), title, spec.ref, blobs=self._blobs, **terms).run()
+        return await ArchiveImport(file.fileno(), title, spec.ref, self._blobs, terms).run()
 
-    def _terms(self, running: _Running, replace: bool) -> dict[str, Any]:  # fields of Pull
+    def _terms(self, running: _Running, replace: bool) -> PullTerms:
         def on_progress(progress: Sequence[LayerProgress]) -> None:
             running.change(attrs.evolve(running.job, progress=tuple(progress)))
 
-        return {
-            "name": running.job.name,
-            "platform": Platform.parse(running.job.platform),
-            "store": self._layers,
-            "settings": self._settings,
-            "replace": replace,
-            "turns": self._turns,
-            "on_progress": on_progress,
-            "crash": self._crash,
-        }
+        return PullTerms(
+            name=running.job.name,
+            platform=Platform.parse(running.job.platform),
+            store=self._layers,
+            settings=self._settings,
+            replace=replace,
+            turns=self._turns,
+            on_progress=on_progress,
+            crash=self._crash,
+        )
 
     # Readers ----------------------------------------------------------------------------------------------------
 

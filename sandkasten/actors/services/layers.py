@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -34,11 +35,8 @@ class NsinitLayers:
 
     async def publish_image(self, image: NewImage) -> None:
         """See `PullTarget`."""
-        await trio.to_thread.run_sync(self._publish, image)
-
-    def _publish(self, image: NewImage) -> None:  # in a thread: it reads and writes files
-        found = [meta for each in set(image.layers) if (meta := self._layers.find(each)) is not None]
-        self._layers.publish_image(
+        publish = partial(
+            self._layers.publish_image,
             image.name,
             layers=image.layers,
             config=image.config,
@@ -47,6 +45,5 @@ class NsinitLayers:
             platform=image.platform,
             tags=image.tags,
             replace=image.replace,
-            members=sum(meta.entries for meta in found),
-            size_bytes=sum(meta.size_bytes for meta in found),
         )
+        await trio.to_thread.run_sync(publish)  # it reads and writes files

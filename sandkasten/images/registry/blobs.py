@@ -94,21 +94,26 @@ class Blobs:
             TooLarge: there are more bytes than `most`.
             DiskReserve: the disk has no room for them.
         """
-        have, checked = 0, 0
+        have = 0
         file = await trio.to_thread.run_sync(self.unnamed)
         try:
             while piece := await read():
-                have += len(piece)
-                if have > most:
-                    raise TooLarge(f"the archive has more than {most} bytes", limit=most)
-                if have > checked:
-                    self.require_room(_LOOK_BYTES)
-                    checked += _LOOK_BYTES
-                await trio.to_thread.run_sync(_write_all, file.fileno(), piece, limiter=self._limiter)
+                have = await trio.to_thread.run_sync(self.append, file, piece, have, most, limiter=self._limiter)
         except BaseException:
             file.close()
             raise
         return file
+
+    def append(self, file: IO[bytes], piece: bytes, have: int, most: int) -> int:
+        """Write a piece to a file that has `have` bytes; return how many it has then. Raises as `spool`."""
+        size = have + len(piece)
+        if size > most:
+            raise TooLarge(f"the archive has more than {most} bytes", limit=most)
+        if not have or have // _LOOK_BYTES != size // _LOOK_BYTES:
+            self.require_room(_LOOK_BYTES)
+        while piece:
+            piece = piece[file.write(piece) :]
+        return size
 
     def require_room(self, size: int) -> None:
         """Raise `DiskReserve` unless there is room for so many bytes."""
@@ -147,11 +152,6 @@ class Blobs:
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(_close, fd, path if is_over else None)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _close(fd: int, path: Path | None) -> None:

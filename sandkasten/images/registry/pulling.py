@@ -95,12 +95,11 @@ class PullTurns:
                 del self.wanted[each]
 
 
-@attrs.define
-class Pull:
-    """One pull. `name`: the image's, empty for the name that the source gives it. `on_progress` is called at each step
-    of a layer, with the place of the layer from the bottom."""
+@attrs.frozen
+class PullTerms:
+    """Terms of a pull, from whatever source. `name`: the image's, empty for the name that the source gives it.
+    `on_progress` is called at each step of a layer, with the place of the layer from the bottom."""
 
-    source: PullSource
     name: str
     platform: Platform
     store: PullTarget
@@ -109,6 +108,14 @@ class Pull:
     turns: PullTurns = attrs.field(factory=PullTurns)
     on_progress: Callable[[Sequence[LayerProgress]], None] = attrs.field(default=lambda _: None)
     crash: Crash = attrs.field(factory=Crash)
+
+
+@attrs.define
+class Pull:
+    """One pull."""
+
+    source: PullSource
+    terms: PullTerms
     progress: list[LayerProgress] = attrs.field(factory=list, init=False)
 
     async def run(self) -> NewImage:
@@ -120,36 +127,36 @@ class Pull:
             NsinitLost: the store did not say in time whether the image has its name.
             DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
         """
-        self.crash.passing(Point.PULL_BEGUN)
-        digest, manifest = await self.source.resolve(self.platform, self.settings.max_layers)
-        if not IMAGE_NAME.match(name := self.name or self.source.name):
+        self.terms.crash.passing(Point.PULL_BEGUN)
+        digest, manifest = await self.source.resolve(self.terms.platform, self.terms.settings.max_layers)
+        if not IMAGE_NAME.match(name := self.terms.name or self.source.name):
             raise InvalidImage("the image has no name that it can have here; give one", image=name[:64])
         configuration = await self._configuration(manifest)
         total = sum(blob.size for blob in manifest.layers)
-        if total > self.settings.max_pull_mb * MIB:
-            raise TooLarge(f"the layers have {total} bytes", limit=self.settings.max_pull_mb * MIB)
+        if total > self.terms.settings.max_pull_mb * MIB:
+            raise TooLarge(f"the layers have {total} bytes", limit=self.terms.settings.max_pull_mb * MIB)
         self.source.require_room(total)
         self.progress = [LayerProgress(blob.digest, 0, blob.size, LayerPhase.WAITING) for blob in manifest.layers]
-        self.on_progress(self.progress)
-        with self.turns.keeping(configuration.diff_ids):
+        self.terms.on_progress(self.progress)
+        with self.terms.turns.keeping(configuration.diff_ids):
             for _ in range(_ROUNDS):
                 await self._bring(manifest, configuration.diff_ids)
-                if all([await self.store.has_layer(each) for each in configuration.diff_ids]):
+                if all([await self.terms.store.has_layer(each) for each in configuration.diff_ids]):
                     break  # else a collection that began before, or of another process, has deleted one
             return await self._publish(digest, configuration)
 
     async def _publish(self, digest: str, configuration: Configuration) -> NewImage:
         image = NewImage(
-            name=self.name or self.source.name,
+            name=self.terms.name or self.source.name,
             tags=self.source.tags,
             layers=configuration.diff_ids,
             config=configuration.config,
             digest=digest,
             source=self.source.title,
             platform=str(configuration.platform),
-            replace=self.replace,
+            replace=self.terms.replace,
         )
-        await publish(self.store, image, self.crash)
+        await publish(self.terms.store, image, self.terms.crash)
         return image
 
     async def _configuration(self, manifest: Manifest) -> Configuration:
@@ -158,8 +165,8 @@ class Pull:
             raise TooLarge(f"the configuration has {blob.size} bytes", limit=MAX_CONFIG_BYTES)
         data = await self.source.small_blob(blob)
         found = await trio.to_thread.run_sync(read_configuration, data, manifest)
-        if not found.platform.fits(attrs.evolve(self.platform, variant="")):
-            raise InvalidImage(f"the image is for {found.platform}, not {self.platform}")
+        if not found.platform.fits(attrs.evolve(self.terms.platform, variant="")):
+            raise InvalidImage(f"the image is for {found.platform}, not {self.terms.platform}")
         return found
 
     async def _bring(self, manifest: Manifest, diff_ids: Sequence[str]) -> None:
@@ -172,21 +179,21 @@ class Pull:
 
     async def _layer(self, number: int, blob: Blob, diff_id: str) -> None:
         """Bring one layer into the store; of two pulls that want it, the second waits for the first."""
-        lock = self.turns.layers.setdefault(diff_id, trio.Lock())
+        lock = self.terms.turns.layers.setdefault(diff_id, trio.Lock())
         try:
             async with lock:
-                if await self.store.has_layer(diff_id):
+                if await self.terms.store.has_layer(diff_id):
                     await trio.to_thread.run_sync(self.source.drop, blob)  # of a pull that was killed behind its use
                     self._note(number, blob.size, LayerPhase.PRESENT)
                     return
                 await self._load(number, blob, diff_id)
         finally:
-            if not lock.locked() and self.turns.layers.get(diff_id) is lock:
-                del self.turns.layers[diff_id]
+            if not lock.locked() and self.terms.turns.layers.get(diff_id) is lock:
+                del self.terms.turns.layers[diff_id]
 
     async def _load(self, number: int, blob: Blob, diff_id: str) -> None:
         turn = object()  # a layer may be in an image twice
-        await self.turns.downloads.acquire_on_behalf_of(turn)
+        await self.terms.turns.downloads.acquire_on_behalf_of(turn)
         is_loading = True
         try:
 
@@ -194,22 +201,22 @@ class Pull:
                 self._note(number, done, LayerPhase.DOWNLOADING)
 
             async with self.source.loaded(blob, on_bytes) as fd:
-                self.crash.passing(Point.PULL_BLOB)
-                self.turns.downloads.release_on_behalf_of(turn)
+                self.terms.crash.passing(Point.PULL_BLOB)
+                self.terms.turns.downloads.release_on_behalf_of(turn)
                 is_loading = False
-                async with self.turns.unpacks:
+                async with self.terms.turns.unpacks:
                     self._note(number, blob.size, LayerPhase.UNPACKING)
-                    await self.store.unpack_layer(fd, diff_id)
-                self.crash.passing(Point.PULL_NAMED)
+                    await self.terms.store.unpack_layer(fd, diff_id)
+                self.terms.crash.passing(Point.PULL_NAMED)
             self._note(number, blob.size, LayerPhase.DONE)
         finally:
             if is_loading:
-                self.turns.downloads.release_on_behalf_of(turn)
+                self.terms.turns.downloads.release_on_behalf_of(turn)
 
     def _note(self, number: int, done: int, phase: LayerPhase) -> None:
         digest, total = self.progress[number].layer, self.progress[number].total_bytes
         self.progress[number] = LayerProgress(digest, done, total, phase)
-        self.on_progress(self.progress)
+        self.terms.on_progress(self.progress)
 
 
 async def publish(store: PullTarget, image: NewImage, crash: Crash) -> None:

@@ -63,8 +63,6 @@ class PullSource(Protocol):
         """Remove what is kept of a blob whose layer is there."""
         ...
 
-    async def aclose(self) -> None: ...
-
 
 @attrs.frozen
 class RegistrySource:
@@ -110,10 +108,6 @@ class RegistrySource:
     def drop(self, blob: Blob) -> None:
         """See `PullSource`."""
         self.blobs.drop(blob)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self.client.aclose()
 
 
 async def read_in_thread(data: bytes, max_layers: int) -> Manifest | Index:
