@@ -39,10 +39,10 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def run(daemon: Daemon) -> Callable[[str], Scenarios]:
-    """Runs the scenarios in a language with the published SDK; they leave no sandbox."""
+def run(daemon: Daemon) -> Callable[..., Scenarios]:
+    """Runs a program of scenarios in a language with the published SDK; they leave no sandbox."""
 
-    def run(language: str) -> Scenarios:
+    def run(language: str, program: str = "scenarios") -> Scenarios:
         python = SDKS / "bin/python"
         node = shutil.which("node")
         if not (SDKS / ".installed").exists() or (
@@ -50,9 +50,9 @@ def run(daemon: Daemon) -> Callable[[str], Scenarios]:
         ):
             pytest.skip("needs E2B's SDKs: `make .venv-e2b/.installed`, with npm for JavaScript's")
         command = {
-            "python": [str(python), str(PROGRAMS / "scenarios.py"), "sync"],
-            "python, async": [str(python), str(PROGRAMS / "scenarios.py"), "async"],
-            "javascript": [str(node), str(PROGRAMS / "scenarios.cjs")],
+            "python": [str(python), str(PROGRAMS / f"{program}.py"), "sync"],
+            "python, async": [str(python), str(PROGRAMS / f"{program}.py"), "async"],
+            "javascript": [str(node), str(PROGRAMS / f"{program}.cjs")],
         }[language]
         url = daemon.wait_url()
         ours = ("E2B", "PYTHON", "NODE", "SANDKASTEN")

@@ -15,7 +15,8 @@ from urllib.parse import parse_qsl, unquote
 import attrs
 import trio
 
-from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
+from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE, Commands, EnvdRequest
+from sandkasten.api.e2b.interpreter import INTERPRETER_TEMPLATE, Interpreter
 from sandkasten.api.e2b.sandboxes import (
     ENVD_VERSION,
     TIMEOUT_S,
@@ -25,6 +26,7 @@ from sandkasten.api.e2b.sandboxes import (
     another_end,
     end_in,
     ensure_account,
+    traffic_token,
     wake,
 )
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
@@ -174,6 +176,7 @@ def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[s
         "clientID": exchange.supervisor.node_id,
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": access_token(settings.key, session.id),
+        "trafficAccessToken": traffic_token(settings.key, session.id),
         "domain": None,
     }
 
@@ -221,6 +224,8 @@ class Control:
     """The handlers of the control API."""
 
     settings: E2bTerms
+    interpreter: Interpreter
+    commands: Commands
 
     async def create(self, exchange: Exchange) -> Answer:
         """Create a sandbox, with the account that programs of E2B expect."""
@@ -254,6 +259,8 @@ class Control:
                 with trio.CancelScope(shield=True):
                     await exchange.supervisor.destroy(session.id)
             raise
+        if request.template == INTERPRETER_TEMPLATE:
+            await self.interpreter.warm(EnvdRequest(exchange, session, None, self.commands))
         return json_answer(_sandbox(exchange, self.settings, session), status=201)
 
     async def _image_of(self, exchange: Exchange, template: str) -> str:

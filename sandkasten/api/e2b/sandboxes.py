@@ -61,7 +61,21 @@ def access_token(key: bytes, session_id: str) -> str:
 
 def is_token_of(key: bytes, session_id: str, token: str) -> bool:
     """Whether a token is that of the session, in the same time for every wrong one."""
-    return hmac.compare_digest(access_token(key, session_id).encode(), token.encode("utf-8", "replace"))
+    return is_same(access_token(key, session_id), token)
+
+
+def is_same(token: str, given: str) -> bool:
+    """Whether a client's token is the right one, in the same time for every wrong one."""
+    return hmac.compare_digest(token.encode(), given.encode("utf-8", "replace"))
+
+
+TRAFFIC_TOKEN = b"e2b-traffic-access-token"
+"""The header with which a client may speak to ports of a sandbox, and to nothing else of it."""
+
+
+def traffic_token(key: bytes, session_id: str) -> str:
+    """Return the token for ports of a session."""
+    return hmac.digest(key, f"traffic:{session_id}".encode(), hashlib.sha256).hex()
 
 
 SIGNATURE = re.compile(r"v1_[A-Za-z0-9+/]{43}")
