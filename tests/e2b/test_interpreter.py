@@ -16,7 +16,6 @@ from tests.e2e.daemon import Daemon
 _PACKAGES = "/opt/kernel"
 _UNNEEDED = {
     "e2b",
-    "fonttools",
     "jedi",
     "opentelemetry",
     "pip",

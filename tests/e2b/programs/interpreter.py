@@ -70,6 +70,7 @@ async def texts(box):
 
 async def shows(box):
     ran = await done(box.run_code(PLOT))
+    assert ran.error is None, ran.error.traceback
     [plot] = ran.results
     chart = plot.chart.to_dict()
     yield "plot", [plot.png[:11], chart["type"], chart["title"], chart["x_unit"], chart["elements"][0]["points"]]
