@@ -142,7 +142,7 @@ class Context:
         self.restarts: list[str] = []
         self.dropped: set[str] = set()
         self.current: str | None = None
-        self.is_interrupted = False
+        self.is_busy = self.is_interrupted = False
         self.told_at = 0.0
         self.manager: Any = None
         self.client: Any = None
@@ -179,8 +179,8 @@ class Context:
         while True:
             if self.restarts and self.current is not None:
                 raise Ended("ContextRestarted", "the context was restarted")
-            if self.is_interrupted and time.monotonic() > self.told_at + AGAIN_S:  # a signal before its code is lost
-                await self.interrupt()
+            if self.is_busy and self.is_interrupted and time.monotonic() > self.told_at + AGAIN_S:
+                await self.interrupt()  # again: a signal that came before its code is lost
             with contextlib.suppress(queue.Empty):
                 return await get(timeout=TURN_S)
             if not await self.manager.is_alive():
@@ -194,10 +194,7 @@ class Context:
 
     async def silently(self, code: str) -> None:
         """Run code of ours."""
-        await self.replied(self.client.execute(code, silent=True, store_history=False, allow_stdin=False))
-
-    async def replied(self, message_id: str) -> None:
-        """Wait until a request is answered."""
+        message_id = self.client.execute(code, silent=True, store_history=False, allow_stdin=False)
         while (await self.heard(self.client.get_shell_msg))["parent_header"].get("msg_id") != message_id:
             pass
 
@@ -206,12 +203,14 @@ class Context:
         if env:
             await self.silently(f"__import__('sys').modules['_e2b'].enter({env!r})")
         if not self.is_interrupted:
-            message_id = self.client.execute(code, allow_stdin=False)
+            while await self.client.shell_channel.msg_ready():  # answers to earlier code
+                await self.client.get_shell_msg(timeout=TURN_S)
+            self.is_busy = True
+            message_id = self.client.execute(code, allow_stdin=False, stop_on_error=False)
             while await self.followed(name, message_id):
                 pass
-            await self.replied(message_id)
+            self.is_busy = False
         if env:
-            self.is_interrupted = False
             await self.silently("__import__('sys').modules['_e2b'].leave()")
 
     async def followed(self, name: str, message_id: str) -> bool:
@@ -253,7 +252,7 @@ class Context:
 
     async def serve(self, name: str, code: str, env: dict[str, str]) -> None:
         """Run code, whatever happens to the kernel meanwhile."""
-        self.current, self.is_interrupted = name, False
+        self.current, self.is_busy, self.is_interrupted = name, False, False
         try:
             if not await self.manager.is_alive():
                 say_text(name, "stderr", "the kernel had died and was started anew; its variables are gone\n")
@@ -261,7 +260,7 @@ class Context:
             await self.run(name, code, env)
         except Ended as ended:
             say_error(name, *ended.args)
-            self.current, self.is_interrupted = None, False
+            self.current, self.is_busy = None, False
             if not self.restarts:
                 await self.renew()
         finally:
@@ -277,7 +276,8 @@ class Context:
             self.asked.put_nowait(None)
         elif name == self.current:
             self.is_interrupted = True
-            await self.interrupt()
+            if self.is_busy:
+                await self.interrupt()
         else:
             self.dropped.add(name)
 
