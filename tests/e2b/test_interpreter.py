@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
+import httpx
 import pytest
 
 from sandkasten.images.catalog import Catalog
 from sandkasten.model.image import ImageConfig
 from tests.e2b.conftest import SDKS, Scenarios
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import KEY, Daemon
+from tests.waiting import patience
 
 _PACKAGES = "/opt/kernel"
 _UNNEEDED = {
@@ -87,3 +91,69 @@ def test_code_runs_unchanged(language: str, run: Callable[..., Scenarios]) -> No
     """Code, its output, results and errors, contexts, restarts and time limits are what each SDK expects."""
     expected = {**_RESULTS, **(_OF_JAVASCRIPT if language == "javascript" else _OF_PYTHON)}
     assert run(language, "interpreter") == expected
+
+
+@pytest.fixture
+def sandbox(daemon: Daemon) -> Iterator[dict[str, Any]]:
+    """A sandbox without a kernel, as the create of E2B's API answers it."""
+    with daemon.client() as client:
+        url, asked = f"{daemon.wait_url()}/sandboxes", {"templateID": "host"}
+        made = httpx.post(url, json=asked, headers={"X-API-KEY": KEY}, timeout=patience(60)).json()
+        yield made
+        client.delete(f"/v1/sessions/{made['sandboxID']}")
+
+
+def _ask(
+    daemon: Daemon,
+    sandbox: dict[str, Any],
+    path: str,
+    port: str = "49999",
+    context: str | None = None,
+    **tokens: str,
+) -> httpx.Response:
+    """Ask a port of a sandbox, with headers of the names of the tokens."""
+    headers = {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": port}
+    headers |= {name.replace("_", "-"): token for name, token in tokens.items()}
+    url = f"{daemon.wait_url()}{path}"
+    if path == "/contexts":
+        return httpx.get(url, headers=headers)
+    return httpx.post(url, json={"code": "1", "context_id": context}, headers=headers, timeout=patience(60))
+
+
+_READ = r"""read -r; read -r order; id=${order#*'"id":"'}; id=${id%%'"'*}; """
+_LIES = {
+    r"tr '\0' x </dev/zero": ["KernelLied"],
+    "echo $id oops; cat": ["KernelLied"],
+    "echo $id '[1]'; cat": ["KernelLied"],
+    "exit 3": ["KernelGone"],
+    """echo other '{"type": "error"}'; echo half; echo $id '{"type": "end"}'; cat""": [],
+}
+"""What a context does once it has the id of a request, and the errors that the client gets."""
+
+
+def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> None:
+    """A process in a sandbox that takes itself for a context is told of, and ended, when it writes a line without end
+    or one that is not JSON. What it says to requests that nobody made has no effect."""
+    session = f"/v1/sessions/{sandbox['sandboxID']}"
+    told = []
+    with daemon.client() as client:
+        for number, lie in enumerate(_LIES):
+            process = {"argv": ["/bin/bash", "-c", _READ + lie], "process_id": f"e2b-kernel-{number}"}
+            client.post(f"{session}/processes", json=process).raise_for_status()
+            answer = _ask(daemon, sandbox, "/execute", context=str(number), X_Access_Token=sandbox["envdAccessToken"])
+            told.append([json.loads(line)["name"] for line in answer.text.splitlines()])
+        assert told == list(_LIES.values())
+    left = _ask(daemon, sandbox, "/contexts", X_Access_Token=sandbox["envdAccessToken"]).json()
+    assert [each["id"] for each in left] == ["4"]
+
+
+def test_who_may_run_code(daemon: Daemon, sandbox: dict[str, Any]) -> None:
+    """Whoever has the sandbox's token, or the one for its ports, which opens nothing else. In an image without a kernel
+    code is refused, and the text says what is missing."""
+    own, traffic = sandbox["envdAccessToken"], sandbox["trafficAccessToken"]
+    assert _ask(daemon, sandbox, "/contexts").status_code == 401
+    assert _ask(daemon, sandbox, "/contexts", E2b_Traffic_Access_Token=own).status_code == 401
+    assert _ask(daemon, sandbox, "/contexts", E2b_Traffic_Access_Token=traffic).json() == []
+    assert _ask(daemon, sandbox, "/process.Process/List", "49983", E2b_Traffic_Access_Token=traffic).status_code == 401
+    refused = _ask(daemon, sandbox, "/execute", X_Access_Token=own)
+    assert (refused.status_code, "jupyter_client" in refused.text) == (501, True)

@@ -132,25 +132,29 @@ class Interpreter:
         name = secrets.token_hex(8)
         has_ended = False
 
-        async def work() -> None:
-            nonlocal has_ended
+        async def follow() -> bytes | None:
+            """Pass the answer on, and return the line that its context did not write."""
             order = {"op": "run", "id": name, "code": asked.code, "env": asked.env_vars}
             async with supervisor.attach_exec(session_id, run.exec_id, after=run.last_sequence) as stream:
                 await _send(supervisor, run, session_id, order)
                 await exchange.start(200, (("content-type", "application/x-ndjson"),))
-                try:
-                    async with aclosing(_answers(stream, name.encode())) as answers:
-                        async for kind, line in answers:
-                            if kind == "end":
-                                has_ended = True
-                                return
-                            await exchange.write(line + b"\n")
-                    end = await stream.wait_end()
-                    await exchange.write(_error("KernelGone", f"the context has ended: {end.cause.value}"))
-                except Lied as lie:
-                    await supervisor.cancel_exec(session_id, run.exec_id, now=True)
-                    await exchange.write(_error("KernelLied", f"{lie}; the context was ended"))
-                has_ended = True
+                async with aclosing(_answers(stream, name.encode())) as answers:
+                    async for kind, line in answers:
+                        if kind == "end":
+                            return None
+                        await exchange.write(line + b"\n")
+                return _error("KernelGone", f"the context has ended: {(await stream.wait_end()).cause.value}")
+
+        async def work() -> None:
+            nonlocal has_ended
+            try:
+                last = await follow()
+            except Lied as lie:  # not followed any more, so that nothing holds up its end
+                await supervisor.cancel_exec(session_id, run.exec_id, now=True)
+                last = _error("KernelLied", f"{lie}; the context was ended")
+            has_ended = True
+            if last is not None:
+                await exchange.write(last)
 
         async with supervisor.attend(session_id):
             try:
