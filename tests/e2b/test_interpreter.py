@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,18 +21,8 @@ from tests.e2e.daemon import KEY, Daemon
 from tests.waiting import patience
 
 _PACKAGES = "/opt/kernel"
-_UNNEEDED = {
-    "e2b",
-    "jedi",
-    "opentelemetry",
-    "pip",
-    "pkg_resources",
-    "protobuf",
-    "rich",
-    "setuptools",
-    "tzdata",
-}
-"""Packages that a kernel does without, with most of the files."""
+_UNNEEDED = {"jedi", "tzdata"}
+"""Packages that a kernel does without, with a third of the files."""
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +38,29 @@ def image(daemon: Daemon) -> None:
         (files / "opt").mkdir(exist_ok=True)
         _copy("--archive", f"{catalog.trees('host')[0]}/.", files)
         (files / _PACKAGES[1:]).mkdir()
-        needed = [each for each in packages.iterdir() if each.name.lower().partition("-")[0] not in _UNNEEDED]
+        needed = sorted(_needed(packages, "ipykernel", "matplotlib", "e2b-charts"))
         if not _copy("--archive", "--link", *needed, files / _PACKAGES[1:]):  # it is on another file system
             assert _copy("--archive", *needed, files / _PACKAGES[1:])
         config = ImageConfig(env={"PYTHONPATH": _PACKAGES})
         catalog.publish(directory, attrs.evolve(catalog.get("host"), name="code-interpreter-v1", config=config))
+
+
+def _needed(packages: Path, *names: str) -> set[Path]:
+    """Return the directories and files of packages, and of all that they need."""
+    found = {_plain(each.name): each for each in importlib.metadata.distributions(path=[str(packages)])}
+    todo, seen, files = list(names), set(_UNNEEDED), set()
+    while todo:
+        name = _plain(todo.pop())
+        if name in seen or name not in found:
+            continue
+        seen.add(name)
+        files |= {packages / path.parts[0] for path in found[name].files or () if path.parts[0] != ".."}
+        todo += [re.split(r"[^\w.-]", each)[0] for each in found[name].requires or () if "extra ==" not in each]
+    return files - {packages / "__pycache__"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _copy(*arguments: object) -> bool:
@@ -91,6 +102,16 @@ def test_code_runs_unchanged(language: str, run: Callable[..., Scenarios]) -> No
     """Code, its output, results and errors, contexts, restarts and time limits are what each SDK expects."""
     expected = {**_RESULTS, **(_OF_JAVASCRIPT if language == "javascript" else _OF_PYTHON)}
     assert run(language, "interpreter") == expected
+
+
+@pytest.mark.usefixtures("image")
+def test_frameworks_run_unchanged(run: Callable[..., Scenarios]) -> None:
+    """OpenAI's Agents SDK, LangChain's deepagents and smolagents work in sandboxes by their own E2B backends."""
+    assert run("python", "frameworks") == {
+        "openai_agents": ["done", ["user", "one"], ["more"], True],
+        "langchain": ["done", ["48", "user"], True],
+        "smolagents": [42, "/home/user"],
+    }
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ FIELDS = {
 
 BOOT = r"""
 def _boot():
-    import os, sys, types
+    import json, os, sys, types
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from traitlets import ObjectName, Unicode
@@ -75,9 +75,12 @@ def _boot():
     for each in (Data, Chart):
         formatter = each(parent=get_ipython().display_formatter)
         formatters[formatter.format_type] = formatter
-    formatters["e2b/data"].for_type_by_name(
-        "pandas.core.frame", "DataFrame", lambda frame: __import__("json").loads(frame.to_json(orient="columns"))
-    )
+    def columns(frame):
+        if frame.size > 100_000:
+            return None
+        table = json.loads(frame.to_json(orient="split"))
+        return {str(name): [row[at] for row in table["data"]] for at, name in enumerate(table["columns"])}
+    formatters["e2b/data"].for_type_by_name("pandas.core.frame", "DataFrame", columns)
 
     kept = {}
     def enter(env):
@@ -111,6 +114,9 @@ def say_result(name: str, data: dict[str, Any], is_main: bool) -> None:
     text = fields.get("text")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] == "'":  # as E2B shows a string
         fields["text"] = text[1:-1]
+    for kind in ("png", "jpeg"):
+        if isinstance(fields.get(kind), str):
+            fields[kind] = fields[kind].rstrip()  # IPython before 8.6 ends them with a newline
     extra = {kind: value for kind, value in data.items() if kind not in FIELDS}
     size = len(json.dumps([fields, extra]))
     if size > LIMIT - 1024:
