@@ -6,6 +6,7 @@ journal and a traceback.
 
 from __future__ import annotations
 
+import os
 import pwd
 import re
 import subprocess
@@ -120,10 +121,20 @@ def survives_a_restart_of_the_daemon(world: World) -> None:
     world.says("here")
 
 
+def owners() -> dict[str, tuple[int, int, int]]:
+    """Return owner, group and mode of all that is in the data directory."""
+    found = (each for top in os.walk("/var/lib/sandkasten") for each in (top[0], *(f"{top[0]}/{n}" for n in top[2])))
+    return {each: (at.st_uid, at.st_gid, at.st_mode) for each in found for at in [os.lstat(each)]}
+
+
 def survives_a_restart_of_nsinit(world: World) -> None:
-    before = state(DAEMON, "MainPID")
+    before, owned = state(DAEMON, "MainPID"), owners()
     run("systemctl", "restart", NSINIT)
+    now = owners()
+    assert {each: (was, now[each]) for each, was in owned.items() if now.get(each, was) != was} == {}
     world.says("here")
+    assert world.session is not None
+    assert world.session.exec("echo more > kept; cat kept").output == "more\n"
     with world.client.create_session() as other:
         assert other.exec("echo new").output == "new\n"
     assert state(DAEMON, "MainPID") == before
@@ -132,6 +143,8 @@ def survives_a_restart_of_nsinit(world: World) -> None:
 def survives_a_killed_nsinit(world: World) -> None:
     run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", NSINIT)
     until(lambda: state(NSINIT, "ActiveState") == "active")
+    world.says("here")
+    run("systemctl", "restart", DAEMON)
     world.says("here")
 
 
