@@ -109,15 +109,20 @@ def session_runs(world: World) -> None:
     assert said.splitlines()[-1] == "42", said
 
 
+def begins_anew(unit: str, *command: str) -> None:
+    """End a unit's process, and wait until another serves. A start that took too long is tried again by systemd."""
+    before = state(unit, "MainPID")
+    subprocess.run(["systemctl", *command, unit], timeout=PATIENCE_S, check=False)
+    until(lambda: state(unit, "ActiveState") == "active" and state(unit, "MainPID") not in ("0", before))
+
+
 def survives_a_killed_daemon(world: World) -> None:
-    before = state(DAEMON, "MainPID")
-    run("systemctl", "kill", "--signal=KILL", DAEMON)
-    until(lambda: state(DAEMON, "ActiveState") == "active" and state(DAEMON, "MainPID") not in ("0", before))
+    begins_anew(DAEMON, "kill", "--signal=KILL")
     world.says("here")
 
 
 def survives_a_restart_of_the_daemon(world: World) -> None:
-    run("systemctl", "restart", DAEMON)
+    begins_anew(DAEMON, "restart")
     world.says("here")
 
 
@@ -129,7 +134,7 @@ def owners() -> dict[str, tuple[int, int, int]]:
 
 def survives_a_restart_of_nsinit(world: World) -> None:
     before, owned = state(DAEMON, "MainPID"), owners()
-    run("systemctl", "restart", NSINIT)
+    begins_anew(NSINIT, "restart")
     now = owners()
     assert {each: (was, now[each]) for each, was in owned.items() if now.get(each, was) != was} == {}
     world.says("here")
@@ -141,10 +146,9 @@ def survives_a_restart_of_nsinit(world: World) -> None:
 
 
 def survives_a_killed_nsinit(world: World) -> None:
-    run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", NSINIT)
-    until(lambda: state(NSINIT, "ActiveState") == "active")
+    begins_anew(NSINIT, "kill", "--kill-whom=main", "--signal=KILL")
     world.says("here")
-    run("systemctl", "restart", DAEMON)
+    begins_anew(DAEMON, "restart")
     world.says("here")
 
 
