@@ -41,7 +41,8 @@ def image(*arguments: str | Path, ok: bool = True) -> str:
     """Run `sandkasten image`, and return what it prints, or its error."""
     done = completed("image", *arguments, given=b"", timeout_s=patience(60))
     assert (done.returncode == 0) is ok, done.stderr
-    return (done.stdout if ok else done.stderr).decode()
+    printed: bytes = done.stdout if ok else done.stderr
+    return printed.decode()
 
 
 def test_the_command_line_finds_out_what_a_file_is(data_dir: Path, tmp_path: Path) -> None:
