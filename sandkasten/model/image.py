@@ -180,8 +180,10 @@ class ImageDescription:
 
 @attrs.frozen
 class Pruned:
-    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+    """Layers, broken downloads and images of builds' caches that were removed, or would be, and the bytes of their
+    files."""
 
     layers: int
     freed_bytes: int
     blobs: int = 0
+    images: int = 0

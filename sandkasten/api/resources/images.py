@@ -12,7 +12,6 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import within
 from sandkasten.api.resources.fields import (
-    Argv,
     Between,
     Environment,
     LabelFilter,
@@ -21,6 +20,7 @@ from sandkasten.api.resources.fields import (
     NameCursor,
     Paths,
     Text,
+    Words,
     add_kinds,
     encode_cursor,
     read_query,
@@ -138,10 +138,12 @@ class ImagesBody(Body):
 
 @attrs.frozen(kw_only=True)
 class PrunedBody(Body):
-    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+    """Layers, broken downloads and images of builds' caches that were removed, or would be, and the bytes of their
+    files."""
 
     layers: int
     blobs: int
+    images: int
     freed_bytes: int
 
 
@@ -192,7 +194,7 @@ async def remove(exchange: Exchange) -> Answer:
 
 
 async def prune(exchange: Exchange) -> Answer:
-    """Remove the layers that no image, session or pull has, and broken downloads."""
+    """Remove the layers that no image, session or pull has, broken downloads, and what builds keep for later ones."""
     request = await read_request(exchange, PruneRequest)
     found = await exchange.supervisor.prune_images(older_than_s=request.older_than_s, dry_run=request.dry_run)
     return json_answer(PrunedBody.take(found))
@@ -206,8 +208,8 @@ class ConfigRequest:
     env: Environment | None = None
     working_dir: Text | None = None
     user: Text | None = None
-    entrypoint: Argv | None = None
-    cmd: Argv | None = None
+    entrypoint: Words | None = None
+    cmd: Words | None = None
     labels: Labels | None = None
     exposed_ports: Paths | None = None
 
