@@ -23,7 +23,7 @@ from sandkasten.building.dockerfile import (
     SEVERAL,
     BuildError,
     Dockerfile,
-    Instruction,
+    DockerInstruction,
 )
 from sandkasten.building.ignoring import is_pattern
 from sandkasten.building.words import expand
@@ -154,10 +154,10 @@ class Builder:
                 return number
         return int(name) if name.isdecimal() and len(name) < 6 and int(name) < before else None
 
-    def _at(self, line: Instruction) -> str:
+    def _at(self, line: DockerInstruction) -> str:
         return f"{self._terms.title}:{line.line}"
 
-    def _failure(self, line: Instruction, why: object) -> BuildError:
+    def _failure(self, line: DockerInstruction, why: object) -> BuildError:
         return BuildError(f"{self._at(line)}: {why}")
 
     # The build --------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Builder:
                     await self._client.delete_image(name)
 
     @contextlib.contextmanager
-    def _telling_place(self, line: Instruction) -> Iterator[None]:
+    def _telling_place(self, line: DockerInstruction) -> Iterator[None]:
         """Say where the build stood when the server refuses something."""
         try:
             yield
@@ -207,7 +207,7 @@ class Builder:
             self._watch.told(f"{self._at(line)}: {line.shown}")
             raise
 
-    def _tell_step(self, line: Instruction, note: str = "") -> None:
+    def _tell_step(self, line: DockerInstruction, note: str = "") -> None:
         self._watch.told(f"[{self._step}/{self._steps}] {line.shown}{note}")
 
     async def _begin(self, number: int) -> _StageState:
@@ -225,7 +225,7 @@ class Builder:
             state = await self._state_of(stage.start, name)
         return state
 
-    async def _state_of(self, line: Instruction, name: str) -> _StageState:
+    async def _state_of(self, line: DockerInstruction, name: str) -> _StageState:
         """Return the state of a stage that begins with an image of the server."""
         if name == "scratch":
             raise self._failure(line, "scratch has no system to run anything in: begin with an image")
@@ -256,7 +256,11 @@ class Builder:
         return found
 
     def _take_arguments(
-        self, line: Instruction, into: dict[str, str], lookup: Callable[[str], str | None], outer: Mapping[str, str]
+        self,
+        line: DockerInstruction,
+        into: dict[str, str],
+        lookup: Callable[[str], str | None],
+        outer: Mapping[str, str],
     ) -> None:
         for name, value in line.pairs:
             if name in self._terms.arguments:
@@ -267,7 +271,7 @@ class Builder:
             elif name in outer:
                 into[name] = outer[name]
 
-    def _expanded(self, line: Instruction, text: str, lookup: Callable[[str], str | None]) -> str:
+    def _expanded(self, line: DockerInstruction, text: str, lookup: Callable[[str], str | None]) -> str:
         try:
             return expand(text, lookup, self._escape)
         except ValueError as error:
@@ -288,7 +292,7 @@ class Builder:
         if number != self._stages[-1] and self._terms.squash:
             state.image = await sessions.keep(_key("stage", state.key, secrets.token_hex(16)), state)
 
-    def _configure(self, line: Instruction, state: _StageState) -> None:
+    def _configure(self, line: DockerInstruction, state: _StageState) -> None:
         """Perform an instruction that changes the configuration alone."""
 
         def words() -> list[str]:
@@ -320,12 +324,12 @@ class Builder:
                 if not state.has_own_cmd:  # that of the image below is for another program
                     state.cmd = ()
 
-    def _command(self, line: Instruction, state: _StageState) -> tuple[str, ...]:
+    def _command(self, line: DockerInstruction, state: _StageState) -> tuple[str, ...]:
         return tuple(line.words) if line.is_exec else (*state.shell, line.text)
 
     # RUN --------------------------------------------------------------------------------------------------------------
 
-    async def _run(self, line: Instruction, state: _StageState, sessions: _Sessions) -> None:
+    async def _run(self, line: DockerInstruction, state: _StageState, sessions: _Sessions) -> None:
         argv = self._command(replace(line, text=_script(line)), state)
         env = {"PATH": _PATH} | state.arguments | state.env
         inputs = [argv, env, state.user, state.working_dir, state.pending, dict(self._terms.network)]
@@ -362,7 +366,7 @@ class Builder:
 
     # COPY -------------------------------------------------------------------------------------------------------------
 
-    async def _copy(self, line: Instruction, number: int, state: _StageState, sessions: _Sessions) -> None:
+    async def _copy(self, line: DockerInstruction, number: int, state: _StageState, sessions: _Sessions) -> None:
         *names, target = (self._expanded(line, each, state.lookup) for each in line.words)
         path = posixpath.join("/", state.working_dir, target)
         is_directory = target.endswith("/") or posixpath.basename(target) in ("", ".", "..")
@@ -400,7 +404,7 @@ class Builder:
         await self._layer(line, state, sessions, "copy", [*inputs, names, digest, len(sources)], work)
 
     async def _send(
-        self, line: Instruction, session: Session, sources: Sequence[Source], place: _Destination, digest: str
+        self, line: DockerInstruction, session: Session, sources: Sequence[Source], place: _Destination, digest: str
     ) -> None:
         """Copy files of the context into a session."""
         owner = await _owner(session, place.owner)
@@ -439,7 +443,7 @@ class Builder:
 
     async def _layer(
         self,
-        line: Instruction,
+        line: DockerInstruction,
         state: _StageState,
         sessions: _Sessions,
         kind: str,
@@ -461,7 +465,9 @@ class Builder:
         await self._work(line, work, await sessions.ready(state))
         state.image = await sessions.keep(state.key, state)
 
-    async def _work(self, line: Instruction, work: Callable[[Session], Awaitable[None]], session: Session) -> None:
+    async def _work(
+        self, line: DockerInstruction, work: Callable[[Session], Awaitable[None]], session: Session
+    ) -> None:
         try:
             await work(session)
         except ValueError as error:
@@ -562,7 +568,7 @@ def _port(text: str) -> str:
     return text if "/" in text else f"{text}/tcp"
 
 
-def _script(line: Instruction) -> str:
+def _script(line: DockerInstruction) -> str:
     """Return the shell form of RUN; here-documents stand behind the command, where a shell reads them."""
     if not line.documents:
         return line.text

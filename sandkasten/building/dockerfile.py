@@ -55,7 +55,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Instruction:
+class DockerInstruction:
     """One instruction, `shown` as the beginning of its line. `text` is what stands behind name and flags, `words` are
     those of it, with quotes and variables as written; of the exec form they are its strings. `pairs` are of ENV, LABEL
     and ARG; an ARG may have no value."""
@@ -75,10 +75,10 @@ class Instruction:
 class Stage:
     """A FROM with what follows it; `name` is empty for a stage without one."""
 
-    start: Instruction
+    start: DockerInstruction
     image: str
     name: str
-    steps: Sequence[Instruction]
+    steps: Sequence[DockerInstruction]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Dockerfile:
     """A whole file: its escape character, the ARGs before the first stage, and the stages."""
 
     escape: str
-    arguments: Sequence[Instruction]
+    arguments: Sequence[DockerInstruction]
     stages: Sequence[Stage]
 
 
@@ -112,8 +112,8 @@ class _Reader:
 
     def read(self) -> Dockerfile:
         self._read_directives()
-        arguments: list[Instruction] = []
-        stages: list[tuple[Instruction, list[Instruction]]] = []
+        arguments: list[DockerInstruction] = []
+        stages: list[tuple[DockerInstruction, list[DockerInstruction]]] = []
         count = 0
         while (found := self._next()) is not None:
             count += 1
@@ -157,7 +157,7 @@ class _Reader:
                 )
             self._at += 1
 
-    def _next(self) -> Instruction | None:
+    def _next(self) -> DockerInstruction | None:
         """Return the next instruction; None at the end."""
         line, text = self._next_text()
         if not text:
@@ -227,7 +227,7 @@ class _Reader:
 
     def _instruction(
         self, line: int, name: str, flags: dict[str, str], text: str, documents: list[Document]
-    ) -> Instruction:
+    ) -> DockerInstruction:
         words: Sequence[str] = split(text, self._escape)
         pairs: Sequence[tuple[str, str | None]] = ()
         strings = _strings(text) if name in (*_EXEC, "COPY") and not documents else None
@@ -245,7 +245,9 @@ class _Reader:
                 self._check_copy(line, flags, words)
         if strings is not None:
             words = strings
-        return Instruction(line, name, text, flags, tuple(words), strings is not None, tuple(pairs), tuple(documents))
+        return DockerInstruction(
+            line, name, text, flags, tuple(words), strings is not None, tuple(pairs), tuple(documents)
+        )
 
     def _pairs(self, line: int, name: str, text: str, words: Sequence[str]) -> list[tuple[str, str | None]]:
         pairs: list[tuple[str, str | None]] = []
@@ -284,7 +286,7 @@ class _Reader:
         if mode is not None and "$" not in mode and not _MODE.match(mode):
             raise self._error(line, "COPY --chmod takes permissions such as 755")
 
-    def _stage(self, start: Instruction, steps: list[Instruction], before: list[Stage]) -> Stage:
+    def _stage(self, start: DockerInstruction, steps: list[DockerInstruction], before: list[Stage]) -> Stage:
         name = start.words[2].lower() if len(start.words) > 1 else ""
         if name and any(each.name == name for each in before):
             raise self._error(start.line, f"there are two stages {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -17,6 +18,8 @@ from sandkasten.model.image import ImageConfig
 from tests.cli.conftest import Command
 from tests.e2e.daemon import Daemon
 from tests.kernel.test_layers import base_layer, unpack
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.e2e
 
@@ -205,14 +208,20 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
 def test_two_builds_of_one_file_at_once_make_the_same_image(
     command: Command, daemon: Daemon, api: httpx.Client, tmp_path: Path
 ) -> None:
-    """The step that ends first is taken by the other build, and neither fails."""
-    (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo one > /one\nCOPY Dockerfile /\nRUN cat one > /two\n")
+    """The step that ends first is taken by the other build, and neither fails. The file is that of the documentation."""
+    found = re.search(r"```dockerfile\n(.*?)```", (ROOT / "docs/images.md").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "Dockerfile").write_text(found[1])
+    (tmp_path / ".dockerignore").write_text(".*\nDockerfile\n")
+    (tmp_path / "first").write_text("")
+    words = ("image", "build", "--build-arg", "BASE=base", "--name")
     with (
-        command.started("image", "build", "--name", "left", str(tmp_path)) as left,
-        command.started("image", "build", "--name", "right", str(tmp_path)) as right,
+        command.started(*words, "left", str(tmp_path)) as left,
+        command.started(*words, "right", str(tmp_path)) as right,
     ):
-        assert [process.communicate()[1] and process.returncode for process in (left, right)] == [0, 0]
-    assert len(steps_of(daemon.data_dir)) == 3
+        told = [process.communicate()[1] for process in (left, right)]
+    assert (left.returncode, right.returncode) == (0, 0), told
+    assert command.out("run", "left") == command.out("run", "right") == "version 1 of first\n"
+    assert len(steps_of(daemon.data_dir)) == 2
     images = [api.get(f"/v1/images/{name}").json() for name in ("left", "right")]
-    assert [len(image["layers"]) for image in images] == [4, 4]
-    assert images[0]["layers"] == images[1]["layers"]
+    assert (len(images[0]["layers"]), images[0]["layers"]) == (3, images[1]["layers"])
