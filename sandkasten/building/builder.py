@@ -39,9 +39,17 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 _OUTSIDE = ("/proc", "/dev", "/sys", "/tmp", "/run", "/workspace")
 """Directories that no layer has anything of: a session has mounts there."""
-_IDLE_S = 120
+_IDLE_S = 600
 """Time after which a session ends whose builder is gone without a word."""
+_END_S = 30.0
+"""Time for the end of a session, or for the removal of what a build has made for itself."""
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?\Z")
+_MAX_PORT = 65535
 _SIGNALS = 128
+_LABEL = "sandkasten.build"
+_BUILD = "image build"
+"""The history of a layer that is of more than one instruction, or of WORKDIR."""
 _MAX_ACCOUNT_BYTES = 1024 * 1024
 _NUMBER = re.compile(r"[0-9]{1,5}\Z")
 _KEY_DIGITS = 48
@@ -94,7 +102,9 @@ class _StageState:
     """Directories of WORKDIR that are to be made with the next step."""
 
     def lookup(self, name: str) -> str | None:
-        return self.env[name] if name in self.env else self.arguments.get(name)
+        if name in self.env:
+            return self.env[name]
+        return self.arguments.get(name, _PATH if name == "PATH" else None)
 
     def config(self) -> dict[str, Any]:
         """Return the configuration of an image of this stage, as the request for a commit has it."""
@@ -117,12 +127,13 @@ class Builder:
         self._client, self._file, self._context = client, dockerfile, context
         self._terms, self._watch = terms, watch
         self._escape = dockerfile.escape
+        self._used: set[str] = set()
+        self._images = [self._expanded(each.start, each.image, self._globals().get) for each in dockerfile.stages]
         self._stages = self._needed(self._target())
         self._steps = sum(1 + len(dockerfile.stages[number].steps) for number in self._stages)
         self._step = 0
         self._built: dict[int, _StageState] = {}
         self._own: list[str] = []
-        self._used: set[str] = set()
         self._salt = "" if terms.has_cache else secrets.token_hex(16)
 
     # What is built ----------------------------------------------------------------------------------------------------
@@ -143,7 +154,7 @@ class Builder:
             number = pending.pop()
             needed.add(number)
             stage = self._file.stages[number]
-            names = [stage.image, *(each.flags["from"] for each in stage.steps if "from" in each.flags)]
+            names = [self._images[number], *(each.flags["from"] for each in stage.steps if "from" in each.flags)]
             pending += [found for name in names if (found := self._stage_of(name, number)) is not None]
         return sorted(needed)
 
@@ -169,8 +180,7 @@ class Builder:
             BuildError: the Dockerfile asks for what can't be, or a command of it has failed.
             SandkastenError: the server refuses a step; the watch was told which.
         """
-        if not self._terms.replace:
-            await self._require_free()
+        await self._check_name()
         try:
             for number in self._stages:
                 with self._telling_place(self._file.stages[number].start):
@@ -185,15 +195,20 @@ class Builder:
             self._watch.told(f"no ARG has taken --build-arg {name}")
         return await self._client.get_image(made)
 
-    async def _require_free(self) -> None:
+    async def _check_name(self) -> None:
+        """Refuse a name that the image can't have, before the work."""
         name = self._terms.name
+        if not _IMAGE_NAME.match(name) or name.startswith(BUILD_CACHE):
+            raise BuildError(f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-'")
+        if self._terms.replace:
+            return
         with contextlib.suppress(errors.InvalidImage):
             if (await self._client.get_image(name)).name == name:
                 raise BuildError(f"there is an image {name!r} already: --replace takes its place")
 
     async def _forget_own(self) -> None:
         """Remove the images of steps that are for this build alone, within a bounded time."""
-        with waiting.shield(_IDLE_S):
+        with waiting.shield(_END_S):
             for name in reversed(self._own):
                 with contextlib.suppress(errors.SandkastenError):
                     await self._client.delete_image(name)
@@ -215,18 +230,19 @@ class Builder:
         self._step += 1
         stage = self._file.stages[number]
         self._tell_step(stage.start)
-        before = self._stage_of(stage.image, number)
+        before = self._stage_of(self._images[number], number)
         if before is not None:
             found = self._built[before]
             state = replace(found, arguments={}, env=dict(found.env), labels=dict(found.labels), has_own_cmd=False)
             state.ports, state.pending = list(found.ports), list(found.pending)
         else:
-            name = self._expanded(stage.start, stage.image, self._globals().get)
-            state = await self._state_of(stage.start, name)
+            state = await self._state_of(stage.start, self._images[number])
         return state
 
     async def _state_of(self, line: DockerInstruction, name: str) -> _StageState:
         """Return the state of a stage that begins with an image of the server."""
+        if not name:
+            raise self._failure(line, "the image has no name: a variable has no value")
         if name == "scratch":
             raise self._failure(line, "scratch has no system to run anything in: begin with an image")
         try:
@@ -290,7 +306,7 @@ class Builder:
                     self._configure(line, state)
         self._built[number] = state
         if number != self._stages[-1] and self._terms.squash:
-            state.image = await sessions.keep(_key("stage", state.key, secrets.token_hex(16)), state)
+            state.image = await sessions.keep(_key("stage", state.key, secrets.token_hex(16)), state, _BUILD)
 
     def _configure(self, line: DockerInstruction, state: _StageState) -> None:
         """Perform an instruction that changes the configuration alone."""
@@ -311,10 +327,13 @@ class Builder:
                 state.user = self._expanded(line, line.text, state.lookup)
             case "WORKDIR":
                 path = self._expanded(line, line.text, state.lookup)
-                state.working_dir = posixpath.normpath(posixpath.join("/", state.working_dir, path))
+                state.working_dir = _normal(posixpath.join("/", state.working_dir, path))
                 state.pending.append(state.working_dir)
             case "EXPOSE":
-                state.ports = sorted({*state.ports, *(_port(each) for each in words())})
+                try:
+                    state.ports = sorted({*state.ports, *(port for each in words() for port in _ports(each))})
+                except ValueError as error:
+                    raise self._failure(line, error) from None
             case "SHELL":
                 state.shell = tuple(line.words)
             case "CMD":
@@ -355,7 +374,7 @@ class Builder:
                 end = await run.wait()
             finally:
                 if run.end is None:
-                    with waiting.shield(_IDLE_S), contextlib.suppress(errors.SandkastenError):
+                    with waiting.shield(_END_S), contextlib.suppress(errors.SandkastenError):
                         await run.cancel(now=True)
             if end.exit_code:
                 how = f"signal {end.exit_code - _SIGNALS}" if end.exit_code > _SIGNALS else f"status {end.exit_code}"
@@ -370,7 +389,7 @@ class Builder:
         *names, target = (self._expanded(line, each, state.lookup) for each in line.words)
         path = posixpath.join("/", state.working_dir, target)
         is_directory = target.endswith("/") or posixpath.basename(target) in ("", ".", "..")
-        path = "/" + posixpath.normpath(path).lstrip("/")
+        path = _normal(path)
         if len(names) > 1 and not is_directory:
             raise self._failure(line, SEVERAL)
         if path in _OUTSIDE or path.startswith(tuple(f"{each}/" for each in _OUTSIDE)):
@@ -421,7 +440,11 @@ class Builder:
         """Copy files of an image into a session, through this process. Raises `ValueError`: a source means nothing."""
         owner = await _owner(session, place.owner)
         async with await self._client.create_session(
-            image=image, user="root", network={"mode": "none"}, idle_timeout_seconds=_IDLE_S
+            image=image,
+            user="root",
+            network={"mode": "none"},
+            idle_timeout_seconds=_IDLE_S,
+            labels={_LABEL: self._terms.name},
         ) as source:
             paths = [each for name in names for each in await _paths(source, name)]
             for path in paths:
@@ -463,7 +486,7 @@ class Builder:
             return
         self._tell_step(line)
         await self._work(line, work, await sessions.ready(state))
-        state.image = await sessions.keep(state.key, state)
+        state.image = await sessions.keep(state.key, state, line.shown)
 
     async def _work(
         self, line: DockerInstruction, work: Callable[[Session], Awaitable[None]], session: Session
@@ -498,21 +521,23 @@ class _Sessions:
                 network=self._terms.network,
                 limits=self._terms.limits or None,
                 idle_timeout_seconds=_IDLE_S,
-                labels={"sandkasten.build": self._terms.name},
+                labels={_LABEL: self._terms.name},
             )
-        for path in state.pending:
+            if state.working_dir.startswith("/"):
+                state.pending.append(state.working_dir)
+        for path in dict.fromkeys(state.pending):
             await self._session.files.mkdir(path, user="root")
         state.pending = []
         return self._session
 
-    async def keep(self, key: str, state: _StageState) -> str:
+    async def keep(self, key: str, state: _StageState, created_by: str) -> str:
         """Make an image of the session under the name of a step, and end the session; return the name."""
         name = BUILD_CACHE + key[:_KEY_DIGITS]
         session = await self.ready(state)
         if not self._terms.has_cache or self._terms.squash:
             self._own.append(name)
         try:
-            await session.commit(name)
+            await session.commit(name, created_by=created_by)
         except errors.InvalidImage:
             # Another build that came to the same step was first.
             if not await self.has(name):
@@ -534,7 +559,7 @@ class _Sessions:
             config = state.config() | {"user": await _user(session, state.user)}
         except ValueError as error:
             raise BuildError(f"{self._terms.title}: USER {state.user}: {error}") from None
-        made = await session.commit(name, config=config, replace=self._terms.replace)
+        made = await session.commit(name, config=config, replace=self._terms.replace, created_by=_BUILD)
         await self.end()
         return made.name
 
@@ -542,7 +567,7 @@ class _Sessions:
         """End the session, if there is one; within a bounded time for a caller that is cancelled."""
         session, self._session = self._session, None
         if session is not None:
-            with waiting.shield(_IDLE_S):
+            with waiting.shield(_END_S):
                 await session.destroy()
 
 
@@ -564,8 +589,18 @@ def _key(*inputs: Any) -> str:  # JSON values
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _port(text: str) -> str:
-    return text if "/" in text else f"{text}/tcp"
+def _normal(path: str) -> str:
+    """Return an absolute path in its shortest form; POSIX gives two slashes at the begin a meaning of their own."""
+    return "/" + posixpath.normpath(path).lstrip("/")
+
+
+def _ports(text: str) -> list[str]:
+    """Return what EXPOSE names: a port or a range, of TCP unless it says another. Raises `ValueError`."""
+    found = _PORTS.match(text)
+    if found is None or not 0 < int(found[1]) <= int(found[2] or found[1]) <= _MAX_PORT:
+        raise ValueError(f"{text!r} is neither a port nor a range of ports")
+    ports = range(int(found[1]), int(found[2] or found[1]) + 1)
+    return [f"{port}/{found[3] or 'tcp'}" for port in ports]
 
 
 def _script(line: DockerInstruction) -> str:
@@ -596,7 +631,7 @@ async def _make_directory(session: Session, place: _Destination, owner: _Owner, 
 
 async def _paths(session: Session, source: str) -> list[str]:
     """Return the paths that a source of `COPY --from` means. Raises `ValueError`: none."""
-    path = "/" + posixpath.normpath(posixpath.join("/", source)).lstrip("/")
+    path = _normal(posixpath.join("/", source))
     if is_pattern(path):
         if found := await session.files.glob(path.lstrip("/"), "/", user="root"):
             return found
@@ -643,7 +678,7 @@ async def _account(session: Session, path: str, name: str) -> list[str]:
     """Return the first row of a file of accounts (passwd(5), group(5)) that has a name or number; for a number of no
     account, a row as of one. Raises `ValueError`."""
     rows: list[list[str]] = []
-    with contextlib.suppress(errors.FileNotFound):
+    with contextlib.suppress(errors.FileNotFound, errors.RangeNotSatisfiable):  # an empty file has no first byte
         content = await session.files.read_bytes(path, user="root", length=_MAX_ACCOUNT_BYTES)
         rows = [line.split(":") for line in content.decode("utf-8", "replace").splitlines()]
     for row in rows:

@@ -20,6 +20,7 @@ from tests.e2e.daemon import Daemon
 from tests.kernel.test_layers import base_layer, unpack
 
 ROOT = Path(__file__).parents[2]
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +62,7 @@ COPY --chmod=640 one* dir /app/sub/
 USER 7:8
 RUN id -u; id -g; test ! -w /app
 LABEL made="by $WHO" other=x
-EXPOSE 80 81/udp
+EXPOSE 80 81-82/udp
 ENTRYPOINT ["cat"]
 CMD ["greeting"]
 """
@@ -90,11 +91,12 @@ def test_an_image_is_built_and_built_again_from_what_is_kept(
     ]
     said = api.get("/v1/images/made").json()
     config: dict[str, Any] = said["config"]
-    assert config["env"] == {"BASE": "1", "GREETING": "hello world", "PATH": ":/bin"}
+    assert config["env"] == {"BASE": "1", "GREETING": "hello world", "PATH": f"{SYSTEM_PATH}:/bin"}
     assert (config["user"], config["working_dir"]) == ("7:8", "/app")
     assert (config["entrypoint"], config["cmd"]) == (["cat"], ["greeting"])
     assert config["labels"] == {"kept": "yes", "made": "by world", "other": "x"}
-    assert (config["exposed_ports"], said["source"]) == (["80/tcp", "81/udp"], "commit of a session of base")
+    assert [each.split()[0] for each in config["history"]] == ["RUN", "COPY"]
+    assert (config["exposed_ports"], said["source"]) == (["80/tcp", "81/udp", "82/udp"], "commit of a session of base")
     seen = inside(command, "made", "cat greeting; cd sub; stat -c '%n %a %u:%g' *; id -u")
     assert seen == "hello world 1\none 640 0:0\ntwo 640 0:0\n7\n"
     assert command.run("run", "made").stdout == "hello world 1\n"
@@ -122,11 +124,11 @@ RUN exit 1
 FROM first AS second
 RUN echo more > /out/more
 FROM base
-RUN echo 'app:x:70:71::/:' >> /etc/passwd; echo 'crew:x:72:' >> /etc/group
+RUN echo 'app:x:70:71::/:' >> /etc/passwd; echo 'crew:x:72:' >> /etc/group; mkdir real; ln -s real linked
 COPY --from=first /out/deep /copied/
 COPY --from=second --chown=app:crew /out/t* /out/more /mine/new/
 COPY --from=0 /out/top /one
-COPY --chown=app dir /app/
+COPY --chown=app dir /linked/app/
 USER app:crew
 RUN <<EOF
 id -u; id -g
@@ -143,10 +145,12 @@ def test_stages_owners_and_here_documents(command: Command, api: httpx.Client, t
     (tmp_path / "dir" / "sub" / "file").write_text("x")
     done = built(command, tmp_path, STAGES, "--name", "staged", "--no-cache")
     assert (done.returncode, "\n70\n72\n" in done.stderr) == (0, True), done
-    script = "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one app app/sub/file; cat one mine/new/more"
+    script = (
+        "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one real/app real/app/sub/file; cat one mine/new/more"
+    )
     seen = (
         "copied/file root:root 644\nmine app:crew 755\nmine/new/more app:crew 644\nmine/new/top app:crew 700\n"
-        "one root:root 700\napp app:UNKNOWN 755\napp/sub/file app:UNKNOWN 644\ntop\nmore\n"
+        "one root:root 700\nreal/app app:UNKNOWN 755\nreal/app/sub/file app:UNKNOWN 644\ntop\nmore\n"
     )
     assert inside(command, "staged", script, "--user", "root") == seen
     other = built(command, tmp_path, STAGES, "--name", "squashed", "--squash", "--target", "SECOND")
@@ -183,6 +187,9 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
     assert (process.returncode, api.get("/v1/sessions").json()) == (130, [])
     assert session["network"]["mode"] == "none"
     refused = {
+        "FROM base\nWORKDIR /tmp/new\nRUN echo > x\nRUN ls | grep x": "Dockerfile:4: ended with status 1",
+        "FROM base\nEXPOSE 80-79": "Dockerfile:2: '80-79' is neither",
+        "FROM $NONE": "Dockerfile:1: the image has no name",
         "FROM none": "Dockerfile:1: the server has no image 'none'",
         "FROM host": "Dockerfile:1: image 'host' is the server's own /usr",
         "FROM scratch": "Dockerfile:1: scratch has no system",
@@ -197,6 +204,8 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
         done = built(command, tmp_path, text, "--name", "failed")
         assert (done.returncode in (1, 125), why in done.stderr) == (True, True), (text, done)
     assert (api.get("/v1/images/failed").status_code, api.get("/v1/sessions").json()) == (400, [])
+    for name, why in (("a:b", "is no name for an image"), ("build-cache.x", "is no name for an image")):
+        assert why in built(command, tmp_path, "FROM base\nRUN echo no", "--name", name).stderr
     counted, pruned = (
         api.post("/v1/images/prune", json={"older_than_s": 0, "dry_run": dry_run}).json() for dry_run in (True, False)
     )
@@ -208,7 +217,7 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
 def test_two_builds_of_one_file_at_once_make_the_same_image(
     command: Command, daemon: Daemon, api: httpx.Client, tmp_path: Path
 ) -> None:
-    """The step that ends first is taken by the other build, and neither fails. The file is that of the documentation."""
+    """The step that ends first is taken by the other build, and neither fails. The documentation has the file."""
     found = re.search(r"```dockerfile\n(.*?)```", (ROOT / "docs/images.md").read_text(), re.DOTALL)
     assert found is not None
     (tmp_path / "Dockerfile").write_text(found[1])

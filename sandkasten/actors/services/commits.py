@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 
+import attrs
 import trio
 
 from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, PackSession
@@ -62,11 +63,12 @@ class Commits:
             changed = [packed.digest] if packed.entries or not packed.below else []
             if len(packed.below) + len(changed) > MAX_IMAGE_LAYERS:
                 raise InvalidImage(f"image {below.name!r} has {len(packed.below)} layers, and more can't be")
+            history = (*config.history, spec.created_by) if changed else config.history
             image = NewImage(
                 name=spec.name,
                 tags=[],
                 layers=[*packed.below, *changed],
-                config=config,
+                config=attrs.evolve(config, history=history),
                 digest="",
                 source=below.source if below.is_cached_step else f"commit of a session of {below.name}",
                 platform=below.platform,

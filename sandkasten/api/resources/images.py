@@ -37,6 +37,7 @@ GraceSeconds = NewType("GraceSeconds", int)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
 
 _GRACE = GraceSeconds(3600)
+_COMMIT = Text("commit")
 
 
 @attrs.frozen
@@ -68,7 +69,8 @@ class PruneRequest:
 
 @attrs.frozen(kw_only=True)
 class ImageConfigBody(Body):
-    """The configuration that an image brings."""
+    """The configuration that an image brings. `history` says what has made each of the topmost layers, as far as that
+    happened here."""
 
     env: Mapping[str, str]
     working_dir: str
@@ -79,6 +81,7 @@ class ImageConfigBody(Body):
     exposed_ports: Sequence[str]
     volumes: Sequence[str]
     stop_signal: str
+    history: Sequence[str]
 
 
 @attrs.frozen(kw_only=True)
@@ -216,16 +219,18 @@ class ConfigRequest:
 
 @attrs.frozen
 class CommitImageRequest:
-    """An image to make of a session. With `replace` it takes the place of an image of that name."""
+    """An image to make of a session. With `replace` it takes the place of an image of that name. `created_by` is for
+    the history of its layers."""
 
     name: ImageName
     config: ConfigRequest | None = None
     replace: bool = False
+    created_by: Text = _COMMIT
 
     def to_spec(self) -> CommitSpec:
         """Return the model's spec."""
         config = ConfigChanges() if self.config is None else ConfigChanges(**attrs.asdict(self.config, recurse=False))
-        return CommitSpec(self.name, config, self.replace)
+        return CommitSpec(self.name, config, self.replace, self.created_by)
 
 
 async def commit(exchange: Exchange) -> Answer:
