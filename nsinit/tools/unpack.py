@@ -26,7 +26,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from backports import zstd
 
@@ -285,24 +285,43 @@ class Unpacker:
         self._directory_times += _TIME.pack(_time_ns(member), len(encoded)) + encoded
 
     def _write_file(self, path: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        source = archive.extractfile(member)
-        assert source is not None
         if member.size > self._max_bytes - self.size_bytes:
             raise ArchiveRefused(f"more than {self._max_bytes} bytes of files")
         self.size_bytes += member.size
-        self._make_way(path)
         is_sparse = member.issparse()
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as target:
-            while chunk := source.read(CHUNK_BYTES):
+        if is_sparse:
+            source: Any = archive.extractfile(member)
+        else:  # as `TarFile.makefile` reads
+            source = archive.fileobj
+            source.seek(member.offset_data)
+        fd = self._open_new(path)
+        try:
+            left = member.size
+            while left:
+                chunk = source.read(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise tarfile.ReadError("unexpected end of data")
+                left -= len(chunk)
                 self._count(len(chunk))
                 if is_sparse and not chunk.strip(b"\0"):
-                    target.seek(len(chunk), os.SEEK_CUR)
+                    os.lseek(fd, len(chunk), os.SEEK_CUR)
                 else:
-                    target.write(chunk)
+                    _write_all(fd, chunk)
             if is_sparse:
-                target.truncate(member.size)
+                os.ftruncate(fd, member.size)
+        finally:
+            os.close(fd)
         self._own(path, member)
         _set_time(path, _time_ns(member))
+
+    def _open_new(self, path: str) -> int:
+        """Make a file; what stands in its way, or lacks above it, is looked at only when it has failed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o600)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError):
+            self._make_way(path)
+            return os.open(path, flags, 0o600)
 
     def _make_way(self, path: str) -> None:
         """Make the directories above `path`, and remove what has that name."""
@@ -383,6 +402,12 @@ def _has_set(path: str, name: str, content: bytes) -> bool:
     except OSError:
         return False
     return True
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def _is_whiteout(path: str) -> bool:
