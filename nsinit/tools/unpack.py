@@ -15,6 +15,7 @@ opaque directories); mknod(2); xattr(7); pax(1).
 
 from __future__ import annotations
 
+import binascii
 import bz2
 import errno
 import hashlib
@@ -401,7 +402,7 @@ class Unpacker:
         for name, value in member.pax_headers.items():
             if not name.startswith((_ATTRIBUTE, _OTHER_ATTRIBUTE)):
                 continue
-            own, content = name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+            own, content = _attribute_of(name, value)
             self._count(len(content))
             is_users = own.startswith(_OWN) and not own.startswith(_NOT_OWN) and not member.issym()
             if not (is_users and len(content) <= _MAX_ATTRIBUTE_BYTES and _has_set(path, own, content)):
@@ -424,6 +425,18 @@ def _path_of(name: str) -> str:
     if ".." in parts or "\0" in name:
         raise ArchiveRefused("its name is not a plain path", name)
     return "/" + "/".join(parts)
+
+
+def _attribute_of(name: str, value: str) -> tuple[str, bytes]:
+    """Return name and content of an attribute; no name for one that can't be read. libarchive's have the content in
+    base64 without its padding, and names with escapes, which none needs (archive_write_set_format_pax.c)."""
+    if name.startswith(_ATTRIBUTE):
+        return name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+    try:
+        content = binascii.a2b_base64(value + "=" * (-len(value) % 4))
+    except ValueError:
+        return "", b""
+    return "" if "%" in name else name.removeprefix(_OTHER_ATTRIBUTE), content
 
 
 def _has_set(path: str, name: str, content: bytes) -> bool:
