@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import os
 import tarfile
@@ -123,6 +124,10 @@ BOMBS: dict[str, tuple[Callable[[], Entries], str]] = {
         lambda: [entry("link", tarfile.SYMTYPE, linkname="t" * 2**20)],
         "File name too long",
     ),
+    "a name with NUL": (lambda: [entry("x", pax_headers={"path": "a\0b"})], "its name is not a plain path"),
+    "a PAX size of a terabyte": (lambda: [entry("x", pax_headers={"size": str(1 << 40)})], "more than 1000000 bytes"),
+    "a PAX size below zero": (lambda: [entry("x", pax_headers={"size": "-1"})], "broken"),
+    "a PAX owner of nobody here": (lambda: [entry("x", pax_headers={"uid": "70000"})], "its owner is 70000:0"),
     "a file that hides below a file": (lambda: [entry("a", content=b"x"), entry("a/b")], "Not a directory"),
 }
 
@@ -134,6 +139,22 @@ def test_a_bomb_is_refused_in_words_and_leaves_nothing(catalog: Catalog, tmp_pat
     tar = write(tmp_path / "x.tar", [*SHELL, *make()])
     with pytest.raises(InvalidImage, match=words):
         import_tar(catalog, "x", tar, max_members=100, max_bytes=1_000_000)
+    assert_nothing_left(tmp_path / "data")
+
+
+def test_what_is_small_and_unpacks_to_much_is_refused_early(catalog: Catalog, tmp_path: Path) -> None:
+    """A file of 100 GB is refused by its header, and a stream that goes on behind the end of the archive at the bound,
+    whatever is left of either."""
+    header, _ = entry("zeros", size=100 * 10**9)
+    for beginning, words in (
+        (header.tobuf(tarfile.PAX_FORMAT), "more than 1000000 bytes of files"),
+        (entry("x")[0].tobuf() + bytes(1024), "longer than what it may hold"),
+    ):
+        tar = tmp_path / "x.tar"
+        tar.write_bytes(gzip.compress(beginning + bytes(50_000_000), 1))
+        assert tar.stat().st_size < 1_000_000
+        with pytest.raises(InvalidImage, match=words):
+            import_tar(catalog, "x", tar, max_members=100, max_bytes=1_000_000)
     assert_nothing_left(tmp_path / "data")
 
 
