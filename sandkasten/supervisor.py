@@ -444,6 +444,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """
         ...
 
+    async def find_preview(self, session_id: str, port: int) -> SignedPreview:
+        """Return an open preview with what its opening told. Raises `PreviewNotFound`, `PreviewsOff`,
+        `SessionNotFound`, `SessionExpired`."""
+        ...
+
     async def previews(self, session_id: str) -> Sequence[Preview]:
         """Return the open previews of a live session. Raises `SessionNotFound`, `SessionExpired`."""
         ...

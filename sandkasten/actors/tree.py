@@ -103,6 +103,7 @@ from sandkasten.model import (
 from sandkasten.model.errors import (
     Capacity,
     LauncherGone,
+    PreviewNotFound,
     SandkastenError,
     SessionExpired,
     SessionNotFound,
@@ -499,6 +500,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         entry = await self._live(session_id)
         check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         preview = await entry.ref.ask(OpenPreview(spec))
+        return await self._previews.ask_again(previews.SignPreview(session_id, preview))
+
+    async def find_preview(self, session_id: str, port: int) -> SignedPreview:
+        preview = (await self._live(session_id)).session.previews.get(port)
+        if preview is None:
+            raise PreviewNotFound("the port has no preview", port=port)
+        spec = PreviewSpec(port, access=preview.access)
+        check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         return await self._previews.ask_again(previews.SignPreview(session_id, preview))
 
     async def previews(self, session_id: str) -> Sequence[Preview]:

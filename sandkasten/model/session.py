@@ -265,7 +265,7 @@ class SessionSpec:
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
     workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
     configured one is added. `secret_env`: from variables to names of secrets, whose placeholders they get.
-    `publish`: previews with the access `local`, open as soon as the session is.
+    `publish`: previews that are open as soon as the session is.
     """
 
     image: str | None = None

@@ -124,8 +124,8 @@ async def test_a_sandbox_that_is_gone_or_paused_answers_in_the_words_that_client
         resumed = await client.post(f"/v2/sandboxes/{paused}/connect", json={"timeout": 60})
         assert (resumed.status_code, resumed.json()["envdAccessToken"]) == (201, access_token(_SEAL, paused))
         assert (await client.get("/health", headers=inside(paused))).status_code == 204
-        closed = await client.get("/", headers=inside(paused, **{"E2b-Sandbox-Port": "8000"}))
-        assert (closed.status_code, "port is not open" in closed.json()["message"]) == (502, True)
+        no_way = await client.get("/", headers=inside(paused, **{"E2b-Sandbox-Port": "8000"}))
+        assert (no_way.status_code, "preview.listen" in no_way.json()["message"]) == (501, True)
 
 
 async def test_calls_that_make_no_sense_are_refused_as_the_protocol_says() -> None:

@@ -23,8 +23,11 @@ from sandkasten.api.e2b.sandboxes import (
     access_token,
     age_of,
     another_end,
+    domain_of,
     end_in,
     ensure_account,
+    find_ports,
+    traffic_token,
     wake,
 )
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
@@ -54,7 +57,7 @@ from sandkasten.model.errors import (
 from sandkasten.model.keys import Access
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery, parse_cursor
-from sandkasten.model.network import Network, NetworkMode
+from sandkasten.model.network import EVERY_PORT, Network, NetworkMode, PreviewAccess, PreviewSpec
 from sandkasten.model.session import FOREVER_S, MAX_SPAN_S
 
 Seconds = NewType("Seconds", float)
@@ -89,11 +92,17 @@ class AutoResume:
 
 @attrs.frozen
 class NetworkTerms:
-    """A sandbox's way out. `denyOut` with everything in it leaves what `allowOut` names."""
+    """A sandbox's way out, and whether its ports need a token. `denyOut` with everything in it leaves what `allowOut`
+    names."""
 
-    aliases: ClassVar[Mapping[str, str]] = {"allowOut": "allow_out", "denyOut": "deny_out"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "allowOut": "allow_out",
+        "denyOut": "deny_out",
+        "allowPublicTraffic": "allow_public_traffic",
+    }
     allow_out: Rules | None = None
     deny_out: Rules | None = None
+    allow_public_traffic: bool | None = None
 
     def to_network(self, *, is_open: bool) -> Network:
         """Return the model's network; `is_open`: what no rule names may be reached."""
@@ -167,14 +176,17 @@ def _template_of(session: Session) -> str:
     return session.labels.get(TEMPLATE, session.image)
 
 
-def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+async def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+    ports = await find_ports(exchange.supervisor, session.id)
+    traffic = None if ports is None else ports.token
     return {
         "sandboxID": session.id,
         "templateID": _template_of(session),
         "clientID": exchange.supervisor.node_id,
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": access_token(settings.key, session.id),
-        "domain": None,
+        "trafficAccessToken": traffic or traffic_token(settings.key, session.id),
+        "domain": None if ports is None else domain_of(ports),
     }
 
 
@@ -199,12 +211,13 @@ def _info(exchange: Exchange, session: Session) -> dict[str, Any]:
     }
 
 
-def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+async def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+    ports = await find_ports(exchange.supervisor, session.id)
     may_act = exchange.key.access >= Access.WRITE  # who may only read gets no token, which opens everything inside
     return {
         **_info(exchange, session),
         **({"envdAccessToken": access_token(settings.key, session.id)} if may_act else {}),
-        "domain": None,
+        "domain": None if ports is None else domain_of(ports),
         "allowInternetAccess": session.network.mode not in (NetworkMode.NONE, NetworkMode.ALLOW),
         "lifecycle": {
             "onTimeout": "pause" if session.options.at_end == AtEnd.PAUSE else "kill",
@@ -239,6 +252,7 @@ class Control:
             root_inside=True,
             network=self._network_of(exchange, request.network, request.allow_internet_access),
             idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
+            publish=self._ports_of(request),
         )
         spec = owned_spec(exchange.key, spec, default_network=NetworkMode.NONE)
         try:
@@ -254,7 +268,7 @@ class Control:
                 with trio.CancelScope(shield=True):
                     await exchange.supervisor.destroy(session.id)
             raise
-        return json_answer(_sandbox(exchange, self.settings, session), status=201)
+        return json_answer(await _sandbox(exchange, self.settings, session), status=201)
 
     async def _image_of(self, exchange: Exchange, template: str) -> str:
         """Return the image of a template. Raises `RouteNotFound`, whose status is that of a template not there."""
@@ -275,9 +289,18 @@ class Control:
         most = [self.settings.widest, *([] if exchange.key.max_network is None else [exchange.key.max_network])]
         return Network(NetworkMode.NONE) if any(network.mode.exceeds(each) for each in most) else network
 
+    def _ports_of(self, request: NewSandbox) -> tuple[PreviewSpec, ...]:
+        """Return the preview of every port, as long as the sandbox; open for all unless the client says otherwise."""
+        if not self.settings.has_ports:
+            return ()
+        is_public = request.network is None or request.network.allow_public_traffic is not False
+        access = PreviewAccess.PUBLIC if is_public else PreviewAccess.TOKEN
+        may_resume = request.auto_resume is not None and request.auto_resume.enabled
+        return (PreviewSpec(EVERY_PORT, round(MAX_SPAN_S), access, resume=may_resume),)
+
     async def get(self, exchange: Exchange) -> Answer:
         """Read a sandbox."""
-        return json_answer(_detail(exchange, self.settings, await self._session(exchange)))
+        return json_answer(await _detail(exchange, self.settings, await self._session(exchange)))
 
     async def _session(self, exchange: Exchange) -> Session:
         """Return the session of a request. Raises `SessionNotFound` for one that has ended, too."""
@@ -343,7 +366,7 @@ class Control:
             session = await wake(exchange.supervisor, session, request.timeout)
         elif session.max_lifetime_s < age_of(session) + request.timeout:
             session = await end_in(exchange.supervisor, session, request.timeout)
-        return json_answer(_sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
+        return json_answer(await _sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
 
     async def pause(self, exchange: Exchange) -> Answer:
         """Pause a sandbox, which has no end until it is resumed, unless the operator bounds lifetimes."""

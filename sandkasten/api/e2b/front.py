@@ -19,12 +19,22 @@ import attrs
 import trio
 
 from sandkasten import logcontext
-from sandkasten.api.e2b import files, filesystem, process
+from sandkasten.api.e2b import files, filesystem, ports, process
 from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_stream
 from sandkasten.api.e2b.connect import GONE, SandboxGone
 from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
-from sandkasten.api.e2b.sandboxes import SIGNATURE, E2bTerms, find_signer, is_token_of, wake
+from sandkasten.api.e2b.sandboxes import (
+    SIGNATURE,
+    TRAFFIC_TOKEN,
+    E2bTerms,
+    find_ports,
+    find_signer,
+    is_same,
+    is_token_of,
+    traffic_token,
+    wake,
+)
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
@@ -101,7 +111,7 @@ class E2bFront:
         else:
             request = await self._admit_to_sandbox(exchange, claim, authenticator)
             try:
-                answer = await self._serve_envd(request)
+                answer = await self._serve_sandbox(request, authenticator)
             except GONE:
                 raise SandboxGone(request.session.id) from None
             except errors.RunnerLost:
@@ -146,7 +156,7 @@ class E2bFront:
         if sandbox_id is None:
             sandbox_id = await self._find_signer(exchange)
         elif not is_token_of(self._settings.key, sandbox_id, exchange.header(b"x-access-token") or ""):
-            sandbox_id = None
+            sandbox_id = sandbox_id if await self._may_visit(exchange, sandbox_id) else None
         if sandbox_id is None:
             await authenticator.throttle.note(exchange.scope.get("client"))
             raise Unauthorized("the access token or the signature is wrong, or has expired")
@@ -161,10 +171,21 @@ class E2bFront:
         _take_key(exchange, key)
         if session.status is Status.PAUSED:
             session = await wake(exchange.supervisor, session)
+        if _port_of(exchange) != ENVD_PORT:  # query and user are for what listens there
+            return EnvdRequest(exchange, session, None, self._commands)
         user = exchange.query.get("username")
         if not user and claim.sandbox_id is not None:  # a signature is for the user that it names
             user = user_of(exchange.header(b"authorization"))
         return EnvdRequest(exchange, session, user, self._commands)
+
+    async def _may_visit(self, exchange: Exchange, sandbox_id: str) -> bool:
+        """Whether a request is to a port of a sandbox and has the token for those."""
+        given = exchange.header(TRAFFIC_TOKEN) or ""
+        if _port_of(exchange) == ENVD_PORT or not given or not SESSION_ID.match(sandbox_id):
+            return False
+        found = await find_ports(exchange.supervisor, sandbox_id)
+        token = None if found is None else found.token
+        return is_same(token or traffic_token(self._settings.key, sandbox_id), given)
 
     async def _find_signer(self, exchange: Exchange) -> str | None:
         """Return the sandbox whose token signed the request's URL."""
@@ -192,12 +213,15 @@ class E2bFront:
             await trio.lowlevel.checkpoint()
             wanted = attrs.evolve(wanted, after=page.next)
 
+    async def _serve_sandbox(self, request: EnvdRequest, authenticator: Authenticator) -> Answer | None:
+        if (port := _port_of(request.exchange)) == ENVD_PORT:
+            return await self._serve_envd(request)
+        await ports.carry(request.exchange, request.session, port, authenticator.gate)
+        return None
+
     async def _serve_envd(self, request: EnvdRequest) -> Answer | None:
         exchange = request.exchange
         path, method = exchange.scope["path"], exchange.method
-        port = exchange.header(b"e2b-sandbox-port") or ENVD_PORT
-        if port != ENVD_PORT:
-            raise SandboxGone(request.session.id, is_alive=True)
         exchange.route = f"e2b {path}"
         if method == "POST" and path in self._unary:
             return await call(request, self._unary[path])
@@ -217,6 +241,10 @@ class E2bFront:
                 return json_answer({})
         exchange.route = "e2b envd"
         raise errors.RouteNotFound("this server has no such service for a sandbox")
+
+
+def _port_of(exchange: Exchange) -> str:
+    return exchange.header(b"e2b-sandbox-port") or ENVD_PORT
 
 
 async def _live_session(exchange: Exchange, sandbox_id: str) -> Session:

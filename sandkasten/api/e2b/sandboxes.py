@@ -27,8 +27,8 @@ import attrs
 import trio
 
 from sandkasten.model import ExecSpec, Session, SessionPatch
-from sandkasten.model.errors import InvalidImage
-from sandkasten.model.network import NetworkMode
+from sandkasten.model.errors import InvalidImage, PreviewNotFound, PreviewsOff, SessionExpired, SessionNotFound
+from sandkasten.model.network import EVERY_PORT, NetworkMode, SignedPreview
 from sandkasten.supervisor import Supervisor
 
 ENVD_VERSION = "0.6.1"
@@ -39,7 +39,7 @@ ENVD_VERSION = "0.6.1"
 class E2bTerms:
     """`key` seals tokens. `templates` are names of images by E2B's names of templates; other names are images' own.
     `widest` is the most that a sandbox may reach. `max_idle_s` is the longest idle timeout, None without a bound, and
-    so is `max_lifetime_s`.
+    so is `max_lifetime_s`. `has_ports`: the node serves previews.
     """
 
     key: bytes = attrs.field(repr=False)
@@ -47,6 +47,7 @@ class E2bTerms:
     widest: NetworkMode = NetworkMode.OPEN
     max_idle_s: float | None = None
     max_lifetime_s: float | None = None
+    has_ports: bool = False
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
@@ -61,7 +62,21 @@ def access_token(key: bytes, session_id: str) -> str:
 
 def is_token_of(key: bytes, session_id: str, token: str) -> bool:
     """Whether a token is that of the session, in the same time for every wrong one."""
-    return hmac.compare_digest(access_token(key, session_id).encode(), token.encode("utf-8", "replace"))
+    return is_same(access_token(key, session_id), token)
+
+
+def is_same(token: str, given: str) -> bool:
+    """Whether a client's token is the right one, in the same time for every wrong one."""
+    return hmac.compare_digest(token.encode(), given.encode("utf-8", "replace"))
+
+
+TRAFFIC_TOKEN = b"e2b-traffic-access-token"
+"""The header with which a client may speak to ports of a sandbox, and to nothing else of it."""
+
+
+def traffic_token(key: bytes, session_id: str) -> str:
+    """Return the token for ports of a session, where its preview has none."""
+    return hmac.digest(key, f"traffic:{session_id}".encode(), hashlib.sha256).hex()
 
 
 SIGNATURE = re.compile(r"v1_[A-Za-z0-9+/]{43}")
@@ -101,6 +116,22 @@ def find_signer(
         if hmac.compare_digest(right.encode(), given):
             found = session_id
     return found
+
+
+# Ports ----------------------------------------------------------------------------------------------------------------
+
+
+async def find_ports(supervisor: Supervisor, session_id: str) -> SignedPreview | None:
+    """Return the preview of every port of a session, None without one."""
+    try:
+        return await supervisor.find_preview(session_id, EVERY_PORT)
+    except (PreviewNotFound, PreviewsOff, SessionNotFound, SessionExpired):
+        return None
+
+
+def domain_of(ports: SignedPreview) -> str:
+    """Return what stands behind `PORT-ID.` in the names of ports."""
+    return ports.url.partition("://")[2].rstrip("/").partition(".")[2]
 
 
 # The account ----------------------------------------------------------------------------------------------------------
