@@ -57,6 +57,7 @@ from sandkasten.actors.session.messages import (
     Borrow,
     ClosePreview,
     Destroy,
+    HoldStill,
     OpenPreview,
     PauseSession,
     ResumeSession,
@@ -134,6 +135,7 @@ _MATCHERS = 2
 _OBSERVERS = 2
 _METRICS_S = 1.0
 _READY_S = 5.0
+_LET_GO_S = 30.0
 _MIN_FREE_RATIO = 0.02
 
 
@@ -545,16 +547,13 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         @asynccontextmanager
         async def still() -> AsyncIterator[None]:
             entry = await self._live(session_id)
-            is_ours = entry.session.status is not Status.PAUSED
             try:
-                if is_ours:  # a pause goes on where this is cancelled; the lease stands still, as nothing can renew it
-                    await entry.ref.ask(PauseSession(PauseSpec(stop_lease=True), is_held=True))
+                await entry.ref.ask(HoldStill(commits.COPY_S))  # is served even if this is cancelled
                 yield
             finally:
-                if is_ours:
-                    # One that has ended needs no processes; another failure is in the session's own events.
-                    with trio.CancelScope(shield=True), suppress(SandkastenError):
-                        await entry.ref.ask(ResumeSession())
+                # One that has ended needs no processes; another failure is in the session's own events.
+                with trio.move_on_after(_LET_GO_S, shield=True), suppress(SandkastenError):
+                    await entry.ref.ask(HoldStill(0))
 
         entry = await self._live(session_id)
         return await self._commits.commit(session_id, entry.session.image, spec, still)

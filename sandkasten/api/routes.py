@@ -439,7 +439,14 @@ TABLE = RouteTable(
                 answer=sessions.SessionBody,
                 errors=(errors.Conflict,),
             ),
-            _json("POST", f"{_SESSION}/resume", sessions.resume, ACT, answer=sessions.SessionBody),
+            _json(
+                "POST",
+                f"{_SESSION}/resume",
+                sessions.resume,
+                ACT,
+                answer=sessions.SessionBody,
+                errors=(errors.Conflict,),
+            ),
             _json(
                 *("POST", f"{_SESSION}/commit", images.commit, RULE_NODE),
                 body=images.CommitImageRequest,

@@ -81,6 +81,8 @@ def export_image(
                 layers=[_descriptor(blob, kind) for _, blob in found],
             )
         )
+        if catalog.get(name).layers != image.layers:  # a layer that was removed meanwhile was packed in part
+            raise InvalidImage(f"image {name!r} was replaced while it was exported", image=name)
         entry = _descriptor(manifest, _MANIFEST) | {"annotations": _names(image)}
         writer.add("index.json", _json(schemaVersion=2, manifests=[entry]))
     is_repacked = diff_ids != list(image.layers)

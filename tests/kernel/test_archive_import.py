@@ -155,7 +155,8 @@ def exported(config: Config, name: str, path: Path, compression: Compression = "
 
 async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
     """The layers of another tool get other digests, of the same trees; from then on they are the same, whatever
-    compresses them. Two exports of one image are the same bytes. What is no image of layers is refused."""
+    compresses them. Two exports of one image are the same bytes. What is no image of layers is refused, and so is
+    one that goes meanwhile."""
     catalog = Catalog(config.data_dir)
     saved = tar_of(docker_saved({"team/tools:v2": rich(busybox_tar(tmp_path / "base.tar").read_bytes())}))
     assert (await imported(supervisor, ImportSpec("tools"), saved)).state is JobState.DONE
@@ -177,6 +178,21 @@ async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config
         await trio.to_thread.run_sync(exported, config, "again", Path("/dev/full"))
     with pytest.raises(InvalidImage, match="this machine's own /usr"):
         await trio.to_thread.run_sync(exported, config, "host", tmp_path / "host")
+
+    class Slow(io.BytesIO):
+        """A file whose first piece arrives after the image has gone."""
+
+        def write(self, data: Any, /) -> int:  # a buffer
+            if not self.tell():
+                trio.from_thread.run(supervisor.delete_image, "again")
+            return super().write(data)
+
+    def outlived() -> None:
+        with open_store(config.data_dir) as store:
+            export_image(catalog, store, Blobs(config.data_dir / "blobs"), "again", Slow(), "none")
+
+    with pytest.raises(InvalidImage, match="there is no image 'again'"):
+        await trio.to_thread.run_sync(outlived)
     assert os.listdir(config.data_dir / "blobs") == []
 
 
