@@ -10,13 +10,16 @@ from typing import Any
 import attrs
 import httpx
 import pytest
+import trio
 
+from sandkasten.actors.session.messages import HoldStill
 from sandkasten.api.app import make_app
+from sandkasten.api.e2b import sandboxes
 from sandkasten.api.e2b.connect import HEAD, envelope
-from sandkasten.api.e2b.context import TEMPLATE
+from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE
 from sandkasten.api.e2b.front import E2bFront
 from sandkasten.api.e2b.sandboxes import Action, E2bTerms, access_token, sign
-from sandkasten.model import SessionSpec
+from sandkasten.model import SessionSpec, Status
 from tests.api.harness import KEY, Running, make_settings, running_app, running_front
 from tests.api.keys import CONFINED, CONFINED_READ, ISSUED, READ, WRITE
 from tests.fakes.tree import ScriptedTree, open_scripted
@@ -126,6 +129,26 @@ async def test_a_sandbox_that_is_gone_or_paused_answers_in_the_words_that_client
         assert (await client.get("/health", headers=inside(paused))).status_code == 204
         no_way = await client.get("/", headers=inside(paused, **{"E2b-Sandbox-Port": "8000"}))
         assert (no_way.status_code, "preview.listen" in no_way.json()["message"]) == (501, True)
+
+
+async def test_a_sandbox_of_which_an_image_is_made_answers_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests wait, and are told to come again when that takes too long: it is not gone, nor is the copy ended."""
+    async with e2b_front() as front, front.client() as client:
+        for labels in ({}, {AUTO_RESUME: "true"}):
+            sandbox_id = await front.make(labels=labels, max_lifetime_s=1000.0)
+            entry = front.tree.supervisor._directory.get(sandbox_id)
+            assert entry is not None
+            await entry.ref.ask(HoldStill(1000.0))
+            with monkeypatch.context() as patch:
+                patch.setattr(sandboxes, "STILL_S", 0.1)
+                for path, head in ((_LIST, inside(sandbox_id)), (f"/v2/sandboxes/{sandbox_id}/connect", {})):
+                    refused = await client.post(path, headers=head, json={})
+                    assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
+            assert (await front.tree.supervisor.get(sandbox_id)).status is Status.PAUSED
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(entry.ref.ask, HoldStill(0))
+                assert (await client.post(_LIST, headers=inside(sandbox_id), json={})).status_code == 200
+            assert (await front.tree.supervisor.get(sandbox_id)).max_lifetime_s == 1000.0
 
 
 async def test_calls_that_make_no_sense_are_refused_as_the_protocol_says() -> None:

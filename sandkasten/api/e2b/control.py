@@ -17,6 +17,7 @@ import trio
 
 from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
 from sandkasten.api.e2b.sandboxes import (
+    BOUND_S,
     ENVD_VERSION,
     TIMEOUT_S,
     E2bTerms,
@@ -27,8 +28,9 @@ from sandkasten.api.e2b.sandboxes import (
     end_in,
     ensure_account,
     find_ports,
+    go_on,
+    is_paused,
     traffic_token,
-    wake,
 )
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
 from sandkasten.api.http.exchange import Exchange
@@ -265,7 +267,7 @@ class Control:
             await ensure_account(exchange.supervisor, session)
         except BaseException:
             if session.timings_ms:  # else the create was a repeated one, and the sandbox is in use
-                with trio.CancelScope(shield=True):
+                with trio.move_on_after(BOUND_S, shield=True):  # its actor goes on with the end, however long it takes
                     await exchange.supervisor.destroy(session.id)
             raise
         return json_answer(await _sandbox(exchange, self.settings, session), status=201)
@@ -352,7 +354,7 @@ class Control:
         """Set the end of a sandbox."""
         request = await read_request(exchange, EndChange)
         session = await self._session(exchange)
-        if session.status is Status.PAUSED:
+        if self._is_paused(session):
             raise SessionNotFound(f"sandbox {session.id} is paused, and has no end")
         await end_in(exchange.supervisor, session, request.timeout)
         return _DONE
@@ -363,8 +365,8 @@ class Control:
         session = await self._session(exchange)
         is_resumed = session.status is Status.PAUSED
         if is_resumed:
-            session = await wake(exchange.supervisor, session, request.timeout)
-        elif session.max_lifetime_s < age_of(session) + request.timeout:
+            session = await go_on(self.settings, exchange.supervisor, session, request.timeout)
+        if session.max_lifetime_s < age_of(session) + request.timeout:
             session = await end_in(exchange.supervisor, session, request.timeout)
         return json_answer(await _sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
 
@@ -372,13 +374,15 @@ class Control:
         """Pause a sandbox, which has no end until it is resumed, unless the operator bounds lifetimes."""
         await exchange.drop_body()
         session = await self._session(exchange)
-        if session.status is Status.PAUSED:
+        if self._is_paused(session):
             raise Conflict(f"sandbox {session.id} is paused already")
         supervisor = exchange.supervisor
-        most = self.settings.max_lifetime_s or FOREVER_S
-        async with another_end(supervisor, session, most):
+        async with another_end(supervisor, session, self.settings.longest_s):
             await supervisor.pause(session.id, PauseSpec(stop_lease=True))
         return _DONE
+
+    def _is_paused(self, session: Session) -> bool:
+        return is_paused(self.settings, session)
 
     async def update_network(self, exchange: Exchange) -> Answer:
         """Change what a sandbox may reach."""

@@ -30,10 +30,12 @@ from sandkasten.api.e2b.sandboxes import (
     E2bTerms,
     find_ports,
     find_signer,
+    go_on,
+    is_paused,
     is_same,
     is_token_of,
     traffic_token,
-    wake,
+    wait_while_still,
 )
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
@@ -113,6 +115,9 @@ class E2bFront:
             try:
                 answer = await self._serve_sandbox(request, authenticator)
             except GONE:
+                session = await self._live_session(exchange, request.session.id)
+                if session.status is Status.PAUSED:
+                    raise errors.Overloaded("the sandbox was paused just now; try again") from None
                 raise SandboxGone(request.session.id) from None
             except errors.RunnerLost:
                 raise SandboxGone(request.session.id, is_alive=True) from None
@@ -164,13 +169,15 @@ class E2bFront:
             raise SandboxGone(sandbox_id)
         exchange.session_id = sandbox_id
         logcontext.session_id.set(sandbox_id)
-        session = await _live_session(exchange, sandbox_id)
+        session = await self._live_session(exchange, sandbox_id)
         key = _key_of(exchange, session)
         if key.access < Access.WRITE or not key.reaches(session.labels):
             raise Unauthorized("the API key that made this sandbox may not use it any more")
         _take_key(exchange, key)
-        if session.status is Status.PAUSED:
-            session = await wake(exchange.supervisor, session)
+        if session.status is Status.PAUSED and AUTO_RESUME in session.labels:
+            session = await go_on(self._settings, exchange.supervisor, session)
+        elif session.status is Status.PAUSED:
+            session = await wait_while_still(exchange.supervisor, session)
         if _port_of(exchange) != ENVD_PORT:  # query and user are for what listens there
             return EnvdRequest(exchange, session, None, self._commands)
         user = exchange.query.get("username")
@@ -186,6 +193,16 @@ class E2bFront:
         found = await find_ports(exchange.supervisor, sandbox_id)
         token = None if found is None else found.token
         return is_same(token or traffic_token(self._settings.key, sandbox_id), given)
+
+    async def _live_session(self, exchange: Exchange, sandbox_id: str) -> Session:
+        """Return a sandbox that serves requests, now or when it goes on. Raises `SandboxGone`."""
+        try:
+            session = await exchange.supervisor.get(sandbox_id)
+        except errors.SessionNotFound:
+            raise SandboxGone(sandbox_id) from None
+        if session.status not in WHOLE or (is_paused(self._settings, session) and AUTO_RESUME not in session.labels):
+            raise SandboxGone(sandbox_id)
+        return session
 
     async def _find_signer(self, exchange: Exchange) -> str | None:
         """Return the sandbox whose token signed the request's URL."""
@@ -245,16 +262,6 @@ class E2bFront:
 
 def _port_of(exchange: Exchange) -> str:
     return exchange.header(b"e2b-sandbox-port") or ENVD_PORT
-
-
-async def _live_session(exchange: Exchange, sandbox_id: str) -> Session:
-    try:
-        session = await exchange.supervisor.get(sandbox_id)
-    except errors.SessionNotFound:
-        raise SandboxGone(sandbox_id) from None
-    if session.status not in WHOLE or (session.status is Status.PAUSED and AUTO_RESUME not in session.labels):
-        raise SandboxGone(sandbox_id)
-    return session
 
 
 def _key_of(exchange: Exchange, session: Session) -> ApiKey:
