@@ -43,6 +43,7 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
     TerminalSpec,
+    UsageSample,
     Waited,
     WaitFor,
 )
@@ -424,6 +425,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
 
     async def stats(self, session_id: str) -> SessionStats:
         """Return the counters of a session's cgroup. Raises `SessionNotFound`, `SessionExpired`."""
+        ...
+
+    async def usage(self, session_id: str, start: float, end: float) -> Sequence[UsageSample]:
+        """Return samples of a live session's use between two times, in Unix seconds: one for each few seconds of the
+        last hour. Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
     async def network(self, session_id: str) -> NetworkInfo:

@@ -113,6 +113,16 @@ class Stall:
 
 
 @attrs.frozen
+class UsageSample:
+    """The use of a session at one moment: processor time of its whole life, and memory; None where the kernel has no
+    such counter."""
+
+    time: datetime
+    cpu_usage_usec: int | None
+    memory_bytes: int | None
+
+
+@attrs.frozen
 class Pressure:
     """Pressure on a resource. `some`: at least one task waited; `full`: all tasks did, so no work got done."""
 

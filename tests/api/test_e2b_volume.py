@@ -81,7 +81,7 @@ async def test_a_message_that_announces_much_is_refused_before_it_comes() -> Non
 
 
 async def test_json_may_come_in_chunks() -> None:
-    """So JavaScript's client sends it, to the control API and to a sandbox."""
+    """JavaScript's client sends it so, to the control API and to a sandbox."""
 
     async def chunks(value: object) -> AsyncIterator[bytes]:
         for byte in json.dumps(value).encode():
@@ -141,6 +141,6 @@ async def start_in_background(front: Front, sandbox_id: str) -> trio.SocketStrea
 
 
 def test_connections_are_kept_for_as_long_as_e2bs_clients_use_them_again() -> None:
-    """They do for 300 s, and do not repeat what they sent on one that was closed meanwhile."""
+    """Clients do for 300 s, and do not repeat what they sent on one that was closed meanwhile."""
     kept_s = [_front_settings(Config(e2b=E2bSettings(enabled=is_on))).keep_alive_timeout_s for is_on in (True, False)]
     assert kept_s == [310.0, 75.0]

@@ -104,7 +104,7 @@ async def test_requests_reach_a_port_and_leave_keys_and_tokens_outside(world: Wo
     """Method, target, body and answer are as they were sent, whatever the framing; what opens doors of ours stays
     outside, with cookies. A token of the program's own goes in. Nobody is let in without a token, nor with a wrong one;
     where nothing listens the words are those that clients look for."""
-    client, box = world.client, await make(world)
+    client, box = world.client, await make(world, envVars={"OWN": "a=b"})
     ours = {"X-API-KEY": KEY, "X-Access-Token": box.made["envdAccessToken"], "Cookie": "c=d", "X-Mine": "1"}
     sent = box.head(**ours, Authorization=f"Bearer {KEY}")
     answer = await client.get("/a%20b//c?q=%20&username=x", headers=sent)
@@ -115,6 +115,9 @@ async def test_requests_reach_a_port_and_leave_keys_and_tokens_outside(world: Wo
     assert "x-mine" in names
     assert not names & {"x-api-key", "x-access-token", "e2b-traffic-access-token", "cookie", "authorization"}
     assert not any(secret in json.dumps(seen) for secret in (KEY, box.made["envdAccessToken"]))
+    envd = {"E2b-Sandbox-Port": "49983", "X-Access-Token": box.made["envdAccessToken"]}
+    variables = (await client.get("/envs", headers=box.head() | envd)).json()
+    assert (variables["OWN"], variables["HOME"]) == ("a=b", "/home/user")
     own = (await client.get("/", headers=box.head(Authorization="Basic not base64"))).json()[3]
     assert own["authorization"] == "Basic not base64"
 
@@ -128,7 +131,7 @@ async def test_requests_reach_a_port_and_leave_keys_and_tokens_outside(world: Wo
         assert (await client.request(method, path, headers=box.head())).status_code == status
     for change in ({"E2b-Traffic-Access-Token": ""}, {"E2b-Traffic-Access-Token": KEY}, {"E2b-Sandbox-Id": "0" * 24}):
         assert (await client.get("/", headers=box.head() | change)).status_code == 401
-    envd = {"E2b-Sandbox-Port": "49983"}
+    envd = {"E2b-Sandbox-Port": "49983"}  # for which the other token is no good
     assert (await client.get("/health", headers=box.head() | envd)).status_code == 401, "it is for ports alone"
     closed = await client.get("/", headers=box.head() | {"E2b-Sandbox-Port": "8001"})
     assert (closed.status_code, "port is not open" in closed.json()["message"]) == (502, True)

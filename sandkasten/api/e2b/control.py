@@ -32,6 +32,7 @@ from sandkasten.api.e2b.sandboxes import (
     is_paused,
     traffic_token,
 )
+from sandkasten.api.e2b.usage import read_metrics
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
@@ -393,22 +394,12 @@ class Control:
         return _DONE
 
     async def metrics(self, exchange: Exchange) -> Answer:
-        """Read what a sandbox uses now: one sample. The processor's share is that of the sandbox's whole life."""
+        """Read what a sandbox used in the last hour, and uses now. The disk's use is only known of now."""
+        start, end = (_unix_time(exchange, name) for name in ("start", "end"))
         session = await self._session(exchange)
-        found = await exchange.supervisor.stats(session.id)
-        now = datetime.now(UTC)
-        sample = {
-            "timestamp": rfc3339(now),
-            "timestampUnix": int(now.timestamp()),
-            "cpuCount": math.ceil(session.limits.cpu),
-            "cpuUsedPct": round((found.cpu_usage_usec or 0) / 1e4 / max(age_of(session), 0.001), 2),
-            "memUsed": found.memory_bytes or 0,
-            "memTotal": session.limits.memory_mb * 2**20,
-            "memCache": 0,
-            "diskUsed": found.disk_bytes or 0,
-            "diskTotal": session.limits.disk_mb * 2**20,
-        }
-        return json_answer([sample])
+        found = await read_metrics(exchange.supervisor, session)
+        last = math.inf if end is None else end
+        return await json_list_answer(each for each in found if (start or 0) <= each["timestampUnix"] <= last)
 
     async def missing(self, exchange: Exchange) -> Answer:
         """Refuse what this server does not have. Raises `NotInstalled`."""
@@ -419,6 +410,15 @@ class Control:
 
 
 _DONE = Answer(204, b"")
+
+
+def _unix_time(exchange: Exchange, name: str) -> int | None:
+    text = exchange.query.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise bad_query(name, "must be a time in Unix seconds")
+    return int(text)
 
 
 def _labels_of(request: NewSandbox) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ from sandkasten.api.e2b.sandboxes import (
     traffic_token,
     wait_while_still,
 )
+from sandkasten.api.e2b.usage import read_environment, read_metrics_now
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
@@ -112,15 +113,18 @@ class E2bFront:
             answer = await self._serve_control(exchange, claim.match, authenticator)
         else:
             request = await self._admit_to_sandbox(exchange, claim, authenticator)
+            is_gone = False
             try:
                 answer = await self._serve_sandbox(request, authenticator)
             except GONE:
-                session = await self._live_session(exchange, request.session.id)
-                if session.status is Status.PAUSED:
-                    raise errors.Overloaded("the sandbox was paused just now; try again") from None
-                raise SandboxGone(request.session.id) from None
+                is_gone = True
             except errors.RunnerLost:
                 raise SandboxGone(request.session.id, is_alive=True) from None
+            if is_gone:
+                session = await self._live_session(exchange, request.session.id)
+                if session.status is Status.PAUSED:
+                    raise errors.Overloaded("the sandbox stands still just now; try again")
+                raise SandboxGone(session.id)
         if answer is not None and answer.status == 204:  # no content, and so no length of it: RFC 9110 §8.6
             await exchange.drop_body()
             await exchange.start(204, ())
@@ -255,7 +259,9 @@ class E2bFront:
             case "POST", "/files":
                 return await files.upload(request)
             case "GET", "/envs":
-                return json_answer({})
+                return json_answer(await read_environment(exchange.supervisor, request.session, request.user))
+            case "GET", "/metrics":
+                return json_answer(await read_metrics_now(exchange.supervisor, request.session))
         exchange.route = "e2b envd"
         raise errors.RouteNotFound("this server has no such service for a sandbox")
 
