@@ -17,7 +17,7 @@ from tests.e2e.daemon import KEY, Daemon, running_daemon
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
-SDKS = ROOT / ".venv-e2b"
+SDKS = ROOT / os.environ.get("E2B_SDKS", ".venv-e2b")
 PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60
 
