@@ -140,7 +140,7 @@ class Ended(Exception):
     """The kernel died, or is to be started anew."""
 
 
-class Context:
+class KernelContext:
     """One kernel, and what is asked of it."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class Context:
 
 async def main() -> None:
     """Take lines until the input ends, or there is no kernel."""
-    context = Context()
+    context = KernelContext()
     working = asyncio.ensure_future(context.work())
     reader = asyncio.StreamReader(limit=64 * 1024 * 1024)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
