@@ -21,6 +21,7 @@ from nsinit.wire.protocol import (
     Limits,
     OpenBridge,
     OpenNetwork,
+    PackLayer,
     PublishImage,
     SandboxPlan,
     SeccompProfile,
@@ -99,8 +100,8 @@ class Allowance:
         """Raise `NotGranted` unless the allowance covers what the request asks for."""
         if isinstance(request, OpenNetwork | TrustAuthority) and not self.way_out:
             raise NotGranted("this daemon may not open a way out of a session's network")
-        if isinstance(request, PublishImage | DeleteImage) and self.images:  # root has said what these names stand for
-            raise NotGranted("a daemon that may use some images only can't change any")
+        if isinstance(request, PublishImage | DeleteImage | PackLayer) and self.images:  # root chose what they are
+            raise NotGranted("a daemon that may use some images only can't change any, nor read layers")
         if isinstance(request, OpenBridge) and self.bridge is None:
             raise NotGranted("this daemon may not give a session a bridge")
         plan, disk = getattr(request, "plan", None), getattr(request, "disk", None)

@@ -265,7 +265,10 @@ async def test_answers_are_as_described() -> None:
                 for of in ("execs", "processes")
                 for action, json in (("signal", {"signal": 10}), ("stdin", {"text": "x"}), ("resize", SIZE))
             ),
-            *(("GET", f"{path}/{name}", None) for name in ("stats", "diagnostics", "ports", "network", "egress")),
+            *(
+                ("GET", f"{path}/{name}", None)
+                for name in ("stats", "usage", "diagnostics", "ports", "network", "egress")
+            ),
             ("POST", f"{path}/previews", {"port": 8000}),
             ("GET", f"{path}/previews", None),
             ("DELETE", f"{path}/previews/8000", None),

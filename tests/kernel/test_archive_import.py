@@ -21,7 +21,9 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.exporting import COMPRESSIONS, Compression, Exported, export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
+from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.errors import InvalidImage, InvalidRequest
+from sandkasten.model.image import CommitSpec, ConfigChanges
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
 from tests import debian
 from tests.archives import Layout, docker_saved, tar_of
@@ -155,7 +157,8 @@ def exported(config: Config, name: str, path: Path, compression: Compression = "
 
 async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
     """The layers of another tool get other digests, of the same trees; from then on they are the same, whatever
-    compresses them. Two exports of one image are the same bytes. What is no image of layers is refused."""
+    compresses them. Two exports of one image are the same bytes. What is no image of layers is refused, and so is
+    one that goes meanwhile."""
     catalog = Catalog(config.data_dir)
     saved = tar_of(docker_saved({"team/tools:v2": rich(busybox_tar(tmp_path / "base.tar").read_bytes())}))
     assert (await imported(supervisor, ImportSpec("tools"), saved)).state is JobState.DONE
@@ -177,13 +180,29 @@ async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config
         await trio.to_thread.run_sync(exported, config, "again", Path("/dev/full"))
     with pytest.raises(InvalidImage, match="this machine's own /usr"):
         await trio.to_thread.run_sync(exported, config, "host", tmp_path / "host")
+
+    class Slow(io.BytesIO):
+        """A file whose first piece arrives after the image has gone."""
+
+        def write(self, data: Any, /) -> int:  # a buffer
+            if not self.tell():
+                trio.from_thread.run(supervisor.delete_image, "again")
+            return super().write(data)
+
+    def outlived() -> None:
+        with open_store(config.data_dir) as store:
+            export_image(catalog, store, Blobs(config.data_dir / "blobs"), "again", Slow(), "none")
+
+    with pytest.raises(InvalidImage, match="there is no image 'again'"):
+        await trio.to_thread.run_sync(outlived)
     assert os.listdir(config.data_dir / "blobs") == []
 
 
 async def test_other_tools_read_an_export_and_write_what_comes_in(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """skopeo makes an archive of `docker save` of an export, and umoci the same tree."""
+    """skopeo makes an archive of `docker save` of an export, and umoci the same tree. Of a commit they tell
+    configuration and history."""
     try:
         umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
         folder = f"usr/lib/{os.uname().machine}-linux-gnu"
@@ -204,7 +223,19 @@ async def test_other_tools_read_an_export_and_write_what_comes_in(
     image("export", "tools", "-o", tmp_path / "out.tar", "--data-dir", config.data_dir)
     said = json.loads(tool(skopeo, "inspect", "oci-archive:out.tar:v2"))
     assert (len(said["Layers"]), said["Env"]) == (4, ["A=b=c"])
+    session = await supervisor.create(SessionSpec(image="tools", user="root"))
+    await supervisor.exec(session.id, ExecSpec("echo one > /made"))
+    spec = CommitSpec("made", ConfigChanges(cmd=("sh",), user="7:8", working_dir="/etc"), created_by="RUN it")
+    await supervisor.commit_session(session.id, spec)
+    await supervisor.destroy(session.id)
+    image("export", "made", "-o", tmp_path / "made.tar", "--data-dir", config.data_dir)
+    made = json.loads(tool(skopeo, "inspect", "--config", "oci-archive:made.tar:latest"))
+    assert made["config"] == {"Cmd": ["sh"], "Env": ["A=b=c"], "User": "7:8", "WorkingDir": "/etc"}
+    assert [each.get("created_by") for each in made["history"]] == [None] * 4 + ["RUN it"]
     copy = (skopeo, "--insecure-policy", "copy")
+    tool(*copy, "oci-archive:made.tar:latest", "oci:made:latest")
+    tool(umoci, "unpack", "--image", "made:latest", "made-bundle")
+    assert (tmp_path / "made-bundle/rootfs/made").read_text() == "one\n"
     tool(*copy, "oci-archive:out.tar:v2", "docker-archive:docker.tar:team/other:v3")
     tool(*copy, "oci-archive:out.tar:v2", "oci:layout:v2")
     back = await imported(supervisor, ImportSpec("other", "team/other:v3"), (tmp_path / "docker.tar").read_bytes())

@@ -49,8 +49,8 @@ async def told(supervisor: LocalSupervisor, image: str, command: str) -> str:
 
 async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupervisor, image: str) -> None:
     """A session on the new image has the files, the deletions and the configuration; the committed one goes on with its
-    shell. A commit of that session adds a layer. A paused session stays paused. A taken name is refused, and taken
-    over on request."""
+    shell. A commit of that session adds a layer, if it has changed something. A paused session stays paused. A taken
+    name is refused, and taken over on request."""
     session_id = await root_session(supervisor, image)
     await supervisor.exec(
         session_id, ExecSpec("cd /; kept=yes; busybox rm bin/id; echo made > made; echo no > /tmp/no")
@@ -75,6 +75,9 @@ async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupe
     assert (await supervisor.get(session_id)).status is Status.PAUSED
     assert (again.layers[:1], again.config.labels) == (made.layers[:1], {"a": "1"})
     upper = await root_session(supervisor, "made")
+    same = await supervisor.commit_session(upper, CommitSpec("same", ConfigChanges(cmd=())))
+    assert (same.layers, same.config.cmd) == (again.layers, ())
+    await supervisor.exec(upper, ExecSpec("echo more > /more"))
     assert len((await supervisor.commit_session(upper, CommitSpec("upper"))).layers) == 3
 
 
@@ -95,29 +98,37 @@ async def test_no_image_is_made_of_the_machines_own_or_of_another_than_the_sessi
         await supervisor.commit_session(session_id, CommitSpec("copy"))
 
 
-async def test_a_session_that_is_committed_stands_still_until_it_goes_on_or_ends(
+async def test_a_session_that_is_committed_stands_still_until_that_is_done(
     supervisor: LocalSupervisor, image: str, config: Config
 ) -> None:
-    """Requests for the session's processes are refused meanwhile. Its end, or a resume, ends the commit: no image and
-    no draft of a layer is left."""
+    """Requests for the session's processes are refused meanwhile, and so is a resume. A pause that is asked for
+    meanwhile outlives the commit. The session's end ends the commit: no image and no draft of a layer is left."""
     session_id = await root_session(supervisor, image)
     await supervisor.exec(session_id, ExecSpec("busybox head -c 209715200 /dev/zero > /full", timeout_ms=60_000))
 
     async def is_paused() -> bool:
         return (await supervisor.get(session_id)).status is Status.PAUSED
 
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.commit_session, session_id, CommitSpec("whole"))
+        await until(is_paused)
+        with pytest.raises(SessionPaused):
+            await supervisor.exec(session_id, ExecSpec("echo no"))
+        with pytest.raises(Conflict, match="stands still while it is copied"):
+            await supervisor.resume(session_id)
+        await supervisor.pause(session_id)
+    assert await is_paused()
+    assert (await supervisor.image("whole")).layers
+    await supervisor.resume(session_id)
+
     async def commit() -> None:
         with pytest.raises(Conflict, match="went on, or ended"):
             await supervisor.commit_session(session_id, CommitSpec("torn"))
 
-    for end in (supervisor.resume, supervisor.destroy):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(commit)
-            await until(is_paused)
-            with pytest.raises(SessionPaused):
-                await supervisor.exec(session_id, ExecSpec("echo no"))
-            await until(lambda: _is_unpacking(config.data_dir))
-            await end(session_id)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(commit)
+        await until(lambda: _is_unpacking(config.data_dir))
+        await supervisor.destroy(session_id)
     with pytest.raises(InvalidImage):
         await supervisor.image("torn")
 

@@ -12,6 +12,7 @@ from nsinit.wire.launching import Grant, NotGranted, describe_profiles, parse_gr
 from nsinit.wire.protocol import (
     FILES_LIMITS,
     Build,
+    DeleteImage,
     DiskLimits,
     GrowWorkspace,
     Limits,
@@ -19,6 +20,7 @@ from nsinit.wire.protocol import (
     MountImage,
     OpenBridge,
     OpenNetwork,
+    PackLayer,
     Prepare,
     SandboxPlan,
     SeccompProfile,
@@ -121,11 +123,13 @@ def test_a_grant_bounds_every_part_of_a_plan(what: str, plan: SandboxPlan) -> No
         GrowWorkspace(1, "work", 1 << 31),
         OpenNetwork(1, "a" * 24),
         OpenBridge(1, "a" * 24),
+        DeleteImage(1, "image"),
+        PackLayer(1, "sha256:" + "0" * 64, 1, 1),
     ],
     ids=lambda request: type(request).__name__,
 )
 def test_a_grant_bounds_every_request(request_: object) -> None:
-    """Blank sandboxes, changes of limits, workspaces, ways out."""
+    """Blank sandboxes, changes of limits, workspaces, ways out, images and their layers."""
     with pytest.raises(NotGranted):
         ALLOWANCE.check(request_)
 

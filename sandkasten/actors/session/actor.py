@@ -60,6 +60,7 @@ from sandkasten.actors.session.messages import (
     Expire,
     FindRun,
     Freeze,
+    HoldStill,
     KillRest,
     Life,
     ListRuns,
@@ -452,26 +453,24 @@ class SessionActor(Actor):
             case ClosePreview(port):
                 self._require(WHOLE)
                 return await self._previews.close(port)
-            case PauseSession(spec, is_held):
-                self._require(WHOLE)
-                await self._pausing.pause(spec, is_held=is_held)
-                return self.session
+            case PauseSession(spec):
+                return await self._change(self._pausing.pause, spec)
+            case HoldStill(span_s):
+                return await self._change(self._pausing.hold, span_s)
             case ResumeSession():
-                await self._go_on(self._pausing.resume)
-                return self.session
+                return await self._change(self._pausing.resume)
             case Wake():
-                return await self._go_on(self._pausing.wake)
+                return await self._change(self._pausing.wake)
             case Destroy(reason):
                 return await self._finish(Trigger.DESTROY, reason)
             case Expire():
                 return await self._expire()
             case Died(reason):
-                await self._finish(Trigger.DIED, reason)
-                return None
+                return await self._finish(Trigger.DIED, reason)
         if is_read(message):
             self._require(WHOLE)
         else:
-            await self._go_on(self._pausing.wake)
+            await self._change(self._pausing.wake)
             self._require(USABLE)
             if is_act(message):
                 self._own.renew()
@@ -530,11 +529,12 @@ class SessionActor(Actor):
         if self._own.facts.status not in states:
             raise self.gone()
 
-    async def _go_on(self, resume: Callable[[], Awaitable[None]]) -> None:
-        """Let a paused session go on. A session that can't has died."""
+    async def _change(self, change: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> Session:
+        """Have a session pause, or go on. A session that can't go on has died."""
         self._require(WHOLE)
         try:
-            return await resume()
+            await change(*args)
+            return self.session
         except (RunnerLost, RunnerProtocolError) as error:
             reason = str(error)
         await self._finish(Trigger.DIED, reason)
@@ -550,7 +550,7 @@ class SessionActor(Actor):
         check_spans(self._services.maximum, ttl_s=patch.ttl_s, max_lifetime_s=patch.max_lifetime_s)
         network = self.session.network if patch.network is None else patch.network
         if patch.env is not None or patch.secret_env or network.variables != self.session.network.variables:
-            await self._go_on(self._pausing.wake)
+            await self._change(self._pausing.wake)
         if patch.network is not None:
             self._reopening.cancel()
         try:

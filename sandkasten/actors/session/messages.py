@@ -79,11 +79,17 @@ class ClosePreview(Ask[None]):
 
 @attrs.frozen
 class PauseSession(Ask[Session]):
-    """Freeze the session, or change the options of a pause. `is_held`: as long as this daemon lives, no request but a
-    resume lets the session go on."""
+    """Freeze the session, or change the options of a pause."""
 
     spec: PauseSpec
-    is_held: bool = False
+
+
+@attrs.frozen
+class HoldStill(Ask[Session]):
+    """Freeze the session for so many seconds, in which nothing lets it go on, not even a resume. 0 ends a hold: a
+    session that was paused before, or was to be paused meanwhile, stays paused."""
+
+    span_s: float
 
 
 @attrs.frozen
@@ -92,7 +98,7 @@ class ResumeSession(Ask[Session]):
 
 
 @attrs.frozen
-class Wake(Ask[None]):
+class Wake(Ask[Session]):
     """Thaw the session for a request that needs its processes. Raises `SessionPaused`."""
 
 
@@ -252,6 +258,7 @@ Life = (
     | ClosePreview
     | PauseSession
     | ResumeSession
+    | HoldStill
     | Wake
     | Destroy
     | Expire

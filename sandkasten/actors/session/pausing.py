@@ -9,6 +9,7 @@ adopted without an answer of its PID 1, which is frozen as well.
 from __future__ import annotations
 
 import logging
+import math
 from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
@@ -62,13 +63,14 @@ class Pausing:
         self._lease = lease
         self._runs = runs
         self._is_greeted = True
-        self._is_held = False
+        self._held_until = -math.inf
+        self._is_wanted = False
+        """Whether the session stays paused when nothing holds it still."""
         self._still_since = 0.0
         """When the pause began, in `trio.current_time()` seconds; computed from the time of day if it was adopted."""
 
-    async def pause(self, spec: PauseSpec, *, is_held: bool = False) -> None:
-        """Freeze a running session, or change the options of a pause. `is_held`: nothing but `resume` ends it, which a
-        later daemon knows nothing of.
+    async def pause(self, spec: PauseSpec) -> None:
+        """Freeze a running session, or change the options of a pause.
 
         Raises:
             Conflict: a file is being transferred.
@@ -96,7 +98,7 @@ class Pausing:
             if is_new:
                 await self._let_go_on()
             raise failure
-        self._is_held = is_held
+        self._is_wanted = True
         if is_new:
             self._actor.emit(EventType.SESSION_PAUSED)
 
@@ -114,8 +116,6 @@ class Pausing:
         if self._lease.has_ended:
             return False
         try:
-            if self._is_held:
-                raise Conflict("the session stands still for another reason")
             await self.pause(PauseSpec(auto_resume=is_woken, stop_lease=True))
         except SandkastenError as error:
             log.warning("not_paused_at_end", extra={"session_id": session.id, "error": str(error)})
@@ -123,12 +123,33 @@ class Pausing:
             own.renew()
         return True
 
+    async def hold(self, span_s: float) -> None:
+        """Keep the session still for a time; 0 ends that, and the pause unless it is wanted. A later daemon knows the
+        pause alone. Raises as `pause` and `resume`.
+        """
+        if span_s:
+            is_wanted = self._own.facts.status is Status.PAUSED
+            if not is_wanted:
+                await self.pause(PauseSpec(stop_lease=True))
+            self._is_wanted, self._held_until = is_wanted, trio.current_time() + span_s
+        elif self._is_held:
+            self._held_until = -math.inf
+            if not self._is_wanted:
+                await self.resume()
+
+    @property
+    def _is_held(self) -> bool:
+        return trio.current_time() < self._held_until
+
     async def resume(self) -> None:
         """Thaw a paused session; do nothing to a running one.
 
         Raises:
+            Conflict: the session is held still.
             SandkastenError: the session could not be thawed and stays paused, or its PID 1 does not answer.
         """
+        if self._is_held:
+            raise Conflict("the session stands still while it is copied; try again when that is done")
         if self._own.facts.status is Status.PAUSED:
             await self._let_go_on()
             self._actor.emit(EventType.SESSION_RESUMED)
@@ -151,7 +172,6 @@ class Pausing:
         self._lease.pause(stop=pause is not None and pause.stop_lease)
 
     async def _let_go_on(self) -> None:
-        self._is_held = False
         session = self._own.session
         await self._set_frozen(frozen=False)
         still_s = trio.current_time() - self._still_since
