@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+from collections.abc import Iterator
 
 import attrs
 
@@ -19,12 +21,16 @@ from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, Image
+from sandkasten.images.damage import find_damage
 from sandkasten.images.describing import describe, held_by
 from sandkasten.images.importing import import_file, import_tar
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import ImageInUse, SandkastenError
+from sandkasten.model.errors import ImageInUse, InvalidImage, SandkastenError
 from sandkasten.model.image import Pruned
+
+_MOST_TOLD = 100
+"""Lines of damage; one disk can damage all files of an image."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             case "list":
                 return _list(catalog, as_json=arguments.json)
             case "validate":
-                return _validate(catalog, arguments.name, as_json=arguments.json)
+                return _validate(catalog, arguments.name, is_deep=arguments.deep, as_json=arguments.json)
             case "inspect":
                 return verb(nodes.inspect_image)(arguments) if is_served(config) else _inspect(catalog, arguments.name)
             case "prune":
@@ -68,14 +74,26 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
     return 0
 
 
-def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
+def _validate(catalog: Catalog, name: str, *, is_deep: bool, as_json: bool) -> int:
     problems = catalog.validate(name)
+    if is_deep:
+        problems += [*itertools.islice(_damage(catalog, name), _MOST_TOLD)]
     if as_json:
         print_json({"name": name, "problems": problems})
     else:
         for problem in problems or ["ok"]:
             print(f"{name}: {problem}")
     return 1 if problems else 0
+
+
+def _damage(catalog: Catalog, name: str) -> Iterator[str]:
+    """Yield what is damaged of an image's layers, one sentence each. Raises `InvalidImage`: it has none."""
+    image = catalog.look_up(name)
+    if image.kind != "layers":
+        raise InvalidImage(f"image {image.name!r} is no list of layers: there is nothing to compare it with")
+    for digest in dict.fromkeys(image.layers):
+        for path, reason in find_damage(catalog.layer(digest).parent):
+            yield f"{digest[:19]}: {printable_line(path)} {reason}"
 
 
 def _inspect(catalog: Catalog, name: str) -> int:

@@ -111,6 +111,7 @@ CONTRACTS = {
     "runner.wire.codec",
     "nsinit.wire.protocol",
     "nsinit.wire.launching",
+    "nsinit.wire.listing",
     "nsinit.spawn",
     "nsinit.cgroup.beside",
     "egress.protocol",

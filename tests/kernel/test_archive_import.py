@@ -27,13 +27,13 @@ from sandkasten.model.image import CommitSpec, ConfigChanges
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
 from tests import debian
 from tests.archives import Layout, docker_saved, tar_of
-from tests.e2e.daemon import SCRIPT
+from tests.e2e.seed import SCRIPT, completed
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.kernel.test_packing import tree_of as layer_tree
 from tests.registry import digest_of, layer
 from tests.waiting import patience
 
-pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = pytest.mark.usefixtures("command_seed")
 
 ROOT = Path(__file__).parents[2]
 WORD = layer({"etc/word": b"one"})
@@ -41,10 +41,10 @@ WORD = layer({"etc/word": b"one"})
 
 def image(*arguments: str | Path, ok: bool = True) -> str:
     """Run `sandkasten image`, and return what it prints, or its error."""
-    command = [SCRIPT, "image", *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=patience(60), check=False)
+    done = completed("image", *arguments, given=b"", timeout_s=patience(60))
     assert (done.returncode == 0) is ok, done.stderr
-    return (done.stdout if ok else done.stderr).decode()
+    printed: bytes = done.stdout if ok else done.stderr
+    return printed.decode()
 
 
 def test_the_command_line_finds_out_what_a_file_is(data_dir: Path, tmp_path: Path) -> None:

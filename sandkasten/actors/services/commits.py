@@ -20,7 +20,7 @@ from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, PackSession
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
 from sandkasten.actors.services.nsinit import ask_store
-from sandkasten.crash import Crash
+from sandkasten.crash import Crash, Point
 from sandkasten.images.catalog import Image, check_name
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
@@ -58,6 +58,7 @@ class Commits:
         async with self._one, self._turns.unpacks:
             async with still():
                 packed = await self._take(session_id)
+            self._crash.passing(Point.COMMIT_PACKED)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
             changed = [packed.digest] if packed.entries or not packed.below else []
