@@ -406,7 +406,9 @@ def _listener(fds: Sequence[int]) -> socket.socket:
 
 
 def _is_meant(place: tuple[str, int], order: k.Revoke) -> bool:
-    return place[0] == order.session_id and order.port in (place[1], k.ALL_PORTS)
+    session_id, port = place
+    is_one_of_all = order.port == k.ALL_PORTS and port not in order.kept
+    return session_id == order.session_id and (order.port == port or is_one_of_all)
 
 
 async def _next_client(listener: socket.socket) -> tuple[socket.socket, str]:

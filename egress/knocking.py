@@ -79,10 +79,12 @@ class NotAdmitted:
 
 @attrs.frozen
 class Revoke:
-    """End every request of a session that is under way, for one port or for `ALL_PORTS`, and close the listeners."""
+    """End every request of a session that is under way, for one port or for `ALL_PORTS` but those `kept`, and close the
+    listeners."""
 
     session_id: str
     port: int
+    kept: tuple[int, ...] = ()
 
 
 Order = Open | PublishedPort | Admitted | NotAdmitted | Revoke

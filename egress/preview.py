@@ -17,7 +17,8 @@ import h11
 
 from egress.knocking import MAX_TOKENS
 
-TOKEN_HEADER = b"x-sandkasten-preview-token"
+TOKEN_HEADER, E2B_TOKEN_HEADER = b"x-sandkasten-preview-token", b"e2b-traffic-access-token"
+"""The second one is what programs for E2B send; docs/e2b.md."""
 TOKEN_PARAMETER = b"_sandkasten_token"
 COOKIE, SECURE_COOKIE = b"_sandkasten_preview", b"__Host-sandkasten_preview"
 """The cookie's name without and with TLS. The second one can't be set for several names at once."""
@@ -31,7 +32,7 @@ _OF_CONNECTION = frozenset(
 _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
 """Fields that `Connection` can't name away: two readers would see two requests."""
 
-_OF_PROXIES = frozenset({b"forwarded", b"x-real-ip", TOKEN_HEADER})
+_OF_PROXIES = frozenset({b"forwarded", b"x-real-ip", TOKEN_HEADER, E2B_TOKEN_HEADER})
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -88,7 +89,7 @@ class Site:
         host = fields[b"host"].lower()
         session_id, port = self._place(host)
         target, in_query = _without_token(request.target)
-        in_header = [value for name, value in request.headers if name == TOKEN_HEADER]
+        in_header = [value for name, value in request.headers if name in (TOKEN_HEADER, E2B_TOKEN_HEADER)]
         headers, in_cookies = self._without_cookie(request.headers.raw_items())
         if fields.get(b"origin", b"").lower() not in (b"", self.scheme + b"://" + host):
             in_cookies = []  # a page elsewhere sent the request, and the browser added the cookie by itself

@@ -158,6 +158,7 @@ def _e2b_front(config: Config, key: bytes) -> E2bFront:
         widest=NetworkMode(config.egress_in_force.max_mode),
         max_idle_s=config.maximum.idle_timeout_seconds,
         max_lifetime_s=config.maximum.max_lifetime_seconds,
+        has_ports=config.preview.listen is not None,
     )
     return E2bFront(terms)
 

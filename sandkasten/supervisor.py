@@ -43,6 +43,7 @@ from sandkasten.model import (
     Stream,
     TerminalSize,
     TerminalSpec,
+    UsageSample,
     Waited,
     WaitFor,
 )
@@ -426,6 +427,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
         """Return the counters of a session's cgroup. Raises `SessionNotFound`, `SessionExpired`."""
         ...
 
+    async def usage(self, session_id: str, start: float, end: float) -> Sequence[UsageSample]:
+        """Return samples of a live session's use between two times, in Unix seconds: one for each few seconds of the
+        last hour. Raises `SessionNotFound`, `SessionExpired`."""
+        ...
+
     async def network(self, session_id: str) -> NetworkInfo:
         """Return the network of a live session with its counters, all of them 0 for a session without a way out.
 
@@ -442,6 +448,11 @@ class Supervisor(WorkspaceSupervisor, Protocol):
             SessionNotFound, SessionExpired, PreviewsOff.
             Capacity: the session has too many.
         """
+        ...
+
+    async def find_preview(self, session_id: str, port: int) -> SignedPreview:
+        """Return an open preview with what its opening told. Raises `PreviewNotFound`, `PreviewsOff`,
+        `SessionNotFound`, `SessionExpired`."""
         ...
 
     async def previews(self, session_id: str) -> Sequence[Preview]:

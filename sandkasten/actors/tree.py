@@ -47,6 +47,7 @@ from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
 from sandkasten.actors.services import broker, commits, egress, events, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
+from sandkasten.actors.services.history import UsageHistory
 from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.services.nsinit import Describe
 from sandkasten.actors.services.nsinit import ping as ping_nsinit
@@ -100,10 +101,12 @@ from sandkasten.model import (
     SessionSpec,
     SessionStats,
     Status,
+    UsageSample,
 )
 from sandkasten.model.errors import (
     Capacity,
     LauncherGone,
+    PreviewNotFound,
     SandkastenError,
     SessionExpired,
     SessionNotFound,
@@ -182,6 +185,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         self.leftovers = LeftoverSearch(config.data_dir, node.boot_id, self._shared)
         self._diagnosing = Diagnosing(self._shared)
         self._cgroup_dirs: Mapping[str, str] = {}
+        self._history = UsageHistory(directory, self._nsinit)
         self._matchers = trio.CapacityLimiter(_MATCHERS)
         self._observers = trio.CapacityLimiter(_OBSERVERS)
         self._is_spool_open = False
@@ -213,6 +217,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             ChildSpec("reaper", self._start_reaper),
             ChildSpec("uploads", partial(sweep_uploads, self._store, self._files_at)),
             ChildSpec("pulse", partial(watch_loop, self._metrics)),
+            ChildSpec("history", self._history.run, may_keep_failing=True),
         )
 
     async def _start_store(self, *, task_status: trio.TaskStatus[Ref]) -> None:
@@ -478,6 +483,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         entry = await self._live(session_id)
         return await entry.ref.ask(Stats())
 
+    async def usage(self, session_id: str, start: float, end: float) -> Sequence[UsageSample]:
+        await self._live(session_id)
+        return self._history.samples(session_id, start, end)
+
     async def network(self, session_id: str) -> NetworkInfo:
         session = (await self._live(session_id)).session
         counters = await self._egress.ask_again(egress.CountWay(session_id))
@@ -501,6 +510,14 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         entry = await self._live(session_id)
         check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         preview = await entry.ref.ask(OpenPreview(spec))
+        return await self._previews.ask_again(previews.SignPreview(session_id, preview))
+
+    async def find_preview(self, session_id: str, port: int) -> SignedPreview:
+        preview = (await self._live(session_id)).session.previews.get(port)
+        if preview is None:
+            raise PreviewNotFound("the port has no preview", port=port)
+        spec = PreviewSpec(port, access=preview.access)
+        check_preview(spec, self._config.preview, has_gateway=self._start_egress is not None)
         return await self._previews.ask_again(previews.SignPreview(session_id, preview))
 
     async def previews(self, session_id: str) -> Sequence[Preview]:

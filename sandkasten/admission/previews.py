@@ -13,13 +13,15 @@ from collections.abc import Sequence
 
 from sandkasten.config import PreviewSettings
 from sandkasten.model.errors import InvalidRequest, PreviewsOff
-from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
+from sandkasten.model.network import EVERY_PORT, MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 
 
 def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: bool) -> None:
     """Raise `PreviewsOff` unless the node serves such previews, which takes a way to start a gateway, and
     `InvalidRequest` for a port of the node where none is needed."""
     is_local = spec.access is PreviewAccess.LOCAL
+    if spec.port == EVERY_PORT and is_local:
+        raise InvalidRequest("a published port is one port", port="must be 1 or more for the access local")
     if (settings.publish if is_local else settings.listen) is None:
         setting = "preview.publish" if is_local else "preview.listen"
         raise PreviewsOff(f"this node serves no such previews: {setting} is not set", setting=setting)
@@ -30,9 +32,7 @@ def check_preview(spec: PreviewSpec, settings: PreviewSettings, *, has_gateway: 
 
 
 def check_publish(wanted: Sequence[PreviewSpec], settings: PreviewSettings, *, has_gateway: bool) -> None:
-    """Raise `InvalidRequest` unless these are ports that a new session can have published, and as `check_preview`."""
-    if any(each.access is not PreviewAccess.LOCAL for each in wanted):
-        raise InvalidRequest("a new session has ports published, and no other previews", publish='is for "local"')
+    """Raise `InvalidRequest` unless a new session can have these previews, and as `check_preview`."""
     if len({each.port for each in wanted}) < len(wanted) or len(wanted) > MAX_PREVIEWS:
         raise InvalidRequest("the ports are too many, or not different", publish=f"at most {MAX_PREVIEWS}, each once")
     for each in wanted:
@@ -52,7 +52,7 @@ def published_url(settings: PreviewSettings, host_port: int) -> str:
 
 def preview_url(settings: PreviewSettings, session_id: str, port: int, *, listen_port: int) -> str:
     """Return the URL of a preview; `listen_port` is the gateway's, which a proxy before it hides."""
-    name = f"{port}-{session_id}"
+    name = f"{'{port}' if port == EVERY_PORT else port}-{session_id}"
     if settings.domain is None:
         return f"http://{name}.localhost:{listen_port}/"
     return f"https://{name}.{settings.domain}/"

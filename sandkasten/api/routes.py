@@ -57,7 +57,7 @@ from sandkasten.api.websocket.exec import exec_ws
 from sandkasten.api.websocket.handshake import Auth, WebSocketExchange
 from sandkasten.api.websocket.messages import ErrorMessage
 from sandkasten.api.websocket.terminal import terminal_ws
-from sandkasten.model import SessionStats, errors
+from sandkasten.model import SessionStats, UsageSample, errors
 from sandkasten.model.node import PoolInfo
 
 SESSIONS = "/v1/sessions"
@@ -458,6 +458,7 @@ TABLE = RouteTable(
                 ),
             ),
             _json("GET", f"{_SESSION}/stats", sessions.stats, LOOK, answer=SessionStats),
+            _raw("GET", f"{_SESSION}/usage", sessions.usage, LOOK, query=sessions.UsageQuery, answer=list[UsageSample]),
             _raw("GET", f"{_SESSION}/execs", runs.list_runs, LOOK, query=runs.RunsQuery, answer=runs.RunsBody),
             _raw("GET", f"{_SESSION}/shells", runs.list_shells, LOOK, answer=runs.ShellsBody),
             _raw(

@@ -4,6 +4,7 @@ daemon where what is in use counts."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -14,18 +15,19 @@ from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.cli import nodes
 from sandkasten.cli.client import BAD_ARGUMENTS, verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
-from sandkasten.cli.output import print_json, size_text
+from sandkasten.cli.output import print_json
 from sandkasten.cli.pull import is_served
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.damage import find_damage
-from sandkasten.images.describing import describe
+from sandkasten.images.describing import describe, held_by
 from sandkasten.images.importing import import_file, import_tar
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import InvalidImage, SandkastenError
+from sandkasten.model.errors import ImageInUse, InvalidImage, SandkastenError
+from sandkasten.model.image import Pruned
 
 _MOST_TOLD = 100
 """Lines of damage; one disk can damage all files of an image."""
@@ -59,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(catalog: Catalog, *, as_json: bool) -> int:
     if as_json:
-        for image in catalog.images():
+        for image in catalog.shown():
             print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
         return 0
     print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
-    for image in catalog.images():
+    for image in catalog.shown():
         also = [*image.references, *catalog.aliases_of(image.name)]
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(also)})" if also else "")
@@ -103,14 +105,19 @@ def _inspect(catalog: Catalog, name: str) -> int:
 
 
 def _prune(catalog: Catalog, config: Config, arguments: argparse.Namespace) -> int:
+    grace_s, dry_run = arguments.older_than, arguments.dry_run
+    steps = catalog.cached_steps(grace_s)
+    held = held_by(catalog, steps) if dry_run else Pruned(0, 0)
     with open_store(catalog.data_dir) as store:
-        found = store.collect(grace_s=arguments.older_than, dry_run=arguments.dry_run)
-    blobs, blob_bytes = Blobs(DataPaths(config.data_dir).blobs).sweep(arguments.older_than, dry_run=arguments.dry_run)
-    freed_bytes = found.freed_bytes + blob_bytes
-    if arguments.json:
-        print_json({"layers": found.layers, "freed_bytes": freed_bytes, "blobs": blobs})
-    else:
-        print(f"{found.layers} layers, {blobs} broken downloads, {size_text(freed_bytes)}")
+        for image in [] if dry_run else steps:
+            with contextlib.suppress(ImageInUse):
+                store.delete_image(image.name)
+                gone = store.collect(grace_s=0, only=image.layers)
+                held = Pruned(held.layers + gone.layers, held.freed_bytes + gone.freed_bytes, images=held.images + 1)
+        found = store.collect(grace_s=grace_s, dry_run=dry_run)
+    blobs, blob_bytes = Blobs(DataPaths(config.data_dir).blobs).sweep(grace_s, dry_run=dry_run)
+    freed_bytes = held.freed_bytes + found.freed_bytes + blob_bytes
+    nodes.tell_pruned(arguments, Pruned(held.layers + found.layers, freed_bytes, blobs, held.images))
     return 0
 
 

@@ -64,4 +64,5 @@ from sandkasten.model.session import SessionSpec as SessionSpec
 from sandkasten.model.session import SessionStats as SessionStats
 from sandkasten.model.session import Stall as Stall
 from sandkasten.model.session import Status as Status
+from sandkasten.model.session import UsageSample as UsageSample
 from sandkasten.model.session import file_rules as file_rules

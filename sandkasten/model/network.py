@@ -255,6 +255,9 @@ PORT_BOUNDS = (1, 65535)
 PREVIEW_TTL_BOUNDS_S = (1, 86_400)
 """Seconds for which a preview may hold."""
 
+EVERY_PORT = 0
+"""The port of a preview of every port that has none of its own."""
+
 MAX_PREVIEWS = 16
 """Most previews of one session."""
 
@@ -270,8 +273,9 @@ class PreviewAccess(enum.StrEnum):
 
 @attrs.frozen
 class PreviewSpec:
-    """A preview to open. `keep_alive`: each request counts as a use of the session, whose idle end it puts off.
-    `resume`: a request ends a pause. `host_port`: the port of the node for the access `local`; 0 is any free one."""
+    """A preview to open, of a port or of `EVERY_PORT`. `keep_alive`: each request counts as a use of the session, whose
+    idle end it puts off. `resume`: a request ends a pause. `host_port`: the port of the node for the access `local`; 0
+    is any free one."""
 
     port: int
     ttl_s: int = 3600
@@ -297,8 +301,10 @@ class Preview:
 
 @attrs.frozen
 class SignedPreview:
-    """A preview with its URL and its token; the token is None where none is needed."""
+    """A preview with its URL and its token; the token is None where none is needed. The URL of one of every port is a
+    template with `{port}` (RFC 6570). `gateway` is the address that serves HTTP, None for a published port."""
 
     preview: Preview
     url: str
     token: str | None
+    gateway: tuple[str, int] | None = None

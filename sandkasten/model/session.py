@@ -113,6 +113,16 @@ class Stall:
 
 
 @attrs.frozen
+class UsageSample:
+    """The use of a session at one moment: processor time of its whole life, and memory; None where the kernel has no
+    such counter."""
+
+    time: datetime
+    cpu_usage_usec: int | None
+    memory_bytes: int | None
+
+
+@attrs.frozen
 class Pressure:
     """Pressure on a resource. `some`: at least one task waited; `full`: all tasks did, so no work got done."""
 
@@ -265,7 +275,7 @@ class SessionSpec:
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
     workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
     configured one is added. `secret_env`: from variables to names of secrets, whose placeholders they get.
-    `publish`: previews with the access `local`, open as soon as the session is.
+    `publish`: previews that are open as soon as the session is.
     """
 
     image: str | None = None

@@ -10,17 +10,21 @@ from typing import Any
 import attrs
 import httpx
 import pytest
+import trio
 
+from sandkasten.actors.services import history
+from sandkasten.actors.session.messages import HoldStill
 from sandkasten.api.app import make_app
+from sandkasten.api.e2b import sandboxes
 from sandkasten.api.e2b.connect import HEAD, envelope
-from sandkasten.api.e2b.context import TEMPLATE
+from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE
 from sandkasten.api.e2b.front import E2bFront
 from sandkasten.api.e2b.sandboxes import Action, E2bTerms, access_token, sign
-from sandkasten.model import SessionSpec
+from sandkasten.model import SessionSpec, Status
 from tests.api.harness import KEY, Running, make_settings, running_app, running_front
 from tests.api.keys import CONFINED, CONFINED_READ, ISSUED, READ, WRITE
 from tests.fakes.tree import ScriptedTree, open_scripted
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 _SEAL = b"s" * 32
 _LIST = "/process.Process/List"
@@ -124,8 +128,28 @@ async def test_a_sandbox_that_is_gone_or_paused_answers_in_the_words_that_client
         resumed = await client.post(f"/v2/sandboxes/{paused}/connect", json={"timeout": 60})
         assert (resumed.status_code, resumed.json()["envdAccessToken"]) == (201, access_token(_SEAL, paused))
         assert (await client.get("/health", headers=inside(paused))).status_code == 204
-        closed = await client.get("/", headers=inside(paused, **{"E2b-Sandbox-Port": "8000"}))
-        assert (closed.status_code, "port is not open" in closed.json()["message"]) == (502, True)
+        no_way = await client.get("/", headers=inside(paused, **{"E2b-Sandbox-Port": "8000"}))
+        assert (no_way.status_code, "preview.listen" in no_way.json()["message"]) == (501, True)
+
+
+async def test_a_sandbox_of_which_an_image_is_made_answers_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait, and are told to come again when that takes too long: it is not gone, nor is the copy ended."""
+    async with e2b_front() as front, front.client() as client:
+        for labels in ({}, {AUTO_RESUME: "true"}):
+            sandbox_id = await front.make(labels=labels, max_lifetime_s=1000.0)
+            entry = front.tree.supervisor._directory.get(sandbox_id)
+            assert entry is not None
+            await entry.ref.ask(HoldStill(1000.0))
+            with monkeypatch.context() as patch:
+                patch.setattr(sandboxes, "STILL_S", 0.1)
+                for path, head in ((_LIST, inside(sandbox_id)), (f"/v2/sandboxes/{sandbox_id}/connect", {})):
+                    refused = await client.post(path, headers=head, json={})
+                    assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
+            assert (await front.tree.supervisor.get(sandbox_id)).status is Status.PAUSED
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(entry.ref.ask, HoldStill(0))
+                assert (await client.post(_LIST, headers=inside(sandbox_id), json={})).status_code == 200
+            assert (await front.tree.supervisor.get(sandbox_id)).max_lifetime_s == 1000.0
 
 
 async def test_calls_that_make_no_sense_are_refused_as_the_protocol_says() -> None:
@@ -191,6 +215,42 @@ async def test_lists_come_in_pages_and_bad_fields_are_named() -> None:
             assert (await client.post("/v2/sandboxes", json=body)).status_code == 400
         for path in (f"/sandboxes/{made[0]}/snapshots", f"/sandboxes/{made[0]}/fork", "/v3/templates", "/volumes"):
             assert (await client.post(path, json={})).status_code == 501
+
+
+async def test_what_a_sandbox_used_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples come in order and within bounds, in our own API and in E2B's; the share of the processors is that between
+    two samples. They go with the session, and a time that is none is refused."""
+    monkeypatch.setattr(history, "PERIOD_S", 0.01)
+    monkeypatch.setattr(history, "KEPT", 4)
+    async with e2b_front() as front, front.client() as client, front.running.client() as ours:
+        sandbox_id = await front.make()
+        usage, metrics = f"/v1/sessions/{sandbox_id}/usage", f"/sandboxes/{sandbox_id}/metrics"
+
+        async def is_seen() -> bool:
+            return any(each["cpu_usage_usec"] == used for each in (await ours.get(usage)).json())
+
+        for used in range(10):
+            front.tree.nsinit.count(sandbox_id, {"memory.current": f"{4096 * used}", "cpu.stat": f"usage_usec {used}"})
+            await until(is_seen)
+        kept = (await ours.get(usage)).json()
+        assert (len(kept), kept[-1]["memory_bytes"]) == (4, 9 * 4096)
+        assert kept == sorted(kept, key=lambda each: each["time"])
+        found = (await client.get(metrics)).json()
+        assert (len(found), [each["memUsed"] for each in found[-2:]]) == (5, [9 * 4096] * 2)
+        assert all(0 <= each["cpuUsedPct"] <= 100 for each in found)
+        now = (await client.get("/metrics", headers=inside(sandbox_id))).json()
+        assert (now["mem_used"], now["cpu_count"]) == (9 * 4096, 1)
+        for reader, path, count in ((ours, usage, 4), (client, metrics, 5)):
+            assert (await reader.get(path, params={"end": 1000})).json() == []
+            assert len((await reader.get(path, params={"start": 1000, "end": 2**40})).json()) == count
+            assert (await reader.get(path, params={"start": "x"})).status_code == 400
+        await client.delete(f"/sandboxes/{sandbox_id}")
+        assert (await ours.get(usage)).status_code == 410
+
+        async def is_gone() -> bool:
+            return not front.tree.supervisor._history._kept
+
+        await until(is_gone)
 
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:

@@ -44,7 +44,15 @@ async def test_a_preview_is_opened_listed_and_closed(domain: str | None, url: st
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"port": 0}, {"port": 65536}, {"port": "8000"}, {"port": 1, "ttl_seconds": 86401}, {"port": 1, "access": "x"}],
+    [
+        {},
+        {"port": -1},
+        {"port": 0, "access": "local"},
+        {"port": 65536},
+        {"port": "8000"},
+        {"port": 1, "ttl_seconds": 86401},
+        {"port": 1, "access": "x"},
+    ],
 )
 async def test_a_preview_that_is_none_is_refused(body: dict[str, Any]) -> None:
     """A port, a time or an access out of range is 400."""

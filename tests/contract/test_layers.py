@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("config", "log"),
         Layer("model", "crash", "logcontext"),
         Layer("adapters"),
-        Layer("client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
+        Layer("building", "client", "session", "types", "exceptions", "agents", "sync", "testing", "mcp"),
         Layer("sdk"),
         Layer("contexts"),
         Layer("installation", "errors"),

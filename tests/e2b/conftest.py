@@ -29,7 +29,9 @@ Scenarios = dict[str, Any]
 def daemon() -> Iterator[Daemon]:
     with (
         tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
-        running_daemon(Path(directory), SANDKASTEN_E2B_ENABLED="true") as daemon,
+        running_daemon(
+            Path(directory), SANDKASTEN_E2B_ENABLED="true", SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0"
+        ) as daemon,
         daemon.client() as client,
     ):
         # The process of the ways out begins with the first session that has one, and lasts as long as its daemon.

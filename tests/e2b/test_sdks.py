@@ -29,6 +29,7 @@ _RESULTS = {
     "watch": ["chmod b", "create a", "create b", "create sub", "remove b", "rename a"],
     "signed": "signed",
     "badly signed": [401, 401, 401],
+    "ports": [502, 200, 200, 401, 200],
     "info": ["base", {"a b": "c&d é"}, "running", 1, 512],
     "list": [1, 0],
     "metrics": [512 * 2**20],

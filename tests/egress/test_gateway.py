@@ -358,6 +358,7 @@ async def test_a_revoked_preview_ends_what_is_under_way(port: int | None) -> Non
             assert (await stream.receive_some(65536)).startswith(b"HTTP/1.1 101")
             daemon.say(knocking.Revoke(SESSION, 1))
             daemon.say(knocking.Revoke("f" * 24, daemon.port))
+            daemon.say(knocking.Revoke(SESSION, knocking.ALL_PORTS, (daemon.port,)))
             await stream.send_all(b"x")
             assert await stream.receive_some(1) == b"x"
             daemon.say(knocking.Revoke(SESSION, daemon.port if port is None else port))

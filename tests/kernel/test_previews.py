@@ -20,7 +20,7 @@ from sandkasten.admission.previews import check_publish
 from sandkasten.config import Config, PoolSettings, PoolSize, PreviewSettings
 from sandkasten.model import EventType, PauseSpec, ProcessSpec, Session, SessionSpec, Status, WaitFor
 from sandkasten.model.errors import Conflict, InvalidRequest, PreviewNotFound, PreviewsOff
-from sandkasten.model.network import PreviewAccess, PreviewSpec, SignedPreview
+from sandkasten.model.network import EVERY_PORT, PreviewAccess, PreviewSpec, SignedPreview
 from tests.kernel.world import served
 from tests.waiting import patience, until
 
@@ -249,9 +249,29 @@ async def test_a_session_is_made_with_its_ports(with_previews: Config) -> None:
             host_port = again.published[0].host_port or 0
             other = await supervisor.create(SessionSpec(publish=(attrs.evolve(LOCAL, host_port=host_port),)))
             assert (other.acquire_source, other.published[0].host_port) == ("cold", host_port)
-    for wrong in ((LOCAL, LOCAL), (PreviewSpec(8000),)):
-        with pytest.raises(InvalidRequest):
-            check_publish(wrong, with_previews.preview, has_gateway=True)
+    with pytest.raises(InvalidRequest):
+        check_publish((LOCAL, LOCAL), with_previews.preview, has_gateway=True)
+
+
+async def test_a_preview_of_every_port_leaves_those_with_one_of_their_own_alone(supervisor: LocalSupervisor) -> None:
+    """The token opens all ports without one. When it is closed, a port that has one, or is published, is reached as
+    before."""
+    session = await with_server(supervisor)
+    every = await supervisor.open_preview(session.id, PreviewSpec(EVERY_PORT))
+    url = every.url.replace("{port}", "8000")
+    assert (await fetch(url, every.token))[0] == 200
+    assert (await fetch(url, None))[0] == 401
+    assert await supervisor.find_preview(session.id, EVERY_PORT) == every
+    own = await supervisor.open_preview(session.id, PreviewSpec(8000))
+    assert [(await fetch(url, token))[0] for token in (every.token, own.token)] == [401, 200]
+    await supervisor.close_preview(session.id, 8000)
+    assert [(await fetch(url, token))[0] for token in (every.token, own.token)] == [200, 401]
+    local = await supervisor.open_preview(session.id, LOCAL)
+    assert (await fetch(url, every.token))[0] == 401
+    await supervisor.close_preview(session.id, EVERY_PORT)
+    assert await is_reached(local.preview.host_port or 0)
+    await supervisor.close_preview(session.id, 8000)
+    assert (await fetch(url, every.token))[0] == 401
 
 
 async def test_a_port_of_the_node_is_published_once(supervisor: LocalSupervisor) -> None:

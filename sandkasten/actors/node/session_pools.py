@@ -296,7 +296,7 @@ class SessionPool:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
             budget.release(member.session_id)  # before its actor does: the next one may need the share
-            if isinstance(error, InvalidRequest | StoreFailed | Conflict):
+            if isinstance(error, InvalidRequest | StoreFailed | Conflict | Capacity):  # so it would be for the next one
                 raise
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None

@@ -35,7 +35,7 @@ from sandkasten.links.processes import STOP_S, ChildProcess, StartEgress, keep_r
 from sandkasten.model import Status
 from sandkasten.model.errors import Capacity, Conflict, SandkastenError, SessionPaused
 from sandkasten.model.lifecycle import USABLE
-from sandkasten.model.network import Preview, PreviewAccess, SignedPreview
+from sandkasten.model.network import EVERY_PORT, Preview, PreviewAccess, SignedPreview
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ class PublishPort(Ask[int]):
 
 @attrs.frozen
 class CloseDoors(Ask[None]):
-    """End the requests of a session that are under way, of one port or of all, and what listens for it; without
-    previews its sockets, too. Answered when nothing listens and the gateway was told."""
+    """End the requests of a session that are under way, of one port or of all but those `kept`, and what listens for
+    it; without previews its sockets, too. Answered when nothing listens and the gateway was told."""
 
     session_id: str
     port: int = knocking.ALL_PORTS
+    kept: tuple[int, ...] = ()
 
 
 Message = SignPreview | PublishPort | CloseDoors
@@ -167,8 +168,8 @@ class PreviewClient(Actor):
                 return self._sign(session_id, preview)
             case PublishPort(session_id, port, host_port):
                 return self._publish(session_id, port, host_port)
-            case CloseDoors(session_id, port):
-                return self.defer(self._close, session_id, port)
+            case CloseDoors():
+                return self.defer(self._close, message)
             case _:
                 assert_never(message)
 
@@ -184,19 +185,21 @@ class PreviewClient(Actor):
         if preview.host_port is not None:
             return SignedPreview(preview, published_url(self._settings, preview.host_port), None)
         assert self._listener is not None, "the node serves previews"
-        listen_port = self._listener.getsockname()[1]
-        url = preview_url(self._settings, session_id, preview.port, listen_port=listen_port)
+        gateway = self._listener.getsockname()[:2]
+        url = preview_url(self._settings, session_id, preview.port, listen_port=gateway[1])
         is_public = preview.access is PreviewAccess.PUBLIC
-        return SignedPreview(preview, url, None if is_public else sign_preview(self._key, session_id, preview))
+        return SignedPreview(preview, url, None if is_public else sign_preview(self._key, session_id, preview), gateway)
 
-    async def _close(self, session_id: str, port: int) -> None:
+    async def _close(self, order: CloseDoors) -> None:
+        session_id, port = order.session_id, order.port
         entry = self._directory.get(session_id)
-        if port == knocking.ALL_PORTS or entry is None or not entry.session.previews:
+        is_all = port == knocking.ALL_PORTS and not order.kept
+        if is_all or entry is None or not entry.session.previews:
             self._drop(session_id)
         elif (doors := self._doors.get(session_id)) is not None:
             doors.unpublish(port)
         if (gateway := self._gateway) is not None:
-            await self._send(gateway, knocking.Revoke(session_id, port))
+            await self._send(gateway, knocking.Revoke(session_id, port, order.kept))
 
     def _publish(self, session_id: str, port: int, host_port: int) -> int:
         entry = self._directory.get(session_id) or self._directory.members.get(session_id)  # one that is being claimed
@@ -323,7 +326,8 @@ class PreviewClient(Actor):
 
     def _find(self, knock: knocking.Knock) -> tuple[Entry, Preview]:
         entry = self._directory.get(knock.session_id)
-        preview = None if entry is None else entry.session.previews.get(knock.port)
+        previews = {} if entry is None else entry.session.previews
+        preview = previews.get(knock.port, None if knock.is_plain else previews.get(EVERY_PORT))
         if (
             entry is None
             or preview is None

@@ -22,7 +22,7 @@ from sandkasten.actors.session.record import LiveRecord
 from sandkasten.log import rfc3339
 from sandkasten.model import EventType
 from sandkasten.model.errors import Capacity, Conflict, PreviewNotFound, SandkastenError
-from sandkasten.model.network import MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
+from sandkasten.model.network import EVERY_PORT, MAX_PREVIEWS, Preview, PreviewAccess, PreviewSpec
 from sandkasten.store.sessions import SessionRecord
 
 log = logging.getLogger(__name__)
@@ -68,12 +68,12 @@ class SessionPreviews:
         if is_local and replaced is not None:
             return preview
         if replaced is not None:
-            await self._revoke(spec.port)
+            await self._revoke_own(spec.port)
         self._emit_opened(preview)
         return preview
 
     async def publish(self, wanted: Sequence[PreviewSpec]) -> None:
-        """Publish the ports of a session that is being made, all or none, before a record says that the session runs.
+        """Open the previews of a session that is being made, all or none, before a record says that the session runs.
 
         Raises:
             Conflict, Capacity: a port of the node can't be had.
@@ -83,8 +83,11 @@ class SessionPreviews:
             return
         try:
             for spec in wanted:
-                port = PublishPort(self._host.session_id, spec.port, spec.host_port)
-                made[spec.port] = _made(spec, await self._client.ask_again(port))
+                host_port = None
+                if spec.access is PreviewAccess.LOCAL:
+                    port = PublishPort(self._host.session_id, spec.port, spec.host_port)
+                    host_port = await self._client.ask_again(port)
+                made[spec.port] = _made(spec, host_port)
         finally:
             if len(made) < len(wanted):
                 with trio.CancelScope(shield=True):
@@ -115,7 +118,7 @@ class SessionPreviews:
         if port not in before:
             raise PreviewNotFound("the port has no preview", port=port)
         await self._put({each: preview for each, preview in before.items() if each != port})
-        await self._revoke(port)
+        await self._revoke_own(port)
         self._host.emit(EventType.PREVIEW_CLOSED, port=port, reason=reason)
 
     def adopt(self) -> None:
@@ -150,10 +153,14 @@ class SessionPreviews:
             host_port=preview.host_port,
         )
 
-    async def _revoke(self, port: int = ALL_PORTS) -> None:
+    async def _revoke_own(self, port: int) -> None:
+        """End requests of one preview that are under way: ports that have one are not of that of every port."""
+        await self._revoke(port, tuple(self._own.session.previews) if port == EVERY_PORT else ())
+
+    async def _revoke(self, port: int = ALL_PORTS, kept: tuple[int, ...] = ()) -> None:
         """End requests that are under way. Without a client none are."""
         try:
-            await self._client.ask_again(CloseDoors(self._host.session_id, port))
+            await self._client.ask_again(CloseDoors(self._host.session_id, port, kept))
         except SandkastenError as error:
             log.warning("preview_not_revoked", extra={"session_id": self._host.session_id, "error": str(error)})
 

@@ -110,7 +110,8 @@ async def take_stream(request: EnvdRequest) -> Answer | None:
     if (refusal := _refuse_type(exchange, _STREAM)) is not None:
         return refusal
     try:
-        done = await request.in_time(lambda: stream_input(request, _messages(exchange)))
+        async with aclosing(_messages(exchange)) as messages:
+            done = await request.in_time(lambda: stream_input(request, messages))
         last = envelope(done) + ending()
     except (ConnectError, SandkastenError) as error:
         if isinstance(error, BREAKS):

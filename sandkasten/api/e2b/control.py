@@ -17,16 +17,22 @@ import trio
 
 from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
 from sandkasten.api.e2b.sandboxes import (
+    BOUND_S,
     ENVD_VERSION,
     TIMEOUT_S,
     E2bTerms,
     access_token,
     age_of,
     another_end,
+    domain_of,
     end_in,
     ensure_account,
-    wake,
+    find_ports,
+    go_on,
+    is_paused,
+    traffic_token,
 )
+from sandkasten.api.e2b.usage import read_metrics
 from sandkasten.api.http.errors import Answer, json_answer, json_list_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
@@ -54,7 +60,7 @@ from sandkasten.model.errors import (
 from sandkasten.model.keys import Access
 from sandkasten.model.lifecycle import WHOLE
 from sandkasten.model.listing import LabelSelector, SessionQuery, parse_cursor
-from sandkasten.model.network import Network, NetworkMode
+from sandkasten.model.network import EVERY_PORT, Network, NetworkMode, PreviewAccess, PreviewSpec
 from sandkasten.model.session import FOREVER_S, MAX_SPAN_S
 
 Seconds = NewType("Seconds", float)
@@ -89,11 +95,17 @@ class AutoResume:
 
 @attrs.frozen
 class NetworkTerms:
-    """A sandbox's way out. `denyOut` with everything in it leaves what `allowOut` names."""
+    """A sandbox's way out, and whether its ports need a token. `denyOut` with everything in it leaves what `allowOut`
+    names."""
 
-    aliases: ClassVar[Mapping[str, str]] = {"allowOut": "allow_out", "denyOut": "deny_out"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "allowOut": "allow_out",
+        "denyOut": "deny_out",
+        "allowPublicTraffic": "allow_public_traffic",
+    }
     allow_out: Rules | None = None
     deny_out: Rules | None = None
+    allow_public_traffic: bool | None = None
 
     def to_network(self, *, is_open: bool) -> Network:
         """Return the model's network; `is_open`: what no rule names may be reached."""
@@ -167,14 +179,17 @@ def _template_of(session: Session) -> str:
     return session.labels.get(TEMPLATE, session.image)
 
 
-def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+async def _sandbox(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+    ports = await find_ports(exchange.supervisor, session.id)
+    traffic = None if ports is None else ports.token
     return {
         "sandboxID": session.id,
         "templateID": _template_of(session),
         "clientID": exchange.supervisor.node_id,
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": access_token(settings.key, session.id),
-        "domain": None,
+        "trafficAccessToken": traffic or traffic_token(settings.key, session.id),
+        "domain": None if ports is None else domain_of(ports),
     }
 
 
@@ -199,12 +214,13 @@ def _info(exchange: Exchange, session: Session) -> dict[str, Any]:
     }
 
 
-def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+async def _detail(exchange: Exchange, settings: E2bTerms, session: Session) -> dict[str, Any]:
+    ports = await find_ports(exchange.supervisor, session.id)
     may_act = exchange.key.access >= Access.WRITE  # who may only read gets no token, which opens everything inside
     return {
         **_info(exchange, session),
         **({"envdAccessToken": access_token(settings.key, session.id)} if may_act else {}),
-        "domain": None,
+        "domain": None if ports is None else domain_of(ports),
         "allowInternetAccess": session.network.mode not in (NetworkMode.NONE, NetworkMode.ALLOW),
         "lifecycle": {
             "onTimeout": "pause" if session.options.at_end == AtEnd.PAUSE else "kill",
@@ -239,6 +255,7 @@ class Control:
             root_inside=True,
             network=self._network_of(exchange, request.network, request.allow_internet_access),
             idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
+            publish=self._ports_of(request),
         )
         spec = owned_spec(exchange.key, spec, default_network=NetworkMode.NONE)
         try:
@@ -251,10 +268,10 @@ class Control:
             await ensure_account(exchange.supervisor, session)
         except BaseException:
             if session.timings_ms:  # else the create was a repeated one, and the sandbox is in use
-                with trio.CancelScope(shield=True):
+                with trio.move_on_after(BOUND_S, shield=True):  # its actor goes on with the end, however long it takes
                     await exchange.supervisor.destroy(session.id)
             raise
-        return json_answer(_sandbox(exchange, self.settings, session), status=201)
+        return json_answer(await _sandbox(exchange, self.settings, session), status=201)
 
     async def _image_of(self, exchange: Exchange, template: str) -> str:
         """Return the image of a template. Raises `RouteNotFound`, whose status is that of a template not there."""
@@ -275,9 +292,18 @@ class Control:
         most = [self.settings.widest, *([] if exchange.key.max_network is None else [exchange.key.max_network])]
         return Network(NetworkMode.NONE) if any(network.mode.exceeds(each) for each in most) else network
 
+    def _ports_of(self, request: NewSandbox) -> tuple[PreviewSpec, ...]:
+        """Return the preview of every port, as long as the sandbox; open for all unless the client says otherwise."""
+        if not self.settings.has_ports:
+            return ()
+        is_public = request.network is None or request.network.allow_public_traffic is not False
+        access = PreviewAccess.PUBLIC if is_public else PreviewAccess.TOKEN
+        may_resume = request.auto_resume is not None and request.auto_resume.enabled
+        return (PreviewSpec(EVERY_PORT, round(MAX_SPAN_S), access, resume=may_resume),)
+
     async def get(self, exchange: Exchange) -> Answer:
         """Read a sandbox."""
-        return json_answer(_detail(exchange, self.settings, await self._session(exchange)))
+        return json_answer(await _detail(exchange, self.settings, await self._session(exchange)))
 
     async def _session(self, exchange: Exchange) -> Session:
         """Return the session of a request. Raises `SessionNotFound` for one that has ended, too."""
@@ -329,7 +355,7 @@ class Control:
         """Set the end of a sandbox."""
         request = await read_request(exchange, EndChange)
         session = await self._session(exchange)
-        if session.status is Status.PAUSED:
+        if self._is_paused(session):
             raise SessionNotFound(f"sandbox {session.id} is paused, and has no end")
         await end_in(exchange.supervisor, session, request.timeout)
         return _DONE
@@ -340,22 +366,24 @@ class Control:
         session = await self._session(exchange)
         is_resumed = session.status is Status.PAUSED
         if is_resumed:
-            session = await wake(exchange.supervisor, session, request.timeout)
-        elif session.max_lifetime_s < age_of(session) + request.timeout:
+            session = await go_on(self.settings, exchange.supervisor, session, request.timeout)
+        if session.max_lifetime_s < age_of(session) + request.timeout:
             session = await end_in(exchange.supervisor, session, request.timeout)
-        return json_answer(_sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
+        return json_answer(await _sandbox(exchange, self.settings, session), status=201 if is_resumed else 200)
 
     async def pause(self, exchange: Exchange) -> Answer:
         """Pause a sandbox, which has no end until it is resumed, unless the operator bounds lifetimes."""
         await exchange.drop_body()
         session = await self._session(exchange)
-        if session.status is Status.PAUSED:
+        if self._is_paused(session):
             raise Conflict(f"sandbox {session.id} is paused already")
         supervisor = exchange.supervisor
-        most = self.settings.max_lifetime_s or FOREVER_S
-        async with another_end(supervisor, session, most):
+        async with another_end(supervisor, session, self.settings.longest_s):
             await supervisor.pause(session.id, PauseSpec(stop_lease=True))
         return _DONE
+
+    def _is_paused(self, session: Session) -> bool:
+        return is_paused(self.settings, session)
 
     async def update_network(self, exchange: Exchange) -> Answer:
         """Change what a sandbox may reach."""
@@ -366,22 +394,12 @@ class Control:
         return _DONE
 
     async def metrics(self, exchange: Exchange) -> Answer:
-        """Read what a sandbox uses now: one sample. The processor's share is that of the sandbox's whole life."""
+        """Read what a sandbox used in the last hour, and uses now. The disk's use is only known of now."""
+        start, end = (_unix_time(exchange, name) for name in ("start", "end"))
         session = await self._session(exchange)
-        found = await exchange.supervisor.stats(session.id)
-        now = datetime.now(UTC)
-        sample = {
-            "timestamp": rfc3339(now),
-            "timestampUnix": int(now.timestamp()),
-            "cpuCount": math.ceil(session.limits.cpu),
-            "cpuUsedPct": round((found.cpu_usage_usec or 0) / 1e4 / max(age_of(session), 0.001), 2),
-            "memUsed": found.memory_bytes or 0,
-            "memTotal": session.limits.memory_mb * 2**20,
-            "memCache": 0,
-            "diskUsed": found.disk_bytes or 0,
-            "diskTotal": session.limits.disk_mb * 2**20,
-        }
-        return json_answer([sample])
+        found = await read_metrics(exchange.supervisor, session)
+        last = math.inf if end is None else end
+        return await json_list_answer(each for each in found if (start or 0) <= each["timestampUnix"] <= last)
 
     async def missing(self, exchange: Exchange) -> Answer:
         """Refuse what this server does not have. Raises `NotInstalled`."""
@@ -392,6 +410,15 @@ class Control:
 
 
 _DONE = Answer(204, b"")
+
+
+def _unix_time(exchange: Exchange, name: str) -> int | None:
+    text = exchange.query.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise bad_query(name, "must be a time in Unix seconds")
+    return int(text)
 
 
 def _labels_of(request: NewSandbox) -> Mapping[str, str]:

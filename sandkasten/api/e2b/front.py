@@ -19,12 +19,25 @@ import attrs
 import trio
 
 from sandkasten import logcontext
-from sandkasten.api.e2b import files, filesystem, process
+from sandkasten.api.e2b import files, filesystem, ports, process
 from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_stream
 from sandkasten.api.e2b.connect import GONE, SandboxGone
 from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
-from sandkasten.api.e2b.sandboxes import SIGNATURE, E2bTerms, find_signer, is_token_of, wake
+from sandkasten.api.e2b.sandboxes import (
+    SIGNATURE,
+    TRAFFIC_TOKEN,
+    E2bTerms,
+    find_ports,
+    find_signer,
+    go_on,
+    is_paused,
+    is_same,
+    is_token_of,
+    traffic_token,
+    wait_while_still,
+)
+from sandkasten.api.e2b.usage import read_environment, read_metrics_now
 from sandkasten.api.http.auth import ACT, FIND, LOOK, MAKE, Authenticator, Needs, admit
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange, one_header, parse_query
@@ -100,12 +113,18 @@ class E2bFront:
             answer = await self._serve_control(exchange, claim.match, authenticator)
         else:
             request = await self._admit_to_sandbox(exchange, claim, authenticator)
+            is_gone = False
             try:
-                answer = await self._serve_envd(request)
+                answer = await self._serve_sandbox(request, authenticator)
             except GONE:
-                raise SandboxGone(request.session.id) from None
+                is_gone = True
             except errors.RunnerLost:
                 raise SandboxGone(request.session.id, is_alive=True) from None
+            if is_gone:
+                session = await self._live_session(exchange, request.session.id)
+                if session.status is Status.PAUSED:
+                    raise errors.Overloaded("the sandbox stands still just now; try again")
+                raise SandboxGone(session.id)
         if answer is not None and answer.status == 204:  # no content, and so no length of it: RFC 9110 §8.6
             await exchange.drop_body()
             await exchange.start(204, ())
@@ -146,7 +165,7 @@ class E2bFront:
         if sandbox_id is None:
             sandbox_id = await self._find_signer(exchange)
         elif not is_token_of(self._settings.key, sandbox_id, exchange.header(b"x-access-token") or ""):
-            sandbox_id = None
+            sandbox_id = sandbox_id if await self._may_visit(exchange, sandbox_id) else None
         if sandbox_id is None:
             await authenticator.throttle.note(exchange.scope.get("client"))
             raise Unauthorized("the access token or the signature is wrong, or has expired")
@@ -154,17 +173,40 @@ class E2bFront:
             raise SandboxGone(sandbox_id)
         exchange.session_id = sandbox_id
         logcontext.session_id.set(sandbox_id)
-        session = await _live_session(exchange, sandbox_id)
+        session = await self._live_session(exchange, sandbox_id)
         key = _key_of(exchange, session)
         if key.access < Access.WRITE or not key.reaches(session.labels):
             raise Unauthorized("the API key that made this sandbox may not use it any more")
         _take_key(exchange, key)
-        if session.status is Status.PAUSED:
-            session = await wake(exchange.supervisor, session)
+        if session.status is Status.PAUSED and AUTO_RESUME in session.labels:
+            session = await go_on(self._settings, exchange.supervisor, session)
+        elif session.status is Status.PAUSED:
+            session = await wait_while_still(exchange.supervisor, session)
+        if _port_of(exchange) != ENVD_PORT:  # query and user are for what listens there
+            return EnvdRequest(exchange, session, None, self._commands)
         user = exchange.query.get("username")
         if not user and claim.sandbox_id is not None:  # a signature is for the user that it names
             user = user_of(exchange.header(b"authorization"))
         return EnvdRequest(exchange, session, user, self._commands)
+
+    async def _may_visit(self, exchange: Exchange, sandbox_id: str) -> bool:
+        """Whether a request is to a port of a sandbox and has the token for those."""
+        given = exchange.header(TRAFFIC_TOKEN) or ""
+        if _port_of(exchange) == ENVD_PORT or not given or not SESSION_ID.match(sandbox_id):
+            return False
+        found = await find_ports(exchange.supervisor, sandbox_id)
+        token = None if found is None else found.token
+        return is_same(token or traffic_token(self._settings.key, sandbox_id), given)
+
+    async def _live_session(self, exchange: Exchange, sandbox_id: str) -> Session:
+        """Return a sandbox that serves requests, now or when it goes on. Raises `SandboxGone`."""
+        try:
+            session = await exchange.supervisor.get(sandbox_id)
+        except errors.SessionNotFound:
+            raise SandboxGone(sandbox_id) from None
+        if session.status not in WHOLE or (is_paused(self._settings, session) and AUTO_RESUME not in session.labels):
+            raise SandboxGone(sandbox_id)
+        return session
 
     async def _find_signer(self, exchange: Exchange) -> str | None:
         """Return the sandbox whose token signed the request's URL."""
@@ -192,12 +234,15 @@ class E2bFront:
             await trio.lowlevel.checkpoint()
             wanted = attrs.evolve(wanted, after=page.next)
 
+    async def _serve_sandbox(self, request: EnvdRequest, authenticator: Authenticator) -> Answer | None:
+        if (port := _port_of(request.exchange)) == ENVD_PORT:
+            return await self._serve_envd(request)
+        await ports.carry(request.exchange, request.session, port, authenticator.gate)
+        return None
+
     async def _serve_envd(self, request: EnvdRequest) -> Answer | None:
         exchange = request.exchange
         path, method = exchange.scope["path"], exchange.method
-        port = exchange.header(b"e2b-sandbox-port") or ENVD_PORT
-        if port != ENVD_PORT:
-            raise SandboxGone(request.session.id, is_alive=True)
         exchange.route = f"e2b {path}"
         if method == "POST" and path in self._unary:
             return await call(request, self._unary[path])
@@ -214,19 +259,15 @@ class E2bFront:
             case "POST", "/files":
                 return await files.upload(request)
             case "GET", "/envs":
-                return json_answer({})
+                return json_answer(await read_environment(exchange.supervisor, request.session, request.user))
+            case "GET", "/metrics":
+                return json_answer(await read_metrics_now(exchange.supervisor, request.session))
         exchange.route = "e2b envd"
         raise errors.RouteNotFound("this server has no such service for a sandbox")
 
 
-async def _live_session(exchange: Exchange, sandbox_id: str) -> Session:
-    try:
-        session = await exchange.supervisor.get(sandbox_id)
-    except errors.SessionNotFound:
-        raise SandboxGone(sandbox_id) from None
-    if session.status not in WHOLE or (session.status is Status.PAUSED and AUTO_RESUME not in session.labels):
-        raise SandboxGone(sandbox_id)
-    return session
+def _port_of(exchange: Exchange) -> str:
+    return exchange.header(b"e2b-sandbox-port") or ENVD_PORT
 
 
 def _key_of(exchange: Exchange, session: Session) -> ApiKey:

@@ -39,6 +39,9 @@ _SIGNALS: Mapping[object, int] = {"SIGNAL_SIGTERM": 15, 15: 15, "SIGNAL_SIGKILL"
 _MAX_ARGUMENT_BYTES = 128 * 1024
 """Longest argument that a program can be given: MAX_ARG_STRLEN, execve(2)."""
 
+INPUT_S = 60.0
+"""Longest time for which input waits for its process to read."""
+
 _LOST = frozenset({Cause.SANDBOX_DIED, Cause.DAEMON_RESTARTED})
 _KEEPALIVE_S = (5.0, 90.0, 3600.0)
 """Least, usual and greatest time between two signs of life on a stream."""
@@ -206,8 +209,15 @@ async def send_input(request: EnvdRequest, message: Mapping[str, Any]) -> Mappin
     """Send input; answered once the process has taken it, or will."""
     asked = read_message(message, InputMessage)
     run = await _find(request, asked.process)
-    await request.supervisor.send_stdin(request.session.id, run.exec_id, asked.input.data)
+    await _feed(request, run, asked.input.data)
     return {}
+
+
+async def _feed(request: EnvdRequest, run: ExecInfo, data: bytes) -> None:
+    """Send input. Raises `ConnectError` if the process does not read for so long that it may never."""
+    with trio.move_on_after(INPUT_S):
+        return await request.supervisor.send_stdin(request.session.id, run.exec_id, data)
+    raise ConnectError(Code.DEADLINE_EXCEEDED, f"the process has not read its input for {INPUT_S:.0f} s")
 
 
 async def close_stdin(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -377,5 +387,5 @@ async def stream_input(request: EnvdRequest, messages: AsyncIterator[Mapping[str
         elif asked.data is not None:
             if run is None:
                 raise InvalidRequest("the stream does not begin with a process", start="must be the first message")
-            await request.supervisor.send_stdin(request.session.id, run.exec_id, asked.data.input.data)
+            await _feed(request, run, asked.data.input.data)
     return {}

@@ -26,9 +26,18 @@ from typing import Literal
 import attrs
 import trio
 
-from sandkasten.model import ExecSpec, Session, SessionPatch
-from sandkasten.model.errors import InvalidImage
-from sandkasten.model.network import NetworkMode
+from sandkasten.model import ExecSpec, Session, SessionPatch, Status
+from sandkasten.model.errors import (
+    Conflict,
+    InvalidImage,
+    Overloaded,
+    PreviewNotFound,
+    PreviewsOff,
+    SessionExpired,
+    SessionNotFound,
+)
+from sandkasten.model.network import EVERY_PORT, NetworkMode, SignedPreview
+from sandkasten.model.session import FOREVER_S
 from sandkasten.supervisor import Supervisor
 
 ENVD_VERSION = "0.6.1"
@@ -39,7 +48,7 @@ ENVD_VERSION = "0.6.1"
 class E2bTerms:
     """`key` seals tokens. `templates` are names of images by E2B's names of templates; other names are images' own.
     `widest` is the most that a sandbox may reach. `max_idle_s` is the longest idle timeout, None without a bound, and
-    so is `max_lifetime_s`.
+    so is `max_lifetime_s`. `has_ports`: the node serves previews.
     """
 
     key: bytes = attrs.field(repr=False)
@@ -47,6 +56,12 @@ class E2bTerms:
     widest: NetworkMode = NetworkMode.OPEN
     max_idle_s: float | None = None
     max_lifetime_s: float | None = None
+    has_ports: bool = False
+
+    @property
+    def longest_s(self) -> float:
+        """The lifetime of a sandbox that has no end of its own."""
+        return self.max_lifetime_s or FOREVER_S
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
@@ -61,7 +76,21 @@ def access_token(key: bytes, session_id: str) -> str:
 
 def is_token_of(key: bytes, session_id: str, token: str) -> bool:
     """Whether a token is that of the session, in the same time for every wrong one."""
-    return hmac.compare_digest(access_token(key, session_id).encode(), token.encode("utf-8", "replace"))
+    return is_same(access_token(key, session_id), token)
+
+
+def is_same(token: str, given: str) -> bool:
+    """Whether a client's token is the right one, in the same time for every wrong one."""
+    return hmac.compare_digest(token.encode(), given.encode("utf-8", "replace"))
+
+
+TRAFFIC_TOKEN = b"e2b-traffic-access-token"
+"""The header with which a client may speak to ports of a sandbox, and to nothing else of it."""
+
+
+def traffic_token(key: bytes, session_id: str) -> str:
+    """Return the token for ports of a session, where its preview has none."""
+    return hmac.digest(key, f"traffic:{session_id}".encode(), hashlib.sha256).hex()
 
 
 SIGNATURE = re.compile(r"v1_[A-Za-z0-9+/]{43}")
@@ -101,6 +130,22 @@ def find_signer(
         if hmac.compare_digest(right.encode(), given):
             found = session_id
     return found
+
+
+# Ports ----------------------------------------------------------------------------------------------------------------
+
+
+async def find_ports(supervisor: Supervisor, session_id: str) -> SignedPreview | None:
+    """Return the preview of every port of a session, None without one."""
+    try:
+        return await supervisor.find_preview(session_id, EVERY_PORT)
+    except (PreviewNotFound, PreviewsOff, SessionNotFound, SessionExpired):
+        return None
+
+
+def domain_of(ports: SignedPreview) -> str:
+    """Return what stands behind `PORT-ID.` in the names of ports."""
+    return ports.url.partition("://")[2].rstrip("/").partition(".")[2]
 
 
 # The account ----------------------------------------------------------------------------------------------------------
@@ -144,7 +189,12 @@ TIMEOUT_S = 300.0
 """Time of a sandbox whose client names none."""
 
 _SHORTEST_S = 0.001
-_GIVE_BACK_S = 10.0
+BOUND_S = 10.0
+"""Longest time for which the end of a request whose client has left is put off."""
+
+STILL_S = 20.0
+"""Longest time for which a request waits while its sandbox stands still though nobody paused it."""
+_LOOK_S = 0.1
 
 
 def age_of(session: Session) -> float:
@@ -169,12 +219,36 @@ async def another_end(supervisor: Supervisor, session: Session, lifetime_s: floa
     try:
         yield
     except BaseException:
-        with trio.move_on_after(_GIVE_BACK_S, shield=True):
+        with trio.move_on_after(BOUND_S, shield=True):
             await supervisor.update(session.id, SessionPatch(max_lifetime_s=session.max_lifetime_s))
         raise
 
 
-async def wake(supervisor: Supervisor, session: Session, timeout_s: float = TIMEOUT_S) -> Session:
-    """Have a paused session end in so many seconds, and resume it. One that can't be resumed keeps its end."""
-    async with another_end(supervisor, session, _lifetime_of(session, timeout_s)):
-        return await supervisor.resume(session.id)
+def is_paused(terms: E2bTerms, session: Session) -> bool:
+    """Whether a sandbox is paused for its clients, and so has no end of its own. One that stands still for another
+    reason, such as that an image is made of it, has its end."""
+    return session.status is Status.PAUSED and session.max_lifetime_s >= terms.longest_s
+
+
+async def wait_while_still(supervisor: Supervisor, session: Session) -> Session:
+    """Return a session when it goes on. Raises `Overloaded` after `STILL_S`, `SessionNotFound`."""
+    with trio.move_on_after(STILL_S):
+        while session.status is Status.PAUSED:
+            await trio.sleep(_LOOK_S)
+            session = await supervisor.get(session.id)
+        return session
+    raise Overloaded(
+        "the sandbox stands still, since an image is made of it or the server's own API paused it; try again"
+    )
+
+
+async def go_on(terms: E2bTerms, supervisor: Supervisor, session: Session, timeout_s: float = TIMEOUT_S) -> Session:
+    """Resume a session that stands still. One that is paused for its clients ends in so many seconds from now, unless
+    it can't be resumed. Raises `Overloaded` for one of which an image is made, if that takes longer than `STILL_S`."""
+    try:
+        if not is_paused(terms, session):
+            return await supervisor.resume(session.id)
+        async with another_end(supervisor, session, _lifetime_of(session, timeout_s)):
+            return await supervisor.resume(session.id)
+    except Conflict:
+        return await wait_while_still(supervisor, session)

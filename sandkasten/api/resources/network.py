@@ -25,6 +25,7 @@ from sandkasten.api.resources.fields import (
     read_query,
 )
 from sandkasten.model.network import (
+    EVERY_PORT,
     MAX_SESSION_SECRETS,
     NETWORK_LIMIT_BOUNDS,
     PORT_BOUNDS,
@@ -50,6 +51,7 @@ ByteLimit = NewType("ByteLimit", int)
 Mbit = NewType("Mbit", int)
 Revision = NewType("Revision", int)
 PreviewPort = NewType("PreviewPort", int)
+OnePort = NewType("OnePort", int)
 PreviewTtl = NewType("PreviewTtl", int)
 HostPort = NewType("HostPort", int)
 SecretNames = NewType("SecretNames", tuple[str, ...])
@@ -111,7 +113,8 @@ add_kinds(
         ByteLimit: Between(*NETWORK_LIMIT_BOUNDS["bytes_up"]),
         Mbit: Between(*NETWORK_LIMIT_BOUNDS["mbit_up"]),
         Revision: Between(1, 2**53),
-        PreviewPort: Between(*PORT_BOUNDS),
+        PreviewPort: Between(EVERY_PORT, PORT_BOUNDS[1]),
+        OnePort: Between(*PORT_BOUNDS),
         PreviewTtl: Between(*PREVIEW_TTL_BOUNDS_S),
         HostPort: Between(0, PORT_BOUNDS[1]),
         SecretNames: _secret_names,
@@ -170,7 +173,7 @@ class PublishRequest:
     """A port that a new session has published from its start, for `ttl_seconds`, by default a day: as a preview with
     the access `local`."""
 
-    port: PreviewPort
+    port: OnePort
     host_port: HostPort = HostPort(0)
     ttl_seconds: PreviewTtl = PreviewTtl(PREVIEW_TTL_BOUNDS_S[1])
     keep_alive: bool = False

@@ -21,9 +21,9 @@ add_kinds({PreviewAccess: member_of(PreviewAccess)})
 
 @attrs.frozen
 class PreviewRequest:
-    """A preview to open: for `ttl_seconds`, by default an hour. With `keep_alive` its requests put off the session's
-    idle end, with `resume` they end a pause. With the access `local` it is plain TCP on `host_port` of the node's
-    `preview.publish`, by default any free one."""
+    """A preview to open, of a port, or with 0 of every port that has none of its own: for `ttl_seconds`, by default an
+    hour. With `keep_alive` its requests put off the session's idle end, with `resume` they end a pause. With the access
+    `local` it is plain TCP on `host_port` of the node's `preview.publish`, by default any free one."""
 
     port: PreviewPort
     ttl_seconds: PreviewTtl | None = None

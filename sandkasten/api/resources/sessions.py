@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -381,6 +382,14 @@ class DoneBody(Body):
 
 
 @attrs.frozen
+class UsageQuery:
+    """The query of samples: the times of the first one and of the last one at most, in Unix seconds."""
+
+    start: int | None = None
+    end: int | None = None
+
+
+@attrs.frozen
 class DiagnosisBody(Body):
     """A session and its state in each part of the system: a member for each part, or `{"unavailable": reason}`."""
 
@@ -466,6 +475,15 @@ async def stats(exchange: Exchange) -> Answer:
     """Read a session's counters; one that the kernel does not offer is null."""
     found: SessionStats = await exchange.supervisor.stats(exchange.session_id)
     return json_answer(found)
+
+
+async def usage(exchange: Exchange) -> Answer:
+    """Read what a session used in the last hour, one sample for each five seconds. None is older than the daemon."""
+    asked = read_query(exchange, UsageQuery)
+    found = await exchange.supervisor.usage(
+        exchange.session_id, asked.start or 0, math.inf if asked.end is None else asked.end
+    )
+    return await json_list_answer(found)
 
 
 async def diagnostics(exchange: Exchange) -> Answer:

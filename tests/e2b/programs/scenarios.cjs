@@ -2,6 +2,7 @@
 // The scenarios and what they print are those of scenarios.py.
 
 const { createHash } = require('node:crypto')
+const { get } = require('node:http')
 const { Sandbox, CommandExitError, TimeoutError } = require('e2b')
 
 const PATIENCE_MS = 60_000
@@ -158,6 +159,26 @@ async function* signed(box) {
   yield ['badly signed', statuses]
 }
 
+function fetchByName(host, headers) {
+  const options = { host: '127.0.0.1', port: host.split(':')[1], headers: { host, ...headers }, agent: false }
+  return new Promise((resolve, reject) => {
+    get(options, (answer) => resolve(answer.resume().statusCode)).on('error', reject)
+  })
+}
+
+async function* ports(box) {
+  const closed = await Sandbox.create({ network: { allowPublicTraffic: false } })
+  const token = { 'E2B-Traffic-Access-Token': closed.trafficAccessToken }
+  const statuses = [await fetchByName(box.getHost(8000), {})]
+  for (const each of [box, closed]) {
+    await each.commands.run('python3 -m http.server 8000', { background: true })
+    await each.commands.run('until (: </dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done')
+    for (const headers of [{}, token]) statuses.push(await fetchByName(each.getHost(8000), headers))
+  }
+  yield ['ports', statuses]
+  await closed.kill()
+}
+
 async function* control(box) {
   const info = await box.getInfo()
   const found = Sandbox.list({ query: { metadata: { 'a b': 'c&d é' } } })
@@ -213,7 +234,7 @@ async function* dying(box) {
 
 async function main() {
   const box = await Sandbox.create({ metadata: { 'a b': 'c&d é' }, envs: { X: '1' } })
-  for (const part of [commands, processes, files, watching, signed, control, pausing, refused, dying]) {
+  for (const part of [commands, processes, files, watching, signed, ports, control, pausing, refused, dying]) {
     for await (const [name, value] of part(box)) console.log(JSON.stringify({ name, value }))
   }
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import http.client
 import inspect
 import io
 import json
@@ -197,6 +198,31 @@ async def signed(box):
     yield "badly signed", statuses
 
 
+# Ports
+
+
+def fetch(host, headers):
+    """Return the status of a request to a port by its name, which is one of this machine's loopback."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(host.rpartition(":")[2]))
+    try:
+        connection.request("GET", "/", headers={"Host": host, **headers})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+async def ports(box):
+    closed = await sandbox(network={"allow_public_traffic": False})
+    token = {"E2B-Traffic-Access-Token": closed.traffic_access_token}
+    statuses = [fetch(box.get_host(8000), {})]
+    for each in (box, closed):
+        await done(each.commands.run("python3 -m http.server 8000", background=True))
+        await done(each.commands.run("until (: </dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done"))
+        statuses += [fetch(each.get_host(8000), {}), fetch(each.get_host(8000), token)]
+    yield "ports", statuses
+    await done(closed.kill())
+
+
 # Sandboxes
 
 
@@ -258,7 +284,7 @@ async def dying(box):
 
 async def main():
     box = await sandbox(metadata={"a b": "c&d é"}, envs={"X": "1"})
-    for part in (commands, processes, files, watching, signed, control, pausing, refused, dying):
+    for part in (commands, processes, files, watching, signed, ports, control, pausing, refused, dying):
         async for name, value in part(box):
             print(json.dumps({"name": name, "value": value}), flush=True)
 
