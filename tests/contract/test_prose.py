@@ -24,7 +24,7 @@ _BARE = re.compile(
 )
 """A verb or a conjunction, and then a pronoun: no noun stands before."""
 _FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.py)`")
-_SKIPPED = {".git", ".venv", ".venv-agents", ".venv-e2b", ".sandkasten", "__pycache__"} | {
+_SKIPPED = {".git", ".venv", ".venv-agents", ".venv-e2b", ".venv-e2b-newest", ".sandkasten", "__pycache__"} | {
     f".{name}" for name in ("mypy_cache", "ruff_cache", "pytest_cache", "hypothesis")
 }
 
