@@ -38,6 +38,7 @@ from sandkasten.config import Config, PoolSize
 from sandkasten.images.catalog import Image
 from sandkasten.model import EventType, Session, SessionSpec
 from sandkasten.model.errors import (
+    ActorGone,
     Capacity,
     Conflict,
     DiskReserve,
@@ -296,8 +297,9 @@ class SessionPool:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
             budget.release(member.session_id)  # before its actor does: the next one may need the share
-            if isinstance(error, InvalidRequest | StoreFailed | Conflict | Capacity):  # so it would be for the next one
-                raise
+            is_gone = isinstance(error, ActorGone)  # a `Capacity` by its code
+            if not is_gone and isinstance(error, InvalidRequest | StoreFailed | Conflict | Capacity):
+                raise  # so it would be for the next one
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None
 
