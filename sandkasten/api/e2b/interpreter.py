@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 import orjson
-import trio
+from trio import Lock, move_on_after
 
 from sandkasten.api.e2b.connect import decode_message, read_message
 from sandkasten.api.e2b.context import KERNEL_PREFIX, Command, EnvdRequest
@@ -89,7 +89,7 @@ class Interpreter:
     """Contexts of all sandboxes. Holds nothing but a lock for each sandbox whose default context is looked for."""
 
     def __init__(self) -> None:
-        self._locks: WeakValueDictionary[str, trio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()
 
     async def serve(self, request: EnvdRequest) -> Answer | None:
         """Answer a request to the interpreter's port."""
@@ -161,7 +161,7 @@ class Interpreter:
                 await exchange.until_disconnect(work)
             finally:
                 if not has_ended:  # the client left
-                    with trio.move_on_after(_LEAVE_S, shield=True), suppress(SandkastenError):
+                    with move_on_after(_LEAVE_S, shield=True), suppress(SandkastenError):
                         await _send(supervisor, run, session_id, {"op": "interrupt", "id": name})
         await exchange.finish()
         return None
@@ -175,7 +175,7 @@ class Interpreter:
     async def _default(self, request: EnvdRequest, *, wait: bool) -> ExecInfo:
         """Return the default context, which is started if there is none."""
         session_id = request.session.id
-        lock = self._locks.setdefault(session_id, trio.Lock())
+        lock = self._locks.setdefault(session_id, Lock())
         async with lock:
             for run in await _contexts(request.supervisor, session_id):
                 if run.exec_id.startswith(KERNEL_PREFIX + _DEFAULT):
@@ -193,7 +193,7 @@ async def _restart(request: EnvdRequest, name: str) -> Answer:
     supervisor, session_id = request.supervisor, request.session.id
     run = await _find(supervisor, session_id, name)
     order = secrets.token_hex(8)
-    with trio.move_on_after(START_S):
+    with move_on_after(START_S):
         async with supervisor.attach_exec(session_id, run.exec_id, after=run.last_sequence) as stream:
             await _send(supervisor, run, session_id, {"op": "restart", "id": order})
             async with aclosing(_answers(stream, order.encode())) as answers:
@@ -264,7 +264,7 @@ async def _start(request: EnvdRequest, name: str, cwd: str, *, wait: bool) -> Ex
     try:
         await _wait_ready(supervisor, session_id, run)
     except BaseException:
-        with trio.move_on_after(_LEAVE_S, shield=True), suppress(SandkastenError):
+        with move_on_after(_LEAVE_S, shield=True), suppress(SandkastenError):
             await supervisor.cancel_exec(session_id, run.exec_id, now=True)
         raise
     return run
@@ -272,7 +272,7 @@ async def _start(request: EnvdRequest, name: str, cwd: str, *, wait: bool) -> Ex
 
 async def _wait_ready(supervisor: Supervisor, session_id: str, run: ExecInfo) -> None:
     reason = "no Python 3.8 or newer"
-    with trio.move_on_after(START_S):
+    with move_on_after(START_S):
         try:
             async with (
                 supervisor.attach_exec(session_id, run.exec_id) as stream,
