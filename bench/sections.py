@@ -27,6 +27,7 @@ import trio
 
 from bench import daemon, echo, measure
 from bench.clients import clients
+from bench.e2b import e2b
 from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
@@ -786,6 +787,7 @@ SECTIONS: Mapping[str, Section] = {
     "streams": Section(many_streams, 30),
     "file": Section(files, 150),
     "sdk": Section(clients, 60),
+    "e2b": Section(e2b, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 90),
