@@ -15,10 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
-import mcp
 import trio
-from mcp.client.streamable_http import streamable_http_client
 
 from bench import daemon
 from bench.websocket import ExecSocket
@@ -64,6 +61,10 @@ _LIMITS = {"disk_mb": 4096}
 
 async def clients(bench: Bench) -> None:
     """A command by hand, by the SDK over both ways, by MCP, and typed; a large file, beside a copy between sockets."""
+    import httpx2  # these take longer to import than all the rest, and one section needs them
+    import mcp
+    from mcp.client.streamable_http import streamable_http_client
+
     async with AsyncExitStack() as tasks:
         stack = tasks.enter_context(ExitStack())
         _, address = stack.enter_context(daemon.running(bench.scratch / "sdk"))

@@ -14,6 +14,7 @@ from bench.e2b import E2B_JAVASCRIPT, E2B_PYTHON, OURS
 from bench.e2b import row as e2b_row
 from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL
+from bench.images import FRESH, IMPORT, JAIL_MIB, PEERS, PULL, TAR, WARM
 from bench.sampling import Row, percentile
 from bench.sections import BUBBLEWRAP, COLD, ECHO, HEALTHZ, POOL, VESSEL, burst_row, create_row, exec_row
 from bench.ways_out import (
@@ -190,6 +191,10 @@ GOALS: Sequence[Goal] = (
     Goal("a request over a preview, over a connection to the server", _difference(PREVIEW, DIRECT), 0.4, "ms"),
     Goal("memory of a way out", _fact("memory per way out, KiB"), 20, "KiB"),
     Goal("idle egress process", _fact("idle egress process, % of a core"), 0.01, "% of a core"),
+    Goal("import of a tar of 220 MB, by tar -x and sync", _ratio(IMPORT, TAR), 1.3, "x"),
+    Goal("pull and unpack of 150 MB, by skopeo, umoci and sync", _ratio(PULL, PEERS), 1.2, "x"),
+    Goal("peak of the unpacker's jail", _fact(JAIL_MIB), 128, "MiB"),
+    Goal("first session on an image that was just pulled, by a later one", _ratio(FRESH, WARM), 2, "x"),
     Goal("first byte after it was written", _median("first byte after it was written, WebSocket"), 5, "ms"),
     Goal("interrupt to the command's end", _median("interrupt, WebSocket"), 20, "ms"),
     Goal("idle daemon at 1000 sessions", _at_thousand("density", "idle daemon, % of a core"), 1, "% of a core"),

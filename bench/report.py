@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attrs
 
-from bench import files, goals, protections
+from bench import files, goals, images, protections
 from bench.peers import ASPECTS, OURS
 from bench.plots import cdf, plot
 from bench.sampling import difference_interval, interval, percentile, ratio_interval
@@ -33,6 +33,10 @@ BASES: Mapping[str, str] = {
     exec_row("builtin", "WebSocket"): ECHO,
     files.SMALL: files.HEALTHZ,
     exec_row("/bin/true", "library"): "/bin/true",
+    images.IMPORT: images.TAR,
+    images.PULL: images.PEERS,
+    images.FRESH: images.WARM,
+    **{images.layers_row(count): images.layers_row(1) for count in images.LAYERS[1:]},
     **{f"peer: {name} exec": exec_row("/bin/true", "HTTP") for name in ("runc", "crun", "runsc")},
 }
 """Row to the row that it is divided by."""

@@ -30,6 +30,7 @@ from bench.clients import clients
 from bench.e2b import e2b
 from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
+from bench.images import images
 from bench.links import AT_ONCE, Link, end_all, for_each, links, make_many
 from bench.peers import Peer, RunningContainer, start_container
 from bench.protections import measure_protections
@@ -797,4 +798,5 @@ SECTIONS: Mapping[str, Section] = {
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
     "network": Section(ways_out, 150),
+    "image": Section(images, 180),
 }

@@ -45,6 +45,7 @@ MAKING = "the three descriptors of a way out"
 CREATE_NONE, CREATE_ALLOW = "create, network none", "create, network allow"
 PATCH = "a way out for a session that runs, PATCH"
 PREVIEW, DIRECT = "a request over a preview", "the same request, in the session's network"
+FRESH = "the same request, in the session's network, over a new connection"
 TUNNEL, BROKER = "a tunnel", "the broker"
 PUBLISHED, DIRECT_PORT = "a published port, MB/s", "the same port, in the session's network, MB/s"
 MIB = 1024 * 1024
@@ -430,7 +431,8 @@ def _measure_published(
 
 
 def _measure_preview(table: Table, client: daemon.Client, session: str, count: int, chance: random.Random) -> None:
-    """Ask a server in a session, over one connection to the gateway and over one to the server itself."""
+    """Ask a server in a session, over one connection to the gateway, over one to the server itself, and over new ones
+    to it, as the gateway makes for each request."""
     place = f"/v1/sessions/{session}"
     started = client.call("POST", f"{place}/processes", {"argv": ["python3", "-c", _WEB_SERVER]})
     waited = {"port": _WEB_PORT, "timeout_ms": 30_000}
@@ -448,7 +450,12 @@ def _measure_preview(table: Table, client: daemon.Client, session: str, count: i
         for each in talks.values():
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _ask(each, head)
-        for kind in blocks(list(talks), count, chance):
+        for kind in blocks([*talks, FRESH], count, chance):
+            if kind == FRESH:
+                with _socket_of(network) as sock, table.timed(kind):
+                    sock.connect(("127.0.0.1", _WEB_PORT))
+                    _ask(sock, head)
+                continue
             with table.timed(kind):
                 _ask(talks[kind], head)
 

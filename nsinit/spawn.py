@@ -77,10 +77,11 @@ def _spawn(flags: tuple[str, ...], program: str, channel_fd: int, log_fd: int, *
         os.close(safe_log)
 
 
-def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, *arguments: str) -> int:
+def spawn_unpacker(archive_fd: int, verdict_fd: int, root_fd: int, listing_fd: int, *arguments: str) -> int:
     """Start the unpacker of an archive (`tools/unpack.py`): from its standard input into the directory of descriptor 3,
-    with the libraries of this interpreter, of which it needs one to read zstd. Called by nsinit."""
-    return _spawn_jail(_WITH_LIBRARIES, "unpack.py", archive_fd, verdict_fd, (root_fd,), arguments)
+    which it lists in 4. It has the libraries of this interpreter, of which it needs one to read zstd. Called by
+    nsinit."""
+    return _spawn_jail(_WITH_LIBRARIES, "unpack.py", archive_fd, verdict_fd, (root_fd, listing_fd), arguments)
 
 
 def spawn_packer(input_fd: int | None, verdict_fd: int, *files: int, arguments: Iterable[str]) -> int:

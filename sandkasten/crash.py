@@ -37,6 +37,7 @@ class Point(enum.StrEnum):
     IMPORT_UNPACKED = "import.unpacked"
     IMPORT_CHECKED = "import.checked"
     IMPORT_PUBLISHED = "import.published"
+    COMMIT_PACKED = "image.commit.packed"
     PULL_BEGUN = "image.pull.begun"
     PULL_BLOB = "image.pull.blob"
     PULL_NAMED = "image.pull.layer.named"

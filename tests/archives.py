@@ -1,12 +1,15 @@
-"""Archives of images for tests: what `docker save` writes, and tars of OCI layouts, honest and otherwise."""
+"""Archives of images for tests: what `docker save` writes, and tars of OCI layouts, honest and otherwise. A store of
+images that is there at once."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import os
 import tarfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -95,3 +98,15 @@ class Layout:
         """Return the files of the layout."""
         index = json.dumps({"schemaVersion": 2, "manifests": self.entries}).encode()
         return [*self.files.items(), ("index.json", index)]
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make the tree, of images for example, of directories of its own, and of links to the same files."""
+    for place, directories, files in os.walk(source):
+        there = target / os.path.relpath(place, source)
+        there.mkdir()
+        for name in [*files, *(each for each in directories if os.path.islink(f"{place}/{each}"))]:
+            os.link(f"{place}/{name}", there / name, follow_symlinks=False)
+        status = os.stat(place)
+        os.chown(there, status.st_uid, status.st_gid)
+        there.chmod(status.st_mode & 0o7777)

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from nsinit import spawn
+from sandkasten.images.catalog import Catalog
+from sandkasten.images.host import ensure_host_image
 from tests import leaks
 from tests.e2e import seed
 from tests.ground import Ground
+from tests.kernel.seed import planted
 
 _CAP_SYS_ADMIN = 21
 _LONGEST = ("vm", "e2e", "kernel", "contract", "fuzz")
@@ -119,3 +123,20 @@ def command_seed() -> Iterator[None]:
     """Start each daemon and each verb of this process from a seed (`tests/e2e/seed.py`)."""
     with seed.planted():
         yield
+
+
+@pytest.fixture(scope="session")
+def nsinit_seed() -> Iterator[None]:
+    """Start each nsinit of this process from a seed (`tests/kernel/seed.py`)."""
+    with planted(spawn.spawn_python) as start, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "spawn_python", start)
+        yield
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image store of a data directory after its first start. Making the `host` image takes a start 0.3 s of
+    computing; for `link_tree` it is a link to each file."""
+    directory = tmp_path_factory.mktemp("store")
+    ensure_host_image(Catalog(directory))
+    return directory / "images"

@@ -38,7 +38,9 @@ class Unpacking:
             arguments = tuple(map(str, (os.getpid(), *bounds, request.reserve_bytes)))
             try:
                 unpacked = yield from self.jails.run(
-                    lambda verdict_fd: spawn_unpacker(archive_fd, verdict_fd, draft.files_fd, *arguments),
+                    lambda verdict_fd: spawn_unpacker(
+                        archive_fd, verdict_fd, draft.files_fd, draft.listing_fd, *arguments
+                    ),
                     asker_fd,
                     bounds,
                 )

@@ -1,10 +1,10 @@
 """Layers by digest, and images that are lists of them: drafts, names, which of them are in use, what may go.
 
-A layer is `layers/<sha256>/{fs,meta.json,privileged,opaque}`: `fs` has the files, with ids 0 to 65535; `privileged` the
-names of files whose setuid or setgid bit was dropped, with their modes; `opaque` those of directories with that mark,
-which no jail can read. It gets its name only when all of it is on the disk,
-and no other layer ever gets that name. An image is `images/<name>/{layers,meta.json}`; `layers` is what counts here,
-`meta.json` is never read.
+A layer is `layers/<sha256>/{fs,meta.json,privileged,opaque,listing}`: `fs` has the files, with ids 0 to 65535;
+`privileged` the names of files whose setuid or setgid bit was dropped, with their modes; `opaque` those of directories
+with that mark, which no jail can read; `listing` what the unpacker made of each member (`wire/listing.py`).
+A layer gets its name only when all of it is on the disk, and no other layer ever gets that name. An image is
+`images/<name>/{layers,meta.json}`; `layers` is what counts here, `meta.json` is never read.
 
 A layer is in use by an image that lists it and by a session whose record (`run/<session>/image`) does. A collection
 looks at all of them, and moves what nobody uses out of the way, with the store locked against every process that
@@ -32,6 +32,7 @@ from nsinit.steps import Crash, StepFailed, passing
 from nsinit.storage.chores import Chore, run_chore
 from nsinit.storage.paths import DIGEST_PREFIX, Layout, check_owner_of, make_directory, sync_directory
 from nsinit.storage.trash import remove_tree
+from nsinit.wire import listing
 from nsinit.wire.protocol import (
     MAX_DESCRIPTION_BYTES,
     CollectLayers,
@@ -65,13 +66,16 @@ IMAGE_STAGE = "image"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A layer in the making. `fd`: its directory, locked so that no sweep takes it; `files_fd`: that of its files."""
+    """A layer in the making. `fd`: its directory, locked so that no sweep takes it; `files_fd`: that of its files;
+    `listing_fd`: the file that lists them."""
 
     name: str
     fd: int
     files_fd: int
+    listing_fd: int
 
     def close(self) -> None:
+        os.close(self.listing_fd)
         os.close(self.files_fd)
         os.close(self.fd)
 
@@ -135,7 +139,7 @@ class LayerDirectory:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.mkdir("fs", 0o700, dir_fd=fd)
         passing(self.crash, "nsinit.layer.drafted")
-        return Draft(name, fd, os.open("fs", _DIRECTORY, dir_fd=fd))
+        return Draft(name, fd, os.open("fs", _DIRECTORY, dir_fd=fd), os.open(listing.NAME, _NEW, 0o600, dir_fd=fd))
 
     def keep(self, draft: Draft, unpacked: Unpacked) -> Chore:
         """Give a draft its name, once all of it is on the disk; it stays a draft if there is such a layer by now.
@@ -153,6 +157,8 @@ class LayerDirectory:
             # Whatever the unpacker did to the top: it is closed as it was made. An overlay shows its upper directory's.
             os.fchown(draft.files_fd, 0, 0)
             os.fchmod(draft.files_fd, 0o700)
+            os.fchown(draft.listing_fd, 0, 0)  # the jail might have made a setuid program of it
+            os.fchmod(draft.listing_fd, 0o600)
             gid = os.stat(layout.layers).st_gid
             said = {"version": _VERSION, **unpacked.counts._asdict(), "privileged": len(unpacked.privileged)}
             said |= {"opaque": len(unpacked.opaque), "created_at": int(time.time())}
@@ -168,7 +174,9 @@ class LayerDirectory:
                     os.utime(layout.layer(digest))
             sync_directory(layout.layers)
 
-        yield from run_chore(STAGE, layout.layer(digest), keep, frozenset({draft.fd, draft.files_fd}), most_s=_CHORE_S)
+        yield from run_chore(
+            STAGE, layout.layer(digest), keep, frozenset({draft.fd, draft.files_fd, draft.listing_fd}), most_s=_CHORE_S
+        )
         passing(self.crash, "nsinit.layer.named")
 
     def discard(self, draft: Draft) -> Chore:

@@ -64,6 +64,7 @@ _LAST_S = 2**33
 _SECOND_NS = 1_000_000_000
 MADE = frozenset({b"etc/hostname", b"etc/hosts", b"etc/resolv.conf"})
 """Files that each session is given anew (`sandbox/rootfs.py`): the image's stay as they are."""
+_MADE_IN = frozenset({b"etc"})
 WORKSPACE = b"workspace"
 """The directory whose content is part of no image, whether or not something is mounted there."""
 _SPARSE_NAME = "GNUSparseFile.0/file"
@@ -297,8 +298,8 @@ def entries_of_layer(prefix: bytes, opaque: frozenset[bytes]) -> Iterator[Found]
 class Changes:
     """The entries of a session's root that are not as in its layers. Without layers, all are new."""
 
-    def __init__(self, *, has_layers: bool) -> None:
-        self._merged = {b""} if has_layers else set()
+    def __init__(self, *, has_layers: bool, top: bytes = b"") -> None:
+        self._merged = {top} if has_layers else set()
         """Directories that layers have, too, by the beginning of the paths in them."""
 
     def entries(self, prefix: bytes) -> Iterator[Found]:
@@ -311,6 +312,8 @@ class Changes:
             path = prefix + name
             status, before = os.lstat(b"/" + path), _old_status(path) if name in old else None
             if path in MADE or (before is not None and _is_same(status, before) and _is_at_its_place(path, status)):
+                continue
+            if path in _MADE_IN and before is not None and _is_as_before(path, status, before):
                 continue
             changed.append(name)
             if stat.S_ISDIR(status.st_mode) and not name.startswith(HIDDEN) and path != WORKSPACE:
@@ -345,6 +348,17 @@ def _is_same(status: os.stat_result, before: os.stat_result) -> bool:
     if stat.S_ISDIR(status.st_mode):
         return next(facts) == next(facts)
     return next(facts) == next(facts) and (status.st_size, status.st_ino) == (before.st_size, before.st_ino)
+
+
+def _is_as_before(path: bytes, status: os.stat_result, before: os.stat_result) -> bool:
+    """Whether a directory in which each session has files made has no other change: a change below would be seen in it,
+    since an overlay copies all directories above what changes."""
+    owners = ((each.st_mode, each.st_uid, each.st_gid) for each in (status, before))
+    if next(owners) != next(owners) or not stat.S_ISDIR(status.st_mode):
+        return False
+    if any(name.startswith("user.") for name in os.listxattr(b"/" + path, follow_symlinks=False)):
+        return False
+    return next(Changes(has_layers=True, top=path + b"/").entries(path + b"/"), None) is None
 
 
 def _is_at_its_place(path: bytes, status: os.stat_result) -> bool:

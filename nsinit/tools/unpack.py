@@ -15,6 +15,7 @@ opaque directories); mknod(2); xattr(7); pax(1).
 
 from __future__ import annotations
 
+import binascii
 import bz2
 import errno
 import hashlib
@@ -25,8 +26,8 @@ import struct
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from typing import IO, Any, NoReturn, Protocol
 
 from backports import zstd
 
@@ -35,7 +36,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 from nsinit.kernel import constants as k
 from nsinit.tools import jail
 from nsinit.tools.jail import CHUNK_BYTES
-from nsinit.wire import verdict
+from nsinit.wire import listing, verdict
 from nsinit.wire.verdict import ArchiveRefused, Counts
 from runner.wire.tarheaders import StrictHeader
 
@@ -58,7 +59,8 @@ mprotect madvise futex clock_gettime restart_syscall rt_sigprocmask rt_sigreturn
 """
 CALLS = frozenset(_CALLS.split())
 """The system calls that the filter lets pass. Of a call with several names an architecture has one or another."""
-JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES)
+LISTING_FD = 4
+JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES, kept_fds=1)
 _PRIVILEGED = stat.S_ISUID | stat.S_ISGID
 _HIDDEN, _HIDES_ALL, _NOT_OURS = ".wh.", ".wh..wh..opq", ".wh..wh."
 _ATTRIBUTE, _OTHER_ATTRIBUTE = "SCHILY.xattr.", "LIBARCHIVE.xattr."
@@ -192,9 +194,13 @@ class NameList:
 
 
 class Unpacker:
-    """Writes members below `/` and keeps count. NameList are taken as they come: `/` is the layer."""
+    """Writes members below `/`, keeps count, and lists what it has made (`wire/listing.py`). Names are taken as they
+    come: `/` is the layer."""
 
-    def __init__(self, *, max_entries: int, max_bytes: int, reserve_bytes: int) -> None:
+    def __init__(self, listed: IO[bytes], *, max_entries: int, max_bytes: int, reserve_bytes: int) -> None:
+        self._listed = listed
+        self._real = ("", "")
+        """The directory that was met last, and where that is without links."""
         self.entries = self.size_bytes = self.skipped = 0
         self.opaque = NameList(verdict.MAX_OPAQUE, "opaque directories")
         self.privileged = NameList(max_entries, "files with setuid or setgid")
@@ -235,24 +241,42 @@ class Unpacker:
             raise ArchiveRefused(
                 f"its owner is {member.uid}:{member.gid}, and an image has ids up to {MAX_ID}", path[1:]
             )
+        content = b""
         if member.isdir():
             self._make_directory(path, member)
         elif member.isreg():
-            self._write_file(path, archive, member)
+            content = self._write_file(path, archive, member)
         elif member.issym():
             self._make_way(path)
             os.symlink(member.linkname, path)
+            content = os.fsencode(member.linkname)
             os.lchown(path, member.uid, member.gid)
             time_ns = _time_ns(member)
             os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
         elif member.islnk():
             self._make_way(path)
-            os.link(_path_of(member.linkname), path, follow_symlinks=False)
+            target = _path_of(member.linkname)
+            os.link(target, path, follow_symlinks=False)
+            self._listed.write(listing.link_field(self._real_path(path), self._real_path(target)))
         else:
             self.skipped += 1
             return
         if not member.islnk():
             self._set_attributes(path, member)
+            self._list(path, content, is_directory=member.isdir())
+
+    def _list(self, path: str, content: bytes = b"", *, is_directory: bool = False) -> None:
+        """Note an entry. A directory may be met by a link, which stays."""
+        status = os.stat(path) if is_directory else os.lstat(path)
+        real = os.fsencode(os.path.realpath(path)[1:]) if is_directory else self._real_path(path)
+        self._listed.write(listing.entry_field(real, status, content))
+
+    def _real_path(self, path: str) -> bytes:
+        """Return where an entry is, without links on the way, and without the leading `/`."""
+        directory, _, name = path.rpartition("/")
+        if self._real[0] != directory or not directory:
+            self._real = directory, os.path.realpath(directory or "/").rstrip("/")
+        return os.fsencode(f"{self._real[1]}/{name}"[1:])
 
     def _hide(self, directory: str, name: str) -> None:
         """Hide what layers below have in a directory, or under one name there. What this layer has there stays,
@@ -273,6 +297,7 @@ class Unpacker:
         elif path != f"{directory}/" and not os.path.lexists(path):
             # mknod(2): a device 0:0, which overlayfs takes for a whiteout, needs no capability. No other can be made.
             os.mknod(path, stat.S_IFCHR, 0)
+            self._list(path)
 
     def _make_directory(self, path: str, member: tarfile.TarInfo) -> None:
         if not os.path.isdir(path):  # a link to a directory stays, as with merged /usr
@@ -284,31 +309,56 @@ class Unpacker:
         encoded = os.fsencode(path)
         self._directory_times += _TIME.pack(_time_ns(member), len(encoded)) + encoded
 
-    def _write_file(self, path: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        source = archive.extractfile(member)
-        assert source is not None
+    def _write_file(self, path: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        """Write a file; return the digest of its content."""
         if member.size > self._max_bytes - self.size_bytes:
             raise ArchiveRefused(f"more than {self._max_bytes} bytes of files")
         self.size_bytes += member.size
-        self._make_way(path)
         is_sparse = member.issparse()
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as target:
-            while chunk := source.read(CHUNK_BYTES):
+        if is_sparse:
+            source: Any = archive.extractfile(member)
+        else:  # as `TarFile.makefile` reads
+            source = archive.fileobj
+            source.seek(member.offset_data)
+        digest, fd = hashlib.sha256(), self._open_new(path)
+        try:
+            left = member.size
+            while left:
+                chunk = source.read(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise tarfile.ReadError("unexpected end of data")
+                left -= len(chunk)
+                digest.update(chunk)
                 self._count(len(chunk))
                 if is_sparse and not chunk.strip(b"\0"):
-                    target.seek(len(chunk), os.SEEK_CUR)
+                    os.lseek(fd, len(chunk), os.SEEK_CUR)
                 else:
-                    target.write(chunk)
+                    _write_all(fd, chunk)
             if is_sparse:
-                target.truncate(member.size)
+                os.ftruncate(fd, member.size)
+        finally:
+            os.close(fd)
         self._own(path, member)
         _set_time(path, _time_ns(member))
+        return digest.digest()
+
+    def _open_new(self, path: str) -> int:
+        """Make a file; what stands in its way, or lacks above it, is looked at only when it has failed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o600)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError):
+            self._make_way(path)
+            return os.open(path, flags, 0o600)
 
     def _make_way(self, path: str) -> None:
         """Make the directories above `path`, and remove what has that name."""
+        self._real = "", ""  # which may be a link
         try:
             os.unlink(path)
         except IsADirectoryError:
+            self._listed.write(listing.removal_field(self._real_path(path)))
+            self._real = "", ""
             _remove_tree(path)
         except (FileNotFoundError, NotADirectoryError):
             parent = ""
@@ -321,6 +371,7 @@ class Unpacker:
                     elif os.path.lexists(parent):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                     os.mkdir(parent, 0o755)
+                    self._list(parent, is_directory=True)
                     self._count(_BYTES_PER_ENTRY)
 
     def _count(self, size: int) -> None:
@@ -351,7 +402,7 @@ class Unpacker:
         for name, value in member.pax_headers.items():
             if not name.startswith((_ATTRIBUTE, _OTHER_ATTRIBUTE)):
                 continue
-            own, content = name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+            own, content = _attribute_of(name, value)
             self._count(len(content))
             is_users = own.startswith(_OWN) and not own.startswith(_NOT_OWN) and not member.issym()
             if not (is_users and len(content) <= _MAX_ATTRIBUTE_BYTES and _has_set(path, own, content)):
@@ -376,6 +427,18 @@ def _path_of(name: str) -> str:
     return "/" + "/".join(parts)
 
 
+def _attribute_of(name: str, value: str) -> tuple[str, bytes]:
+    """Return name and content of an attribute; no name for one that can't be read. libarchive's have the content in
+    base64 without its padding, and names with escapes, which none needs (archive_write_set_format_pax.c)."""
+    if name.startswith(_ATTRIBUTE):
+        return name.removeprefix(_ATTRIBUTE), value.encode("utf-8", "surrogateescape")
+    try:
+        content = binascii.a2b_base64(value + "=" * (-len(value) % 4))
+    except ValueError:
+        return "", b""
+    return "" if "%" in name else name.removeprefix(_OTHER_ATTRIBUTE), content
+
+
 def _has_set(path: str, name: str, content: bytes) -> bool:
     """Set an attribute, if the file system has such, and has room for it beside the inode (xattr(7))."""
     try:
@@ -383,6 +446,12 @@ def _has_set(path: str, name: str, content: bytes) -> bool:
     except OSError:
         return False
     return True
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def _is_whiteout(path: str) -> bool:
@@ -427,14 +496,15 @@ def _set_time(path: str, time_ns: int) -> None:
 def main() -> NoReturn:
     """Make the jail, unpack in it, leave a verdict on stdout."""
     parent_pid, max_entries, max_bytes, reserve_bytes = (int(each) for each in sys.argv[1:])
-    unpacker = Unpacker(max_entries=max_entries, max_bytes=max_bytes, reserve_bytes=reserve_bytes)
-    jail.run(JAIL, parent_pid, jail.clone_root, lambda: _unpack(unpacker))
+    bounds = {"max_entries": max_entries, "max_bytes": max_bytes, "reserve_bytes": reserve_bytes}
+    jail.run(JAIL, parent_pid, jail.clone_root, lambda: _unpack(bounds))
 
 
-def _unpack(unpacker: Unpacker) -> bytes:
+def _unpack(bounds: Mapping[str, int]) -> bytes:
     """Return the verdict."""
     try:
-        with open(0, "rb", buffering=0, closefd=False) as file:
+        with open(0, "rb", buffering=0, closefd=False) as file, open(LISTING_FD, "wb", closefd=False) as listed:
+            unpacker = Unpacker(listed, **bounds)
             digest = unpacker.unpack(file)
     except ArchiveRefused as error:
         return verdict.refused(error)

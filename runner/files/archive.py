@@ -1,9 +1,9 @@
 """A directory tree as a tar archive, and back. Runs in a file worker as the sandbox user; may block.
 
 Archives are written as pax (POSIX.1-2001): names of any bytes and length, times to the nanosecond, permission bits,
-hard links. Owners are not restored: unpacked files belong to the sandbox user. An archive to unpack is hostile: its
-names are followed one directory at a time and through no link, only directories, regular files and links are made,
-set-id bits are dropped, the size is bounded.
+hard links. Owners are not restored: unpacked files belong to the sandbox user, or to whom the request says. An archive
+to unpack is hostile: its names are followed one directory at a time and through no link, only directories, regular
+files and links are made, set-id bits are dropped, the size is bounded.
 
 Sources: POSIX.1-2024 pax; Python library reference, `tarfile`; openat2(2).
 """
@@ -227,12 +227,14 @@ class TreeMaker:
         parent_fd = self._open_parent(parent)
         try:
             if member.isdir():
-                _make_directory(parent_fd, name)
+                if _make_directory(parent_fd, name):
+                    self._give(name, parent_fd)
                 self._directories[path] = member.mode & PERMISSIONS, _mtime_ns(member)
                 return
             _make_way(parent_fd, name)
             if member.issym():
                 os.symlink(os.fsencode(member.linkname), name, dir_fd=parent_fd)
+                self._give(name, parent_fd)
                 os.utime(name, ns=(_mtime_ns(member),) * 2, dir_fd=parent_fd, follow_symlinks=False)
             elif member.islnk():
                 self._link(member, parent_fd, name)
@@ -258,8 +260,15 @@ class TreeMaker:
             except BaseException:
                 _make_way(parent_fd, name)
                 raise
+            self._give(name, parent_fd)
             os.fchmod(file.fileno(), member.mode & PERMISSIONS)
             os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
+
+    def _give(self, name: bytes, parent_fd: int) -> None:
+        """Give a file that was made to whom the request says."""
+        owner, group = self._request.owner, self._request.group
+        if (owner, group) != (-1, -1):
+            os.chown(name, owner, group, dir_fd=parent_fd, follow_symlinks=False)
 
     def check_size(self, size_bytes: int) -> None:
         """Raise `Refused`, TOO_LARGE, if that is more than the request allows."""
@@ -289,6 +298,7 @@ class TreeMaker:
             try:
                 try:
                     os.mkdir(name, 0o755, dir_fd=fd)
+                    self._give(name, fd)
                 except FileExistsError:
                     pass
                 next_fd = self._kernel.openat2(fd, name, _PARENT, 0, _WITHIN)
@@ -306,13 +316,15 @@ def _path_of(name: str) -> bytes:
     return os.fsencode("/".join(parts))
 
 
-def _make_directory(parent_fd: int, name: bytes) -> None:
-    """Make a directory, closed to all but the sandbox user until it has its mode; one that is there stays."""
+def _make_directory(parent_fd: int, name: bytes) -> bool:
+    """Make a directory, closed to all but the sandbox user until it has its mode; return False where one is there."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent_fd)
     except FileExistsError:
         if not stat.S_ISDIR(os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
             raise
+        return False
+    return True
 
 
 def _make_way(parent_fd: int, name: bytes) -> None:

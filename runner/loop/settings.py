@@ -28,6 +28,8 @@ class Settings:
         self.revision = 0
         self.rules_fd = -1
         """The ruleset of the session's file rules, -1 if it has none."""
+        self.image_dir: str | None = None
+        """The directory that the session's image says, in which programs start; None: it says none."""
         self._changes: dict[str, tuple[int, str | None]] = {}
 
     def set_graces(self, graces: Graces) -> None:

@@ -79,7 +79,8 @@ class Programs:
         there is."""
         workspace = self._context.config.workspace
         wanted = [] if request.cwd is None else [os.path.join(workspace, request.cwd)]
-        candidates = wanted or [workspace, account.home, "/"]
+        image = self._context.settings.image_dir
+        candidates = wanted or [*([image] if image else []), workspace, account.home, "/"]
         for path in candidates:
             try:
                 with identity:

@@ -102,6 +102,7 @@ class Shells:
         account = context.as_user.account = self._identity(request).account
         if request.files is not None:
             context.settings.rules_fd = self._file_rules(request.files)
+        context.settings.image_dir = request.cwd
         context.settings.set_graces(request.graces)
         context.settings.env.update({**account.variables, **request.env})
 

@@ -316,12 +316,15 @@ class Pack(FileRequest):
 class Unpack(FileRequest):
     """Unpack the archive in the DATA frames up to END below a directory, which is made if it is missing. Answer:
     `Packed`. Only directories, regular files and, of a tar archive, links are made, the rest is left out and counted.
-    After an error the files unpacked by then stay. No worker may sync a whole file system: who asks has to."""
+    After an error the files unpacked by then stay. No worker may sync a whole file system: who asks has to. What is
+    made is given to `owner` and `group`, -1 for those who make it; directories that are there stay whose they are."""
 
     max_entries: int
     max_bytes: int
     path: str = "."
     kind: ArchiveKind = "tar"
+    owner: int = -1
+    group: int = -1
 
 
 # Answers.

@@ -159,7 +159,7 @@ def _read(config: Config, catalog: Catalog, facts: NodeFacts) -> NodeCapacity:
         committed=facts.committed,
         used=node.read_used(config.data_dir, dirs, sessions=len(facts.sessions)),
         free=node.read_free(config.data_dir, bounds),
-        images=tuple(image.name for image in catalog.images()),
+        images=tuple(image.name for image in catalog.shown()),
         sessions=dict(Counter(session.status.value for session in facts.sessions)),
         pool_sandboxes=facts.pooled,
         queued=facts.queued,

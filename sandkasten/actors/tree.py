@@ -549,6 +549,8 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         return found
 
     async def delete_image(self, name: str) -> None:
+        (found,) = await self._images.ask_again(images.DescribeImages(name))
+        await self._sessions.ask_again(sessions.ForgetImage(found.name))
         await self._images.ask_again(images.RemoveImage(name))
 
     async def commit_session(self, session_id: str, spec: CommitSpec) -> ImageDescription:

@@ -379,6 +379,7 @@ _OF_KIND: Mapping[object, Schema] = {
     fields.Stdin: {"anyOf": [_STRING, {"const": True}]},
     fields.SignalNumber: {"anyOf": [{"type": "integer", "minimum": 1, "maximum": fields.MAX_SIGNAL}, _STRING]},
     fields.Argv: {**_STRINGS, "minItems": 1, "maxItems": fields.MAX_ARGUMENTS},
+    fields.Words: {**_STRINGS, "maxItems": fields.MAX_ARGUMENTS},
     fields.OutputFields: {"type": "array", "items": {"enum": list(fields.OUTPUT_FIELDS)}, "uniqueItems": True},
     fields.Places: {**_STRINGS, "maxItems": fields.MAX_PLACES},
     network.Rules: {

@@ -1,4 +1,5 @@
-"""`sandkasten image build`: an image made of Debian packages, by a recipe or by name. Root's, on this machine."""
+"""`sandkasten image build`: an image made of Debian packages, by a recipe or by name, which is root's on this machine;
+or, with `-f`, by a Dockerfile, on a server."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from sandkasten.cli.client import verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
 from sandkasten.cli.output import StepProgress, print_json
+from sandkasten.cli.runs import add_session_bounds, memory_mb
 
 if TYPE_CHECKING:
     from sandkasten.images.recipes import Recipe
@@ -15,24 +18,38 @@ if TYPE_CHECKING:
 
 def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the action to those of `sandkasten image`, and return its parser."""
-    parser = actions.add_parser("build", help="make an image of Debian packages")
+    parser = actions.add_parser("build", help="make an image of Debian packages, or by a Dockerfile")
     parser.add_argument("--recipe", metavar="NAME", help="base, python, node, or a file of your own")
     parser.add_argument("--from", dest="source", metavar="DISTRIBUTION:RELEASE", help="by default this machine's own")
     parser.add_argument("--include", metavar="PACKAGES", help="further packages, with commas between them")
     parser.add_argument("--mirror", metavar="URL", help="where packages come from; by default as apt here has them")
     parser.add_argument("--name", help="the image's name; by default that of the recipe")
     parser.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    by_file = parser.add_argument_group("by a Dockerfile")
+    by_file.add_argument("-f", "--file", metavar="FILE", help="the Dockerfile, - for standard input")
+    by_file.add_argument("directory", nargs="?", metavar="DIR", help="where COPY takes files from")
+    by_file.add_argument("--build-arg", action="append", default=[], metavar="NAME[=VALUE]", help="no value: ours")
+    by_file.add_argument("--target", default="", metavar="STAGE", help="a stage's name; by default the last one")
+    by_file.add_argument("--no-cache", action="store_true", help="perform all steps, and keep none for later builds")
+    by_file.add_argument("--squash", action="store_true", help="make one layer of all steps, without the cache")
+    add_session_bounds(by_file)
+    by_file.add_argument("--disk", type=memory_mb, metavar="SIZE", help="of the files that one step changes: 4g")
+    by_file.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     parser.set_defaults(command=build)
     return parser
 
 
 def build(arguments: argparse.Namespace) -> int:
     """Build an image."""
+    if arguments.file is not None or arguments.directory is not None:
+        from sandkasten.cli.building import build_by_file
+
+        return verb(build_by_file)(arguments)
     from sandkasten.config import ConfigError
     from sandkasten.model.errors import SandkastenError
 
     if arguments.recipe is None and arguments.source is None:
-        raise Stop("what the image is made of is missing: --recipe NAME, or --from DISTRIBUTION:RELEASE", 2)
+        raise Stop("what the image is made of is missing: --recipe NAME, --from DISTRIBUTION:RELEASE, or -f FILE", 2)
     require_root()
     try:
         return _build_system(arguments)

@@ -4,7 +4,10 @@ daemon where what is in use counts."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
+from collections.abc import Iterator
 
 import attrs
 
@@ -12,17 +15,22 @@ from sandkasten.admission.budget import disk_floor_bytes
 from sandkasten.cli import nodes
 from sandkasten.cli.client import BAD_ARGUMENTS, verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
-from sandkasten.cli.output import print_json, size_text
+from sandkasten.cli.output import print_json
 from sandkasten.cli.pull import is_served
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
 from sandkasten.images.catalog import Catalog, Image
-from sandkasten.images.describing import describe
+from sandkasten.images.damage import find_damage
+from sandkasten.images.describing import describe, held_by
 from sandkasten.images.importing import import_file, import_tar
 from sandkasten.images.layers import LayerMeta, open_store
 from sandkasten.images.registry.blobs import Blobs
-from sandkasten.model.errors import SandkastenError
+from sandkasten.model.errors import ImageInUse, InvalidImage, SandkastenError
+from sandkasten.model.image import Pruned
+
+_MOST_TOLD = 100
+"""Lines of damage; one disk can damage all files of an image."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             case "list":
                 return _list(catalog, as_json=arguments.json)
             case "validate":
-                return _validate(catalog, arguments.name, as_json=arguments.json)
+                return _validate(catalog, arguments.name, is_deep=arguments.deep, as_json=arguments.json)
             case "inspect":
                 return verb(nodes.inspect_image)(arguments) if is_served(config) else _inspect(catalog, arguments.name)
             case "prune":
@@ -53,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(catalog: Catalog, *, as_json: bool) -> int:
     if as_json:
-        for image in catalog.images():
+        for image in catalog.shown():
             print_json(attrs.asdict(image) | {"aliases": list(catalog.aliases_of(image.name))})
         return 0
     print(f"{'NAME':<24} {'KIND':<8} {'SIZE':>10}  {'CREATED':<26} SOURCE")
-    for image in catalog.images():
+    for image in catalog.shown():
         also = [*image.references, *catalog.aliases_of(image.name)]
         size = f"{image.size_bytes / 1024**2:.1f} MiB" if image.size_bytes else "-"
         source = image.source + (f" (also {', '.join(also)})" if also else "")
@@ -66,14 +74,26 @@ def _list(catalog: Catalog, *, as_json: bool) -> int:
     return 0
 
 
-def _validate(catalog: Catalog, name: str, *, as_json: bool) -> int:
+def _validate(catalog: Catalog, name: str, *, is_deep: bool, as_json: bool) -> int:
     problems = catalog.validate(name)
+    if is_deep:
+        problems += [*itertools.islice(_damage(catalog, name), _MOST_TOLD)]
     if as_json:
         print_json({"name": name, "problems": problems})
     else:
         for problem in problems or ["ok"]:
             print(f"{name}: {problem}")
     return 1 if problems else 0
+
+
+def _damage(catalog: Catalog, name: str) -> Iterator[str]:
+    """Yield what is damaged of an image's layers, one sentence each. Raises `InvalidImage`: it has none."""
+    image = catalog.look_up(name)
+    if image.kind != "layers":
+        raise InvalidImage(f"image {image.name!r} is no list of layers: there is nothing to compare it with")
+    for digest in dict.fromkeys(image.layers):
+        for path, reason in find_damage(catalog.layer(digest).parent):
+            yield f"{digest[:19]}: {printable_line(path)} {reason}"
 
 
 def _inspect(catalog: Catalog, name: str) -> int:
@@ -85,14 +105,19 @@ def _inspect(catalog: Catalog, name: str) -> int:
 
 
 def _prune(catalog: Catalog, config: Config, arguments: argparse.Namespace) -> int:
+    grace_s, dry_run = arguments.older_than, arguments.dry_run
+    steps = catalog.cached_steps(grace_s)
+    held = held_by(catalog, steps) if dry_run else Pruned(0, 0)
     with open_store(catalog.data_dir) as store:
-        found = store.collect(grace_s=arguments.older_than, dry_run=arguments.dry_run)
-    blobs, blob_bytes = Blobs(DataPaths(config.data_dir).blobs).sweep(arguments.older_than, dry_run=arguments.dry_run)
-    freed_bytes = found.freed_bytes + blob_bytes
-    if arguments.json:
-        print_json({"layers": found.layers, "freed_bytes": freed_bytes, "blobs": blobs})
-    else:
-        print(f"{found.layers} layers, {blobs} broken downloads, {size_text(freed_bytes)}")
+        for image in [] if dry_run else steps:
+            with contextlib.suppress(ImageInUse):
+                store.delete_image(image.name)
+                gone = store.collect(grace_s=0, only=image.layers)
+                held = Pruned(held.layers + gone.layers, held.freed_bytes + gone.freed_bytes, images=held.images + 1)
+        found = store.collect(grace_s=grace_s, dry_run=dry_run)
+    blobs, blob_bytes = Blobs(DataPaths(config.data_dir).blobs).sweep(grace_s, dry_run=dry_run)
+    freed_bytes = held.freed_bytes + found.freed_bytes + blob_bytes
+    nodes.tell_pruned(arguments, Pruned(held.layers + found.layers, freed_bytes, blobs, held.images))
     return 0
 
 

@@ -24,8 +24,9 @@ from sandkasten.cli.output import (
 from sandkasten.cli.runs import labels_of
 
 if TYPE_CHECKING:
+    from sandkasten.model.image import Pruned
     from sandkasten.sdk import SandboxClient
-    from sandkasten.sdk.types import Event, NodeInfo, WorkspaceInfo
+    from sandkasten.sdk.types import Event, NodeInfo, PrunedImages, WorkspaceInfo
 
 _OLDEST = "0"
 
@@ -278,11 +279,18 @@ async def remove_image(arguments: argparse.Namespace, client: SandboxClient) -> 
 async def prune_images(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Remove what no image and no session of the server has."""
     found = await client.prune_images(older_than_s=arguments.older_than, dry_run=arguments.dry_run)
-    if arguments.json:
-        print_json(found)
-    else:
-        print(f"{found.layers} layers, {found.blobs} broken downloads, {size_text(found.freed_bytes)}")
+    tell_pruned(arguments, found)
     return 0
+
+
+def tell_pruned(arguments: argparse.Namespace, found: PrunedImages | Pruned) -> None:
+    """Print what a prune has removed, or would remove."""
+    if arguments.json:
+        names = ("layers", "blobs", "images", "freed_bytes")
+        print_json({name: getattr(found, name) for name in names})
+        return
+    steps = f"{found.images} kept steps of builds, " if found.images else ""
+    print(f"{steps}{found.layers} layers, {found.blobs} broken downloads, {size_text(found.freed_bytes)}")
 
 
 async def commit_session(arguments: argparse.Namespace, client: SandboxClient) -> int:

@@ -106,6 +106,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     listing.set_defaults(command=_here_or_there("image", "list_images"), action="list")
     validate = actions.add_parser("validate", help="check an image")
+    validate.add_argument("--deep", action="store_true", help="read all files of its layers, and compare them")
     remove = actions.add_parser("rm", aliases=["delete"], help="remove an image")
     inspect = actions.add_parser("inspect", help="print an image as JSON")
     prune = actions.add_parser("prune", help="remove layers that no image and no session has")

@@ -67,12 +67,7 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("-v", "--workspace", metavar="ID", help="the workspace at /workspace, made if it is new")
     add_env(made)
     made.add_argument("-l", "--label", action="append", default=[], metavar="NAME=VALUE")
-    made.add_argument("--cpus", type=float, metavar="CORES")
-    made.add_argument("-m", "--memory", type=memory_mb, metavar="SIZE", help="512m, 2g")
-    made.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), ask, open, bridge")
-    made.add_argument("--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group")
-    made.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
-    made.add_argument("--proxy-env", action="store_true", help="name the network's proxy in the environment")
+    add_session_bounds(made)
     made.add_argument(
         "-p",
         "--publish",
@@ -84,6 +79,18 @@ def add_create_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--idle", type=_span, metavar="SPAN", help="end of a session that nobody uses: 90s, 30m, 12h, 7d")
     made.add_argument("--keep", action="store_true", help="leave the session when the command has ended")
     made.add_argument("--rm", action="store_true", help=argparse.SUPPRESS)  # docker's habit, and the default here
+
+
+def add_session_bounds(parser: argparse._ActionsContainer) -> None:
+    """Add the options that bound a session: processors, memory, network."""
+    parser.add_argument("--cpus", type=float, metavar="CORES")
+    parser.add_argument("-m", "--memory", type=memory_mb, metavar="SIZE", help="512m, 2g")
+    parser.add_argument("--network", metavar="MODE", help="none, allow (what --allow names), ask, open, bridge")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="RULE", help="a host, *.suffix, network, @group"
+    )
+    parser.add_argument("--deny", action="append", default=[], metavar="RULE", help="before what is allowed")
+    parser.add_argument("--proxy-env", action="store_true", help="name the network's proxy in the environment")
 
 
 def add_env(parser: argparse._ActionsContainer) -> None:

@@ -20,7 +20,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -34,6 +34,7 @@ from sandkasten.images.removal import remove_tree
 from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE
 from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
+from sandkasten.sdk.types import BUILD_CACHE
 
 META = "meta.json"
 HOST = "host"
@@ -66,6 +67,11 @@ class Image:
     """The digest of its manifest, of an image that came from a registry or an OCI layout."""
     platform: str = ""
     tags: Sequence[str] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def is_cached_step(self) -> bool:
+        """Whether a build keeps it for later ones: nobody asks for it by name."""
+        return self.name.startswith(BUILD_CACHE)
 
     @property
     def origin(self) -> Reference | None:
@@ -129,6 +135,15 @@ class Catalog:
         found = (self._read(name) for name in sorted(os.listdir(self._directory)) if IMAGE_NAME.match(name))
         return [image for image in found if image is not None]
 
+    def shown(self) -> list[Image]:
+        """Return the images that lists have: all but steps of builds."""
+        return [image for image in self.images() if not image.is_cached_step]
+
+    def cached_steps(self, older_than_s: float) -> list[Image]:
+        """Return the images that builds keep and have kept for so long."""
+        before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        return [image for image in self.images() if image.is_cached_step and _is_before(image.created_at, before)]
+
     def aliases_of(self, name: str) -> list[str]:
         """Return the aliases of an image; an image of the same name hides an alias."""
         found = (each for each, target in self._aliases.items() if self._find(each) is None)
@@ -169,7 +184,7 @@ class Catalog:
 
     def allowed(self) -> list[Image]:
         """Return the images that may be used by some name, by name."""
-        return [each for each in self.images() if self.allows(each.name, each) or self._is_allowed_as_alias(each)]
+        return [each for each in self.shown() if self.allows(each.name, each) or self._is_allowed_as_alias(each)]
 
     def _is_allowed_as_alias(self, image: Image) -> bool:
         return not self._allowed.isdisjoint(self.aliases_of(image.name))
@@ -394,6 +409,14 @@ def _is_locked(directory: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _is_before(created_at: str, moment: datetime) -> bool:
+    """Whether a time of a description is before another; one that is none counts as old."""
+    try:
+        return datetime.fromisoformat(created_at) <= moment
+    except (ValueError, TypeError):
+        return True
 
 
 def now() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.layers import find_layer
 from sandkasten.model.errors import InvalidImage
-from sandkasten.model.image import ImageDescription, ImageLayer, ImageUses
+from sandkasten.model.image import ImageDescription, ImageLayer, ImageUses, Pruned
 
 
 def describe(
@@ -44,6 +44,15 @@ def describe(
             )
         )
     return described
+
+
+def held_by(catalog: Catalog, images: Sequence[Image]) -> Pruned:
+    """Return what a removal of images would free: them, and the layers that no other image has."""
+    names = {image.name for image in images}
+    others = {digest for image in catalog.images() if image.name not in names for digest in image.layers}
+    digests = {digest for image in images for digest in image.layers} - others
+    found = [meta for digest in digests if (meta := find_layer(catalog.data_dir, digest)) is not None]
+    return Pruned(len(found), sum(meta.size_bytes for meta in found), images=len(images))
 
 
 def uses_of(catalog: Catalog, sessions: Iterable[tuple[str, str]], pools: Iterable[str]) -> dict[str, ImageUses]:

@@ -191,7 +191,13 @@ def _config(image: Image, diff_ids: list[str]) -> bytes:
     platform = Platform.parse(image.platform) if image.platform else Platform.own()
     said = {name: value for name, value in attrs.asdict(platform).items() if value}
     rootfs = {"type": "layers", "diff_ids": diff_ids}
-    return _json(**said, created=image.created_at, config=image.config.to_oci(), rootfs=rootfs)
+    return _json(**said, created=image.created_at, config=image.config.to_oci(), rootfs=rootfs, history=_history(image))
+
+
+def _history(image: Image) -> list[dict[str, str]]:
+    """Return an entry for each layer: of those that came from elsewhere it says nothing."""
+    made = image.config.history[-len(image.layers) :]
+    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} for each in made]
 
 
 def _names(image: Image) -> dict[str, str]:

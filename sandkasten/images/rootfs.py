@@ -92,7 +92,7 @@ def _find(trees: Sequence[str], parts: list[str], usr: str | None = None) -> str
                 return None
             if not stat.S_ISDIR(found.st_mode) and number < len(parts):
                 return None
-            hides = hides or (len(trees) > 1 and stat.S_ISDIR(found.st_mode) and _is_opaque(path))
+            hides = hides or (len(trees) > 1 and stat.S_ISDIR(found.st_mode) and is_opaque(path))
         else:
             return path
         if hides:
@@ -100,7 +100,8 @@ def _find(trees: Sequence[str], parts: list[str], usr: str | None = None) -> str
     return None
 
 
-def _is_opaque(path: str) -> bool:
+def is_opaque(path: str | int) -> bool:
+    """Whether a directory, by its path or as a descriptor, hides what layers below have there."""
     try:
         return os.getxattr(path, _OPAQUE) == b"y"
     except OSError:

@@ -18,7 +18,8 @@ MAX_CONFIG_BYTES = 256 * 1024
 @attrs.frozen
 class ImageConfig:
     """The fields that are kept. `env` is below a session's own; `user` is a name or ids of the image's accounts;
-    `exposed_ports` and `volumes` are listed and have no effect."""
+    `exposed_ports` and `volumes` are listed and have no effect. `history` says what has made each of the topmost
+    layers, as far as that happened here."""
 
     env: Mapping[str, str] = attrs.field(factory=dict)
     working_dir: str = ""
@@ -29,6 +30,7 @@ class ImageConfig:
     exposed_ports: Sequence[str] = ()
     volumes: Sequence[str] = ()
     stop_signal: str = ""
+    history: Sequence[str] = ()
 
     @classmethod
     def from_stored(cls, said: Mapping[str, Any]) -> ImageConfig:
@@ -122,11 +124,12 @@ class ConfigChanges:
 @attrs.frozen
 class CommitSpec:
     """A commit that is asked for: the image's name, and what is other than in the session's image. `replace`: take the
-    place of an image of that name."""
+    place of an image of that name. `created_by` is for the history: what has made the layer, if there is one."""
 
     name: str
     config: ConfigChanges = attrs.field(factory=ConfigChanges)
     replace: bool = False
+    created_by: str = "commit"
 
 
 def _words(said: str | Sequence[str] | None) -> list[str]:
@@ -180,8 +183,10 @@ class ImageDescription:
 
 @attrs.frozen
 class Pruned:
-    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+    """Layers, broken downloads and images of builds' caches that were removed, or would be, and the bytes of their
+    files."""
 
     layers: int
     freed_bytes: int
     blobs: int = 0
+    images: int = 0

@@ -10,39 +10,61 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from sandkasten import errors
 from sandkasten.sdk.types import UnpackedArchive
 
 PIECE_BYTES = 1024 * 1024
 _BLOCK = 512
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A file that was found to be one and is a link or a FIFO by now is not waited for, nor followed (open(2))."""
 MODE_BITS = 0o777
 
 
-def pack(root: Path) -> Iterator[bytes]:
-    """Yield a directory as a tar archive (pax), in pieces of about `PIECE_BYTES`.
+class Digest(Protocol):
+    """A sum over bytes, as of hashlib."""
 
-    Links are packed as links. A file that changes meanwhile is cut, or filled with zeros, as tar(1) does.
+    def update(self, data: bytes, /) -> None:
+        """Add bytes to the sum."""
+
+
+def pack(root: Path) -> Iterator[bytes]:
+    """Yield a directory as a tar archive (pax), in pieces of about `PIECE_BYTES`. See `pack_files`."""
+    return pack_files((path.relative_to(root).as_posix(), path) for path in _below(root))
+
+
+def pack_files(
+    files: Iterable[tuple[str, Path]], *, mode: int | None = None, digest: Digest | None = None
+) -> Iterator[bytes]:
+    """Yield files, each with its name in the archive, as a tar archive (pax), in pieces of about `PIECE_BYTES`.
+
+    Links are packed as links. A file that changes meanwhile is cut, or filled with zeros, as tar(1) does. `mode` is in
+    place of the permissions of files and directories. `digest` gets all but names and times.
 
     Raises:
         OSError: a file or directory can't be read.
     """
     gathered = bytearray()
-    for path in _below(root):
-        info = _describe(root, path)
+    for name, path in files:
+        info = _describe(name, path, mode)
         if info is None:
             continue
-        gathered += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        gathered += _head(info)
+        if digest is not None:
+            info.name, info.mtime = "", 0
+            digest.update(_head(info))
         if info.isreg():
-            with path.open("rb") as file:
+            with open(os.open(path, _READ), "rb", buffering=0) as file:
                 left = info.size
                 while left:
                     data = file.read(min(PIECE_BYTES, left)) or bytes(min(PIECE_BYTES, left))
                     left -= len(data)
                     gathered += data
+                    if digest is not None:
+                        digest.update(data)
                     if len(gathered) >= PIECE_BYTES:
                         yield bytes(gathered)
                         gathered.clear()
@@ -57,10 +79,14 @@ def _below(directory: Path) -> Iterator[Path]:
             yield from _below(entry)
 
 
-def _describe(root: Path, path: Path) -> tarfile.TarInfo | None:
+def _head(info: tarfile.TarInfo) -> bytes:
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _describe(name: str, path: Path, mode: int | None) -> tarfile.TarInfo | None:
     """Return the head of a member; None for what is neither a file, a directory nor a link."""
     found = path.lstat()
-    info = tarfile.TarInfo(path.relative_to(root).as_posix())
+    info = tarfile.TarInfo(name)
     info.mode, info.mtime = stat.S_IMODE(found.st_mode) & MODE_BITS, int(found.st_mtime)
     if stat.S_ISREG(found.st_mode):
         info.size = found.st_size
@@ -68,8 +94,10 @@ def _describe(root: Path, path: Path) -> tarfile.TarInfo | None:
         info.type = tarfile.DIRTYPE
     elif stat.S_ISLNK(found.st_mode):
         info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+        return info
     else:
         return None
+    info.mode = info.mode if mode is None else mode
     return info
 
 

@@ -425,12 +425,18 @@ class Files:
         archive: Source,
         path: str = "",
         *,
+        uid: int | None = None,
+        gid: int | None = None,
         user: str | None = None,
         cwd: str | None = None,
         progress: Progress | None = None,
     ) -> UnpackedArchive:
-        """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing."""
-        query = given(path=path or None, user=user, cwd=cwd)
+        """Unpack an archive (tar, tar.zst or zip) below a directory, which is made if it is missing.
+
+        Args:
+            uid, gid: the owners of what is made, which only `user="root"` may choose.
+        """
+        query = given(path=path or None, uid=uid, gid=gid, user=user, cwd=cwd)
         headers = {"content-type": "application/x-tar"}
         request = self._endpoint.call(
             "POST", "/archive", query=query, headers=headers, patience_s=None, is_transfer=True

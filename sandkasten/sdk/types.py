@@ -593,6 +593,10 @@ class Event(Taken):
     key_id: str | None = None
 
 
+BUILD_CACHE = "build-cache."
+"""Beginning of the names of images that builds keep for later ones: lists leave them out, and prunes remove them."""
+
+
 @dataclass
 class ImageInfo(Taken):
     """Image from which sessions can be made; `images()` tells the name alone. `references` are its tags as requests
@@ -618,11 +622,13 @@ class ImageInfo(Taken):
 
 @dataclass
 class PrunedImages(Taken):
-    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+    """Layers, broken downloads and images of builds' caches that were removed, or would be, and the bytes of their
+    files."""
 
     layers: int
     freed_bytes: int
     blobs: int = 0
+    images: int = 0
 
 
 @dataclass

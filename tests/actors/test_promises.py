@@ -33,9 +33,12 @@ from sandkasten.model import (
 )
 from sandkasten.model.node import PROTECTIONS, Need
 from sandkasten.supervisor import Supervisor
+from tests.archives import link_tree
 from tests.fakes.runner import Script
 from tests.fakes.tree import open_scripted
 from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.usefixtures("nsinit_seed")
 
 SIGTERM = 15
 
@@ -58,13 +61,14 @@ REAL = pytest.param("real", marks=[pytest.mark.kernel, pytest.mark.skipif(os.get
 
 
 @pytest.fixture(params=["scripted", REAL])
-async def supervisor(request: pytest.FixtureRequest) -> AsyncIterator[Supervisor]:
+async def supervisor(request: pytest.FixtureRequest, images: Path) -> AsyncIterator[Supervisor]:
     if request.param == "scripted":
         async with open_scripted() as tree:
             tree.scripts.update(SCRIPTS)
             yield tree.supervisor
         return
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+        link_tree(images, Path(directory, "images"))
         async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(pool_sandboxes=0))) as real:
             yield real
 

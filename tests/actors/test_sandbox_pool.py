@@ -30,9 +30,12 @@ class FakeNsinit(Actor):
         super().__init__(Ref("nsinit"))
         self.told: list[str] = []
         self.refused: set[type] = set()
+        self.on_mount: Callable[[], object] = lambda: None
 
     async def handle(self, message: Call[Any]) -> None:
         self.told.append(type(message.request).__name__)
+        if isinstance(message.request, MountImage):
+            self.on_mount()
         if type(message.request) in self.refused:
             raise BuildFailed("no", stage="overlay root")
 
@@ -89,6 +92,21 @@ async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(ya
     assert other != same
     assert yard.take() is None
     assert yard.reaped == []
+
+
+async def test_an_image_that_is_forgotten_is_mounted_no_more(yard: Yard) -> None:
+    """Its sandbox is the caller's to reap, also when the mount was under way; another image's stays."""
+    await yard.refill()
+    yard.take()
+    await yard.refill()
+    assert yard.pool.forget("other") is None
+    assert yard.pool.forget("python") is not None
+    await yard.refill()
+    assert (yard.pool.forget("python"), yard.nsinit.told.count("MountImage"), len(yard.pool)) == (None, 1, 2)
+    yard.take()
+    yard.nsinit.on_mount = lambda: yard.pool.forget("python")
+    await yard.refill()
+    assert (yard.nsinit.told.count("MountImage"), len(yard.reaped), len(yard.pool)) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def test_a_hail_of_signals_leaves_no_session(command: Command, number: signal.Si
         while process.poll() is None:
             process.send_signal(number)
             time.sleep(0.01)
-        assert process.returncode == status
+        # One of them may meet the process once its verb is done; a shell says the same of both.
+        assert process.returncode in (status, -number)
     assert command.lines("ps") == []
 
 

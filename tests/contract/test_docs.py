@@ -32,7 +32,9 @@ TRIED_ELSEWHERE = {
     ("docs/agents.md", "python"): "tests/adapters run docs/examples, whose lines these are",
     ("docs/operations.md", "console"): "tests/contract/test_operations_docs.py",
     ("docs/operations.md", "sh"): "tests/e2e/test_operations.py restores a backup with them",
-    ("docs/images.md", "sh"): "tests/e2e/test_pulls.py, with a registry; tests/kernel/test_recipes.py, with packages",
+    ("docs/images.md", "sh"): "tests/e2e/test_pulls.py, with a registry; tests/kernel/test_recipes.py, with packages; "
+    "tests/cli/test_builds.py",
+    ("docs/images.md", "dockerfile"): "tests/cli/test_builds.py builds it",
     ("docs/quickstart.md", "sh"): "tests/e2e/test_make.py: `make run`",
     ("docs/deployment.md", "nginx"): "tests/e2e/test_proxies.py",
     ("docs/deployment.md", "caddyfile"): "tests/e2e/test_proxies.py",

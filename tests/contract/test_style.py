@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flake8_async import Plugin
-from flake8_async.runner import Flake8AsyncRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("sandkasten", "nsinit", "runner", "egress", "tests", "bench")
@@ -125,11 +123,15 @@ def test_format_is_that_of_ruff() -> None:
 
 def async_findings(path: str, text: str) -> list[str]:
     """Return what flake8-async says of a module by the rules that need no concrete syntax tree."""
+    from flake8_async.runner import Flake8AsyncRunner  # half a second, which other lanes need not spend
+
     return [f"{path}:{each}" for each in Flake8AsyncRunner.run(ast.parse(text), async_options())]
 
 
 @cache
 def async_options() -> Any:
+    from flake8_async import Plugin
+
     parser = ArgumentParser()
     Plugin.add_options(parser)
     Plugin.parse_options(parser.parse_args(["--enable", ",".join(ASYNC_RULES)]))

@@ -55,6 +55,7 @@ SHORT = (
     "nsinit.workspace.exchanged",
     "runner.files.placed",
     "import.unpacked",
+    "image.commit.packed",
 )
 """One for each phase and for each process."""
 
@@ -64,6 +65,9 @@ _NEED_POOL_SANDBOX = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Points that are reached only with a pool sandbox made with other limits than the session wants."""
 _OF_PULLS = "image.pull."
 """Points that need a registry: test_pulls.py has one, and visits them."""
+_OF_COMMITS = "image.commit."
+_BELOW = "below"
+"""The image of a session that is committed."""
 _OF_IMAGES = ("nsinit.layer.", "nsinit.image.")
 """Points of an nsinit that works for the command line."""
 _NEED_SESSION_POOL = "daemon.claim."
@@ -167,7 +171,7 @@ class Walk:
     def begin(self) -> None:
         """Make the session that is kept."""
         with tarfile.open(self.tar, "w") as archive:
-            archive.add("/bin/true", "bin/sh")
+            archive.add(shutil.which("busybox") or "/bin/true", "bin/sh")
             for name in ("etc", "usr"):
                 member = tarfile.TarInfo(name)
                 member.type, member.mode = tarfile.DIRTYPE, 0o755
@@ -197,6 +201,16 @@ class Walk:
         """Let a process end at the point, and hold the next start to account. Raises `AssertionError`."""
         if point.startswith(("import.", *_OF_IMAGES)):
             self._import(point)
+        elif point.startswith(_OF_COMMITS):
+            self._image("", "import", "--name", _BELOW, "--tar", str(self.tar))
+            with self.daemon(point) as daemon:
+                session = self._commit(daemon, point)
+                until(daemon.has_died, "the daemon came to the point")
+            with self.daemon() as after, after.client() as client:
+                assert "commit" not in [each["name"] for each in client.get("/v1/images").json()["images"]]
+                assert client.post("/v1/images/prune", json={"older_than_s": 0}).json()["layers"] == 1
+                made = client.post(f"/v1/sessions/{session}/commit", json={"name": "commit"})
+                assert made.status_code == 201, made.text
         elif point.startswith(_NEED_SESSION_POOL):
             with self.daemon(point, members=2) as daemon:
                 self._claim(daemon, key=point)
@@ -215,13 +229,25 @@ class Walk:
         with self.daemon() as daemon, daemon.client() as client:
             self.account(client)
 
-    def _import(self, point: str) -> None:
+    def _commit(self, daemon: Daemon, point: str) -> str:
+        """Commit a session at whose point the daemon dies; return its id."""
+        with daemon.client() as client:
+            session = str(client.post("/v1/sessions", json={"image": _BELOW, "ttl_seconds": 600}).json()["id"])
+            self.alive.add(session)
+            assert run(client, session, "echo x 2> /dev/null > /etc/new; echo made") == "made\n", point
+            with contextlib.suppress(httpx.TransportError):
+                client.post(f"/v1/sessions/{session}/commit", json={"name": "commit"})
+        return session
+
+    def _image(self, point: str, action: str, *words: str) -> subprocess.CompletedProcess[bytes]:
         environment = {**os.environ, "SANDKASTEN_CRASH_POINTS": "true", "SANDKASTEN_CRASH_AT": point}
+        command = [str(SCRIPT), "image", action, "--data-dir", str(self.data_dir), *words]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=patience(60), check=False)
+
+    def _import(self, point: str) -> None:
         name = point.replace(".", "-")
-        place = ["--data-dir", str(self.data_dir)]
         for words in (["import", "--name", name, "--tar", str(self.tar)], ["rm", name]):
-            command = [str(SCRIPT), "image", words[0], *place, *words[1:]]
-            done = subprocess.run(command, env=environment, capture_output=True, timeout=patience(60), check=False)
+            done = self._image(point, *words)
             if done.returncode:
                 break
         if point.startswith(_OF_IMAGES):  # the command line lives, and tells

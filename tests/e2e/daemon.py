@@ -91,7 +91,8 @@ class Daemon:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
-        assert [line for line in self.log if REFUSED_CALL.search(line)] == []
+        refused = [line for line in self.log if REFUSED_CALL.search(line)]
+        assert not refused, "\n".join(refused)
 
 
 def create_patiently(client: httpx.Client) -> str:

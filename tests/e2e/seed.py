@@ -2,8 +2,10 @@
 
 Two thirds of the processor time of a daemon's start, and nearly all of a client verb's, are the imports, the same each
 time. A fork of the seed is a child of the test process, and goes on with `sandkasten.cli.main.main` as the console
-script does: with the words, environment, directory and files of its own. `/proc/PID/cmdline` and `environ` are the
-seed's: tests that look there, or are about the start itself, execute the script, as does whoever has planted no seed.
+script does: with the words, environment, directory and files of its own. The trials of the machine are the seed's, too:
+a daemon makes them once, whatever its data directory, and there they take as long as a quarter of its start.
+`/proc/PID/cmdline` and `environ` are the seed's: tests that look there, or are about the start itself, execute the
+script, as does whoever has planted no seed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,8 @@ def _main() -> None:
     for name in _IMPORTED[kind]:
         import_module(name)
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types Ctrl-C means the tests
+    if kind == _SERVE:
+        import_module("sandkasten.host.examine").examine(Path(tempfile.gettempdir()))  # is made once by a process
     if (made := next_fork(socket.socket(fileno=int(sys.argv[2])), NAME, 3)) is None:
         return
     data, fds = made

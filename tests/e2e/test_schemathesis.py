@@ -14,6 +14,7 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,8 @@ import attrs
 import httpx
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.core.transport import Response
-from schemathesis.specs.openapi import checks
 
 from tests.api.described import DOCUMENT
 from tests.e2e.daemon import KEY, Daemon, running_daemon
@@ -34,12 +31,12 @@ from tests.waiting import patience
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "8"))
 ONLY = os.environ.get("OPERATION", "")
-CHECKS = [
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_headers_conformance,
-    checks.response_schema_conformance,
-]
+CHECKS = (
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+)
 PATHS = (
     *("f", "d", "d/f", "link", "loop", "fifo", ".", "new", "new/er", "f/x", "n" * 300, "/workspace", "/workspace/f"),
     *("/proc/self/mem", "/etc/passwd", "/etc/hosts", "/tmp", "/tmp/t", "/dev/shm", "/dev/null"),
@@ -85,8 +82,17 @@ def _archive() -> bytes:
 
 
 ARCHIVE = _archive()
-SCHEMA: Any = schemathesis.openapi.from_dict(DOCUMENT)
-OPERATIONS = {each.ok().definition.raw["operationId"]: each.ok() for each in SCHEMA.get_all_operations()}
+TAGS = sorted({each["tags"][0] for path in DOCUMENT["paths"].values() for each in path.values()})
+
+
+@cache
+def operations() -> dict[str, Any]:
+    """Return what schemathesis makes of the description, by the ids of operations. Its import takes a second of
+    computing, which other lanes need not spend."""
+    import schemathesis
+
+    schema: Any = schemathesis.openapi.from_dict(DOCUMENT)
+    return {each.ok().definition.raw["operationId"]: each.ok() for each in schema.get_all_operations()}
 
 
 @attrs.define
@@ -127,8 +133,11 @@ class World:
             return upload
         return str(self.client.post(f"{top}/fs/uploads", json={"path": "up"}).json().get("upload_id", "none"))
 
-    def send(self, case: Any) -> Response:
-        """Send a request (of a body of any type). Only JSON is read whole: a stream may have no end."""
+    def send(self, case: Any) -> Any:
+        """Send a request (of a body of any type), and return the answer as schemathesis checks it. Only JSON is read
+        whole: a stream may have no end."""
+        from schemathesis.core.transport import Response
+
         asked = case.as_transport_kwargs(base_url=str(self.client.base_url))
         asked["headers"]["Authorization"] = f"Bearer {KEY}"
         with self.sender.request(**asked, stream=True, timeout=patience(30)) as answer:
@@ -185,12 +194,12 @@ def aim(case: Any, ids: dict[str, str], data: st.DataObject) -> None:
         body[chosen] = data.draw(group[chosen])
 
 
-@pytest.mark.parametrize("tag", sorted({each.definition.raw["tags"][0] for each in OPERATIONS.values()}))
+@pytest.mark.parametrize("tag", TAGS)
 def test_every_answer_is_described(world: World, tag: str) -> None:
     """Any request gets an answer that is described and not 500."""
     found = []
     world.mend()
-    for name, operation in OPERATIONS.items():
+    for name, operation in operations().items():
         if operation.definition.raw["tags"] == [tag] and ONLY in name:
             try:
                 ask(world, operation)
@@ -203,6 +212,9 @@ def test_every_answer_is_described(world: World, tag: str) -> None:
 
 def ask(world: World, operation: Any) -> None:  # of a type without a public name
     """Send the examples of one operation. Raises what schemathesis finds, and AssertionError for 500."""
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi import checks
+
     ids = world.ids["workspaces" if operation.path.startswith("/v1/workspaces") else "sessions"]
     valid = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     broken = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
@@ -225,6 +237,6 @@ def ask(world: World, operation: Any) -> None:  # of a type without a public nam
         answer = world.send(case)
         assert answer.status_code != 500, case.as_curl_command()
         if operation.path != "/mcp":  # whose protocol has errors of its own
-            case.validate_response(answer, checks=CHECKS)
+            case.validate_response(answer, checks=[getattr(checks, each) for each in CHECKS])
 
     answers_are_described()

@@ -3,7 +3,7 @@
     python -m tests.fuzz [--seconds N] [--input HEX] [TARGET ...]
 
 Without atheris inputs are random. What was found is printed as hexadecimal digits for `--input`, with the seed; the
-exit status is 1 then. Atheris ends its process when it is done, so each target runs in a process of its own.
+exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.util
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 
@@ -41,7 +40,8 @@ def main() -> None:
             seed = random.SystemRandom().getrandbits(32)
             print(f"{name}: {run_random(name, seed=seed, seconds=share_s)} inputs, seed {seed}, no finding", flush=True)
     else:
-        sys.exit(_run_each_covered(arguments.targets, share_s))
+        command = [sys.executable, "-m", "tests.fuzz.covered", str(int(share_s)), str(MAX_INPUT_BYTES)]
+        sys.exit(subprocess.call([*command, *arguments.targets]))
 
 
 def run_random(
@@ -63,21 +63,6 @@ def run_random(
             raise
         count += 1
     return count
-
-
-def _run_each_covered(names: list[str], share_s: float) -> int:
-    failed = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in names:
-            arguments = [name, str(int(share_s)), str(MAX_INPUT_BYTES), scratch]
-            command = [sys.executable, "-m", "tests.fuzz.covered", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            last = [line for line in done.stderr.splitlines() if line.startswith(("Done", "#"))][-2:]
-            print(f"{name}: {'; '.join(last)}; {'FINDING' if done.returncode else 'no finding'}", flush=True)
-            if done.returncode:
-                failed = 1
-                print(done.stdout + done.stderr)
-    return failed
 
 
 if __name__ == "__main__":

@@ -21,17 +21,19 @@ from sandkasten.images.catalog import Catalog
 from sandkasten.images.exporting import COMPRESSIONS, Compression, Exported, export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
+from sandkasten.model import ExecSpec, SessionSpec
 from sandkasten.model.errors import InvalidImage, InvalidRequest
+from sandkasten.model.image import CommitSpec, ConfigChanges
 from sandkasten.model.job import ImageJob, ImportSpec, JobKind, JobState, LayerPhase
 from tests import debian
 from tests.archives import Layout, docker_saved, tar_of
-from tests.e2e.daemon import SCRIPT
+from tests.e2e.seed import SCRIPT, completed
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.kernel.test_packing import tree_of as layer_tree
 from tests.registry import digest_of, layer
 from tests.waiting import patience
 
-pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = pytest.mark.usefixtures("command_seed")
 
 ROOT = Path(__file__).parents[2]
 WORD = layer({"etc/word": b"one"})
@@ -39,10 +41,10 @@ WORD = layer({"etc/word": b"one"})
 
 def image(*arguments: str | Path, ok: bool = True) -> str:
     """Run `sandkasten image`, and return what it prints, or its error."""
-    command = [SCRIPT, "image", *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=patience(60), check=False)
+    done = completed("image", *arguments, given=b"", timeout_s=patience(60))
     assert (done.returncode == 0) is ok, done.stderr
-    return (done.stdout if ok else done.stderr).decode()
+    printed: bytes = done.stdout if ok else done.stderr
+    return printed.decode()
 
 
 def test_the_command_line_finds_out_what_a_file_is(data_dir: Path, tmp_path: Path) -> None:
@@ -199,7 +201,8 @@ async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config
 async def test_other_tools_read_an_export_and_write_what_comes_in(
     supervisor: LocalSupervisor, config: Config, tmp_path: Path
 ) -> None:
-    """skopeo makes an archive of `docker save` of an export, and umoci the same tree."""
+    """skopeo makes an archive of `docker save` of an export, and umoci the same tree. Of a commit they tell
+    configuration and history."""
     try:
         umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
         folder = f"usr/lib/{os.uname().machine}-linux-gnu"
@@ -220,7 +223,19 @@ async def test_other_tools_read_an_export_and_write_what_comes_in(
     image("export", "tools", "-o", tmp_path / "out.tar", "--data-dir", config.data_dir)
     said = json.loads(tool(skopeo, "inspect", "oci-archive:out.tar:v2"))
     assert (len(said["Layers"]), said["Env"]) == (4, ["A=b=c"])
+    session = await supervisor.create(SessionSpec(image="tools", user="root"))
+    await supervisor.exec(session.id, ExecSpec("echo one > /made"))
+    spec = CommitSpec("made", ConfigChanges(cmd=("sh",), user="7:8", working_dir="/etc"), created_by="RUN it")
+    await supervisor.commit_session(session.id, spec)
+    await supervisor.destroy(session.id)
+    image("export", "made", "-o", tmp_path / "made.tar", "--data-dir", config.data_dir)
+    made = json.loads(tool(skopeo, "inspect", "--config", "oci-archive:made.tar:latest"))
+    assert made["config"] == {"Cmd": ["sh"], "Env": ["A=b=c"], "User": "7:8", "WorkingDir": "/etc"}
+    assert [each.get("created_by") for each in made["history"]] == [None] * 4 + ["RUN it"]
     copy = (skopeo, "--insecure-policy", "copy")
+    tool(*copy, "oci-archive:made.tar:latest", "oci:made:latest")
+    tool(umoci, "unpack", "--image", "made:latest", "made-bundle")
+    assert (tmp_path / "made-bundle/rootfs/made").read_text() == "one\n"
     tool(*copy, "oci-archive:out.tar:v2", "docker-archive:docker.tar:team/other:v3")
     tool(*copy, "oci-archive:out.tar:v2", "oci:layout:v2")
     back = await imported(supervisor, ImportSpec("other", "team/other:v3"), (tmp_path / "docker.tar").read_bytes())

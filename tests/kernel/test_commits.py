@@ -49,8 +49,8 @@ async def told(supervisor: LocalSupervisor, image: str, command: str) -> str:
 
 async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupervisor, image: str) -> None:
     """A session on the new image has the files, the deletions and the configuration; the committed one goes on with its
-    shell. A commit of that session adds a layer. A paused session stays paused. A taken name is refused, and taken
-    over on request."""
+    shell. A commit of that session adds a layer, if it has changed something. A paused session stays paused. A taken
+    name is refused, and taken over on request."""
     session_id = await root_session(supervisor, image)
     await supervisor.exec(
         session_id, ExecSpec("cd /; kept=yes; busybox rm bin/id; echo made > made; echo no > /tmp/no")
@@ -75,6 +75,9 @@ async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupe
     assert (await supervisor.get(session_id)).status is Status.PAUSED
     assert (again.layers[:1], again.config.labels) == (made.layers[:1], {"a": "1"})
     upper = await root_session(supervisor, "made")
+    same = await supervisor.commit_session(upper, CommitSpec("same", ConfigChanges(cmd=())))
+    assert (same.layers, same.config.cmd) == (again.layers, ())
+    await supervisor.exec(upper, ExecSpec("echo more > /more"))
     assert len((await supervisor.commit_session(upper, CommitSpec("upper"))).layers) == 3
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import io
 import os
 import tarfile
@@ -66,14 +68,15 @@ ATTRIBUTES = (
 )
 
 
-@pytest.mark.parametrize(("prefix", "kept"), [("SCHILY.xattr.", ["user.anything"]), ("LIBARCHIVE.xattr.", [])])
-def test_attributes_of_users_alone_arrive(
-    catalog: Catalog, tmp_path: Path, prefix: str, kept: list[str], outside: Path
-) -> None:
+@pytest.mark.parametrize("prefix", ["SCHILY.xattr.", "LIBARCHIVE.xattr."])
+def test_attributes_of_users_alone_arrive(catalog: Catalog, tmp_path: Path, prefix: str, outside: Path) -> None:
     """No other extended attribute is imported, neither marks of overlayfs nor file capabilities, on files, directories
-    or links, however it is spelled; each is counted.
+    or links, however it is spelled, in tar's form or in libarchive's; each is counted.
     """
-    headers = {f"{prefix}{name}": str(outside) for name in ATTRIBUTES}
+    content, is_tars = str(outside).encode(), prefix == "SCHILY.xattr."
+    said = content if is_tars else base64.b64encode(content).rstrip(b"=")
+    headers = {f"{prefix}{name}": said.decode() for name in ATTRIBUTES} | {"LIBARCHIVE.xattr.user.no%20": said.decode()}
+    headers["LIBARCHIVE.xattr.user.broken"] = "a"
     entries = [
         *SHELL,
         entry("srv", tarfile.DIRTYPE, pax_headers=headers),
@@ -81,9 +84,10 @@ def test_attributes_of_users_alone_arrive(
         entry("srv/link", tarfile.SYMTYPE, linkname="file", pax_headers=headers),
     ]
     _, layer = import_tar(catalog, "x", write(tmp_path / "x.tar", entries))
-    srv = catalog.trees("x")[0] / "srv"
+    srv, kept = catalog.trees("x")[0] / "srv", ["user.anything"]
     assert [os.listxattr(path, follow_symlinks=False) for path in (srv, srv / "file", srv / "link")] == [kept, kept, []]
-    assert layer.skipped == 3 * len(ATTRIBUTES) - 2 * len(kept)
+    assert os.getxattr(srv / "file", "user.anything") == content
+    assert layer.skipped == 3 * len(headers) - 2
 
 
 def test_overlayfs_own_marks_are_no_members(catalog: Catalog, tmp_path: Path) -> None:
@@ -120,6 +124,10 @@ BOMBS: dict[str, tuple[Callable[[], Entries], str]] = {
         lambda: [entry("link", tarfile.SYMTYPE, linkname="t" * 2**20)],
         "File name too long",
     ),
+    "a name with NUL": (lambda: [entry("x", pax_headers={"path": "a\0b"})], "its name is not a plain path"),
+    "a PAX size of a terabyte": (lambda: [entry("x", pax_headers={"size": str(1 << 40)})], "more than 1000000 bytes"),
+    "a PAX size below zero": (lambda: [entry("x", pax_headers={"size": "-1"})], "broken"),
+    "a PAX owner of nobody here": (lambda: [entry("x", pax_headers={"uid": "70000"})], "its owner is 70000:0"),
     "a file that hides below a file": (lambda: [entry("a", content=b"x"), entry("a/b")], "Not a directory"),
 }
 
@@ -131,6 +139,22 @@ def test_a_bomb_is_refused_in_words_and_leaves_nothing(catalog: Catalog, tmp_pat
     tar = write(tmp_path / "x.tar", [*SHELL, *make()])
     with pytest.raises(InvalidImage, match=words):
         import_tar(catalog, "x", tar, max_members=100, max_bytes=1_000_000)
+    assert_nothing_left(tmp_path / "data")
+
+
+def test_what_is_small_and_unpacks_to_much_is_refused_early(catalog: Catalog, tmp_path: Path) -> None:
+    """A file of 100 GB is refused by its header, and a stream that goes on behind the end of the archive at the bound,
+    whatever is left of either."""
+    header, _ = entry("zeros", size=100 * 10**9)
+    for beginning, words in (
+        (header.tobuf(tarfile.PAX_FORMAT), "more than 1000000 bytes of files"),
+        (entry("x")[0].tobuf() + bytes(1024), "longer than what it may hold"),
+    ):
+        tar = tmp_path / "x.tar"
+        tar.write_bytes(gzip.compress(beginning + bytes(50_000_000), 1))
+        assert tar.stat().st_size < 1_000_000
+        with pytest.raises(InvalidImage, match=words):
+            import_tar(catalog, "x", tar, max_members=100, max_bytes=1_000_000)
     assert_nothing_left(tmp_path / "data")
 
 

@@ -85,7 +85,10 @@ def test_an_archive_becomes_a_layer_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(str(path.relative_to(tmp_path / "data")) for path in (tmp_path / "data").rglob("*")) == [
         "images",
         "layers",
-        *(f"layers/{name}{each}" for each in ("", "/fs", "/fs/file", "/meta.json", "/opaque", "/privileged")),
+        *(
+            f"layers/{name}{each}"
+            for each in ("", "/fs", "/fs/file", "/listing", "/meta.json", "/opaque", "/privileged")
+        ),
         "trash",
     ]
 
@@ -263,13 +266,14 @@ def test_nsinit_keeps_what_the_jail_takes_to_make(importing: Import) -> None:
 
 
 def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Path) -> None:
-    """One mount, which is the draft; the standard streams; a filter, four capabilities and namespaces of its own."""
+    """One mount, which is the draft; the standard streams and the listing; a filter, four capabilities and namespaces
+    of its own."""
     proc = Path(f"/proc/{importing.jail}")
     status = read_status(importing.jail)
     powers = f"{sum(1 << each for each in CAPABILITIES):016x}"
     assert [status[name] for name in ("CapEff", "CapPrm", "CapBnd")] == [powers] * 3
     assert (status["NoNewPrivs"], status["Seccomp"], status["NSpid"].split()[1:]) == ("1", "2", ["1"])
-    wait_until(lambda: sorted(os.listdir(proc / "fd")) == ["0", "1", "2"], "it has closed the member")
+    wait_until(lambda: sorted(os.listdir(proc / "fd")) == ["0", "1", "2", "4"], "it has closed the member")
     (mount,) = (proc / "mountinfo").read_text().splitlines()
     assert {"nosuid", "nodev", "noexec"} <= set(mount.split()[5].split(","))
     (draft,) = importing.drafts

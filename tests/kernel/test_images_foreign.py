@@ -106,8 +106,9 @@ async def test_an_image_without_a_shell_runs_programs(
 
 
 async def test_a_session_begins_as_its_image_says(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
-    """Variables, user and directory of an image's configuration hold where the create asks for no others; a directory
-    that is not there is the workspace. The daemon's own nsinit takes layers and publishes the image."""
+    """Variables, user and directory of an image's configuration hold where the create asks for no others, for the shell
+    and for programs; a directory that is not there is the workspace. The daemon's own nsinit takes layers and publishes
+    the image."""
     accounts = {"etc/passwd": b"app:x:70:71::/srv:/bin/sh\n", "srv/here": b""}
     with tarfile.open(tmp_path / "top.tar", "w") as archive:
         for name, content in accounts.items():
@@ -139,4 +140,6 @@ async def test_a_session_begins_as_its_image_says(supervisor: LocalSupervisor, c
         assert session.cwd == expected.split()[-1]
         result = await supervisor.exec(session.id, ExecSpec(script))
         assert result.output.decode().split() == expected.split()
+        program = await supervisor.exec(session.id, ExecSpec(argv=("/bin/sh", "-c", "pwd")))
+        assert program.output.decode().split() == expected.split()[-1:]
         await supervisor.destroy(session.id)

@@ -140,7 +140,7 @@ def headers(*members: tarfile.TarInfo) -> bytes:
 
 def test_names_without_content_leave_the_disk_its_inodes(small_disk: Path) -> None:
     """A reserve of half of the bytes is one of half of the inodes, for members and for directories on the way to
-    them."""
+    them. Without a reserve, a file that is larger than the disk ends in its middle. Nothing is left of either."""
     members = [tarfile.TarInfo(f"{number}") for number in range(18_000)]
     deep = [tarfile.TarInfo(f"{number}/" + "d/" * 100) for number in range(180)]
     with open_store(small_disk) as store:
@@ -150,6 +150,14 @@ def test_names_without_content_leave_the_disk_its_inodes(small_disk: Path) -> No
                 file.seek(0)
                 with pytest.raises(DiskFull):
                     store.unpack_layer(file.fileno(), reserve_bytes=128 << 20)
+        with tempfile.TemporaryFile() as file:
+            large = tarfile.TarInfo("large")
+            large.size = 257 << 20
+            file.write(headers(large))
+            file.truncate(large.size + 4096)
+            file.seek(0)
+            with pytest.raises(DiskFull):
+                store.unpack_layer(file.fileno())
     assert [list((small_disk / name).iterdir()) for name in ("layers", "trash")] == [[], []]
 
 

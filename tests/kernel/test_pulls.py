@@ -6,18 +6,21 @@ import gzip
 import os
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
 from sandkasten.actors.tree import LocalSupervisor
-from sandkasten.config import Config
+from sandkasten.app import open_supervisor
+from sandkasten.config import Config, ServerSettings
 from sandkasten.images.catalog import Catalog
+from sandkasten.images.importing import import_tar
 from sandkasten.model import SessionSpec
 from sandkasten.model.errors import ImageInUse, InvalidImage
 from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.registry import Asked, Said, digest_of, layer, serving
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 
 async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
@@ -137,3 +140,19 @@ async def test_an_image_is_described_deleted_and_its_layers_go(supervisor: Local
     for name in ("one", "host", "../x"):
         with pytest.raises(InvalidImage):
             await supervisor.delete_image(name)
+
+
+async def test_a_sandbox_made_ahead_keeps_no_image(config: Config, tmp_path: Path) -> None:
+    """The image of the last session is mounted for the next one, and can be deleted all the same."""
+    async with open_supervisor(attrs.evolve(config, server=ServerSettings(pool_sandboxes=2))) as supervisor:
+        import_tar(Catalog(config.data_dir), "one", busybox_tar(tmp_path / "x.tar"))
+        session = await supervisor.create(SessionSpec(image="one"))
+        await supervisor.destroy(session.id)
+
+        async def is_mounted_ahead() -> bool:
+            uses = (config.data_dir / "run").glob("*/image")
+            return any(path.parent.name != session.id for path in uses)
+
+        await until(is_mounted_ahead)
+        await supervisor.delete_image("one")
+        assert (await supervisor.prune_images(older_than_s=0)).layers == 0

@@ -1,105 +1,40 @@
-"""Pulls from the distribution's own registry of images that its tools made and pushed, compared with what they unpack.
-
-Sources: docker-registry's config.yml; umoci(1); skopeo-copy(1).
-"""
+"""Pulls from the distribution's own registry of images that its tools made and pushed, compared with what they make of
+them."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import socket
-import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import attrs
 import pytest
-import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.catalog import Catalog
 from sandkasten.model.job import JobState, LayerPhase, PullSpec
-from tests import debian
+from tests import debian, image_tools
+from tests.image_tools import Tools
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.kernel.test_pulls import pulled
-from tests.waiting import patience, until
+from tests.waiting import until
 
 _PROGRAMS = ("bin/sh", "bin/find", "bin/sha256sum", "bin/sort", "bin/xargs", "bin/readlink", "bin/cat")
 _LIST = "cd /data; find . -type f -print0 | sort -z | xargs -0 sha256sum; find . ! -type f | sort; readlink link"
 
 
-@attrs.frozen
-class Tools:
-    """The registry at `place`, and the tools that make and push images."""
-
-    place: str
-    umoci: Path
-    skopeo: Path
-    libraries: str
-    directory: Path
-
-    async def answers(self) -> bool:
-        """Whether the registry takes connections by now."""
-        host, _, port = self.place.partition(":")
-        try:
-            async with await trio.open_tcp_stream(host, int(port)):
-                return True
-        except OSError:
-            return False
-
-    def make(self, *arguments: str | Path) -> None:
-        """Run umoci."""
-        self._run(self.umoci, *arguments)
-
-    def push(self, tag: str, *options: str) -> str:
-        """Push the image of that tag; return its digest."""
-        target = f"docker://{self.place}/team/image:{tag}"
-        flags = ("--insecure-policy", "copy", "--dest-tls-verify=false", f"--digestfile={self.directory}/digest")
-        self._run(self.skopeo, *flags, *options, f"oci:{self.directory}/layout:{tag}", target)
-        return (self.directory / "digest").read_text().strip()
-
-    def _run(self, *command: str | Path) -> None:
-        done = subprocess.run(
-            command,
-            env=os.environ | {"LD_LIBRARY_PATH": self.libraries},
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=patience(60),
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture
 def tools(tmp_path: Path) -> Iterator[Tools]:
     """A registry that runs on loopback, and the tools."""
-    libraries = f"usr/lib/{os.uname().machine}-linux-gnu"
-    try:
-        server = debian.program("docker-registry", "usr/bin/docker-registry")
-        umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
-        found = [debian.program(name, libraries) for name in ("libgpgme11", "libassuan0")]
-    except debian.Unavailable as error:
-        pytest.skip(str(error))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = f"127.0.0.1:{free.getsockname()[1]}"
-    config = {
-        "version": "0.1",
-        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
-        "http": {"addr": place},
-        "log": {"level": "error"},
-    }
-    (tmp_path / "config.yml").write_text(json.dumps(config))
-    with (tmp_path / "registry.log").open("wb") as log:
-        process = subprocess.Popen([server, "serve", tmp_path / "config.yml"], stdout=log, stderr=log)
-    try:
-        yield Tools(place, umoci, skopeo, ":".join(map(str, found)), tmp_path)
-    finally:
-        process.kill()
-        process.wait(patience())
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(image_tools.running(tmp_path))
+        except debian.Unavailable as error:
+            pytest.skip(str(error))
+        yield found
 
 
 def make_image(tools: Tools) -> Path:

@@ -6,6 +6,7 @@ journal and a traceback.
 
 from __future__ import annotations
 
+import os
 import pwd
 import re
 import subprocess
@@ -108,30 +109,46 @@ def session_runs(world: World) -> None:
     assert said.splitlines()[-1] == "42", said
 
 
+def begins_anew(unit: str, *command: str) -> None:
+    """End a unit's process, and wait until another serves. A start that took too long is tried again by systemd."""
+    before = state(unit, "MainPID")
+    subprocess.run(["systemctl", *command, unit], timeout=PATIENCE_S, check=False)
+    until(lambda: state(unit, "ActiveState") == "active" and state(unit, "MainPID") not in ("0", before))
+
+
 def survives_a_killed_daemon(world: World) -> None:
-    before = state(DAEMON, "MainPID")
-    run("systemctl", "kill", "--signal=KILL", DAEMON)
-    until(lambda: state(DAEMON, "ActiveState") == "active" and state(DAEMON, "MainPID") not in ("0", before))
+    begins_anew(DAEMON, "kill", "--signal=KILL")
     world.says("here")
 
 
 def survives_a_restart_of_the_daemon(world: World) -> None:
-    run("systemctl", "restart", DAEMON)
+    begins_anew(DAEMON, "restart")
     world.says("here")
+
+
+def owners() -> dict[str, tuple[int, int, int]]:
+    """Return owner, group and mode of all that is in the data directory."""
+    found = (each for top in os.walk("/var/lib/sandkasten") for each in (top[0], *(f"{top[0]}/{n}" for n in top[2])))
+    return {each: (at.st_uid, at.st_gid, at.st_mode) for each in found for at in [os.lstat(each)]}
 
 
 def survives_a_restart_of_nsinit(world: World) -> None:
-    before = state(DAEMON, "MainPID")
-    run("systemctl", "restart", NSINIT)
+    before, owned = state(DAEMON, "MainPID"), owners()
+    begins_anew(NSINIT, "restart")
+    now = owners()
+    assert {each: (was, now[each]) for each, was in owned.items() if now.get(each, was) != was} == {}
     world.says("here")
+    assert world.session is not None
+    assert world.session.exec("echo more > kept; cat kept").output == "more\n"
     with world.client.create_session() as other:
         assert other.exec("echo new").output == "new\n"
     assert state(DAEMON, "MainPID") == before
 
 
 def survives_a_killed_nsinit(world: World) -> None:
-    run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", NSINIT)
-    until(lambda: state(NSINIT, "ActiveState") == "active")
+    begins_anew(NSINIT, "kill", "--kill-whom=main", "--signal=KILL")
+    world.says("here")
+    begins_anew(DAEMON, "restart")
     world.says("here")
 
 

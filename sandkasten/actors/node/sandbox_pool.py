@@ -114,6 +114,17 @@ class SandboxPool:
             plan = dataclasses.replace(guess.plan, session_id=sandbox.session_id)
             await self._have(attrs.evolve(sandbox, mounted=guess), call(MountImage, plan))
 
+    def forget(self, image: str) -> str | None:
+        """Mount that image ahead no more until it is asked for; return the id of the sandbox that has it, which belongs
+        to the caller then."""
+        if self._guess is not None and self._guess.image.name == image:
+            self._guess = None
+        with_image = self._with_image
+        if with_image is None or with_image.mounted is None or with_image.mounted.image.name != image:
+            return None
+        self._with_image = None
+        return with_image.session_id
+
     async def _have(self, sandbox: _PoolSandbox, order: Call[Any]) -> bool:
         """Have nsinit carry out the order and add the sandbox to the pool. Return False if nsinit could not."""
         self._under_way += 1
@@ -127,7 +138,7 @@ class SandboxPool:
             self._under_way -= 1
         if sandbox.mounted is None:
             self._blank.append(sandbox)
-        elif self._with_image is None:
+        elif self._with_image is None and self._guess is not None:
             self._with_image = sandbox
         else:
             self._reap(sandbox.session_id)

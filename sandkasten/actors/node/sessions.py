@@ -94,6 +94,13 @@ class Refuse(Ask[None]):
 
 
 @attrs.frozen
+class ForgetImage(Ask[None]):
+    """Have no sandbox with that image ready, which would keep the image from being deleted."""
+
+    name: str
+
+
+@attrs.frozen
 class Occupancy:
     """The admitted sessions: their limits together, how many there may be, how many creates wait. `pooled` is the
     number of pool sandboxes, `pools` the session pools."""
@@ -111,7 +118,7 @@ class Occupied(Ask[Occupancy]):
     """Ask for the admitted sessions."""
 
 
-Message = Create | Forget | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
+Message = Create | Forget | ForgetImage | Settle | Drain | Refuse | DestroyAll | LeaveAll | Occupied
 
 
 class Sessions(Actor):
@@ -228,6 +235,8 @@ class Sessions(Actor):
                 return self.defer(self._creates.create, spec)
             case Forget(session_id):
                 return self.defer(self._recovery.forget, session_id)
+            case ForgetImage(name):
+                return self.defer(self._forget_image, name)
             case Settle(decision):
                 return self.defer(self._recovery.settle, decision)
             case Drain(drained):
@@ -245,6 +254,11 @@ class Sessions(Actor):
                 return self._occupancy()
             case _:
                 assert_never(message)
+
+    async def _forget_image(self, name: str) -> None:
+        if (session_id := self._sandbox_pool.forget(name)) is not None:
+            await self._recovery.reap(session_id)
+            self._refill_sandbox_pool()
 
     def _let_look(self) -> None:
         """Give the metrics functions that read the numbers of admission."""

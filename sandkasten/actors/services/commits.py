@@ -1,4 +1,5 @@
-"""Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image.
+"""Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image. Of a session
+that has changed nothing the image has those below alone.
 
 nsinit packs the session and unpacks the layer, each in a jail; here are a pipe between the two, and the description.
 A commit is whole with the image's name: what fails or is cancelled before leaves a layer that nobody has, which a
@@ -12,13 +13,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 
+import attrs
 import trio
 
 from nsinit.wire.protocol import MAX_IMAGE_LAYERS, LayerPacked, PackSession
 from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
 from sandkasten.actors.services.nsinit import ask_store
-from sandkasten.crash import Crash
+from sandkasten.crash import Crash, Point
 from sandkasten.images.catalog import Image, check_name
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
@@ -56,15 +58,20 @@ class Commits:
         async with self._one, self._turns.unpacks:
             async with still():
                 packed = await self._take(session_id)
+            self._crash.passing(Point.COMMIT_PACKED)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
+            changed = [packed.digest] if packed.entries or not packed.below else []
+            if len(packed.below) + len(changed) > MAX_IMAGE_LAYERS:
+                raise InvalidImage(f"image {below.name!r} has {len(packed.below)} layers, and more can't be")
+            history = (*config.history, spec.created_by) if changed else config.history
             image = NewImage(
                 name=spec.name,
                 tags=[],
-                layers=[*packed.below, packed.digest],
-                config=config,
+                layers=[*packed.below, *changed],
+                config=attrs.evolve(config, history=history),
                 digest="",
-                source=f"commit of a session of {below.name}",
+                source=below.source if below.is_cached_step else f"commit of a session of {below.name}",
                 platform=below.platform,
                 replace=spec.replace,
             )
@@ -78,8 +85,6 @@ class Commits:
         check_name(spec.name)
         if below.kind == "host":
             raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
-        if len(below.layers) >= MAX_IMAGE_LAYERS:
-            raise InvalidImage(f"image {below.name!r} has {len(below.layers)} layers, and more can't be")
         if not spec.replace:
             try:
                 await self._images.ask_again(DescribeImages(spec.name))

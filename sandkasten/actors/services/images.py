@@ -3,6 +3,7 @@ worker threads of its own limiter, changes by nsinit."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, assert_never
@@ -15,7 +16,7 @@ from sandkasten.actors.core import Actor, Ask, Ref
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.nsinit import ask_store
 from sandkasten.images.catalog import Catalog, Image, Stamp
-from sandkasten.images.describing import describe, uses_of
+from sandkasten.images.describing import describe, held_by, uses_of
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.pulling import PullTurns
 from sandkasten.model.errors import ImageInUse, InvalidImage
@@ -55,7 +56,8 @@ class RemoveImage(Ask[None]):
 
 @attrs.frozen
 class PruneLayers(Ask[Pruned]):
-    """Remove the layers and broken downloads that nobody has had for `older_than_s`; with `dry_run` count them."""
+    """Remove the layers and broken downloads that nobody has had for `older_than_s`, and the steps of builds that have
+    been kept for so long and have no session; with `dry_run` count them."""
 
     older_than_s: int
     dry_run: bool
@@ -117,7 +119,7 @@ class Images(Actor):
 
         def read() -> Sequence[ImageDescription]:
             if name is None:
-                found = catalog.allowed() if message.is_bounded else catalog.images()
+                found = catalog.allowed() if message.is_bounded else catalog.shown()
             else:
                 found = [catalog.get(name) if message.is_bounded else catalog.look_up(name)]
             return describe(catalog, found, uses_of(catalog, sessions, pools), judges=name is not None)
@@ -138,14 +140,30 @@ class Images(Actor):
         uses: Mapping[str, ImageUses] = await self._in_thread(uses_of, self._catalog, *self._users(EVERYWHERE))
         if used := uses.get(image.name):
             raise _in_use(used)
+        await self._delete(image)
+
+    async def _delete(self, image: Image) -> protocol.LayersCollected:
         await ask_store(self._nsinit, protocol.DeleteImage(_UNSENT, image.name))
-        await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, self._pulls.kept, tuple(image.layers)))
+        return await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, self._pulls.kept, tuple(image.layers)))
 
     async def _prune(self, older_than_s: int, dry_run: bool) -> Pruned:
+        uses: Mapping[str, ImageUses] = await self._in_thread(uses_of, self._catalog, *self._users(EVERYWHERE))
+        cached: Sequence[Image] = await self._in_thread(self._catalog.cached_steps, older_than_s)
+        steps = [image for image in cached if not uses.get(image.name)]
+        found = Pruned(0, 0)
+        if dry_run:
+            found = await self._in_thread(held_by, self._catalog, steps)
+        for image in [] if dry_run else steps:
+            with contextlib.suppress(ImageInUse, InvalidImage):  # it has a session, or is gone, by now
+                gone = await self._delete(image)
+                found = Pruned(
+                    found.layers + gone.layers, found.freed_bytes + gone.freed_bytes, images=found.images + 1
+                )
         request = protocol.CollectLayers(_UNSENT, older_than_s, self._pulls.kept, dry_run=dry_run)
-        found = await ask_store(self._nsinit, request)
+        left = await ask_store(self._nsinit, request)
         blobs, blob_bytes = await self._in_thread(partial(self._blobs.sweep, older_than_s, dry_run=dry_run))
-        return Pruned(found.layers, found.freed_bytes + blob_bytes, blobs)
+        freed_bytes = found.freed_bytes + left.freed_bytes + blob_bytes
+        return Pruned(found.layers + left.layers, freed_bytes, blobs, found.images)
 
 
 def _in_use(used: ImageUses) -> ImageInUse:

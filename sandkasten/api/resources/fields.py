@@ -108,6 +108,7 @@ Shell = NewType("Shell", str)
 ShellName = NewType("ShellName", str)
 User = NewType("User", str)
 Argv = NewType("Argv", tuple[str, ...])
+Words = NewType("Words", tuple[str, ...])
 Cells = NewType("Cells", int)
 SignalNumber = NewType("SignalNumber", int)
 PortNumber = NewType("PortNumber", int)
@@ -275,6 +276,12 @@ def _stdin(value: object) -> Stdin:
     if not isinstance(value, str):
         raise ValueError("must be a string, or true for input that is sent later")
     return Stdin(text=encodable(value))
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_ARGUMENTS:
+        raise ValueError(f"must be an array of at most {MAX_ARGUMENTS} strings")
+    return tuple(_text(word) for word in value)
 
 
 def _argv(value: object) -> tuple[str, ...]:
@@ -527,6 +534,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     User: Matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
     Stdin: _stdin,
     Argv: _argv,
+    Words: _words,
     Places: _places,
     Cells: Between(1, MAX_CELLS),
     SignalNumber: _signal_number,

@@ -18,7 +18,7 @@ from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.zstandard import MAGIC
-from sandkasten.api.resources.fields import FileArchiveFormat, FilePath, read_query
+from sandkasten.api.resources.fields import FileArchiveFormat, FileId, FilePath, read_query
 from sandkasten.api.resources.file_entries import HERE, Placed
 from sandkasten.model.errors import InvalidRequest
 from sandkasten.model.workspace import MAX_UNPACKED, WRITE_S
@@ -41,9 +41,12 @@ class PackQuery(Placed):
 
 @attrs.frozen(kw_only=True)
 class UnpackQuery(Placed):
-    """The query of an archive to unpack below a directory."""
+    """The query of an archive to unpack below a directory. `uid` and `gid` are the owners of what is made, which only
+    root may choose."""
 
     path: FilePath = HERE
+    uid: FileId | None = None
+    gid: FileId | None = None
 
 
 @attrs.frozen
@@ -106,6 +109,8 @@ async def unpack(exchange: Exchange) -> Answer:
         exchange.settings.max_import_bytes,
         query.at(query.path),
         "zip" if head.startswith(_ZIPS) else "tar",
+        owner=-1 if query.uid is None else query.uid,
+        group=-1 if query.gid is None else query.gid,
         user=query.user,
     )
     async with exchange.made_files().stream(request, patience_s=WRITE_S) as stream:

@@ -12,7 +12,6 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import within
 from sandkasten.api.resources.fields import (
-    Argv,
     Between,
     Environment,
     LabelFilter,
@@ -21,6 +20,7 @@ from sandkasten.api.resources.fields import (
     NameCursor,
     Paths,
     Text,
+    Words,
     add_kinds,
     encode_cursor,
     read_query,
@@ -37,6 +37,7 @@ GraceSeconds = NewType("GraceSeconds", int)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
 
 _GRACE = GraceSeconds(3600)
+_COMMIT = Text("commit")
 
 
 @attrs.frozen
@@ -68,7 +69,8 @@ class PruneRequest:
 
 @attrs.frozen(kw_only=True)
 class ImageConfigBody(Body):
-    """The configuration that an image brings."""
+    """The configuration that an image brings. `history` says what has made each of the topmost layers, as far as that
+    happened here."""
 
     env: Mapping[str, str]
     working_dir: str
@@ -79,6 +81,7 @@ class ImageConfigBody(Body):
     exposed_ports: Sequence[str]
     volumes: Sequence[str]
     stop_signal: str
+    history: Sequence[str]
 
 
 @attrs.frozen(kw_only=True)
@@ -138,10 +141,12 @@ class ImagesBody(Body):
 
 @attrs.frozen(kw_only=True)
 class PrunedBody(Body):
-    """Layers and broken downloads that were removed, or would be, and the bytes of their files."""
+    """Layers, broken downloads and images of builds' caches that were removed, or would be, and the bytes of their
+    files."""
 
     layers: int
     blobs: int
+    images: int
     freed_bytes: int
 
 
@@ -192,7 +197,7 @@ async def remove(exchange: Exchange) -> Answer:
 
 
 async def prune(exchange: Exchange) -> Answer:
-    """Remove the layers that no image, session or pull has, and broken downloads."""
+    """Remove the layers that no image, session or pull has, broken downloads, and what builds keep for later ones."""
     request = await read_request(exchange, PruneRequest)
     found = await exchange.supervisor.prune_images(older_than_s=request.older_than_s, dry_run=request.dry_run)
     return json_answer(PrunedBody.take(found))
@@ -206,24 +211,26 @@ class ConfigRequest:
     env: Environment | None = None
     working_dir: Text | None = None
     user: Text | None = None
-    entrypoint: Argv | None = None
-    cmd: Argv | None = None
+    entrypoint: Words | None = None
+    cmd: Words | None = None
     labels: Labels | None = None
     exposed_ports: Paths | None = None
 
 
 @attrs.frozen
 class CommitImageRequest:
-    """An image to make of a session. With `replace` it takes the place of an image of that name."""
+    """An image to make of a session. With `replace` it takes the place of an image of that name. `created_by` is for
+    the history of its layers."""
 
     name: ImageName
     config: ConfigRequest | None = None
     replace: bool = False
+    created_by: Text = _COMMIT
 
     def to_spec(self) -> CommitSpec:
         """Return the model's spec."""
         config = ConfigChanges() if self.config is None else ConfigChanges(**attrs.asdict(self.config, recurse=False))
-        return CommitSpec(self.name, config, self.replace)
+        return CommitSpec(self.name, config, self.replace, self.created_by)
 
 
 async def commit(exchange: Exchange) -> Answer:

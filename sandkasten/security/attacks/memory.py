@@ -2,8 +2,8 @@
 
 A session's own counters prove nothing here: memory that no cgroup is charged for is in none of them. An attempt fills
 objects of one class until it is refused or killed. Its figure is what the session is charged for, and what the machine
-misses beyond that while the session lives. Each is bounded: the session ends as soon as the figure is four times its
-limit, and that alone is a verdict.
+misses beyond that while the session lives. Each is bounded: the session ends as soon as the figure is surely above what
+it may be, and that alone is a verdict.
 
 The machine has other programs. What their cgroups are charged for is taken off, since the processes beside a session
 may use more within a second than the session may at all. What is charged to nobody is heard, whoever made it: moments
@@ -40,8 +40,8 @@ _LIMIT_MIB = _LIMITS.memory_mb or 0
 _MOST_MIB, _LAYER_MOST_MIB = _LIMIT_MIB * 2, _LIMIT_MIB * 3 // 2
 """More is broken; the second is for attempts that one layer alone holds, which must show without it. On a loaded
 machine what the kernel has yet to free is a third of the limit and more."""
-_STOP_MIB = _LIMIT_MIB * 4
-_FILL_S = 2.0
+_FILL_S, _LAYER_FILL_S = 2.0, 8.0
+"""The second is for attempts that one layer alone holds: with it they end at once, without it they must have the time."""
 _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
 _MOMENT_S = 0.05
@@ -139,7 +139,7 @@ async def _missing() -> int:
     return min(seen)
 
 
-async def _fill(field: Field, program: str, most_mib: int) -> tuple[int, str]:
+async def _fill(field: Field, program: str, most_mib: int, fill_s: float) -> tuple[int, str]:
     """Return how many MiB a session that runs the program takes from the machine, and the witness's answer; more than
     `most_mib` is looked at again."""
     argv = ("python3", "-I", "-S", "-c", _FILL.format(program=program))
@@ -167,8 +167,8 @@ async def _fill(field: Field, program: str, most_mib: int) -> tuple[int, str]:
             ):
                 has_begun = True
                 nursery.start_soon(listen, stream)
-                end = trio.current_time() + _FILL_S * field.patience
-                while most < _STOP_MIB:
+                end = trio.current_time() + fill_s * field.patience
+                while most <= most_mib:
                     charged_mib, was_killed = await _own(field, session_id)
                     is_last = is_full or was_killed or trio.current_time() > end
                     missing = await _missing()
@@ -181,8 +181,8 @@ async def _fill(field: Field, program: str, most_mib: int) -> tuple[int, str]:
         except SessionExpired:  # PID 1 was killed, too
             if not has_begun:
                 raise
-        # At the stop there is no time to ask.
-        return most, "not asked" if most >= _STOP_MIB else await field.ask_witness()
+        # Above it there is no time to ask.
+        return most, "not asked" if most > most_mib else await field.ask_witness()
 
 
 async def _settled(field: Field, session_id: str, missing: int) -> int:
@@ -211,10 +211,10 @@ async def _own(field: Field, session_id: str) -> tuple[int, bool]:
 def _attempt(name: str, what: str, program: str, *, layer: str = "") -> Attempt:
     @attempt(f"memory.{name}", what, "memory limit bypass", (_HELD, "answers"), users=(SANDBOX,), layer=layer)
     async def fill(field: Field) -> Answers:
-        most_mib = _LAYER_MOST_MIB if layer else _MOST_MIB
-        tries = [await _fill(field, program, most_mib)]
+        most_mib, fill_s = (_LAYER_MOST_MIB, _LAYER_FILL_S) if layer else (_MOST_MIB, _FILL_S)
+        tries = [await _fill(field, program, most_mib, fill_s)]
         while tries[0][0] > most_mib and len(tries) < 3:
-            tries.append(await _fill(field, program, most_mib))
+            tries.append(await _fill(field, program, most_mib, fill_s))
         held = sorted(mib for mib, _ in tries)[len(tries) // 2]  # whatever else starts counts: two of three decide
         witness = min(answer for _, answer in tries)
         return {"machine": _HELD if held <= most_mib else f"{held} MiB of {_LIMIT_MIB}", "witness": witness}
