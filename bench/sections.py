@@ -118,8 +118,7 @@ class Bench:
 
     def rounds(self, names: Sequence[str], full: int, least: int = 2) -> Iterator[str]:
         """Yield the names in random blocks, as many as `count` says, or as there is time for."""
-        count = self.count(full, least)
-        for done in range(count):
+        for done in range(count := self.count(full, least)):
             if time.monotonic() > self.deadline:
                 self.cut.append(f"{', '.join(names)}: {done} of {count} rounds")
                 return

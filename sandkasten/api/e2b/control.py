@@ -15,7 +15,6 @@ from urllib.parse import parse_qsl, unquote
 import attrs
 import trio
 
-from sandkasten.api.e2b.account import ensure_account
 from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
 from sandkasten.api.e2b.sandboxes import (
     BOUND_S,
@@ -27,6 +26,7 @@ from sandkasten.api.e2b.sandboxes import (
     another_end,
     domain_of,
     end_in,
+    ensure_account,
     find_ports,
     go_on,
     is_paused,
