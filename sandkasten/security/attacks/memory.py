@@ -41,7 +41,7 @@ _MOST_MIB, _LAYER_MOST_MIB = _LIMIT_MIB * 2, _LIMIT_MIB * 3 // 2
 """More is broken; the second is for attempts that one layer alone holds, which must show without it. On a loaded
 machine what the kernel has yet to free is a third of the limit and more."""
 _FILL_S, _LAYER_FILL_S = 2.0, 8.0
-"""The second is for attempts that one layer alone holds: with it they end at once, without it they must have the time."""
+"""The second is for attempts that one layer alone holds: without the layer they must have the time."""
 _FREE_S = 1.5
 """Time that the kernel takes to give memory back after the last process has ended."""
 _MOMENT_S = 0.05
