@@ -59,7 +59,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 BUBBLEWRAP = "peer: bubblewrap"
 HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
-_SETTLE_S, _BREATH_S = 0.03, 0.002
+_SETTLE_S, _BREATH_S, _ADOPTED_S = 0.03, 0.002, 60.0
 _WORD = "echo ok"
 _COMMANDS: Mapping[str, tuple[str, bytes]] = {
     "builtin": (":", b""),
@@ -74,7 +74,6 @@ _SHARES = (0.25, 0.5, 0.75, 0.9)
 _BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
 _STREAMS, _STREAM_BYTES = 50, 8 * MIB
 _MIB_PER_SESSION = 8
-_ADOPTED_S = 60.0
 
 
 def create_row(kind: str) -> str:
