@@ -95,7 +95,7 @@ async def test_one_has_the_image_as_the_last_create_asked_and_one_stays_blank(ya
 
 
 async def test_an_image_that_is_forgotten_is_mounted_no_more(yard: Yard) -> None:
-    """Its sandbox is the caller's to reap, also when the mount was under way; another image's stays."""
+    """The sandbox is the caller's to reap, also when the mount was under way; another image's stays."""
     await yard.refill()
     yard.take()
     await yard.refill()

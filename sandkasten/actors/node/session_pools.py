@@ -296,7 +296,8 @@ class SessionPool:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
             budget.release(member.session_id)  # before its actor does: the next one may need the share
-            if isinstance(error, InvalidRequest | StoreFailed | Conflict | Capacity):  # so it would be for the next one
+            has_no_port = spec.publish and type(error) is Capacity  # subclasses are about the member
+            if has_no_port or isinstance(error, InvalidRequest | StoreFailed | Conflict):
                 raise
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None
