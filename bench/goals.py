@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 
 from bench.clients import CLI, MCP, RAW, RAW_STREAM, SDK, SDK_STREAM
+from bench.e2b import E2B_JAVASCRIPT, E2B_PYTHON, OURS
+from bench.e2b import row as e2b_row
 from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL
 from bench.images import FRESH, IMPORT, JAIL_MIB, PEERS, PULL, TAR, WARM
@@ -124,6 +126,16 @@ GOALS: Sequence[Goal] = (
     Goal("the SDK's exec, over the same request by hand", _difference(SDK, RAW), 0.4, "ms"),
     Goal("the SDK's stream, over the same WebSocket by hand", _difference(SDK_STREAM, RAW_STREAM), 0.3, "ms"),
     Goal("MCP's bash, by the SDK's exec", _ratio(MCP, SDK), 3, "x"),
+    *(
+        Goal(f"{sdk}: {what}, by our SDK's", _ratio(e2b_row(work, sdk), e2b_row(work, OURS)), most, "x")
+        for sdk in (E2B_PYTHON, E2B_JAVASCRIPT)
+        for work, what, most in (
+            ("run", "a command", 1.5),
+            ("create", "a create", 1.3),
+            ("up", "a file up", 2),
+            ("down", "a file down", 2),
+        )
+    ),
     Goal("the command line's exec of a builtin", _median(CLI), 250, "ms"),
     Goal("a small file over HTTP, by GET /healthz", _ratio(SMALL, SMALL_HEALTHZ), 1.5, "x"),
     *(

@@ -27,6 +27,7 @@ import trio
 
 from bench import daemon, echo, measure
 from bench.clients import clients
+from bench.e2b import e2b
 from bench.files import HEALTHZ as SMALL_HEALTHZ
 from bench.files import SMALL, measure_large, measure_list, measure_small, measure_sparse
 from bench.images import images
@@ -58,7 +59,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 BUBBLEWRAP = "peer: bubblewrap"
 HEALTHZ, ECHO, DESTROY = "GET /healthz", "WebSocket echo", "destroy, HTTP"
-_SETTLE_S, _BREATH_S = 0.03, 0.002
+_SETTLE_S, _BREATH_S, _ADOPTED_S = 0.03, 0.002, 60.0
 _WORD = "echo ok"
 _COMMANDS: Mapping[str, tuple[str, bytes]] = {
     "builtin": (":", b""),
@@ -73,7 +74,6 @@ _SHARES = (0.25, 0.5, 0.75, 0.9)
 _BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
 _STREAMS, _STREAM_BYTES = 50, 8 * MIB
 _MIB_PER_SESSION = 8
-_ADOPTED_S = 60.0
 
 
 def create_row(kind: str) -> str:
@@ -117,8 +117,7 @@ class Bench:
 
     def rounds(self, names: Sequence[str], full: int, least: int = 2) -> Iterator[str]:
         """Yield the names in random blocks, as many as `count` says, or as there is time for."""
-        count = self.count(full, least)
-        for done in range(count):
+        for done in range(count := self.count(full, least)):
             if time.monotonic() > self.deadline:
                 self.cut.append(f"{', '.join(names)}: {done} of {count} rounds")
                 return
@@ -787,6 +786,7 @@ SECTIONS: Mapping[str, Section] = {
     "streams": Section(many_streams, 30),
     "file": Section(files, 150),
     "sdk": Section(clients, 60),
+    "e2b": Section(e2b, 60),
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 90),

@@ -38,7 +38,6 @@ from sandkasten.config import Config, PoolSize
 from sandkasten.images.catalog import Image
 from sandkasten.model import EventType, Session, SessionSpec
 from sandkasten.model.errors import (
-    ActorGone,
     Capacity,
     Conflict,
     DiskReserve,
@@ -297,9 +296,9 @@ class SessionPool:
             return await member.actor.ref.ask(claim)
         except SandkastenError as error:
             budget.release(member.session_id)  # before its actor does: the next one may need the share
-            is_gone = isinstance(error, ActorGone)  # a `Capacity` by its code
-            if not is_gone and isinstance(error, InvalidRequest | StoreFailed | Conflict | Capacity):
-                raise  # so it would be for the next one
+            has_no_port = spec.publish and type(error) is Capacity  # subclasses are about the member
+            if has_no_port or isinstance(error, InvalidRequest | StoreFailed | Conflict):
+                raise
             log.warning("pool_member_lost", extra={"session_id": member.session_id, "error": str(error)})
             return None
 

@@ -19,9 +19,9 @@ from sandkasten.actors.services.nsinit import Describe, ask_patiently
 from sandkasten.counters.cgroup import UNKNOWN, CgroupStats
 from sandkasten.model import UsageSample
 
-PERIOD_S = 5.0
-KEPT = 720
-"""Samples of one session: an hour of them is 17 KB."""
+PERIOD_S = 15.0
+KEPT = 240
+"""Samples of one session: an hour of them is 6 KB."""
 
 _FIELDS = 3
 

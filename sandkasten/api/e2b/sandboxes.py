@@ -1,12 +1,13 @@
-"""A session as a sandbox of E2B: its tokens and signatures, its account, its end, and what the operator set.
+"""A session as a sandbox of E2B: its tokens and signatures, its ports, its account, its end, and what the operator set.
 
 Nothing of tokens is stored. A token is the HMAC of a session's id by a key that only this node has, so that it is good
 for that session alone, and for what E2B's API offers of one. A signed URL has no header and names no sandbox: its
 signature is a digest of the path, the action, the user and the token.
 
 The account that programs of E2B expect is `user`, uid 1000, with the home `/home/user`. An image may have it (then
-nothing is done), else one program as root adds what is missing when the sandbox is made, to the session's own layer.
-The name stands before others of the same uid, since programs ask for the name of a uid.
+nothing is done), else one program as root adds what is missing when the sandbox is made, to its own layer. All but
+the home is done by what is built into a shell: each further process would make a create dearer. The name stands
+before others of the same uid, since programs ask for the name of a uid.
 
 The end is so many seconds from now, whatever goes on, and none while a sandbox is paused. So a session of this API has
 no idle timeout, and a lifetime of its age and those seconds.
@@ -159,17 +160,19 @@ while IFS=: read -r name _ uid _ _ home _; do
 done < /etc/passwd
 if [ $found = no ]; then
   s=/bin/sh; [ ! -x /bin/bash ] || s=/bin/bash
-  line="user:x:1000:1000:user:$h:$s"
-  {
-    echo "$line"
-    while IFS= read -r each; do case $each in user:*) ;; *) echo "$each" ;; esac; done < /etc/passwd
-  } > /etc/passwd.$$
-  chmod 644 /etc/passwd.$$; mv /etc/passwd.$$ /etc/passwd
+  all="user:x:1000:1000:user:$h:$s"
+  while IFS= read -r each; do
+    case $each in user:*) ;; *) all="$all
+$each" ;; esac
+  done < /etc/passwd
+  printf '%s\\n' "$all" > /etc/passwd
   g=no
   while IFS=: read -r _ _ gid _; do [ "$gid" != 1000 ] || g=yes; done < /etc/group
   [ $g = yes ] || echo user:x:1000: >> /etc/group
 fi
-if [ ! -d $h ]; then mkdir -p $h; chown 1000:1000 $h; fi
+if [ ! -d $h ]; then
+  install -d -o 1000 -g 1000 $h 2>/dev/null || { mkdir -p $h; chown 1000:1000 $h; }
+fi
 """
 _ACCOUNT_MS = 20_000
 

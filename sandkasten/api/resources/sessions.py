@@ -478,7 +478,7 @@ async def stats(exchange: Exchange) -> Answer:
 
 
 async def usage(exchange: Exchange) -> Answer:
-    """Read what a session used in the last hour, one sample for each five seconds. None is older than the daemon."""
+    """Read what a session used in the last hour, one sample for each 15 seconds. None is older than the daemon."""
     asked = read_query(exchange, UsageQuery)
     found = await exchange.supervisor.usage(
         exchange.session_id, asked.start or 0, math.inf if asked.end is None else asked.end
