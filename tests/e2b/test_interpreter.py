@@ -149,7 +149,7 @@ _LIES = {
     "exit 3": ["KernelGone"],
     """echo other '{"type": "error"}'; echo half; echo $id '{"type": "end"}'; cat""": [],
 }
-"""What a context does once it has the id of a request, and the errors that the client gets."""
+"""Behaviour of a context that has the id of a request, and the errors that the client gets."""
 
 
 def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> None:
@@ -169,8 +169,8 @@ def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> N
 
 
 def test_who_may_run_code(daemon: Daemon, sandbox: dict[str, Any]) -> None:
-    """Whoever has the sandbox's token, or the one for its ports, which opens nothing else. In an image without a kernel
-    code is refused, and the text says what is missing."""
+    """Callers have the sandbox's token, or the one for its ports, which opens nothing else. In an image without a
+    kernel code is refused, and the text says what is missing."""
     own, traffic = sandbox["envdAccessToken"], sandbox["trafficAccessToken"]
     assert _ask(daemon, sandbox, "/contexts").status_code == 401
     assert _ask(daemon, sandbox, "/contexts", E2b_Traffic_Access_Token=own).status_code == 401
