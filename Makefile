@@ -5,6 +5,7 @@ AGENTS := .venv-agents
 E2B    := .venv-e2b
 DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
+NEWEST := e2b e2b-code-interpreter e2b-charts ipykernel matplotlib openai-agents langchain-e2b smolagents
 ARGS   ?=
 LANES  ?= $(if $(ARGS),0,3)
 SECONDS ?= 120
@@ -19,7 +20,7 @@ STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root
+.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root e2b-newest
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
 	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
+	@echo 'make e2b-newest         the tests of E2B'"'"'s API with the newest SDKs and frameworks, whose versions it tells'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
 	@echo 'make bench [ARGS=...]   measure a tenth of what bench-full does, and print (3 minutes)'
 	@echo 'make bench-full         measure everything beside other runtimes, and write a report (25 minutes)'
@@ -36,7 +38,7 @@ help:
 	@echo 'make lint               types, lint, format, layers, prose'
 	@echo 'make docs               the documentation as web pages, in build/site; a broken link or anchor is an error'
 	@echo 'make lock               resolve the dependencies anew (needs pip-tools in .venv)'
-	@echo 'make clean              remove .venv, .venv-agents, .venv-e2b and caches; data stays'
+	@echo 'make clean              remove .venv, .venv-agents, .venv-e2b* and caches; data stays'
 
 install: as-root $(VENV)/.installed
 	@$(VENV)/bin/sandkasten init --config $(DATA)/sandkasten.yaml --data-dir $(DATA)
@@ -57,6 +59,17 @@ test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-de
 
 vm: tools $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)
+
+# Not of `make test`: a release of theirs is no fault of a change of ours.
+e2b-newest: as-root tools $(VENV)/.installed-dev
+	@$(PYTHON) -m venv $(E2B)-newest && $(E2B)-newest/bin/python -m pip install -qq --upgrade $(NEWEST)
+	@npm_config_ignore_scripts=true npm install --silent --no-audit --no-fund --prefix $(E2B)-newest \
+		e2b@latest @e2b/code-interpreter@latest
+	@touch $(E2B)-newest/.installed
+	@$(E2B)-newest/bin/python -m pip list --format=freeze | grep -E '^($(shell echo $(NEWEST) | tr ' ' '|'))=='
+	@npm ls --prefix $(E2B)-newest --depth=0 | tail -n +2
+	@$(LIMITS); E2B_SDKS=$(E2B)-newest $(PYTHON) tests/guardian.py $(PYTHON) -m pytest tests/e2b $(ARGS) \
+		|| { echo 'the newest of the versions above fail; the pinned ones count (make test ARGS=tests/e2b)'; exit 1; }
 
 crashwalk: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m tests.e2e.crashwalk $(ARGS)
@@ -93,7 +106,7 @@ lock:
 		--output-file requirements-agents.txt pyproject.toml
 
 clean:
-	rm -rf $(VENV) $(AGENTS) $(E2B) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(AGENTS) $(E2B) $(E2B)-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path './.sandkasten/*' -prune -exec rm -rf {} +
 
 as-root:

@@ -8,6 +8,7 @@ and both rows are there, with the sync and without. Source: sync(1).
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -46,7 +47,7 @@ _SHARE_OF_ALL = 0.1
 """From this share of a run on, files are as many as in the report, and so are layers."""
 _PROGRAMS = ("sh", "echo", "cat", "ls")
 _LARGEST_BYTES = 16 << 20
-_LOOK_S, _SETTLE_S = 0.02, 0.03
+_LOOK_S, _SETTLE_S = 0.05, 0.03
 _JOB_S = 120.0
 
 
@@ -107,8 +108,9 @@ def _file_in(path: str) -> bytes:
     return target.getvalue()
 
 
-def _tree(size: int) -> bytes:
-    """Return a tar of some of the machine's files."""
+@functools.cache
+def _files() -> Sequence[str]:
+    """Return the machine's files, in an order by chance that is the same each time."""
     found = sorted(
         path
         for directory, _, names in os.walk("/usr")
@@ -116,10 +118,17 @@ def _tree(size: int) -> bytes:
         if not os.path.islink(path := f"{directory}/{name}") and os.stat(path).st_size < _LARGEST_BYTES
     )
     random.Random(1).shuffle(found)
+    return found
+
+
+def _tree(size: int) -> bytes:
+    """Return a tar of some of the machine's files."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        while target.tell() < size:
-            archive.add(found.pop())
+        for path in _files():
+            if target.tell() >= size:
+                break
+            archive.add(path)
     return target.getvalue()
 
 
@@ -260,7 +269,7 @@ def _pull(client: daemon.Client, reference: str) -> None:
     while (state := (told := client.call("GET", f"/v1/jobs/{job}"))["state"]) in ("queued", "running"):
         if time.monotonic() > end:
             raise TimeoutError("the pull goes on and on")
-        time.sleep(_LOOK_S)
+        time.sleep(_SETTLE_S)
     if state != "done":
         raise RuntimeError(f"the pull {state}: {told['error']}")
 

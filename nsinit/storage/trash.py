@@ -154,6 +154,8 @@ def _delete_all(layout: Layout, remove: Remove, mounts: Collection[str]) -> None
                 if any(is_below(point, f"{layout.trash}/{name}") for point in mounts):
                     raise OSError(errno.EBUSY, "a mount is in it")
                 remove(trash_fd, name)
+            except FileNotFoundError:
+                continue  # a layer, which the end of its image is removing as well
             except OSError as error:
                 status = 2  # the entry stays in the trash, and is a leftover
                 log("error", "trash not deleted", name=name, reason=str(error))

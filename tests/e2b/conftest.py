@@ -17,7 +17,7 @@ from tests.e2e.daemon import KEY, Daemon, running_daemon
 from tests.waiting import patience
 
 ROOT = Path(__file__).parents[2]
-SDKS = ROOT / ".venv-e2b"
+SDKS = ROOT / os.environ.get("E2B_SDKS", ".venv-e2b")
 PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60
 
@@ -41,10 +41,10 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def run(daemon: Daemon) -> Callable[[str], Scenarios]:
-    """Runs the scenarios in a language with the published SDK; they leave no sandbox."""
+def run(daemon: Daemon) -> Callable[..., Scenarios]:
+    """Runs a program of scenarios in a language with the published SDK; they leave no sandbox."""
 
-    def run(language: str) -> Scenarios:
+    def run(language: str, program: str = "scenarios") -> Scenarios:
         python = SDKS / "bin/python"
         node = shutil.which("node")
         if not (SDKS / ".installed").exists() or (
@@ -52,9 +52,9 @@ def run(daemon: Daemon) -> Callable[[str], Scenarios]:
         ):
             pytest.skip("needs E2B's SDKs: `make .venv-e2b/.installed`, with npm for JavaScript's")
         command = {
-            "python": [str(python), str(PROGRAMS / "scenarios.py"), "sync"],
-            "python, async": [str(python), str(PROGRAMS / "scenarios.py"), "async"],
-            "javascript": [str(node), str(PROGRAMS / "scenarios.cjs")],
+            "python": [str(python), str(PROGRAMS / f"{program}.py"), "sync"],
+            "python, async": [str(python), str(PROGRAMS / f"{program}.py"), "async"],
+            "javascript": [str(node), str(PROGRAMS / f"{program}.cjs")],
         }[language]
         url = daemon.wait_url()
         ours = ("E2B", "PYTHON", "NODE", "SANDKASTEN")

@@ -140,6 +140,7 @@ def _main() -> None:
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types Ctrl-C means the tests
     if kind == _SERVE:
         import_module("sandkasten.host.examine").examine(Path(tempfile.gettempdir()))  # is made once by a process
+        tempfile.tempdir = None  # a fork's is that of its own environment, and of its own rights
     if (made := next_fork(socket.socket(fileno=int(sys.argv[2])), NAME, 3)) is None:
         return
     data, fds = made

@@ -14,6 +14,8 @@ from bench.__main__ import main
 from bench.sections import SECTIONS
 from tests.e2e.seed import Command
 
+pytestmark = pytest.mark.usefixtures("nsinit_seed")
+
 
 def test_every_section_works_and_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row fails, the samples are kept, and the plots are there. A peer that can't run is told with its error."""

@@ -70,7 +70,7 @@ async def test_a_pull_without_a_daemon_speaks_to_the_registry_without_root(tmp_p
     said = json.loads((await command(data_dir, "inspect", "tiny")).stdout)
     assert (said["digest"], said["tags"], said["platform"]) == (digest, ["latest"], str(Platform.own()))
     pruned = await command(data_dir, "prune", "--json")
-    assert json.loads(pruned.stdout) == {"layers": 0, "freed_bytes": 0, "blobs": 0}, pruned.stderr
+    assert json.loads(pruned.stdout) == {"layers": 0, "blobs": 0, "images": 0, "freed_bytes": 0}, pruned.stderr
     lines = done.stderr.decode().splitlines()
     assert sorted(line[:19] for line in lines[1:]) == sorted(each["digest"][:19] for each in _layers(registry))
     assert PASSWORD not in "".join(str(each) for each in (refused, missing, kept, done, again))

@@ -6,6 +6,7 @@ else; the memory that it holds meanwhile is bounded; after a refusal it stays in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from base64 import b64encode
@@ -46,6 +47,9 @@ from sandkasten.api.http.settings import ApiSettings
 from sandkasten.api.resources import fields, files, runs, sessions
 from sandkasten.api.websocket import exec_messages, terminal_messages
 from sandkasten.api.websocket.messages import MessageRefused
+from sandkasten.building.dockerfile import BuildError, read_dockerfile
+from sandkasten.building.ignoring import Ignored
+from sandkasten.building.words import expand
 from sandkasten.links.runner import decode_answer
 from sandkasten.model import Limits
 from sandkasten.model.errors import InvalidRequest, PermissionDenied, RunnerProtocolError, SandkastenError, Unauthorized
@@ -557,12 +561,37 @@ def e2b_streams(data: bytes) -> None:
     assert refused is None or error_answer(refused).status in (400, 413)
 
 
+_LINES = (b"FROM a", b"RUN x", b"COPY a b", b"ENV", b"A=$B", b"${", b"}", b":-", b"<<E", b"E", b"[", b"#")
+_SIGNS = (b"\\", b"'", b'"', b"\n", b" ", b"**/", b"!", b"[^")
+
+
+def dockerfiles(data: bytes) -> None:
+    """A stranger's Dockerfile, and its patterns: instructions whose lines there are, or a refusal by the line."""
+    choices = Choices(data)
+    text = b"FROM a\n"
+    for _ in range(choices.number(64)):
+        text += choices.pick((choices.pick(_LINES), choices.pick(_SIGNS), bytes([choices.number(256)]), b"\n"))
+    told = "D:"
+    try:
+        file = read_dockerfile(text, "D")
+    except BuildError as error:
+        told = str(error)
+    else:
+        for each in (line for stage in file.stages for line in (stage.start, *stage.steps)):
+            assert 1 <= each.line <= text.count(b"\n") + 1
+            with contextlib.suppress(ValueError):
+                assert len(expand(each.text, {"A": "1"}.get, file.escape)) <= len(text)
+    assert told.startswith("D:"), told
+    with contextlib.suppress(ValueError):
+        assert Ignored(text)("a/b") in (True, False)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(runner_frames, runner_requests, nsinit_requests, nsinit_answers),
         *(api_bodies, api_requests, websocket_messages),
-        e2b_streams,
+        *(e2b_streams, dockerfiles),
         *(egress_dns, egress_hello, egress_http, egress_secrets, egress_proxy, preview_http),
     )
 }

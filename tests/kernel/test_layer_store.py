@@ -22,6 +22,7 @@ from nsinit.scheduler import Job, Scheduler, Wait
 from nsinit.steps import StepFailed
 from nsinit.storage.layers import DRAFT, IMAGE_DRAFT, LayerDirectory
 from nsinit.storage.paths import Layout
+from nsinit.storage.trash import remove_tree, start_deletion
 from nsinit.wire.protocol import CollectLayers, PublishImage
 from nsinit.wire.verdict import Counts, Unpacked
 from sandkasten.cli import pull
@@ -197,6 +198,21 @@ def test_a_sweep_survives_a_draft_that_another_nsinit_removes(store: LayerDirect
     draft.mkdir()
     with blocked(store, store.share):
         draft.rmdir()
+
+
+def test_a_layer_that_two_removals_take_is_no_leftover(store: LayerDirectory) -> None:
+    """The end of an image removes its layers from the trash, which a deletion of the trash may have begun with."""
+
+    def remove_twice(parent_fd: int, name: str) -> None:
+        remove_tree(parent_fd, name)
+        remove_tree(parent_fd, name)
+
+    (Path(store.layout.trash) / "layer-0" / "fs").mkdir(parents=True)
+    pidfd = start_deletion(store.layout, remove_twice)
+    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)
+    assert result is not None
+    assert (result.si_status, os.listdir(store.layout.trash)) == (0, [])
 
 
 def test_an_image_is_written_before_the_store_is_locked(store: LayerDirectory) -> None:

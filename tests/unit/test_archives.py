@@ -233,7 +233,7 @@ _MARKED = tar_of([("manifest.json", b"[]")])[:1024]
 
 
 def _of_many_members() -> bytes:
-    """Return the archive when it is asked for: it takes longer to make than this file to import."""
+    """Return an archive of too many members, which takes longer to make than this file to import."""
     return tar_of([SAVED[-1], *((f"{each}", b"") for each in range(MAX_MEMBERS))])
 
 

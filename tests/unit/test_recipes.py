@@ -43,7 +43,7 @@ def test_the_shipped_recipes_add_to_each_other() -> None:
         assert recipe.config.env["LANG"] == "C.UTF-8"
         assert (recipe.digest == base.digest) == (name == "base")
     checkout = Path(__file__).parents[2] / "config/images"
-    assert sorted(path.stem for path in checkout.iterdir()) == shipped() == ["base", "node", "python"]
+    assert sorted(path.stem for path in checkout.iterdir()) == shipped() == ["base", "code-interpreter", "node", "python"]
 
 
 def test_a_recipe_of_a_file_extends_one_that_ships(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_recipe_of_a_file_extends_one_that_ships(tmp_path: Path) -> None:
         ("include: ['jq,sudo']", "'jq,sudo' is no package"),
         ("exclude: [usr]", "'usr' is no absolute path"),
         ("env: {A B: x}", "'A B' is no name of a variable"),
-        ("extends: none", "there is no recipe 'none': name a file, or one of base, node, python"),
+        ("extends: none", "there is no recipe 'none': name a file, or one of base, code-interpreter, node, python"),
         ("extends: bad.yaml", "more than 8 recipes extend each other"),
         ("include: [a]\ninclude: [b]", "'include' is given twice"),
         ("[a]", "must be a mapping"),

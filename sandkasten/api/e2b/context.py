@@ -33,6 +33,9 @@ TEMPLATE = "e2b.template"
 AUTO_RESUME = "e2b.auto-resume"
 """Label of a sandbox that a request resumes when it is paused; others are gone for their clients then."""
 
+KERNEL_PREFIX = "e2b-kernel-"
+"""Beginning of the ids of processes that are contexts of the code interpreter, which clients see as such alone."""
+
 USER = "user"
 HOMES: Mapping[str, str] = {USER: "/home/user", "root": "/root"}
 _MAX_PASSWD_BYTES = 1024 * 1024

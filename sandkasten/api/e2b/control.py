@@ -15,7 +15,8 @@ from urllib.parse import parse_qsl, unquote
 import attrs
 import trio
 
-from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE
+from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE, Commands, EnvdRequest
+from sandkasten.api.e2b.interpreter import INTERPRETER_TEMPLATE, Interpreter
 from sandkasten.api.e2b.sandboxes import (
     BOUND_S,
     ENVD_VERSION,
@@ -237,6 +238,8 @@ class Control:
     """The handlers of the control API."""
 
     settings: E2bTerms
+    interpreter: Interpreter
+    commands: Commands
 
     async def create(self, exchange: Exchange) -> Answer:
         """Create a sandbox, with the account that programs of E2B expect."""
@@ -271,6 +274,8 @@ class Control:
                 with trio.move_on_after(BOUND_S, shield=True):  # its actor goes on with the end, however long it takes
                     await exchange.supervisor.destroy(session.id)
             raise
+        if request.template == INTERPRETER_TEMPLATE:
+            await self.interpreter.warm(EnvdRequest(exchange, session, None, self.commands))
         return json_answer(await _sandbox(exchange, self.settings, session), status=201)
 
     async def _image_of(self, exchange: Exchange, template: str) -> str:

@@ -24,6 +24,7 @@ from sandkasten.api.e2b.calls import ServerStream, Unary, call, stream, take_str
 from sandkasten.api.e2b.connect import GONE, SandboxGone
 from sandkasten.api.e2b.context import AUTO_RESUME, TEMPLATE, Commands, EnvdRequest, user_of
 from sandkasten.api.e2b.control import Control
+from sandkasten.api.e2b.interpreter import INTERPRETER_PORT, Interpreter
 from sandkasten.api.e2b.sandboxes import (
     SIGNATURE,
     TRAFFIC_TOKEN,
@@ -69,7 +70,8 @@ class E2bFront:
         self._settings = settings
         self._commands = Commands()
         self.watchers = filesystem.Watchers()
-        self._control = _control_routes(Control(settings))
+        self._interpreter = Interpreter()
+        self._control = _control_routes(Control(settings, self._interpreter, self._commands))
         self._unary: Mapping[str, Unary] = MappingProxyType(
             {
                 "/process.Process/List": process.list_processes,
@@ -237,6 +239,8 @@ class E2bFront:
     async def _serve_sandbox(self, request: EnvdRequest, authenticator: Authenticator) -> Answer | None:
         if (port := _port_of(request.exchange)) == ENVD_PORT:
             return await self._serve_envd(request)
+        if port == INTERPRETER_PORT:
+            return await self._interpreter.serve(request)
         await ports.carry(request.exchange, request.session, port, authenticator.gate)
         return None
 

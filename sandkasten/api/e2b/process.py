@@ -25,7 +25,7 @@ from sandkasten.api.e2b.connect import (
     integer,
     read_message,
 )
-from sandkasten.api.e2b.context import Command, EnvdRequest
+from sandkasten.api.e2b.context import KERNEL_PREFIX, Command, EnvdRequest
 from sandkasten.api.resources.fields import MAX_ARGUMENTS, Cells, Environment, add_kinds, encodable
 from sandkasten.model import Cause, ExecEnd, ExecInfo, ExecState, Output, ProcessSpec, Stream, StreamsMode, TerminalSize
 from sandkasten.model.errors import ExecNotFound, InvalidRequest, RunnerLost
@@ -246,7 +246,8 @@ async def update(request: EnvdRequest, message: Mapping[str, Any]) -> Mapping[st
 
 async def _running(request: EnvdRequest) -> Sequence[ExecInfo]:
     runs = await request.supervisor.execs(request.session.id)
-    return [run for run in runs if run.state is ExecState.RUNNING and run.pid is not None]
+    going = (run for run in runs if run.state is ExecState.RUNNING and run.pid is not None)
+    return [run for run in going if not run.exec_id.startswith(KERNEL_PREFIX)]
 
 
 async def _find(request: EnvdRequest, selector: Selector) -> ExecInfo:

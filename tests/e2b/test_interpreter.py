@@ -1,0 +1,180 @@
+"""E2B's code interpreter SDK as published, unchanged, against the real daemon."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import pytest
+
+from sandkasten.images.catalog import Catalog
+from sandkasten.model.image import ImageConfig
+from tests.e2b.conftest import SDKS, Scenarios
+from tests.e2e.daemon import KEY, Daemon
+from tests.waiting import patience
+
+_PACKAGES = "/opt/kernel"
+_UNNEEDED = {"jedi", "tzdata"}
+"""Packages that a kernel does without, with a third of the files."""
+
+
+@pytest.fixture(scope="module")
+def image(daemon: Daemon) -> None:
+    """The machine's own system with ipykernel, as the template that the SDK asks for."""
+    packages = next(SDKS.glob("lib/python3.*/site-packages"), None)
+    version = subprocess.run(["/usr/bin/python3", "--version"], capture_output=True, text=True, check=False).stdout
+    if packages is None or not version.startswith(f"Python {packages.parent.name.removeprefix('python')}."):
+        pytest.skip("needs the packages of `make .venv-e2b/.installed`, for the machine's own python3")
+    catalog = Catalog(daemon.data_dir)
+    with catalog.building("code-interpreter-v1") as directory:
+        files = directory / "rootfs"
+        (files / "opt").mkdir(exist_ok=True)
+        _copy("--archive", f"{catalog.trees('host')[0]}/.", files)
+        (files / _PACKAGES[1:]).mkdir()
+        needed = sorted(_needed(packages, "ipykernel", "matplotlib", "e2b-charts"))
+        if not _copy("--archive", "--link", *needed, files / _PACKAGES[1:]):  # it is on another file system
+            assert _copy("--archive", *needed, files / _PACKAGES[1:])
+        config = ImageConfig(env={"PYTHONPATH": _PACKAGES})
+        catalog.publish(directory, attrs.evolve(catalog.get("host"), name="code-interpreter-v1", config=config))
+
+
+def _needed(packages: Path, *names: str) -> set[Path]:
+    """Return the directories and files of packages, and of all that they need."""
+    found = {_plain(each.name): each for each in importlib.metadata.distributions(path=[str(packages)])}
+    todo, seen, files = list(names), set(_UNNEEDED), set()
+    while todo:
+        name = _plain(todo.pop())
+        if name in seen or name not in found:
+            continue
+        seen.add(name)
+        files |= {packages / path.parts[0] for path in found[name].files or () if path.parts[0] != ".."}
+        todo += [re.split(r"[^\w.-]", each)[0] for each in found[name].requires or () if "extra ==" not in each]
+    return files - {packages / "__pycache__"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _copy(*arguments: object) -> bool:
+    return subprocess.run(["cp", *map(str, arguments)], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+_RESULTS = {
+    "text": ["m", ["é\n"], ["e\n"], ["é\n"], None, 1],
+    "state": "2",
+    "program": "user /home/user /home/user",
+    "error": ["ZeroDivisionError", "division by zero", True],
+    "variables": ["here", None, "b"],
+    "large output": 3_000_001,
+    "too large a result": [0, "a result of 9000018 bytes is not shown: "],
+    "plot": ["iVBORw0KGgo", "line", "T", "s", [[0, 1], [1, 3]]],
+    "formats": [["html"], ["markdown"], ["latex"], ["json"], ["svg"], ["application/x-own", "data"]],
+    "own": ["own", {"a": 1}],
+    "context": ["python", "/home/user/w", "/home/user/w"],
+    "apart": "NameError",
+    "listed": [2, True, []],
+    "restarted": "NameError",
+    "died": ["KernelDied", "2"],
+}
+"""Results of the scenarios that are the same in every language."""
+
+_OF_PYTHON = {
+    "refused": ["NotFoundException", "SandboxException", "SandboxException", "NotFoundException", "NotFoundException"],
+    "time limit": ["TimeoutException", "goes on"],
+}
+_OF_JAVASCRIPT = {
+    "refused": ["NotFoundError", "SandboxError", "SandboxError", "NotFoundError", "NotFoundError"],
+    "time limit": ["TimeoutError", "goes on"],
+}
+
+
+@pytest.mark.usefixtures("image")
+@pytest.mark.parametrize("language", ["python", "python, async", "javascript"])
+def test_code_runs_unchanged(language: str, run: Callable[..., Scenarios]) -> None:
+    """Code, its output, results and errors, contexts, restarts and time limits are what each SDK expects."""
+    expected = {**_RESULTS, **(_OF_JAVASCRIPT if language == "javascript" else _OF_PYTHON)}
+    assert run(language, "interpreter") == expected
+
+
+@pytest.mark.usefixtures("image")
+def test_frameworks_run_unchanged(run: Callable[..., Scenarios]) -> None:
+    """OpenAI's Agents SDK, LangChain's deepagents and smolagents work in sandboxes by their own E2B backends."""
+    assert run("python", "frameworks") == {
+        "openai_agents": ["done", ["user", "one"], ["more"], True],
+        "langchain": ["done", ["48", "user"], True],
+        "smolagents": [42, "/home/user"],
+    }
+
+
+@pytest.fixture
+def sandbox(daemon: Daemon) -> Iterator[dict[str, Any]]:
+    """A sandbox without a kernel, as the create of E2B's API answers it."""
+    with daemon.client() as client:
+        url, asked = f"{daemon.wait_url()}/sandboxes", {"templateID": "host"}
+        made = httpx.post(url, json=asked, headers={"X-API-KEY": KEY}, timeout=patience(60)).json()
+        yield made
+        client.delete(f"/v1/sessions/{made['sandboxID']}")
+
+
+def _ask(
+    daemon: Daemon,
+    sandbox: dict[str, Any],
+    path: str,
+    port: str = "49999",
+    context: str | None = None,
+    **tokens: str,
+) -> httpx.Response:
+    """Ask a port of a sandbox, with headers of the names of the tokens."""
+    headers = {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": port}
+    headers |= {name.replace("_", "-"): token for name, token in tokens.items()}
+    url = f"{daemon.wait_url()}{path}"
+    if path == "/contexts":
+        return httpx.get(url, headers=headers)
+    return httpx.post(url, json={"code": "1", "context_id": context}, headers=headers, timeout=patience(60))
+
+
+_READ = r"""read -r; read -r order; id=${order#*'"id":"'}; id=${id%%'"'*}; """
+_LIES = {
+    r"tr '\0' x </dev/zero": ["KernelLied"],
+    "echo $id oops; cat": ["KernelLied"],
+    "echo $id '[1]'; cat": ["KernelLied"],
+    "exit 3": ["KernelGone"],
+    """echo other '{"type": "error"}'; echo half; echo $id '{"type": "end"}'; cat""": [],
+}
+"""What a context does once it has the id of a request, and the errors that the client gets."""
+
+
+def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> None:
+    """A process in a sandbox that takes itself for a context is told of, and ended, when it writes a line without end
+    or one that is not JSON. What it says to requests that nobody made has no effect."""
+    session = f"/v1/sessions/{sandbox['sandboxID']}"
+    told = []
+    with daemon.client() as client:
+        for number, lie in enumerate(_LIES):
+            process = {"argv": ["/bin/bash", "-c", _READ + lie], "process_id": f"e2b-kernel-{number}"}
+            client.post(f"{session}/processes", json=process).raise_for_status()
+            answer = _ask(daemon, sandbox, "/execute", context=str(number), X_Access_Token=sandbox["envdAccessToken"])
+            told.append([json.loads(line)["name"] for line in answer.text.splitlines()])
+        assert told == list(_LIES.values())
+    left = _ask(daemon, sandbox, "/contexts", X_Access_Token=sandbox["envdAccessToken"]).json()
+    assert [each["id"] for each in left] == ["4"]
+
+
+def test_who_may_run_code(daemon: Daemon, sandbox: dict[str, Any]) -> None:
+    """Whoever has the sandbox's token, or the one for its ports, which opens nothing else. In an image without a kernel
+    code is refused, and the text says what is missing."""
+    own, traffic = sandbox["envdAccessToken"], sandbox["trafficAccessToken"]
+    assert _ask(daemon, sandbox, "/contexts").status_code == 401
+    assert _ask(daemon, sandbox, "/contexts", E2b_Traffic_Access_Token=own).status_code == 401
+    assert _ask(daemon, sandbox, "/contexts", E2b_Traffic_Access_Token=traffic).json() == []
+    assert _ask(daemon, sandbox, "/process.Process/List", "49983", E2b_Traffic_Access_Token=traffic).status_code == 401
+    refused = _ask(daemon, sandbox, "/execute", X_Access_Token=own)
+    assert (refused.status_code, "jupyter_client" in refused.text) == (501, True)
