@@ -43,7 +43,9 @@ def test_the_shipped_recipes_add_to_each_other() -> None:
         assert recipe.config.env["LANG"] == "C.UTF-8"
         assert (recipe.digest == base.digest) == (name == "base")
     checkout = Path(__file__).parents[2] / "config/images"
-    assert sorted(path.stem for path in checkout.iterdir()) == shipped() == ["base", "code-interpreter", "node", "python"]
+    assert (
+        sorted(path.stem for path in checkout.iterdir()) == shipped() == ["base", "code-interpreter", "node", "python"]
+    )
 
 
 def test_a_recipe_of_a_file_extends_one_that_ships(tmp_path: Path) -> None:
