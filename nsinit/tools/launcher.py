@@ -213,7 +213,7 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
     grant = Grant(what.data_dir, what.gid, what.allowance, (what.pid, os.getpid()), what.own_filters)
     programs = _programs(grant, what)
     # Opened while the daemon is still root: later, a way through its own directories might lead elsewhere.
-    sockets = [(_open_parent(path), path, device, inode) for path, device, inode in what.sockets]
+    sockets = [(_open_path(os.path.dirname(path) or "/"), _open_path(path), path) for path in what.sockets]
     channel.send(READY)
     try:
         while _wait_word(channel, *programs.values()):
@@ -231,8 +231,8 @@ def launch_for_parent(channel: socket.socket, what: LaunchForParent) -> None:
         # The egress process serves sessions until the next daemon comes, or ends by itself without any.
         if word != START_EGRESS or program.has_ended:
             program.end(patience_s=STOP_S)
-    for parent_fd, path, device, inode in sockets:
-        _remove(parent_fd, os.path.basename(path), device, inode)
+    for parent_fd, socket_fd, path in sockets:
+        _remove(parent_fd, socket_fd, os.path.basename(path))
 
 
 def _wait_word(channel: socket.socket, *programs: Charge) -> bool:
@@ -350,15 +350,16 @@ class LauncherService:
         self._served = None
 
 
-def _open_parent(path: str) -> int:
-    return os.open(os.path.dirname(path) or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def _open_path(path: str) -> int:
+    return os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _remove(parent_fd: int, name: str, device: int, inode: int) -> None:
-    """Remove a socket that root bound, but not another file of its name."""
+def _remove(parent_fd: int, socket_fd: int, name: str) -> None:
+    """Remove a socket that root bound, but not another file of its name. While its descriptor is open no other file
+    gets its inode, as that of the next daemon could."""
     try:
         found = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
-        if (found.st_dev, found.st_ino) == (device, inode):
+        if os.path.samestat(found, os.fstat(socket_fd)):
             os.unlink(name, dir_fd=parent_fd)
     except FileNotFoundError:
         pass

@@ -199,7 +199,7 @@ def parse_grant(arguments: list[str]) -> Grant | None:
 @dataclass(frozen=True, slots=True)
 class LaunchForParent:
     """The launcher's argument from a daemon that is its parent. `pid`: the daemon. `sockets`: paths that root bound for
-    the daemon, with device and inode; the launcher removes them when the daemon ends. `permit`: private networks that
+    the daemon; the launcher removes them when the daemon ends. `permit`: private networks that
     the kernel lets the egress process reach; `proxy`: the URL of the only address, if there is one. `ca_file`:
     authorities of servers besides the machine's, for the broker. Root says all three."""
 
@@ -207,7 +207,7 @@ class LaunchForParent:
     gid: int
     allowance: Allowance
     pid: int
-    sockets: tuple[tuple[str, int, int], ...] = ()
+    sockets: tuple[str, ...] = ()
     own_filters: bool = True
     permit: tuple[str, ...] = ()
     ca_file: str = ""

@@ -234,7 +234,6 @@ def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
         assert process.wait() == 0
 
 
-@pytest.mark.xfail(reason="a verb gives up at times while no server listens; the cause is not found", strict=False)
 def test_a_server_may_be_started_anew_meanwhile(tmp_path: Path) -> None:
     """Killed in the midst of what `exec` and `logs -f` print: nothing is missing or twice, and the end is true."""
     with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,22 @@ async def launched(tmp_path: Path, permit: tuple[str, ...] = (), proxy: str = ""
         yield launcher
     finally:
         await trio.to_thread.run_sync(launcher.close)
+
+
+async def test_the_socket_of_a_daemon_that_follows_is_not_removed(tmp_path: Path) -> None:
+    """A launcher removes the file that its daemon bound, and not the one of the next daemon, which may come before the
+    launcher's end and could have the same inode."""
+    path, second = tmp_path / "first", tmp_path / "second"
+    for each in (path, second):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(each))
+    what = LaunchForParent(str(tmp_path), 61_100, ALLOWANCE, os.getpid(), sockets=(str(path), str(second)))
+    launcher = open_launcher(what)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    await trio.to_thread.run_sync(launcher.close)
+    assert (path.exists(), second.exists()) == (True, False)
 
 
 async def served(start: StartEgress) -> tuple[ChildProcess, dict[str, str]]:

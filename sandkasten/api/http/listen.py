@@ -204,12 +204,12 @@ def _remove_if_same(path: str, created: os.stat_result) -> None:
 class EarlySockets:
     """Sockets that listen since before the daemon gave its privilege away.
 
-    `addresses` is how to reach them. `unix_paths` are the socket files, with device and inode.
+    `addresses` is how to reach them. `unix_paths` are the socket files.
     """
 
     listening: list[socket.socket] = attrs.field(factory=list)
     addresses: list[str] = attrs.field(factory=list)
-    unix_paths: list[tuple[str, int, int]] = attrs.field(factory=list)
+    unix_paths: list[str] = attrs.field(factory=list)
 
     def bound(self) -> Bound:
         """Return duplicates for one front. A socket that had been shut down listens again."""
@@ -240,7 +240,7 @@ def listen_early(addresses: Sequence[str], *, loopback_only: bool) -> EarlySocke
                 early.addresses += map(url_of, opened)
     except BaseException:
         early.close()
-        for path, _device, _inode in early.unix_paths:
+        for path in early.unix_paths:
             os.unlink(path)
         raise
     return early
@@ -249,6 +249,5 @@ def listen_early(addresses: Sequence[str], *, loopback_only: bool) -> EarlySocke
 def _listen_early_unix(early: EarlySockets, path: str) -> None:
     sock = bind_unix(path)
     early.listening.append(sock)
-    found = os.lstat(path)
-    early.unix_paths.append((os.path.abspath(path), found.st_dev, found.st_ino))
+    early.unix_paths.append(os.path.abspath(path))
     early.addresses.append(f"{UNIX}{path}")
