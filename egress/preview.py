@@ -203,8 +203,8 @@ def _without_token(target: bytes) -> tuple[bytes, list[bytes]]:
 
 def _reaches_others(set_cookie: bytes) -> bool:
     """Whether a cookie would hold for other names than the one that sets it, or takes the place of ours."""
-    pair, *attributes = set_cookie.split(b";")
-    name = pair.partition(b"=")[0].strip().lower()
-    return name in (COOKIE, SECURE_COOKIE.lower()) or any(
-        each.partition(b"=")[0].strip().lower() == b"domain" for each in attributes
+    pair, *attributes = set_cookie.lower().split(b";")
+    # Anywhere in the pair: a browser sends a cookie without a name, "=NAME=1", as it would send ours.
+    return any(each.lower() in pair for each in (COOKIE, SECURE_COOKIE)) or any(
+        b"domain" in each.partition(b"=")[0] for each in attributes
     )

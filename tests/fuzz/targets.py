@@ -484,6 +484,7 @@ _PREVIEW_LINES = (
     *("Content-Length: 3", "Content-Length: 3, 3", "Transfer-Encoding: chunked", "Transfer-Encoding : chunked"),
     *("Upgrade: websocket", "Connection: Upgrade", "Upgrade: h2c", "X-Forwarded-For: 9.9.9.9", "X: a\r\n folded"),
     *("Set-Cookie: a=1; Domain=localhost", "Set-Cookie: b=2", "set-cookie: _sandkasten_preview=x", "TE: trailers"),
+    *("Set-Cookie: =_sandkasten_preview=x", "Set-Cookie: a _sandkasten_preview=x"),
 )
 _PREVIEW_STARTS = (
     *(f"GET /?a=1&_sandkasten_token={_TOKEN} HTTP/1.1", "GET / HTTP/1.1", "POST /a?b HTTP/1.1", "HEAD * HTTP/1.0"),
@@ -515,8 +516,9 @@ def preview_http(data: bytes) -> None:
     if isinstance(event, h11.Request):
         _check_visit(event)
     elif isinstance(event, h11.Response):
-        cookies = [value for name, value in event.headers if name == b"set-cookie"]
-        assert not any(b"domain" in each.lower() or b"_sandkasten_preview" in each for each in cookies), cookies
+        cookies = [value.lower().split(b";") for name, value in event.headers if name == b"set-cookie"]
+        attributes = [each.partition(b"=")[0].strip() for _, *rest in cookies for each in rest]
+        assert b"domain" not in attributes and not any(b"sandkasten_preview" in pair for pair, *_ in cookies), cookies
 
 
 def _check_visit(request: h11.Request) -> None:
