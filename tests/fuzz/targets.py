@@ -518,7 +518,8 @@ def preview_http(data: bytes) -> None:
     elif isinstance(event, h11.Response):
         cookies = [value.lower().split(b";") for name, value in event.headers if name == b"set-cookie"]
         attributes = [each.partition(b"=")[0].strip() for _, *rest in cookies for each in rest]
-        assert b"domain" not in attributes and not any(b"sandkasten_preview" in pair for pair, *_ in cookies), cookies
+        assert b"domain" not in attributes, cookies
+        assert not any(b"sandkasten_preview" in pair for pair, *_ in cookies), cookies
 
 
 def _check_visit(request: h11.Request) -> None:
