@@ -39,6 +39,7 @@ def _running(
     data_dir: Path, *options: str, log: Path | None = None, environ: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[str, int]]]:
     words = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *options]
+    own = {"SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_KEEP_ALIVE_TIMEOUT_S": "3600"}  # as long as other work takes
     with ExitStack() as stack:
         process = stack.enter_context(
             start(
@@ -46,7 +47,7 @@ def _running(
                 stdout=subprocess.PIPE,
                 stderr=stack.enter_context(log.open("wb")) if log else None,
                 text=True,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SANDKASTEN_API_KEY": KEY, **environ},
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **own, **environ},
             )
         )
         assert process.stdout is not None

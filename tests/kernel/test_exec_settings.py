@@ -10,7 +10,7 @@ from sandkasten.config import Config, Defaults, RunsSettings
 from sandkasten.model import Cause, ExecSpec, SessionSpec
 
 LONG_MS = 20_000
-TIDY = "trap 'sleep 0.7; echo tidy; exit' {}; while :; do sleep 0.01; done"
+TIDY = "trap 'sleep 0.7; echo tidy; exit' {}; echo ready; while :; do sleep 0.01; done"
 AT_ONCE = RunsSettings(interrupt_grace_ms=0, terminate_grace_ms=0, kill_grace_ms=0)
 
 
@@ -28,8 +28,12 @@ async def test_what_is_asked_to_end_has_the_configured_time(config: Config, runs
     """
     async with open_supervisor(attrs.evolve(config, runs=runs)) as supervisor:
         session = await supervisor.create(SessionSpec())
-        result = await supervisor.exec(session.id, ExecSpec(argv=("sh", "-c", script), timeout_ms=100))
-        assert (result.stdout, result.end.cause) == (b"tidy\n", Cause.TIMED_OUT)
+        for timeout_ms in (100, 1000, 10_000):
+            result = await supervisor.exec(session.id, ExecSpec(argv=("sh", "-c", script), timeout_ms=timeout_ms))
+            assert result.end.cause == Cause.TIMED_OUT
+            if result.stdout:  # the shell has set its trap in time
+                break
+        assert result.stdout == b"ready\ntidy\n"
 
 
 async def test_a_stuck_shell_has_the_configured_time(config: Config) -> None:

@@ -302,7 +302,10 @@ async def test_a_member_of_a_pool_is_given_its_way_out_when_it_is_claimed(config
         async def is_ready() -> bool:
             return any(each.ready for each in await supervisor.pools())
 
-        await until(is_ready)
-        session = await supervisor.create(SessionSpec(image="host", network=ALLOWED))
+        for _ in range(3):
+            await until(is_ready)
+            session = await supervisor.create(SessionSpec(image="host", network=ALLOWED))
+            if session.acquire_source == "pool":  # a member that a busy machine lets answer late is given up
+                break
         assert session.acquire_source == "pool"
         assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"

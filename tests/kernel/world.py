@@ -168,10 +168,13 @@ def http(body: bytes) -> Handler:
     """Return a server that answers each connection with one response."""
 
     def handle(connection: socket.socket) -> None:
-        while b"\r\n\r\n" not in connection.recv(65536):
-            pass
-        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
-        connection.sendall(head + body)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            if not (more := connection.recv(65536)):  # the other end has gone
+                return
+            head += more
+        status = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+        connection.sendall(status + body)
 
     return handle
 
