@@ -15,19 +15,28 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
+# Short forms of what is long by its nature: the benchmark, the attacks, the walk of the crash points, random histories
+# and requests, hostile input, the soak, agent frameworks. The one that takes longest is the first.
+CAMPAIGNS := $(patsubst %,tests/%.py,kernel/test_attacks e2e/test_schemathesis e2e/test_bench adapters/test_frameworks \
+             e2e/test_crash_walk e2e/test_state_machine e2e/test_soak fuzz/test_targets)
+
+OF_campaigns := $(CAMPAIGNS)
+OF_test := $(addprefix --ignore=,tests/vm $(CAMPAIGNS))
+
 STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root e2b-newest
+.PHONY: help install run quick test campaigns vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root e2b-newest
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
-	@echo 'make test [ARGS=...]    all tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
+	@echo 'make test [ARGS=...]    tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
+	@echo 'make campaigns          the rest: short forms of benchmark, attacks, crash walk, soak, fuzzing and random requests'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make e2b-newest         the tests of E2B'"'"'s API with the newest SDKs and frameworks, whose versions it tells'
 	@echo 'make crashwalk [ARGS=...] end processes at every crash point and look at the next start; ARGS: points'
@@ -50,12 +59,12 @@ run: as-root $(VENV)/.installed
 quick: $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
 
-test: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
+test campaigns: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
 		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed) \
 		$(if $(or $(if $(ARGS),,all),$(findstring e2b,$(ARGS))),$(E2B)/.installed)
 	@$(PYTHON) -m compileall -q sandkasten nsinit runner egress tests bench
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m \
-		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(or $(ARGS),--ignore=tests/vm)
+		$(if $(filter 0,$(LANES)),pytest,tests.twice $(LANES)) $(or $(ARGS),$(OF_$@))
 
 vm: tools $(VENV)/.installed-dev
 	@exec $(PYTHON) -m pytest -s tests/vm $(ARGS)

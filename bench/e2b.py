@@ -74,7 +74,7 @@ box.kill() if hasattr(box, "kill") else box.destroy()
 _OF_JAVASCRIPT = """
 const { Sandbox } = require('e2b')
 async function main() {
-  const size = Number(process.argv[4]), made = [], data = new Uint8Array(size).buffer
+  const size = Number(process.argv[3]), made = [], data = new Uint8Array(size).buffer
   const box = await Sandbox.create()
   const works = {
     run: () => box.commands.run('true'),
@@ -103,10 +103,7 @@ def programs() -> Mapping[str, list[str]]:
     if (_SDKS / ".installed").exists():
         found[E2B_PYTHON] = [str(_SDKS / "bin/python"), "-c", _OF_PYTHON + _LOOP]
         if (node := shutil.which("node")) and (_SDKS / "node_modules/e2b").exists():
-            script = _SDKS.parent / "build" / "bench-e2b.cjs"
-            script.parent.mkdir(exist_ok=True)
-            script.write_text(_OF_JAVASCRIPT)
-            found[E2B_JAVASCRIPT] = [node, str(script)]
+            found[E2B_JAVASCRIPT] = [node, "-e", _OF_JAVASCRIPT]
     return found
 
 

@@ -52,9 +52,10 @@ def _why_no_kernel() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what lies under `kernel/` and `e2e/`; skip that, and what is marked so, with the probed reason if need be.
 
-    Where workers share the files, those that take longest come first, so that none is left to run alone at the end.
+    Where workers share the files, those that take longest come first, so that none is left to run alone at the end;
+    files that are named keep their order.
     """
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and not config.option.file_or_dir:
         items.sort(key=_place)
     reason = _why_no_kernel()
     for item in items:

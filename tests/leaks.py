@@ -64,14 +64,14 @@ class Snapshot:
 
     def wait_for_difference_to_vanish(self) -> list[str]:
         """Return the difference, after giving the kernel the moment it needs to finish what was begun."""
-        left = self.difference()
+        left, pause_s = self.difference(), _PAUSE_S
         if any(each.startswith("cgroup") for each in left):
             os.sync()  # the cgroup of an ended session stays until the kernel has written the workspace's files
         deadline = time.monotonic() + (patience(_PATIENCE_S) if left else 0)
         while left and time.monotonic() < deadline:
             gc.collect()
-            time.sleep(_PAUSE_S)
-            left = self.difference()
+            time.sleep(pause_s)
+            left, pause_s = self.difference(), min(2 * pause_s, 0.5)  # a look takes time of the processor
         return left
 
 
