@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from nsinit import spawn
-from sandkasten.images.catalog import Catalog
+from nsinit.storage import shells
+from sandkasten.images.catalog import HOST, Catalog
 from sandkasten.images.host import ensure_host_image
 from tests import leaks
 from tests.e2e import seed
@@ -136,8 +137,11 @@ def nsinit_seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image store of a data directory after its first start. Making the `host` image takes a start 0.3 s of
-    computing; for `link_tree` it is a link to each file."""
+    """The image store of a data directory after its first session, for `lent_tree`. Making the `host` image takes a
+    start 0.3 s of computing, and keeping its shells four flushes of a disk."""
     directory = tmp_path_factory.mktemp("store")
     ensure_host_image(Catalog(directory))
+    root_fd = os.open("/", os.O_PATH)
+    shells.keep(root_fd, f"{directory}/images/{HOST}/shells")
+    os.close(root_fd)
     return directory / "images"

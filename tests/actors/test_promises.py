@@ -33,7 +33,7 @@ from sandkasten.model import (
 )
 from sandkasten.model.node import PROTECTIONS, Need
 from sandkasten.supervisor import Supervisor
-from tests.archives import link_tree
+from tests.archives import lent_tree
 from tests.fakes.runner import Script
 from tests.fakes.tree import open_scripted
 from tests.waiting import PATIENCE_S, until
@@ -67,8 +67,10 @@ async def supervisor(request: pytest.FixtureRequest, images: Path) -> AsyncItera
             tree.scripts.update(SCRIPTS)
             yield tree.supervisor
         return
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        link_tree(images, Path(directory, "images"))
+    with (
+        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
+        lent_tree(images, Path(directory, "images")),
+    ):
         async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(pool_sandboxes=0))) as real:
             yield real
 

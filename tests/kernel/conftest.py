@@ -11,7 +11,7 @@ import pytest
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ServerSettings, WorkspaceSettings
-from tests.archives import link_tree
+from tests.archives import lent_tree
 from tests.kernel.harness import Nsinit, data_directory, running
 from tests.kernel.runner_harness import SHELLS, Client, Sandbox, open_sandbox
 
@@ -29,13 +29,13 @@ def data_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def config(data_dir: Path, images: Path) -> Config:
+def config(data_dir: Path, images: Path) -> Iterator[Config]:
     """The defaults, small: no pool sandboxes, so that a test sees what it caused and nothing else. Workspaces without a
     quota are plain directories, so that a test sees their files."""
-    link_tree(images, data_dir / "images")
-    return Config(
-        data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), workspace=WorkspaceSettings(default_quota_mb=0)
-    )
+    with lent_tree(images, data_dir / "images"):
+        yield Config(
+            data_dir=data_dir, server=ServerSettings(pool_sandboxes=0), workspace=WorkspaceSettings(default_quota_mb=0)
+        )
 
 
 @pytest.fixture
