@@ -57,7 +57,7 @@ run: as-root $(VENV)/.installed
 	@$(LIMITS); exec $(VENV)/bin/sandkasten serve --stop-sessions --config $(DATA)/sandkasten.yaml $(ARGS)
 
 quick: $(VENV)/.installed-dev
-	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
+	@exec $(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not kernel' $(STYLE) tests/unit tests/actors $(ARGS)
 
 test campaigns: $(if $(ARGS),,as-root $(VENV)/.installed-fuzz) tools $(VENV)/.installed-dev \
 		$(if $(or $(if $(ARGS),,all),$(findstring adapters,$(ARGS))),$(AGENTS)/.installed) \

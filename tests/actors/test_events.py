@@ -87,6 +87,7 @@ trio.run(main)
 """
 
 
+@pytest.mark.slow
 async def test_after_a_kill_the_journal_goes_on_and_no_cursor_comes_again(path: Path) -> None:
     """Cursors that were handed out but never written stay places to read on from, and are given to no other event."""
     given: list[str] = []

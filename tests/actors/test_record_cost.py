@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 from pathlib import Path
 
+import pytest
 import trio
 
 from sandkasten.actors.runs.persistence import text_bytes
@@ -30,6 +31,7 @@ def end_one(logs: SessionOutput, number: int, command: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 async def test_an_ended_run_takes_no_more_than_it_is_counted_with(tmp_path: Path) -> None:
     """Measured on a few hundred of them, with short commands and long ones."""
     for length in (10, 3000):

@@ -214,6 +214,7 @@ def test_images_are_looked_after_from_the_command_line(tmp_path: Path, capsys: p
     ]
 
 
+@pytest.mark.slow
 @root_only
 def test_an_image_is_imported_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tar with a shell becomes an image that is listed and sound; what was left out or dropped is said."""

@@ -126,6 +126,7 @@ def test_a_damaged_file_is_told_and_left_alone(capsys: pytest.CaptureFixture[str
     assert path.read_text() == "{"
 
 
+@pytest.mark.slow
 def test_commands_at_the_same_time_lose_no_key() -> None:
     """Each reads what the one before it wrote."""
     script = Path(sys.executable).with_name("sandkasten")

@@ -301,6 +301,7 @@ def test_the_description_survives_a_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "images/x/meta.json").read_text())["kind"] == "rootfs"
 
 
+@pytest.mark.slow
 def test_removal_is_deep_and_follows_nothing(tmp_path: Path) -> None:
     """A chain of 3000 directories and links to outside are removed; what the links name is not touched."""
     outside = tmp_path / "outside"

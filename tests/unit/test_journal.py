@@ -292,6 +292,7 @@ _ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["victim", "reason", "cause"]), _ANYTHING))
 def test_any_data_becomes_small_strict_json(given: dict[str, object]) -> None:

@@ -108,6 +108,7 @@ def test_a_damaged_file_gives_no_key(tmp_path: Path, before: str, after: str) ->
         read_keys(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_bytes_that_changed_are_refused_or_give_keys_and_nothing_else(

@@ -412,6 +412,7 @@ def test_ids_that_were_lost_stay_lost(tmp_path: Path) -> None:
     assert ("b" in used, "c" in used, used.is_whole) == (True, True, False)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     texts=st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12),
@@ -468,6 +469,7 @@ def test_the_set_holds_what_was_put_in_and_nothing_else(exec_ids: list[str]) -> 
     assert not any(f"{exec_id} " in used for exec_id in oracle)
 
 
+@pytest.mark.slow
 def test_very_many_take_few_bytes_each() -> None:
     """Two hundred thousand digests take less than 12 bytes each."""
     encoded = random.Random(1).randbytes(8 * 200_000)

@@ -213,6 +213,7 @@ async def _run(steps: Sequence[Step_], *, memory_bytes: int, session_bytes: int)
                     await trio.lowlevel.checkpoint()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(_steps)
 def test_everything_comes_back_from_memory_and_disk(steps: list[Step_]) -> None:
@@ -220,6 +221,7 @@ def test_everything_comes_back_from_memory_and_disk(steps: list[Step_]) -> None:
     trio.run(lambda: _run(steps, memory_bytes=200 * KB, session_bytes=64 * MB))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(_steps)
 def test_what_is_kept_is_a_gapless_end(steps: list[Step_]) -> None:

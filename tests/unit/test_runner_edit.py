@@ -227,6 +227,7 @@ def test_a_file_that_another_process_changes_meanwhile_is_kept(tmp_path: Path, m
     assert contents_of(tmp_path) == {"f": b"theirs"}
 
 
+@pytest.mark.slow
 def test_after_a_kill_every_file_is_old_or_new(tmp_path: Path) -> None:
     """A kill at any step leaves each file whole, under its name. What lies beside it is hidden, and the request can be
     made again for the files that are old."""

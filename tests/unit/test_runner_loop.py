@@ -98,6 +98,7 @@ def test_what_was_planned_before_a_standstill_is_moved_by_it(loop: EventLoop) ->
     assert time.monotonic() - began >= 0.45  # however long the sleep above took
 
 
+@pytest.mark.slow
 def test_timers_wait_for_news_after_a_standstill(loop: EventLoop, pipe: tuple[int, int]) -> None:
     """Overdue timers are moved by the news, or called a moment later when there is none."""
     called: list[str] = []
