@@ -7,7 +7,7 @@ DATA   := $(CURDIR)/.sandkasten
 PYTHON := $(VENV)/bin/python
 NEWEST := e2b e2b-code-interpreter e2b-charts ipykernel matplotlib openai-agents langchain-e2b smolagents
 ARGS   ?=
-LANES  ?= $(if $(ARGS),0,3)
+LANES  ?= $(if $(ARGS),0,4)
 SECONDS ?= 120
 
 export LC_ALL := C.UTF-8
@@ -35,7 +35,7 @@ help:
 	@echo 'make install            make .venv with the locked dependencies, the default image, a configuration and a key'
 	@echo 'make run [ARGS=...]     serve from here (data in .sandkasten); ARGS as for `sandkasten serve`'
 	@echo 'make quick [ARGS=...]   unit and actor tests beside what lint does: no root, no daemon, under a minute'
-	@echo 'make test [ARGS=...]    tests of this kernel, as root, in three lanes; with ARGS as for pytest: those, in one (or LANES=N)'
+	@echo 'make test [ARGS=...]    tests of this kernel, as root, in four lanes; with ARGS as for pytest: those, in one (or LANES=N)'
 	@echo 'make campaigns          the rest: short forms of benchmark, attacks, crash walk, soak, fuzzing and random requests'
 	@echo 'make vm                 what is claimed of cgroup v2, on an emulated machine with a pure v2 tree and an older kernel'
 	@echo 'make e2b-newest         the tests of E2B'"'"'s API with the newest SDKs and frameworks, whose versions it tells'

@@ -1,6 +1,6 @@
 """Runs the whole suite in lanes, and what failed there once more, alone; that second result is what counts.
 
-Many tests watch real processes against real deadlines, and three lanes on a small machine take each other's time. The
+Many tests watch real processes against real deadlines, and four lanes on a small machine take each other's time. The
 tests that needed the second run are counted and named at its end, above pytest's own counts, for somebody to mend.
 More than a handful of failures is no matter of time, and stays a failure at once.
 
