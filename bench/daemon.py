@@ -39,7 +39,9 @@ def _running(
     data_dir: Path, *options: str, log: Path | None = None, environ: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[str, int]]]:
     words = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data_dir), *options]
-    own = {"SANDKASTEN_API_KEY": KEY, "SANDKASTEN_SERVER_KEEP_ALIVE_TIMEOUT_S": "3600"}  # as long as other work takes
+    own = {"SANDKASTEN_API_KEY": KEY}
+    for name in ("HEAD", "KEEP_ALIVE"):  # a connection waits for its first request, and its next, as other rows take
+        own[f"SANDKASTEN_SERVER_{name}_TIMEOUT_S"] = "3600"
     with ExitStack() as stack:
         process = stack.enter_context(
             start(
