@@ -12,6 +12,7 @@ import pytest
 from runner.wire.protocol import Cancel, Done, Error, Exec, ExecReply, Kind, Resize, TerminalSize
 from tests.kernel.runner_harness import Client, Outcome, Sandbox, needs_namespaces, wait_until
 from tests.leaks import descendants
+from tests.waiting import patience
 
 pytestmark = needs_namespaces
 
@@ -123,7 +124,7 @@ def _pressed(client: Client, key: bytes) -> Outcome:
     """Press a key until the command has ended: as at any terminal, it can come between two programs."""
     patience_s = client.sock.gettimeout()
     press(client, key)
-    client.sock.settimeout(1)
+    client.sock.settimeout(patience(1))  # a key more than it takes would reach the next command
     try:
         for _ in range(10):
             with contextlib.suppress(TimeoutError):
