@@ -28,7 +28,8 @@ STYLE := $(patsubst %,tests/contract/test_%.py,style layers prose)
 # A start with few descriptors allowed is no reason to fail: take what the hard limit grants.
 LIMITS := ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$$(ulimit -H -n)" 2>/dev/null || true
 
-.PHONY: help install run quick test campaigns vm crashwalk bench bench-full soak fuzz lint docs lock tools clean as-root e2b-newest
+.PHONY: help install run quick test campaigns vm crashwalk bench bench-full soak fuzz lint docs lock tools clean \
+        as-root e2b-newest
 .DELETE_ON_ERROR:
 
 help:
