@@ -23,6 +23,7 @@ from nsinit.wire.protocol import (
     MAX_DATAGRAM_BYTES,
     REQUESTS,
     Build,
+    DeleteImage,
     MakeWorkspace,
     Prepare,
     ProtocolError,
@@ -98,6 +99,8 @@ def _is_sound(request: object) -> bool:
                 check_limits(limits)
             case MakeWorkspace(workspace_id=workspace_id):
                 check_workspace_id(workspace_id)
+            case DeleteImage(name=name):
+                return name == "host"  # the image that there is
             case _:
                 return False
     except InvalidName:
