@@ -296,7 +296,7 @@ def tell_pruned(arguments: argparse.Namespace, found: PrunedImages | Pruned) -> 
 async def commit_session(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Make an image of a session."""
     session = await find_session(client, arguments.session)
-    made = await session.commit(arguments.name, replace=arguments.replace)
+    made = await session.commit(arguments.name, replace=arguments.replace, squash=arguments.squash)
     if arguments.json:
         print_json(made)
     else:

@@ -195,9 +195,9 @@ def _config(image: Image, diff_ids: list[str]) -> bytes:
 
 
 def _history(image: Image) -> list[dict[str, str]]:
-    """Return an entry for each layer: of those that came from elsewhere it says nothing."""
+    """Return an entry for each layer, empty where nobody knows what has made it."""
     made = image.config.history[-len(image.layers) :]
-    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} for each in made]
+    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} if each else {} for each in made]
 
 
 def _names(image: Image) -> dict[str, str]:

@@ -19,7 +19,7 @@ MAX_CONFIG_BYTES = 256 * 1024
 class ImageConfig:
     """The fields that are kept. `env` is below a session's own; `user` is a name or ids of the image's accounts;
     `exposed_ports` and `volumes` are listed and have no effect. `history` says what has made each of the topmost
-    layers, as far as that happened here."""
+    layers, as far as that is known."""
 
     env: Mapping[str, str] = attrs.field(factory=dict)
     working_dir: str = ""
@@ -124,12 +124,14 @@ class ConfigChanges:
 @attrs.frozen
 class CommitSpec:
     """A commit that is asked for: the image's name, and what is other than in the session's image. `replace`: take the
-    place of an image of that name. `created_by` is for the history: what has made the layer, if there is one."""
+    place of an image of that name. `created_by` is for the history: what has made the layer, if there is one. `squash`:
+    one layer of all that the session has, instead of one above those of its image."""
 
     name: str
     config: ConfigChanges = attrs.field(factory=ConfigChanges)
     replace: bool = False
     created_by: str = "commit"
+    squash: bool = False
 
 
 def _words(said: str | Sequence[str] | None) -> list[str]:

@@ -1,6 +1,7 @@
 """Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image. Of a session
 that has changed nothing the image has those below alone.
 
+With `squash`, or where an image can't have one layer more, all that the session has becomes the image's only layer.
 nsinit packs the session and unpacks the layer, each in a jail; here are a pipe between the two, and the description.
 A commit is whole with the image's name: what fails or is cancelled before leaves a layer that nobody has, which a
 collection removes.
@@ -47,7 +48,7 @@ class Commits:
 
         Raises:
             InvalidImage: the name is malformed or taken; the session's image is the machine's own, or another one by
-                now; an image can't have so many layers.
+                now.
             LayerRefused: the session has what no layer can have, or more than can be copied in `COPY_S`.
             Conflict: the session went on, or ended, before all was copied.
             DiskFull: the disk has no room for the layer.
@@ -55,20 +56,20 @@ class Commits:
         """
         below: Image = await self._images.ask_again(Resolve(image_name))
         config = await self._check(below, spec)
+        is_whole = spec.squash or len(below.layers) >= MAX_IMAGE_LAYERS
         async with self._one, self._turns.unpacks:
             async with still():
-                packed = await self._take(session_id)
+                packed = await self._take(session_id, is_whole=is_whole)
             self._crash.passing(Point.COMMIT_PACKED)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
-            changed = [packed.digest] if packed.entries or not packed.below else []
-            if len(packed.below) + len(changed) > MAX_IMAGE_LAYERS:
-                raise InvalidImage(f"image {below.name!r} has {len(packed.below)} layers, and more can't be")
-            history = (*config.history, spec.created_by) if changed else config.history
+            under = () if is_whole else packed.below
+            changed = [packed.digest] if packed.entries or not under else []
+            history = (*(config.history if under else ()), spec.created_by) if changed else config.history
             image = NewImage(
                 name=spec.name,
                 tags=[],
-                layers=[*packed.below, *changed],
+                layers=[*under, *changed],
                 config=attrs.evolve(config, history=history),
                 digest="",
                 source=below.source if below.is_cached_step else f"commit of a session of {below.name}",
@@ -94,7 +95,7 @@ class Commits:
                 raise InvalidImage(f"there is an image {spec.name!r} already", image=spec.name)
         return spec.config.apply(below.config)
 
-    async def _take(self, session_id: str) -> LayerPacked:
+    async def _take(self, session_id: str, *, is_whole: bool) -> LayerPacked:
         """Pack the session and unpack the archive, at the same time. Raises as `commit`."""
         unpacked: list[str] = []
         with trio.move_on_after(COPY_S):
@@ -103,7 +104,7 @@ class Commits:
                     with _pipe() as (read_end, write_end):
                         await nursery.start(self._unpack, read_end, unpacked)
                         with write_end, asking() as asker_fd:
-                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES)
+                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES, is_whole)
                             packed = await ask_store(self._nsinit, request, (write_end.fileno(), asker_fd))
             except* SandkastenError as group:
                 raise unwrap(group) from None

@@ -70,7 +70,7 @@ class PruneRequest:
 @attrs.frozen(kw_only=True)
 class ImageConfigBody(Body):
     """The configuration that an image brings. `history` says what has made each of the topmost layers, as far as that
-    happened here."""
+    is known."""
 
     env: Mapping[str, str]
     working_dir: str
@@ -220,17 +220,18 @@ class ConfigRequest:
 @attrs.frozen
 class CommitImageRequest:
     """An image to make of a session. With `replace` it takes the place of an image of that name. `created_by` is for
-    the history of its layers."""
+    the history of its layers. With `squash` all that the session has is one layer, without those of its image."""
 
     name: ImageName
     config: ConfigRequest | None = None
     replace: bool = False
     created_by: Text = _COMMIT
+    squash: bool = False
 
     def to_spec(self) -> CommitSpec:
         """Return the model's spec."""
         config = ConfigChanges() if self.config is None else ConfigChanges(**attrs.asdict(self.config, recurse=False))
-        return CommitSpec(self.name, config, self.replace, self.created_by)
+        return CommitSpec(self.name, config, self.replace, self.created_by, self.squash)
 
 
 async def commit(exchange: Exchange) -> Answer:
