@@ -149,7 +149,7 @@ LONG = "x" * 5000
         ([{"created_by": "RUN"}, {}], ("RUN", "")),
         ([{"created_by": "of one layer alone"}], ()),
         ([{"created_by": ["RUN"]}, {"created_by": 1}], ()),
-        *(((each, ()) for each in (None, "RUN", {"a": 1}, [1, "2"]))),
+        *((each, ()) for each in (None, "RUN", {"a": 1}, [1, "2"])),
     ],
 )
 def test_the_history_says_what_has_made_each_layer_or_nothing(said: object, history: tuple[str, ...]) -> None:
