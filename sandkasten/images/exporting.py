@@ -16,8 +16,8 @@ import os
 import tarfile
 import threading
 import zlib
-from collections.abc import Iterator
-from typing import IO, Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Protocol
 
 import attrs
 from backports import zstd
@@ -28,9 +28,8 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import Blob, Platform
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import InvalidImage, InvalidReference, SandkastenError
+from sandkasten.model.image import Compression
 
-Compression = Literal["gzip", "zstd", "none"]
-COMPRESSIONS: tuple[Compression, ...] = ("gzip", "zstd", "none")
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -52,9 +51,17 @@ class Exported:
 
 
 def export_image(
-    catalog: Catalog, store: Layers, blobs: Blobs, name: str, target: IO[bytes], compression: Compression
+    catalog: Catalog,
+    store: Layers,
+    blobs: Blobs,
+    name: str,
+    target: IO[bytes],
+    compression: Compression,
+    *,
+    check: Callable[[], object] = object,
 ) -> Exported:
     """Write an image to a file, which may be a pipe. Each layer waits in a file of `blobs` until its size is known.
+    `check` is called at each piece of a layer, and ends the export by what it raises.
 
     Raises:
         InvalidImage: there is no image of that name, or it is none of layers.
@@ -69,7 +76,7 @@ def export_image(
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         writer = _Writer(archive)
         writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-        found = [_add_layer(writer, store, blobs, each, compression) for each in image.layers]
+        found = [_add_layer(writer, store, blobs, each, compression, check) for each in image.layers]
         diff_ids = [packed.diff_id for packed, _ in found]
         config = writer.add_blob(_config(image, diff_ids))
         kind = _LAYER + _SUFFIXES[compression]
@@ -90,12 +97,13 @@ def export_image(
 
 
 def _add_layer(
-    writer: _Writer, store: Layers, blobs: Blobs, diff_id: str, compression: Compression
+    writer: _Writer, store: Layers, blobs: Blobs, diff_id: str, compression: Compression, check: Callable[[], object]
 ) -> tuple[PackedLayer, Blob]:
     with blobs.unnamed() as file:
         digest, size = hashlib.sha256(), 0
         with _packed(store, diff_id) as (source, packing):
             for piece in _compressed(source, compression):
+                check()
                 if size // _LOOK_BYTES != (size + len(piece)) // _LOOK_BYTES:
                     blobs.require_room(_LOOK_BYTES)
                 digest.update(piece)

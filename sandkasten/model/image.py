@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from sandkasten.model.errors import InvalidImage
 
+Compression = Literal["gzip", "zstd", "none"]
+"""Of the layers of an exported image."""
+COMPRESSIONS: tuple[Compression, ...] = ("gzip", "zstd", "none")
 MAX_CONFIG_BYTES = 256 * 1024
 """Bytes of a configuration as JSON."""
 

@@ -418,6 +418,16 @@ class SandboxClient:
         begun = (send_content(self._endpoint.transport, request, archive, progress)).value
         return self.job(begun["job_id"])
 
+    def export_image(self, name: str, *, compression: Literal["gzip", "zstd", "none"] = "gzip") -> FileStream:
+        """Return an image as the tar of an OCI layout, to be read in pieces. Needs an administrator's key.
+
+        Raises:
+            InvalidImage: there is none of that name, or it is none of layers.
+        """
+        path, query = f"/v1/images/{part(name)}/export", {"compression": compression}
+        request = self._endpoint.call("GET", path, query=query, patience_s=None, is_transfer=True)
+        return FileStream(self._endpoint.transport, request)
+
     def jobs(self, *, limit: int = 100) -> list[JobInfo]:
         """Return the jobs, newest first. Needs an administrator's key."""
         found = self._endpoint.ask("GET", "/v1/jobs", query={"limit": limit})

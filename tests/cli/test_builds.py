@@ -73,7 +73,8 @@ def test_an_image_is_built_and_built_again_from_what_is_kept(
 ) -> None:
     """Commands run as the instructions before them say, without input, and their output is passed on; the image has
     files, configuration and a layer for each step that changed some. A second build runs nothing. Another argument, or
-    another file, runs what comes behind it. Lists leave out what is kept, and a prune removes it, not the image."""
+    another file, runs what comes behind it. Lists leave out what is kept, and a prune removes it, not the image. An
+    export from the server comes back to it as the same image."""
     (tmp_path / "dir").mkdir()
     (tmp_path / "one").write_text("1")
     (tmp_path / "dir" / "two").write_text("2")
@@ -113,7 +114,18 @@ def test_an_image_is_built_and_built_again_from_what_is_kept(
     assert changed.stderr.count("(as before)") == 1, changed
     taken = built(command, tmp_path, FILE, "--name", "made")
     assert (taken.returncode, "--replace takes its place" in taken.stderr) == (1, True)
-    assert {each["name"] for each in api.get("/v1/images").json()["images"]} == {"base", "host", "made", "again"}
+    elsewhere = Command.of(tmp_path)
+    key_file = daemon.data_dir / "api-key"
+    elsewhere.out("context", "add", "server", daemon.wait_url(), "--key-file", key_file)
+    assert elsewhere.run("image", "export", "again", "-o", "out.tar").returncode == 0
+    moved = elsewhere.run("image", "import", "out.tar", "--name", "moved")
+    assert (moved.returncode, moved.stdout.startswith("moved: sha256:")) == (0, True), moved
+    assert elsewhere.run("image", "import", "dir", "--name", "no").returncode == 125
+    there, back = (api.get(f"/v1/images/{name}").json() for name in ("again", "moved"))
+    assert (back["config"], back["layers"][1:]) == (there["config"], there["layers"][1:])
+    assert {each["name"] for each in api.get("/v1/images").json()["images"]} == {
+        *("base", "host", "made", "again", "moved")
+    }
 
 
 STAGES = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NewType
+from typing import NewType, cast
 
 import attrs
 
@@ -13,6 +13,7 @@ from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import within
 from sandkasten.api.resources.fields import (
     Between,
+    Choice,
     Environment,
     LabelFilter,
     Labels,
@@ -26,16 +27,21 @@ from sandkasten.api.resources.fields import (
     read_query,
     read_request,
 )
+from sandkasten.api.resources.file_archives import TYPES
 from sandkasten.api.resources.file_entries import FIRST_PAGE
 from sandkasten.api.resources.jobs import ImageName
 from sandkasten.api.resources.sessions import DEFAULT_LIST, DoneBody
-from sandkasten.model.image import CommitSpec, ConfigChanges, ImageDescription
+from sandkasten.model.image import COMPRESSIONS, CommitSpec, Compression, ConfigChanges, ImageDescription
 from sandkasten.model.keys import Access, ApiKey
 from sandkasten.model.listing import LabelSelector
 
 GraceSeconds = NewType("GraceSeconds", int)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
 
+LayerCompression = NewType("LayerCompression", str)
+add_kinds({LayerCompression: Choice(COMPRESSIONS)})
+
+_GZIP = LayerCompression("gzip")
 _GRACE = GraceSeconds(3600)
 _COMMIT = Text("commit")
 
@@ -65,6 +71,13 @@ class PruneRequest:
 
     older_than_s: GraceSeconds = _GRACE
     dry_run: bool = False
+
+
+@attrs.frozen
+class ImageExportQuery:
+    """The query of an export: how the layers in the archive are compressed."""
+
+    compression: LayerCompression = _GZIP
 
 
 @attrs.frozen(kw_only=True)
@@ -194,6 +207,29 @@ async def remove(exchange: Exchange) -> Answer:
     """Delete an image that no session and no pool names, with the layers that no other image has."""
     await exchange.supervisor.delete_image(exchange.params["name"])
     return json_answer(DoneBody())
+
+
+async def export(exchange: Exchange) -> None:
+    """Download an image as the tar of an OCI image layout."""
+    await exchange.drop_body()
+    await exchange.until_disconnect(lambda: _export(exchange, read_query(exchange, ImageExportQuery).compression))
+
+
+async def _export(exchange: Exchange, compression: LayerCompression) -> None:
+    image = await exchange.supervisor.image(exchange.params["name"])
+    disposition = f'attachment; filename="{image.name}.tar"'
+    headers = (("content-type", TYPES["tar"]), ("content-disposition", disposition))
+    if exchange.method == "HEAD":
+        await exchange.start(200, headers)
+        await exchange.finish()
+        return
+    async with exchange.supervisor.export_image(image.name, cast(Compression, compression)) as read:
+        if piece := await read():  # else the export has failed, which leaving the context tells
+            await exchange.start(200, headers)
+        while piece:
+            await exchange.write(piece)
+            piece = await read()
+    await exchange.finish()
 
 
 async def prune(exchange: Exchange) -> Answer:
