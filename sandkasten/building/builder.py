@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sandkasten import errors
-from sandkasten.building.context import BuildContext, Source
+from sandkasten.building.context import BuildContext, Source, written
 from sandkasten.building.dockerfile import (
     SEVERAL,
     BuildError,
@@ -26,7 +26,7 @@ from sandkasten.building.dockerfile import (
     DockerInstruction,
 )
 from sandkasten.building.ignoring import is_pattern
-from sandkasten.building.words import expand
+from sandkasten.building.words import expand, expand_document
 from sandkasten.sdk import waiting
 from sandkasten.sdk.types import BUILD_CACHE
 
@@ -293,6 +293,12 @@ class Builder:
         except ValueError as error:
             raise self._failure(line, error) from None
 
+    def _document(self, line: DockerInstruction, content: str, state: _StageState) -> str:
+        try:
+            return expand_document(content, state.lookup, self._escape)
+        except ValueError as error:
+            raise self._failure(line, error) from None
+
     async def _perform(self, number: int, state: _StageState, sessions: _Sessions) -> None:
         for line in self._file.stages[number].steps:
             self._step += 1
@@ -390,7 +396,7 @@ class Builder:
         path = posixpath.join("/", state.working_dir, target)
         is_directory = target.endswith("/") or posixpath.basename(target) in ("", ".", "..")
         path = _normal(path)
-        if len(names) > 1 and not is_directory:
+        if len(names) + len(line.documents) > 1 and not is_directory:
             raise self._failure(line, SEVERAL)
         if path in _OUTSIDE or path.startswith(tuple(f"{each}/" for each in _OUTSIDE)):
             raise self._failure(line, f"{path} is no part of an image: sessions have mounts there")
@@ -411,16 +417,21 @@ class Builder:
 
             await self._layer(line, state, sessions, "copy from", [*inputs, names, other.key], transfer)
             return
-        try:
-            sources = [each for name in names for each in await waiting.in_thread(self._context.find, name)]
-            digest = await waiting.in_thread(self._context.digest, sources, mode)
-        except ValueError as error:
-            raise self._failure(line, error) from None
+        documents = [
+            (each.name, each.content if each.is_literal else self._document(line, each.content, state))
+            for each in line.documents
+        ]
+        with written(documents) as files:
+            try:
+                sources = [each for name in names for each in await waiting.in_thread(self._context.find, name)] + files
+                digest = await waiting.in_thread(self._context.digest, sources, mode)
+            except ValueError as error:
+                raise self._failure(line, error) from None
 
-        async def work(session: Session) -> None:
-            await self._send(line, session, sources, place, digest)
+            async def work(session: Session) -> None:
+                await self._send(line, session, sources, place, digest)
 
-        await self._layer(line, state, sessions, "copy", [*inputs, names, digest, len(sources)], work)
+            await self._layer(line, state, sessions, "copy", [*inputs, names, digest, len(sources)], work)
 
     async def _send(
         self, line: DockerInstruction, session: Session, sources: Sequence[Source], place: _Destination, digest: str

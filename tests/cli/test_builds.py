@@ -141,6 +141,15 @@ COPY --from=first /out/deep /copied/
 COPY --from=second --chown=app:crew /out/t* /out/more /mine/new/
 COPY --from=0 /out/top /one
 COPY --chown=app dir /linked/app/
+ARG WORD=word
+COPY --chmod=600 --chown=app <<ONE <<"TWO" /linked/app/
+it's "$WORD"
+ONE
+$WORD
+TWO
+COPY <<THREE /three
+three
+THREE
 USER app:crew
 RUN <<EOF
 id -u; id -g
@@ -158,11 +167,13 @@ def test_stages_owners_and_here_documents(command: Command, api: httpx.Client, t
     done = built(command, tmp_path, STAGES, "--name", "staged", "--no-cache")
     assert (done.returncode, "\n70\n72\n" in done.stderr) == (0, True), done
     script = (
-        "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one real/app real/app/sub/file; cat one mine/new/more"
+        "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one real/app real/app/sub/file;"
+        "stat -c %U:%a real/app/ONE three; cat one mine/new/more real/app/ONE real/app/TWO three"
     )
     seen = (
         "copied/file root:root 644\nmine app:crew 755\nmine/new/more app:crew 644\nmine/new/top app:crew 700\n"
-        "one root:root 700\nreal/app app:UNKNOWN 755\nreal/app/sub/file app:UNKNOWN 644\ntop\nmore\n"
+        "one root:root 700\nreal/app app:UNKNOWN 755\nreal/app/sub/file app:UNKNOWN 644\n"
+        'app:600\nroot:644\ntop\nmore\nit\'s "word"\n$WORD\nthree\n'
     )
     assert inside(command, "staged", script, "--user", "root") == seen
     other = built(command, tmp_path, STAGES, "--name", "squashed", "--squash", "--target", "SECOND")
