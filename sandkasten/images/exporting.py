@@ -72,7 +72,7 @@ def export_image(
     if image.name == HOST or image.kind == "host":
         raise InvalidImage(f"image {name!r} is this machine's own /usr, which is no image's to give away", image=name)
     if image.kind != "layers":
-        raise InvalidImage(f"image {name!r} was made before there were layers: import it once more", image=name)
+        raise InvalidImage(f"image {name!r} was made before there were layers: commit a session on it", image=name)
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         writer = _Writer(archive)
         writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
