@@ -310,7 +310,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         shared = self._shared
-        self._commits = commits.Commits(self._nsinit, self._images, self._layers, shared.pulls, shared.crash)
+        self._commits = commits.Commits(
+            self._nsinit, self._images, self._layers, shared.pulls, shared.crash, self._catalog
+        )
         actor = images.Images(
             self._images,
             self._catalog,

@@ -43,7 +43,7 @@ _IDLE_S = 600
 """Time after which a session ends whose builder is gone without a word."""
 _END_S = 30.0
 """Time for the end of a session, or for the removal of what a build has made for itself."""
-_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?\Z")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?\Z")
 _MAX_PORT = 65535
 _SIGNALS = 128
@@ -199,11 +199,14 @@ class Builder:
         """Refuse a name that the image can't have, before the work."""
         name = self._terms.name
         if not _IMAGE_NAME.match(name) or name.startswith(BUILD_CACHE):
-            raise BuildError(f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-'")
+            raise BuildError(
+                f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-', or NAME:TAG"
+            )
         if self._terms.replace:
             return
         with contextlib.suppress(errors.InvalidImage):
-            if (await self._client.get_image(name)).name == name:
+            found = await self._client.get_image(name)
+            if name in (found.name, *found.references):
                 raise BuildError(f"there is an image {name!r} already: --replace takes its place")
 
     async def _forget_own(self) -> None:

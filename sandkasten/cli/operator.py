@@ -145,7 +145,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     building = add_build(actions)
     commit = actions.add_parser("commit", help="make an image of a session")
     add_session(commit)
-    commit.add_argument("--name", required=True, help="the image's name")
+    commit.add_argument("--name", required=True, help="the image's name, or NAME:TAG")
     commit.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     commit.add_argument("--squash", action="store_true", help="one layer of all files, without those of its image")
     add_client_options(commit)

@@ -213,7 +213,7 @@ def _names(image: Image) -> dict[str, str]:
     tag = next(iter(image.tags), "") or "latest"
     names = {"org.opencontainers.image.ref.name": tag}
     with contextlib.suppress(InvalidReference):
-        parse_reference(whole := f"{image.name}:{tag}")
+        parse_reference(whole := f"{image.family}:{tag}")
         names["io.containerd.image.name"] = whole
     return names
 

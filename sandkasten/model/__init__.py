@@ -43,6 +43,7 @@ from sandkasten.model.session import IMAGE_REFERENCE as IMAGE_REFERENCE
 from sandkasten.model.session import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.model.session import MAX_SPAN_S as MAX_SPAN_S
 from sandkasten.model.session import MAX_TTL_S as MAX_TTL_S
+from sandkasten.model.session import NEW_IMAGE as NEW_IMAGE
 from sandkasten.model.session import SECCOMP_NAME as SECCOMP_NAME
 from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID

@@ -216,6 +216,9 @@ SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
 
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
 
+NEW_IMAGE = re.compile(r"(?P<name>[a-zA-Z0-9][a-zA-Z0-9._-]{0,63})(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?\Z")
+"""An image that is to be made here: NAME or NAME:TAG."""
+
 
 IMAGE_REFERENCE = re.compile(
     r"(?P<name>[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}"

@@ -559,7 +559,7 @@ class Session:
         takes. Needs an administrator's key.
 
         Args:
-            name: of the new image.
+            name: of the new image, NAME or NAME:TAG.
             config: what is other than in the session's image: `env`, `working_dir`, `user`, `entrypoint`, `cmd`,
                 `labels`, `exposed_ports`.
             replace: take the place of an image of that name.

@@ -181,6 +181,10 @@ def test_stages_owners_and_here_documents(command: Command, api: httpx.Client, t
     whole = built(command, tmp_path, STAGES, "--name", "squashed", "--squash", "--replace")
     assert (whole.returncode, whole.stdout.split(",")[0]) == (0, "squashed: 2 layers"), whole
     assert inside(command, "squashed", script, "--user", "root") == seen
+    tagged = built(command, tmp_path, STAGES, "--name", "app:v1", "--target", "first", "--squash")
+    assert (tagged.returncode, api.get("/v1/images/app:v1").json()["references"]) == (0, ["app:v1"]), tagged
+    taken = built(command, tmp_path, STAGES, "--name", "app:v1")
+    assert (taken.returncode, "--replace takes its place" in taken.stderr) == (1, True)
     unused = built(command, tmp_path, STAGES, "--name", "unused", "--target", "unused")
     assert (unused.returncode, f"{tmp_path}/Dockerfile:5: ended with status 1: RUN exit 1" in unused.stderr) == (
         1,
@@ -227,7 +231,7 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
         done = built(command, tmp_path, text, "--name", "failed")
         assert (done.returncode in (1, 125), why in done.stderr) == (True, True), (text, done)
     assert (api.get("/v1/images/failed").status_code, api.get("/v1/sessions").json()) == (400, [])
-    for name, why in (("a:b", "is no name for an image"), ("build-cache.x", "is no name for an image")):
+    for name, why in (("a:b:c", "is no name for an image"), ("build-cache.x", "is no name for an image")):
         assert why in built(command, tmp_path, "FROM base\nRUN echo no", "--name", name).stderr
     counted, pruned = (
         api.post("/v1/images/prune", json={"older_than_s": 0, "dry_run": dry_run}).json() for dry_run in (True, False)

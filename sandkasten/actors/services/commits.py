@@ -22,12 +22,12 @@ from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
 from sandkasten.actors.services.nsinit import ask_store
 from sandkasten.crash import Crash, Point
-from sandkasten.images.catalog import Image, check_name
+from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
-from sandkasten.model.image import CommitSpec, ImageConfig, ImageDescription
+from sandkasten.model.image import CommitSpec, ImageDescription
 
 COPY_S = 900.0
 """The longest time for which a session stands still."""
@@ -37,8 +37,11 @@ _UNSENT = 0
 class Commits:
     """Commits of the sessions of a node, one at a time: a commit has one of the store's turns for unpacking."""
 
-    def __init__(self, nsinit: Ref, images: Ref, layers: PullTarget, turns: PullTurns, crash: Crash) -> None:
+    def __init__(
+        self, nsinit: Ref, images: Ref, layers: PullTarget, turns: PullTurns, crash: Crash, catalog: Catalog
+    ) -> None:
         self._nsinit, self._images, self._layers, self._crash = nsinit, images, layers, crash
+        self._catalog = catalog
         self._turns, self._one = turns, trio.Lock()
 
     async def commit(
@@ -55,9 +58,12 @@ class Commits:
             NsinitLost: the store did not say in time whether the image has its name.
         """
         below: Image = await self._images.ask_again(Resolve(image_name))
-        config = await self._check(below, spec)
+        if below.kind == "host":
+            raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
+        config = spec.config.apply(below.config)
         is_whole = spec.squash or len(below.layers) >= MAX_IMAGE_LAYERS
         async with self._one, self._turns.unpacks:
+            name, repository, tag = await trio.to_thread.run_sync(self._place, spec)
             async with still():
                 packed = await self._take(session_id, is_whole=is_whole)
             self._crash.passing(Point.COMMIT_PACKED)
@@ -67,8 +73,9 @@ class Commits:
             changed = [packed.digest] if packed.entries or not under else []
             history = (*(config.history if under else ()), spec.created_by) if changed else config.history
             image = NewImage(
-                name=spec.name,
-                tags=[],
+                name=name,
+                tags=[tag] if tag else [],
+                repository=repository,
                 layers=[*under, *changed],
                 config=attrs.evolve(config, history=history),
                 digest="",
@@ -78,22 +85,15 @@ class Commits:
             )
             with self._turns.keeping(image.layers):
                 await publish(self._layers, image, self._crash)
-        (found,) = await self._images.ask_again(DescribeImages(spec.name))
+        (found,) = await self._images.ask_again(DescribeImages(name))
         return found
 
-    async def _check(self, below: Image, spec: CommitSpec) -> ImageConfig:
-        """Return the configuration of the new image. Raises `InvalidImage`: there can be no such image."""
-        check_name(spec.name)
-        if below.kind == "host":
-            raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
+    def _place(self, spec: CommitSpec) -> tuple[str, str, str]:
+        """Return `Catalog.place_for` of the new image. Raises `InvalidImage`: the name is malformed, or taken."""
+        place = self._catalog.place_for(spec.name)
         if not spec.replace:
-            try:
-                await self._images.ask_again(DescribeImages(spec.name))
-            except InvalidImage:
-                pass
-            else:
-                raise InvalidImage(f"there is an image {spec.name!r} already", image=spec.name)
-        return spec.config.apply(below.config)
+            self._catalog.require_free(place[0])
+        return place
 
     async def _take(self, session_id: str, *, is_whole: bool) -> LayerPacked:
         """Pack the session and unpack the archive, at the same time. Raises as `commit`."""

@@ -18,6 +18,7 @@ from sandkasten.api.resources.fields import (
     LabelFilter,
     Labels,
     ListLimit,
+    Matching,
     NameCursor,
     Paths,
     Text,
@@ -29,14 +30,18 @@ from sandkasten.api.resources.fields import (
 )
 from sandkasten.api.resources.file_archives import TYPES
 from sandkasten.api.resources.file_entries import FIRST_PAGE
-from sandkasten.api.resources.jobs import ImageName
 from sandkasten.api.resources.sessions import DEFAULT_LIST, DoneBody
+from sandkasten.model import NEW_IMAGE
 from sandkasten.model.image import COMPRESSIONS, CommitSpec, Compression, ConfigChanges, ImageDescription
 from sandkasten.model.keys import Access, ApiKey
 from sandkasten.model.listing import LabelSelector
 
 GraceSeconds = NewType("GraceSeconds", int)
+NewImageName = NewType("NewImageName", str)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
+add_kinds(
+    {NewImageName: Matching(NEW_IMAGE, "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', no sign first, or NAME:TAG")}
+)
 
 LayerCompression = NewType("LayerCompression", str)
 add_kinds({LayerCompression: Choice(COMPRESSIONS)})
@@ -255,10 +260,11 @@ class ConfigRequest:
 
 @attrs.frozen
 class CommitImageRequest:
-    """An image to make of a session. With `replace` it takes the place of an image of that name. `created_by` is for
-    the history of its layers. With `squash` all that the session has is one layer, without those of its image."""
+    """An image to make of a session. Its `name` may be NAME:TAG. With `replace` it takes the place of the image of that
+    name. `created_by` is for the history of its layers. With `squash` all that the session has is one layer, without
+    those of its image."""
 
-    name: ImageName
+    name: NewImageName
     config: ConfigRequest | None = None
     replace: bool = False
     created_by: Text = _COMMIT
