@@ -255,17 +255,22 @@ class Catalog:
 
     def place_for(self, text: str) -> tuple[str, str, str]:
         """Return the name of an image that is to be made here as NAME or NAME:TAG, and the parts of the latter. A tag
-        has the name of the image that owns it, if there is one; else NAME, or where that is taken NAME-TAG. Raises
-        `InvalidImage`: malformed."""
+        has the name of the image that owns it, if there is one; else NAME, or where that is taken NAME-TAG.
+
+        Raises:
+            InvalidImage: malformed, or NAME-TAG is another image.
+        """
         parts = NEW_IMAGE.match(text)
         if parts is None or parts["tag"] is None:
             check_name(text)
             return text, "", ""
         name, tag = parts["name"], parts["tag"]
         owners = [each.name for each in self.images() if each.family == name and tag in each.tags]
-        free = name if self._read(name) is None else f"{name}-{tag}"
-        chosen = name if name in owners else next(iter(owners), free)
+        if owners:
+            return name if name in owners else owners[0], name, tag
+        chosen = name if self._read(name) is None else f"{name}-{tag}"
         check_name(chosen)
+        self.require_free(chosen)
         return chosen, name, tag
 
     def require_free(self, name: str) -> None:
@@ -410,18 +415,10 @@ class Catalog:
 
 def _is_sound(image: Image) -> bool:
     """Whether all fields are of their types: a daemon that was broken into may have written them."""
-    texts = (
-        image.created_at,
-        image.source,
-        image.fingerprint,
-        image.digest,
-        image.platform,
-        image.repository,
-        *image.tags,
-    )
+    texts = (image.created_at, image.source, image.fingerprint, image.digest, image.platform, image.repository)
     return (
         image.kind in ("host", "rootfs", "layers")
-        and all(isinstance(each, str) for each in (*texts, *image.layers))
+        and all(isinstance(each, str) for each in (*texts, *image.tags, *image.layers))
         and all(LAYER_DIGEST.fullmatch(each) for each in image.layers)
         and type(image.members) is type(image.size_bytes) is int
     )

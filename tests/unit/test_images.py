@@ -175,6 +175,9 @@ def test_what_is_made_here_may_have_a_tag(tmp_path: Path) -> None:
     for text in ("app:v3", "new:1"):
         with pytest.raises(InvalidImage, match="no image"):
             catalog.get(text)
+    add(catalog, "plain-mine")
+    with pytest.raises(InvalidImage, match="there is an image 'plain-mine' already"):
+        catalog.place_for("plain:mine")
     for text in ("a:b:c", "a/b:c", f"a@{DIGEST}", "a:", "-a:b", f"app:{'t' * 100}"):
         with pytest.raises(InvalidImage, match="malformed"):
             catalog.place_for(text)

@@ -144,7 +144,7 @@ LONG = "x" * 5000
 @pytest.mark.parametrize(
     ("said", "history"),
     [
-        ([{"created_by": "FROM"}, EMPTY, {"created_by": LONG}], ("FROM", LONG[:1000])),
+        ([{"created_by": "FROM"}, EMPTY, {"created_by": LONG}], ("FROM", LONG[:400])),
         ([{"comment": "no word"}, {"created_by": "RUN"}], ("RUN",)),
         ([{"created_by": "RUN"}, {}], ("RUN", "")),
         ([{"created_by": "of one layer alone"}], ()),

@@ -34,8 +34,8 @@ _MAX_LISTED, _MAX_SHOWN_CHARS = 20, 200
 _REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 """Annotations of an entry of a layout's index: the whole name, and the name or a tag alone."""
 _MAX_BLOB_BYTES = 1 << 40
-_MAX_HISTORY_CHARS = 1000
-"""Of an entry; with those of 127 layers an eighth of what a description may have."""
+_MAX_HISTORY_CHARS = 400
+"""Of an entry; those of 127 layers, each character as 12 bytes of JSON, are half of what a description may have."""
 
 _Json = Mapping[str, Any]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "riscv64": "riscv64", "ppc64le": "ppc64le"}
