@@ -75,8 +75,9 @@ def export_image(
         raise InvalidImage(f"image {name!r} was made before there were layers: commit a session on it", image=name)
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         writer = _Writer(archive)
-        writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+        # First: of an image whose first layer can't be packed no byte is written, and HTTP has a status for that.
         found = [_add_layer(writer, store, blobs, each, compression, check) for each in image.layers]
+        writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
         diff_ids = [packed.diff_id for packed, _ in found]
         config = writer.add_blob(_config(image, diff_ids))
         kind = _LAYER + _SUFFIXES[compression]
