@@ -345,6 +345,7 @@ class SessionBody(Body):
     limits: Limits
     exec_mode: str
     user: str | None
+    account: str | None
     root_inside: bool
     filesystem: FileRules | None
     seccomp: str
