@@ -143,7 +143,7 @@ def _ask(
 
 _READ = r"""read -r; read -r order; id=${order#*'"id":"'}; id=${id%%'"'*}; """
 _LIES = {
-    r"tr '\0' x </dev/zero": ["KernelLied: the context wrote a line of more than 8388608 bytes; the context was ended"],
+    r"tr '\0' x </dev/zero": ["KernelLied: the context wrote a line of more than 8389632 bytes; the context was ended"],
     "echo $id oops; cat": ["KernelLied: the context wrote a line that is not JSON; the context was ended"],
     "echo $id '[1]'; cat": ["KernelLied: the context wrote a line without a type; the context was ended"],
     "exit 3": ["KernelGone: the context has ended: exited"],
