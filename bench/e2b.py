@@ -1,9 +1,9 @@
 """E2B's SDKs as published, beside our own SDK doing the same: a command, a create, a file of 100 MiB both ways.
 
 Each SDK has a process of its own, which is asked for one thing at a time by a line, so that rows come in random blocks.
-A command of E2B's is a login shell with a text; ours is the same program with the same arguments. A sandbox of E2B's has
-a way out unless its client says otherwise; so has ours. A file that is read is in memory then. They come with `make .venv-e2b/.installed`; without that the
-section has no rows.
+A command of E2B's is a login shell with a text; ours is the same program with the same arguments. A sandbox of E2B's
+has a way out unless its client says otherwise; so has ours. A file that is read is in memory then. The SDKs come with
+`make .venv-e2b/.installed`; without that the section has no rows.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ _LIES = {
 
 def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> None:
     """A process in a sandbox that takes itself for a context is told of, and ended, when it writes a line without end
-    or one that is not JSON. Of one that ends, its own reason is told. What it says to requests that nobody made has no effect."""
+    or one that is not JSON. Of one that ends, its own reason is told. What it says to requests that nobody made has no
+    effect."""
     session = f"/v1/sessions/{sandbox['sandboxID']}"
     told = []
     with daemon.client() as client:
