@@ -144,7 +144,9 @@ class Interpreter:
                             return None
                         await exchange.write(line + b"\n")
                 cause = (await stream.wait_end()).cause.value
-            _, reason = await _first_word(supervisor, session_id, run)
+            reason = ""
+            with suppress(SandkastenError, Lied):  # its output may be gone by now
+                _, reason = await _first_word(supervisor, session_id, run)
             return _error("KernelGone", f"the context has ended: {reason or cause}")
 
         async def work() -> None:
