@@ -35,6 +35,8 @@ from sandkasten.model.run import Waited as Waited
 from sandkasten.model.run import WaitFor as WaitFor
 from sandkasten.model.run import is_made as is_made
 from sandkasten.model.run import make_exec_id as make_exec_id
+from sandkasten.model.session import ACCOUNT as ACCOUNT
+from sandkasten.model.session import ACCOUNT_RULE as ACCOUNT_RULE
 from sandkasten.model.session import EXEC_MODES as EXEC_MODES
 from sandkasten.model.session import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.model.session import FOREVER_S as FOREVER_S
