@@ -196,8 +196,8 @@ class SandkastenSandboxSession(BaseSandboxSession):
         return await self._real(PurePosixPath(posixpath.normpath(there)), links + 1)
 
     async def _resolve_exposed_port(self, port: int) -> ExposedPortEndpoint:
-        """Return where a port is reached: a preview, whose token is in the query, or a published port where the node has
-        no previews. It is opened at the first call, for a day."""
+        """Return where a port is reached: by a preview, whose token is in the query, or where the node has none by a
+        published port. It is opened at the first call, for a day."""
         if (endpoint := self._endpoints.get(port)) is None:
             try:
                 preview = await self._open(port)

@@ -386,6 +386,11 @@ async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
     return ToolReply("\n".join(f"{each.address}:{each.port}" for each in ports) or "[nothing listens]")
 
 
+async def _preview(call: ToolCall, arguments: Arguments) -> ToolReply:
+    preview = await (await call.box(may_make=False)).preview(arguments["port"], keep_alive=True)
+    return ToolReply(f"{preview.link}\n[until {preview.expires_at}; whoever has this link reaches port {preview.port}]")
+
+
 async def _sandboxes(call: ToolCall, arguments: Arguments) -> ToolReply:
     name = call.sandbox
     match arguments["action"]:
@@ -423,6 +428,7 @@ def _line(text: str) -> str:
 # The table ------------------------------------------------------------------------------------------------------------
 
 _TEXT: Schema = {"type": "string"}
+_PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 _PATH: Schema = {"type": "string", "minLength": 1}
 _YES: Schema = {"type": "boolean"}
 _INT: Schema = {"type": "integer", "minimum": 0}
@@ -531,9 +537,16 @@ TOOLS: Mapping[str, Tool] = {
         Tool(
             "ports",
             "List the TCP ports that listen in the sandbox, or wait for one.",
-            {"wait_for": {"type": "integer", "minimum": 1, "maximum": 65535}, "timeout_ms": _MS},
+            {"wait_for": _PORT, "timeout_ms": _MS},
             _ports,
             reads=True,
+        ),
+        Tool(
+            "preview",
+            "Return a link by which a person's browser reaches the server on a port of the sandbox, for an hour.",
+            {"port": _PORT},
+            _preview,
+            required=("port",),
         ),
         Tool(
             "sandboxes",
