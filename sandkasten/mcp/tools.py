@@ -68,6 +68,10 @@ class ToolCall:
             self.notes.append(note)
         return session
 
+    def forget(self) -> None:
+        """Look for the sandbox anew at the next use: it has ended."""
+        self.sandboxes.forget(self.sandbox)
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -100,7 +104,7 @@ async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply
             reply = await tool.run(call, arguments)
             break
         except (errors.SessionExpired, errors.SessionNotFound) as error:
-            call.sandboxes.forget(call.sandbox)
+            call.forget()
             if has_ended:
                 reply = ToolReply(_in_words(error), is_error=True)
         except NoSandbox as error:
