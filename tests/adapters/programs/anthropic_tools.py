@@ -89,7 +89,7 @@ async def the_tool_runner_works_in_a_session() -> None:
 
 
 async def the_agent_toolset_works_in_a_session() -> None:
-    """Its names and parameters are the package's own, and the package's runner calls them."""
+    """Names and parameters are those of the package, whose runner calls the tools."""
     with tempfile.TemporaryDirectory() as directory:
         own = {each.name: each.to_dict() for each in beta_agent_toolset_20260401(AgentToolContext(workdir=directory))}
     async with box() as session, AsyncAnthropic() as claude:
