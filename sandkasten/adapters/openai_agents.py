@@ -135,6 +135,7 @@ class SandkastenSandboxSession(BaseSandboxSession):
         self._client, self._box = client, box
         self._interactive: dict[int, _Interactive] = {}
         self._endpoints: dict[int, ExposedPortEndpoint] = {}
+        self._opening = asyncio.Lock()
         self._is_root_plain = False
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -198,25 +199,24 @@ class SandkastenSandboxSession(BaseSandboxSession):
     async def _resolve_exposed_port(self, port: int) -> ExposedPortEndpoint:
         """Return where a port is reached: by a preview, whose token is in the query, or where the node has none by a
         published port. It is opened at the first call, for a day."""
-        if (endpoint := self._endpoints.get(port)) is None:
-            try:
-                preview = await self._open(port)
-            except errors.SandkastenError as error:
-                raise ExposedPortUnavailableError(
-                    port=port,
-                    exposed_ports=self.state.exposed_ports,
-                    reason="backend_unavailable",
-                    context={"backend": "sandkasten", "error_code": error.code, "message": error.message},
-                    cause=error,
-                    retryable=error.retryable,
-                ) from error
-            place = urlsplit(preview.link)
-            is_tls = place.scheme == "https"
-            endpoint = ExposedPortEndpoint(
-                place.hostname or "", place.port or (443 if is_tls else 80), tls=is_tls, query=place.query
-            )
-            self._endpoints[port] = endpoint
-        return endpoint
+        async with self._opening:  # a second preview of a port voids the token of the first
+            if port not in self._endpoints:
+                try:
+                    place = urlsplit((await self._open(port)).link)
+                except errors.SandkastenError as error:
+                    raise ExposedPortUnavailableError(
+                        port=port,
+                        exposed_ports=self.state.exposed_ports,
+                        reason="backend_unavailable",
+                        context={"backend": "sandkasten", "error_code": error.code, "message": error.message},
+                        cause=error,
+                        retryable=error.retryable,
+                    ) from error
+                is_tls = place.scheme == "https"
+                self._endpoints[port] = ExposedPortEndpoint(
+                    place.hostname or "", place.port or (443 if is_tls else 80), tls=is_tls, query=place.query
+                )
+            return self._endpoints[port]
 
     async def _open(self, port: int) -> Preview:
         try:
