@@ -58,7 +58,6 @@ class GuardedStream:
 
     `is_broken`: data that is sent reaches nobody. `is_at_eof`: the client ended its side and may still read ours.
     `has_unread_body`: the application answered before the request had been read to its end; the application sets it.
-    `sent_bytes`: how much went out without waiting.
     `idle_since`: the moment since which no request is being served, None while one is. `peer`: the client's address
     for the share of connections, "" behind a unix socket. `leave` tells of the client's leaving.
     """
@@ -77,7 +76,6 @@ class GuardedStream:
         self._is_sending = False
         self._is_closed = False
         self._read_bytes = 0
-        self.sent_bytes = 0
         self.is_broken = False
         self.is_at_eof = False
         self.has_unread_body = False
@@ -94,14 +92,10 @@ class GuardedStream:
         if not data:
             await trio.lowlevel.checkpoint()
             return
-        at_once = self._send_nowait(data)
-        self.sent_bytes += at_once
-        if at_once == len(data):
-            return
         self._is_sending = True
         try:
             with trio.move_on_after(self._write_timeout_s) as scope:
-                await self._stream.send_all(memoryview(data)[at_once:])
+                await self._stream.send_all(data)
         except trio.BrokenResourceError:
             self._break()
             raise
@@ -114,10 +108,10 @@ class GuardedStream:
             self.abort()
             raise trio.BrokenResourceError("the client did not read in time")
 
-    def _send_nowait(self, data: bytes) -> int:
-        """Send what the socket takes at once, mostly all of it, and return the number of bytes. trio's stream would
-        take a turn of the event loop for that, and the lock of the protocol code has taken one already."""
-        if self._is_sending:
+    def send_nowait(self, data: bytes) -> int:
+        """Send what the socket takes at once, mostly all of it, and return the number of bytes; `send_all` is for the
+        rest."""
+        if self._is_sending or self._is_closed:
             return 0
         try:
             return os.write(self.socket.fileno(), data)
@@ -152,8 +146,9 @@ class GuardedStream:
             self.set_idle_deadline(-math.inf)
 
     def _move_deadline(self) -> None:
-        if self._receiving is not None:
-            self._receiving.deadline = min(self._head_deadline, self._idle_deadline)
+        deadline = min(self._head_deadline, self._idle_deadline)
+        if self._receiving is not None and self._receiving.deadline != deadline:
+            self._receiving.deadline = deadline
 
     def _break(self) -> None:
         self.is_broken = True
@@ -182,6 +177,7 @@ class GuardedStream:
             self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
             if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
                 self._head_deadline = trio.current_time() + self._head_timeout_s
+            self._receiving = None
             return bytes(data)
         raise trio.ClosedResourceError
 

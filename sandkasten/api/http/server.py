@@ -17,15 +17,14 @@ from typing import cast
 
 import orjson
 import trio
-from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
-from hypercorn.typing import ASGIFramework, ConnectionState
+from hypercorn.typing import AppWrapper, ConnectionState
 
 from sandkasten.api.http.connection import GuardedStream
-from sandkasten.api.http.guard import App, GuardedApp
+from sandkasten.api.http.guard import App
 from sandkasten.api.http.http1 import Http1
 from sandkasten.api.http.listen import EarlySockets, open_listeners
 from sandkasten.api.http.settings import ApiSettings
@@ -103,7 +102,7 @@ class _TcpConnection(TCPServer):
 
     async def _read_data(self) -> None:
         """As the original, without its deadline for each read: the stream has that."""
-        Http1.install(self, on_refusal=self._expect_rest)
+        Http1.install(self, cast(GuardedStream, self.stream))
         data = b"-"
         try:
             while data:
@@ -114,8 +113,14 @@ class _TcpConnection(TCPServer):
         await self.protocol.handle(Closed())
         await self.idle_task.stop()
 
-    def _expect_rest(self) -> None:
-        cast(GuardedStream, self.stream).has_unread_body = True  # the bytes behind a malformed head stay unread
+    async def protocol_send(self, event: Event) -> None:
+        """As the original, without its lock and its cancel scope for bytes that the socket takes at once."""
+        if isinstance(event, RawData) and not self.send_lock.locked():
+            rest = memoryview(event.data)[cast(GuardedStream, self.stream).send_nowait(event.data) :]
+            if not rest:
+                return
+            event = RawData(data=bytes(rest))  # goes first: the lock is free, and taken without a switch of tasks
+        await super().protocol_send(event)
 
 
 class _Server:
@@ -205,7 +210,7 @@ class _Server:
         return True
 
     async def _speak_http(self, stream: GuardedStream) -> None:
-        app = ASGIWrapper(cast(ASGIFramework, GuardedApp(self._app, stream)))
+        app = cast(AppWrapper, self._app)  # passed on to the streams of `Http1`, which are typed for it
         # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
         transport = cast("trio.SSLStream[trio.SocketStream]", stream)
         state = ConnectionState({"stopping": self._stopping})
