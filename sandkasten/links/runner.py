@@ -296,8 +296,11 @@ def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
     for name in message.__slots__:
         value = getattr(message, name)
-        if value is None or (type(value) is str and len(value) <= _MAX_TEXT_BYTES and value.isascii()):
-            continue  # most are: to call a function costs more than the check
+        kind = type(value)  # most are small: to call a function costs more than the check
+        if value is None or kind is bool or (kind is int and -_MAX_NUMBER <= value <= _MAX_NUMBER):
+            continue
+        if kind is str and len(value) <= _MAX_TEXT_BYTES and value.isascii():
+            continue
         for each in value if isinstance(value, tuple) else (value,):
             _check_value(each)
 

@@ -145,10 +145,15 @@ class GuardedStream:
         if self._idle_deadline < math.inf:
             self.set_idle_deadline(-math.inf)
 
+    @property
+    def _read_deadline(self) -> float:
+        return min(self._head_deadline, self._idle_deadline)
+
     def _move_deadline(self) -> None:
-        deadline = min(self._head_deadline, self._idle_deadline)
-        if self._receiving is not None and self._receiving.deadline != deadline:
-            self._receiving.deadline = deadline
+        """Bring the deadline of the read forward. One that moves away, as with every request, is found out when the
+        earlier one has come."""
+        if self._receiving is not None and self._read_deadline < self._receiving.deadline:
+            self._receiving.deadline = self._read_deadline
 
     def _break(self) -> None:
         self.is_broken = True
@@ -162,24 +167,25 @@ class GuardedStream:
             trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head or request that did not come
                 in time.
         """
-        if self._is_closed:
-            raise trio.ClosedResourceError
-        with trio.CancelScope(deadline=min(self._head_deadline, self._idle_deadline)) as self._receiving:
-            try:
-                data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
-            except trio.BrokenResourceError:
-                self.is_at_eof = True
-                self._break()
-                raise
-            self.is_at_eof = not data
-            if not data:
-                self.leave.note()
-            self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
-            if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
-                self._head_deadline = trio.current_time() + self._head_timeout_s
+        data: bytes | None = None
+        while data is None:
+            if self._is_closed or trio.current_time() >= self._read_deadline:
+                raise trio.ClosedResourceError
+            with trio.CancelScope(deadline=self._read_deadline) as self._receiving:
+                try:
+                    data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
+                except trio.BrokenResourceError:
+                    self.is_at_eof = True
+                    self._break()
+                    raise
             self._receiving = None
-            return bytes(data)
-        raise trio.ClosedResourceError
+        self.is_at_eof = not data
+        if not data:
+            self.leave.note()
+        self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
+        if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
+            self._head_deadline = trio.current_time() + self._head_timeout_s
+        return bytes(data)
 
     async def send_eof(self) -> None:
         """End our side of the connection."""

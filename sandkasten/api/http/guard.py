@@ -88,8 +88,13 @@ class RequestStream:
             self._is_whole = True
         elif isinstance(event, StreamClosed):
             self._is_over = True
-            self._room.unpark_all()
-        self._readers.unpark_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have who waits look again."""
+        for waiting in self._readers, self._room:
+            if waiting:
+                waiting.unpark_all()
 
     def _make_scope(self, event: Request) -> Scope:
         path, _, query_string = event.raw_path.partition(b"?")
@@ -139,7 +144,7 @@ class RequestStream:
             await trio.lowlevel.checkpoint()
             return {"type": "http.disconnect"}
         piece = self._pieces.popleft() if self._pieces else b""
-        self._room.unpark()
+        self._wake()
         self._is_read = self._is_whole and not self._pieces
         if not self._is_read:
             await trio.lowlevel.checkpoint()  # a body may come faster than others get their turns
@@ -167,7 +172,7 @@ class RequestStream:
             return
         self._is_answered = True
         self._transport.has_unread_body = not self._is_whole
-        self._room.unpark_all()
+        self._wake()
         self._held.append(h11.EndOfMessage())
         await self._flush()
         await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
