@@ -204,7 +204,7 @@ def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected`
 
 _field_cache: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
 _default_cache: dict[type, dict[str, Any]] = {}
-_plain_cache: dict[type, dict[str, frozenset[type]]] = {}
+_plain_cache: dict[type, dict[str, frozenset[object]]] = {}
 """For each field the types whose values fit as they are."""
 
 
@@ -231,7 +231,7 @@ def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
     return _field_cache[cls]
 
 
-def _plain_types(hint: Any) -> frozenset[type]:
+def _plain_types(hint: Any) -> frozenset[object]:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return _PLAIN.intersection(typing.get_args(hint) if is_union else (hint,))
 
