@@ -75,4 +75,5 @@ session_id: ContextVar[str | None] = ContextVar("session_id", default=None)
 
 def set_key(key_id: str | None) -> None:
     """Note the API key of the current request."""
-    origin.set(attrs.evolve(origin.get(), key_id=key_id))
+    now = origin.get()
+    origin.set(Origin(now.request_id, now.trace, key_id))

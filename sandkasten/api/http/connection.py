@@ -118,27 +118,23 @@ class GuardedStream:
         except OSError:  # it is full, or the stream says what is wrong
             return 0
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Have the connection count as busy while the block serves a request, whose head has come."""
+    def begin_serving(self) -> None:
+        """Have the connection count as busy until `end_serving`: the head of a request has come."""
         self._requests += 1
         self.idle_since = None
-        self._set_head_deadline(math.inf)
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self.idle_since = trio.current_time()
+        self._head_deadline = math.inf
 
-    def _set_head_deadline(self, deadline: float) -> None:
-        self._head_deadline = deadline
-        self._move_deadline()
+    def end_serving(self) -> None:
+        self._requests -= 1
+        if not self._requests:
+            self.idle_since = trio.current_time()
 
     def set_idle_deadline(self, deadline: float) -> None:
         """Set when the connection ends unless a request comes, in `trio.current_time()` seconds."""
         self._idle_deadline = deadline
-        self._move_deadline()
+        # One that moves away, as with every request, is found out when the earlier one has come.
+        if self._receiving is not None and self._read_deadline < self._receiving.deadline:
+            self._receiving.deadline = self._read_deadline
 
     def end_if_idle(self) -> None:
         """End the connection now if it waits for a request."""
@@ -148,12 +144,6 @@ class GuardedStream:
     @property
     def _read_deadline(self) -> float:
         return min(self._head_deadline, self._idle_deadline)
-
-    def _move_deadline(self) -> None:
-        """Bring the deadline of the read forward. One that moves away, as with every request, is found out when the
-        earlier one has come."""
-        if self._receiving is not None and self._read_deadline < self._receiving.deadline:
-            self._receiving.deadline = self._read_deadline
 
     def _break(self) -> None:
         self.is_broken = True

@@ -275,7 +275,7 @@ class Exchange(AsgiExchange):
     # The client
 
     async def until_disconnect(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work`, cancelled when the client leaves. Call it after the body has been read.
+        """Run `work`, cancelled with all of the request when the client leaves. Call it after the body has been read.
 
         The end of the client's side counts as a leave: until something is written, a closed socket looks the same as a
         half-closed one, and a command must not go on for a client that has left (RFC 9293 §3.6).
@@ -287,12 +287,8 @@ class Exchange(AsgiExchange):
         leave: Leave | None = self.scope.get(LEAVE_KEY)
         if leave is None or not self.is_body_done:
             return await self._until_message(work)
-        with trio.CancelScope() as scope, leave.calling(scope.cancel):
-            try:
-                return await work()
-            except* ClientGone:  # a write noticed it before the reader did
-                pass
-        raise ClientGone
+        with leave.calling(functools.partial(self.use.end, ClientGone())):
+            return await work()
 
     async def _until_message(self, work: Callable[[], Awaitable[T]]) -> T:
         """As `until_disconnect`, for a request whose body nobody reads: the connection's reader would wait for that,

@@ -196,10 +196,12 @@ async def serve_guarded(app: App, transport: GuardedStream, scope: Scope, receiv
     transport.has_unread_body = False
     scope[LEAVE_KEY] = transport.leave
     try:
-        with transport.serving():
-            await app(scope, receive, send)
+        transport.begin_serving()
+        await app(scope, receive, send)
     except* ClientGone:
         pass
+    finally:
+        transport.end_serving()
 
 
 def has_body(scope: Scope) -> bool:
