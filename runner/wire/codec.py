@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import operator
 import sys
 import types
 import typing
@@ -139,8 +140,7 @@ class Vocabulary:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")
         parts = [f'{{"{TAG}":"{cls.__name__}"']
         defaults = _default_cache[cls]
-        for name in _field_cache[cls][0]:
-            value = getattr(message, name)
+        for name, value in zip(_field_cache[cls][0], field_values(message), strict=True):
             if name in defaults and (value is defaults[name] or value == {} == defaults[name]):
                 continue
             kind = type(value)  # most are text and numbers, and an encoder made for each message costs more than they
@@ -207,6 +207,8 @@ _default_cache: dict[type, dict[str, Any]] = {}
 _plain_cache: dict[type, dict[str, frozenset[object]]] = {}
 """For each field the types whose values fit as they are."""
 
+_getter_cache: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
 
 def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
     """Return ({field: type expression}, required fields) of a dataclass, resolving nested ones too."""
@@ -224,11 +226,23 @@ def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
         }
         _plain_cache[cls] = {name: _plain_types(hint) for name, hint in hints.items()}
         _field_cache[cls] = ({field.name: hints[field.name] for field in dataclasses.fields(cls)}, required)
+        _getter_cache[cls] = _getter(tuple(_field_cache[cls][0]))
         for hint in _field_cache[cls][0].values():
             for nested in (hint, *typing.get_args(hint)):
                 if dataclasses.is_dataclass(nested):
                     _fields(typing.cast(type, nested))
     return _field_cache[cls]
+
+
+def field_values(message: Any) -> tuple[Any, ...]:
+    """Return the values of a message's fields, in their order. Its class must belong to a vocabulary."""
+    return _getter_cache[type(message)](message)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
 
 
 def _plain_types(hint: Any) -> frozenset[object]:

@@ -7,8 +7,8 @@ routes are handed to Quart, raw routes and WebSockets are served here. Every err
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -272,7 +272,7 @@ def choose_request_id(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.match(given[0]):
         return bytes(given[0]).decode("ascii")
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def is_head_too_large(scope: Scope, max_bytes: int) -> bool:

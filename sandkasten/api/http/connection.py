@@ -162,12 +162,7 @@ class GuardedStream:
             if self._is_closed or trio.current_time() >= self._read_deadline:
                 raise trio.ClosedResourceError
             with trio.CancelScope(deadline=self._read_deadline) as self._receiving:
-                try:
-                    data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
-                except trio.BrokenResourceError:
-                    self.is_at_eof = True
-                    self._break()
-                    raise
+                data = await self._read(max(max_bytes, self._read_bytes))
             self._receiving = None
         self.is_at_eof = not data
         if not data:
@@ -175,7 +170,20 @@ class GuardedStream:
         self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
         if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
             self._head_deadline = trio.current_time() + self._head_timeout_s
-        return bytes(data)
+        return data
+
+    async def _read(self, max_bytes: int) -> bytes:
+        """Wait for bytes, which are seldom there already, so that trio's stream would look for them once more."""
+        while True:
+            await trio.lowlevel.wait_readable(self.socket)
+            try:
+                return os.read(self.socket.fileno(), max_bytes)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self.is_at_eof = True
+                self._break()
+                raise trio.BrokenResourceError("the connection was reset") from error
 
     async def send_eof(self) -> None:
         """End our side of the connection."""
