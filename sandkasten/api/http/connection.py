@@ -67,11 +67,11 @@ class GuardedStream:
         self.peer = _peer_of(stream.socket)
         self._stream = stream
         self._write_timeout_s, self._head_timeout_s = write_timeout_s, head_timeout_s
-        self._receiving: trio.CancelScope | None = None
         self._requests = 0
         self.idle_since: float | None = trio.current_time()
         self._head_deadline = trio.current_time() + head_timeout_s
         self._idle_deadline = math.inf
+        self._has_read_all = False
         self.leave = Leave()
         self._is_sending = False
         self._is_closed = False
@@ -132,18 +132,22 @@ class GuardedStream:
     def set_idle_deadline(self, deadline: float) -> None:
         """Set when the connection ends unless a request comes, in `trio.current_time()` seconds."""
         self._idle_deadline = deadline
-        # One that moves away, as with every request, is found out when the earlier one has come.
-        if self._receiving is not None and self._read_deadline < self._receiving.deadline:
-            self._receiving.deadline = self._read_deadline
+
+    def end_if_late(self, now: float) -> None:
+        """End the connection if a head, or the next request, has not come in its time."""
+        if now >= min(self._head_deadline, self._idle_deadline):
+            self.end_reading()
 
     def end_if_idle(self) -> None:
         """End the connection now if it waits for a request."""
         if self._idle_deadline < math.inf:
-            self.set_idle_deadline(-math.inf)
+            self.end_reading()
 
-    @property
-    def _read_deadline(self) -> float:
-        return min(self._head_deadline, self._idle_deadline)
+    def end_reading(self) -> None:
+        """Read no more: who waits for bytes, and who asks for more, gets `trio.ClosedResourceError`."""
+        self._has_read_all = True
+        if self.socket.fileno() != -1:
+            trio.lowlevel.notify_closing(self.socket)
 
     def _break(self) -> None:
         self.is_broken = True
@@ -154,16 +158,11 @@ class GuardedStream:
 
         Raises:
             trio.BrokenResourceError: the connection was reset.
-            trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head or request that did not come
-                in time.
+            trio.ClosedResourceError: after, or because of, `aclose`, `abort` or `end_reading`.
         """
-        data: bytes | None = None
-        while data is None:
-            if self._is_closed or trio.current_time() >= self._read_deadline:
-                raise trio.ClosedResourceError
-            with trio.CancelScope(deadline=self._read_deadline) as self._receiving:
-                data = await self._read(max(max_bytes, self._read_bytes))
-            self._receiving = None
+        if self._is_closed or self._has_read_all:
+            raise trio.ClosedResourceError
+        data = await self._read(max(max_bytes, self._read_bytes))
         self.is_at_eof = not data
         if not data:
             self.leave.note()
@@ -195,8 +194,7 @@ class GuardedStream:
         self._break()
         if self._is_sending:
             self.abort()
-        if self._receiving is not None:
-            self._receiving.cancel()
+        self.end_reading()
         await trio.lowlevel.checkpoint()
 
     def abort(self) -> None:

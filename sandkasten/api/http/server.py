@@ -40,6 +40,9 @@ ADDRESS_SHARE, UNIX_SHARE = 3 / 4, 1 / 16
 
 KEEPALIVE_IDLE_S = 60
 
+_LOOK_EVERY_S = 1.0
+"""Longest time by which a connection ends later than it should."""
+
 
 async def serve(
     app: App,
@@ -82,15 +85,18 @@ def hypercorn_config(settings: ApiSettings) -> Config:
 
 
 class _IdleTimer:
-    """In place of hypercorn's task that waits while a connection is idle: a deadline of the read that waits anyway."""
+    """In place of hypercorn's task that waits while a connection is idle: a deadline of the connection, at which the
+    server looks now and then."""
 
     def __init__(self, stream: GuardedStream, timeout_s: float, stopping: trio.Event) -> None:
         self._stream, self._timeout_s, self._stopping = stream, timeout_s, stopping
 
     async def restart(self, _task_group: object, _action: object) -> None:
         """No request is being served any more. Ends the connection now if the server stops."""
-        left_s = -math.inf if self._stopping.is_set() else self._timeout_s
-        self._stream.set_idle_deadline(trio.current_time() + left_s)
+        if self._stopping.is_set():
+            self._stream.end_reading()
+        else:
+            self._stream.set_idle_deadline(trio.current_time() + self._timeout_s)
 
     async def stop(self) -> None:
         """A request is being served, or the connection ends."""
@@ -150,6 +156,7 @@ class _Server:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as connections:
                 task_status.started(connections)
+                connections.start_soon(self._end_late)
                 await self._stopping.wait()
                 await self._context.terminated.set()  # busy connections close after their answer
                 for stream in self._streams:
@@ -160,6 +167,15 @@ class _Server:
                 for stream in self._streams:
                     stream.abort()  # hypercorn shields its writes: cancelling alone would wait for the client
                 connections.cancel_scope.cancel()
+
+    async def _end_late(self) -> None:
+        """End connections that are late. To look at all of them costs less than a cancel scope for each read."""
+        settings = self._settings
+        pause_s = min(_LOOK_EVERY_S, settings.head_timeout_s / 4, settings.keep_alive_timeout_s / 4)
+        while True:
+            await trio.sleep(pause_s)
+            for stream in self._streams:
+                stream.end_if_late(trio.current_time())
 
     async def _handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection and raise nothing; trio closes the socket afterwards."""
