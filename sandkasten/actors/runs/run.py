@@ -206,8 +206,8 @@ class RunClock:
         return round((until - self.asked_at) * 1000)
 
     def enqueue(self, ahead: Sequence[Run]) -> None:
-        """The run waits behind others from now on."""
-        self._start_by = trio.current_time() + PATIENCE_S
+        """The run waits behind others since it was asked for."""
+        self._start_by = self.asked_at + PATIENCE_S
         for run in ahead:
             timeout_ms = run.request.timeout_ms
             self._start_by += math.inf if timeout_ms is None else timeout_ms / 1000 + PATIENCE_S
