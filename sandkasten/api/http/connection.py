@@ -71,7 +71,6 @@ class GuardedStream:
         self.idle_since: float | None = trio.current_time()
         self._head_deadline = trio.current_time() + head_timeout_s
         self._idle_deadline = math.inf
-        self._has_read_all = False
         self.leave = Leave()
         self._is_sending = False
         self._is_closed = False
@@ -136,16 +135,16 @@ class GuardedStream:
     def end_if_late(self, now: float) -> None:
         """End the connection if a head, or the next request, has not come in its time."""
         if now >= min(self._head_deadline, self._idle_deadline):
-            self.end_reading()
+            self._end_wait()
 
     def end_if_idle(self) -> None:
         """End the connection now if it waits for a request."""
         if self._idle_deadline < math.inf:
-            self.end_reading()
+            self.set_idle_deadline(-math.inf)
+            self._end_wait()
 
-    def end_reading(self) -> None:
-        """Read no more: who waits for bytes, and who asks for more, gets `trio.ClosedResourceError`."""
-        self._has_read_all = True
+    def _end_wait(self) -> None:
+        """Have the task that waits for bytes get `trio.ClosedResourceError`, unless some have come."""
         if self.socket.fileno() != -1:
             trio.lowlevel.notify_closing(self.socket)
 
@@ -158,9 +157,10 @@ class GuardedStream:
 
         Raises:
             trio.BrokenResourceError: the connection was reset.
-            trio.ClosedResourceError: after, or because of, `aclose`, `abort` or `end_reading`.
+            trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head or request that did not come
+                in time.
         """
-        if self._is_closed or self._has_read_all:
+        if self._is_closed or self._idle_deadline == -math.inf:
             raise trio.ClosedResourceError
         data = await self._read(max(max_bytes, self._read_bytes))
         self.is_at_eof = not data
@@ -194,7 +194,7 @@ class GuardedStream:
         self._break()
         if self._is_sending:
             self.abort()
-        self.end_reading()
+        self._end_wait()
         await trio.lowlevel.checkpoint()
 
     def abort(self) -> None:

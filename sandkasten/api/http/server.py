@@ -93,10 +93,8 @@ class _IdleTimer:
 
     async def restart(self, _task_group: object, _action: object) -> None:
         """No request is being served any more. Ends the connection now if the server stops."""
-        if self._stopping.is_set():
-            self._stream.end_reading()
-        else:
-            self._stream.set_idle_deadline(trio.current_time() + self._timeout_s)
+        left_s = -math.inf if self._stopping.is_set() else self._timeout_s
+        self._stream.set_idle_deadline(trio.current_time() + left_s)
 
     async def stop(self) -> None:
         """A request is being served, or the connection ends."""
