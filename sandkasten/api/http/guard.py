@@ -124,7 +124,7 @@ class RequestStream:
             await serve_guarded(self._app, self._transport, scope, self._receive, self._send)
         except Exception:
             log.exception("a handler failed")
-        if self._is_over:
+        if self._is_over or self._transport.is_broken:
             return
         if self._protocol.connection.our_state is h11.SEND_RESPONSE and not self._held:
             await self._send({"type": "http.response.start", "status": 500, "headers": _NO_ANSWER})
@@ -134,6 +134,7 @@ class RequestStream:
             await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
 
     def _has_arrived(self) -> bool:
+        """Whether a piece of the body, or its end, is there."""
         return bool(self._pieces) or self._is_whole
 
     async def _receive(self) -> Message:

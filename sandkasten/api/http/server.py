@@ -172,8 +172,9 @@ class _Server:
         pause_s = min(_LOOK_EVERY_S, settings.head_timeout_s / 4, settings.keep_alive_timeout_s / 4)
         while True:
             await trio.sleep(pause_s)
+            now = trio.current_time()
             for stream in self._streams:
-                stream.end_if_late(trio.current_time())
+                stream.end_if_late(now)
 
     async def _handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection and raise nothing; trio closes the socket afterwards."""
