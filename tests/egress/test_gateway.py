@@ -552,8 +552,9 @@ async def test_a_client_that_does_not_read_is_reset(monkeypatch: pytest.MonkeyPa
             await has_ended.wait()
 
 
-async def test_a_client_that_leaves_ends_its_request() -> None:
-    """The server inside learns of it while it has nothing to say."""
+@pytest.mark.parametrize("lines", [(), ("Content-Length: 0",)])
+async def test_a_client_that_leaves_ends_its_request(lines: tuple[str, ...]) -> None:
+    """The server inside learns of it while it has nothing to say, whether the request could have a body or not."""
     is_asked, has_ended = trio.Event(), trio.Event()
 
     async def wait_for_end(stream: trio.SocketStream) -> None:
@@ -564,7 +565,7 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
 
     async with gate() as daemon, inside(daemon, wait_for_end):
         stream = await trio.open_tcp_stream(*daemon.address)
-        await stream.send_all(get(daemon))
+        await stream.send_all(get(daemon, *lines))
         await is_asked.wait()
         await stream.aclose()
         await has_ended.wait()
