@@ -74,7 +74,7 @@ e2b-newest: as-root tools $(VENV)/.installed-dev
 crashwalk: as-root $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m tests.e2e.crashwalk $(ARGS)
 
-bench-full: TOOLS += crun:crun systemd-nspawn:systemd-container
+bench-full: TOOLS += crun:crun podman:podman runsc:runsc systemd-nspawn:systemd-container
 bench-full: as-root tools $(VENV)/.installed-dev
 	@$(LIMITS); exec $(PYTHON) tests/guardian.py $(PYTHON) -m bench --into docs/benchmarks $(ARGS)
 

@@ -570,6 +570,7 @@ async def density(bench: Bench) -> None:
                 {
                     "sessions": step.sessions,
                     "idle daemon, % of a core": round(step.idle_daemon, 2),
+                    "idle, all processes, % of a core": round(step.idle_tree, 2),
                     "daemon, MiB": round(step.resident_mib, 1),
                     "daemon CPU per exec, one, ms": round(statistics.median(step.exec_cpu_ms["one"]), 3),
                     "daemon CPU per exec, all, ms": round(statistics.median(step.exec_cpu_ms["all"]), 3),
@@ -578,8 +579,11 @@ async def density(bench: Bench) -> None:
                     "exec p50, all, ms": round(percentile(step.exec_ms["all"], 50), 2),
                     "exec p99, all, ms": round(percentile(step.exec_ms["all"], 99), 2),
                     "create p50, ms": round(statistics.median(step.create_ms), 1),
+                    "create, daemon CPU, ms": round(step.create_cpu_ms, 1),
                     "destroy p50, ms": round(statistics.median(step.destroy_ms), 1),
+                    "destroy, daemon CPU, ms": round(step.destroy_cpu_ms, 1),
                     "list p50, ms": round(statistics.median(step.list_ms), 1),
+                    "metrics p50, ms": round(statistics.median(step.metrics_ms), 1),
                 }
             )
 

@@ -252,6 +252,33 @@ async def test_a_burst_larger_than_the_pool_is_served_and_the_pool_filled_again(
         await until_ready(tree, 3)
 
 
+async def test_a_refill_waits_until_no_create_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a session is built, no member is begun, though its time has come."""
+    monkeypatch.setattr(session_pools, "_REST_S", 0.005)
+    monkeypatch.setattr(session_pools, "_QUIET_S", 0.005)
+    async with open_pool(1) as tree:
+        build, begun = tree.nsinit._do, list[str]()
+        has_begun, goes_on = trio.Event(), trio.Event()
+
+        async def hold(request: Any, fds: Any) -> object:
+            if isinstance(request, protocol.Build):
+                begun.append(request.plan.session_id)
+                has_begun.set()
+                await goes_on.wait()
+            return await build(request, fds)
+
+        monkeypatch.setattr(tree.nsinit, "_do", hold)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tree.supervisor.create, SessionSpec(user="root"))
+            await has_begun.wait()
+            assert (await tree.supervisor.create(EVERYTHING)).acquire_source == "pool"
+            await trio.sleep(0.1)
+            assert len(begun) == 1
+            goes_on.set()
+        await until_ready(tree, 1)
+        assert len(begun) == 2
+
+
 async def test_the_same_idempotency_key_gets_the_same_session() -> None:
     """Also at once; another spec is a conflict as ever."""
     async with open_pool(2) as tree:

@@ -177,6 +177,14 @@ def test_more_ports_than_anybody_needs(watched: Watched) -> None:
     assert {type(watched.next_event()) for _ in range(MAX_LISTENERS)} == {PortClosed}
 
 
+def test_the_table_of_connections_is_the_sessions_own(watched: Watched) -> None:
+    """A look or the end of a network walks 1024 buckets, and not the machine's (up to 262,144)."""
+    own = "/proc/sys/net/ipv4/tcp_ehash_entries"  # negative where the table is the machine's; ip-sysctl.rst
+    if not Path(own).exists():
+        pytest.skip("this kernel has one table of connections: it is older than Linux 6.1")
+    assert watched.commands.stdout(f"cat {own}") == b"1024\n"
+
+
 def test_nobody_looks_while_nothing_lives(watched: Watched) -> None:
     """With only an idle shell PID 1 does not run at all; the next command wakes it."""
     watched.commands.run("true")
