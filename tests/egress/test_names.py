@@ -48,7 +48,7 @@ def test_an_address_that_was_never_given_stands_for_nothing() -> None:
 
 
 def test_the_oldest_name_without_a_connection_goes_first() -> None:
-    """Its address then stands for nothing, and a name that carries a connection is never given up."""
+    """The address of one that was given up stands for nothing; a name that carries a connection is never given up."""
     names = SyntheticNames(capacity=3)
     first, second, third = (names.give(name) for name in ("a", "b", "c"))
     assert first is not None

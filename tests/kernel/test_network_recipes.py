@@ -92,7 +92,7 @@ def test_the_requests_of_the_page_are_taken() -> None:
 async def test_each_reaches_what_it_says(
     config: Config, outside: World, authority: servers.Authority, tmp_path: Path
 ) -> None:
-    """And nothing else; the key of the API is with the API, and not inside."""
+    """Nothing else is reached; the key of the API is with the API, and not inside."""
     pytest.importorskip("cryptography", reason="needs the extra secrets")
     index, api, with_key, all_but_one, _mirror = ASKED
     heads: list[bytes] = []
