@@ -215,7 +215,13 @@ class _Visitor(_Side):
             raise _ClientGone from error
 
     def take(self) -> None:
-        """Read what there is: the next request, which waits for its turn. Raises `_ClientGone`, at the end, too."""
+        """Read a portion of the next request, which waits for its turn. Where one waits already, nothing is read.
+
+        Raises:
+            _ClientGone: at the end of the stream, too.
+        """
+        if self.http.trailing_data[0]:
+            return
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
