@@ -45,14 +45,11 @@ from sandkasten.supervisor import Supervisor
 MIB = 1024 * 1024
 COLD, VESSEL, POOL = "no pool", "sandbox pool", "session pool"
 POOL_SIZE = 100
+_ALONE = {"SANDKASTEN_SERVER_POOL_SANDBOXES": "0"}
 KINDS: Mapping[str, Mapping[str, str]] = {
-    COLD: {"SANDKASTEN_SERVER_POOL_SANDBOXES": "0"},
+    COLD: _ALONE,
     VESSEL: {},
-    POOL: {
-        "SANDKASTEN_SERVER_POOL_SANDBOXES": "0",
-        "SANDKASTEN_POOL_ENABLED": "true",
-        "SANDKASTEN_POOL_IMAGES": f"python={POOL_SIZE}",
-    },
+    POOL: {**_ALONE, "SANDKASTEN_POOL_ENABLED": "true", "SANDKASTEN_POOL_IMAGES": f"python={POOL_SIZE}"},
 }
 """Settings of the daemon of each kind of create."""
 
@@ -562,26 +559,25 @@ async def density(bench: Bench) -> None:
                 raise
             for way, values in step.exec_ms.items():
                 bench.table.row(f"exec builtin, HTTP, {step.sessions} sessions, {way}").values += values
-            lines.append(
-                {
-                    "sessions": step.sessions,
-                    "idle daemon, % of a core": round(step.idle_daemon, 2),
-                    "idle, all processes, % of a core": round(step.idle_tree, 2),
-                    "daemon, MiB": round(step.resident_mib, 1),
-                    "daemon CPU per exec, one, ms": round(statistics.median(step.exec_cpu_ms["one"]), 3),
-                    "daemon CPU per exec, all, ms": round(statistics.median(step.exec_cpu_ms["all"]), 3),
-                    "exec p50, one, ms": round(percentile(step.exec_ms["one"], 50), 2),
-                    "exec p99, one, ms": round(percentile(step.exec_ms["one"], 99), 2),
-                    "exec p50, all, ms": round(percentile(step.exec_ms["all"], 50), 2),
-                    "exec p99, all, ms": round(percentile(step.exec_ms["all"], 99), 2),
-                    "create p50, ms": round(statistics.median(step.create_ms), 1),
-                    "create, daemon CPU, ms": round(step.create_cpu_ms, 1),
-                    "destroy p50, ms": round(statistics.median(step.destroy_ms), 1),
-                    "destroy, daemon CPU, ms": round(step.destroy_cpu_ms, 1),
-                    "list p50, ms": round(statistics.median(step.list_ms), 1),
-                    "metrics p50, ms": round(statistics.median(step.metrics_ms), 1),
-                }
-            )
+            line = {
+                "sessions": step.sessions,
+                "idle daemon, % of a core": round(step.idle_daemon, 2),
+                "idle, all processes, % of a core": round(step.idle_tree, 2),
+                "daemon, MiB": round(step.resident_mib, 1),
+                "daemon CPU per exec, one, ms": round(statistics.median(step.exec_cpu_ms["one"]), 3),
+                "daemon CPU per exec, all, ms": round(statistics.median(step.exec_cpu_ms["all"]), 3),
+                "exec p50, one, ms": round(percentile(step.exec_ms["one"], 50), 2),
+                "exec p99, one, ms": round(percentile(step.exec_ms["one"], 99), 2),
+                "exec p50, all, ms": round(percentile(step.exec_ms["all"], 50), 2),
+                "exec p99, all, ms": round(percentile(step.exec_ms["all"], 99), 2),
+                "create p50, ms": round(statistics.median(step.create_ms), 1),
+                "create, daemon CPU, ms": round(step.create_cpu_ms, 1),
+                "destroy p50, ms": round(statistics.median(step.destroy_ms), 1),
+                "destroy, daemon CPU, ms": round(step.destroy_cpu_ms, 1),
+                "list p50, ms": round(statistics.median(step.list_ms), 1),
+                "metrics p50, ms": round(statistics.median(step.metrics_ms), 1),
+            }
+            lines.append(line)
 
 
 _MERGED, _SCANS = "memory per idle session, pages merged", 3  # a page is merged by the second look that finds it equal

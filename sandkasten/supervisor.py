@@ -47,7 +47,7 @@ from sandkasten.model import (
     Waited,
     WaitFor,
 )
-from sandkasten.model.image import CommitSpec, ImageDescription, Pruned
+from sandkasten.model.image import CommitSpec, Compression, ImageDescription, Pruned
 from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.listing import SessionPage, SessionQuery
 from sandkasten.model.network import (
@@ -508,6 +508,19 @@ class Supervisor(WorkspaceSupervisor, Protocol):
             LayerRefused: the session has what no layer can have.
             Conflict: a file is being transferred, or the session went on or ended meanwhile.
             DiskFull, SessionNotFound, SessionExpired.
+        """
+        ...
+
+    def export_image(
+        self, name: str, compression: Compression
+    ) -> AbstractAsyncContextManager[Callable[[], Awaitable[bytes]]]:
+        """Write an image as the tar of an OCI layout, which is read up to its end, an empty piece. The archive is whole
+        if the context is left without an error then; leaving the context earlier ends the export.
+
+        Raises:
+            InvalidImage: there is no such image, or it is none of layers.
+            LayerRefused: a layer has what no archive can hold.
+            DiskReserve: the disk has no room for a layer of the archive.
         """
         ...
 

@@ -301,7 +301,7 @@ def mount_shells(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def make_user_directories(build: SandboxBuild, plan: SandboxPlan) -> None:
-    rootfs.make_user_directories(build.root_fd, build.base)
+    rootfs.make_user_directories(build.root_fd, build.base, plan.account)
 
 
 def mount_workspace(build: SandboxBuild, plan: SandboxPlan) -> None:
@@ -317,7 +317,7 @@ def mount_workspace(build: SandboxBuild, plan: SandboxPlan) -> None:
 
 
 def write_etc(build: SandboxBuild, plan: SandboxPlan) -> None:
-    rootfs.write_etc(build.root_fd, build.base, build.hostname)
+    rootfs.write_etc(build.root_fd, build.base, build.hostname, plan.account)
 
 
 def make_read_only(build: SandboxBuild, plan: SandboxPlan) -> None:
@@ -325,7 +325,7 @@ def make_read_only(build: SandboxBuild, plan: SandboxPlan) -> None:
     stay writable."""
     if not plan.readonly_rootfs:
         return
-    for path in (rootfs.HOME, *([rootfs.WORKSPACE] if plan.workspace_id is None else [])):
+    for path in (*rootfs.homes(plan.account), *([rootfs.WORKSPACE] if plan.workspace_id is None else [])):
         mounts.attach(mounts.clone(build.root_fd, path, 0), _target(build, path))
     for fd in (build.root_fd, build.usr_fd):
         if fd >= 0:

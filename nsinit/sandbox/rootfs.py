@@ -36,10 +36,15 @@ class UnsafeFile(Exception):
     """A file of the image that must be read is not a regular file of sane size."""
 
 
-def make_user_directories(root_fd: int, base: int) -> None:
-    """Give the sandbox user a workspace and a home."""
+def homes(account: str) -> tuple[str, ...]:
+    """Return the homes of the sandbox user: ours, and that of an account that was asked for."""
+    return (HOME, f"home/{account}") if account else (HOME,)
+
+
+def make_user_directories(root_fd: int, base: int, account: str) -> None:
+    """Give the sandbox user a workspace, and a home by each name."""
     owner = base + SANDBOX_ID
-    for path in (WORKSPACE, HOME):
+    for path in (WORKSPACE, *homes(account)):
         fd = open_directory(root_fd, path, owner=base)
         try:
             status = os.fstat(fd)
@@ -55,15 +60,17 @@ def make_user_directories(root_fd: int, base: int) -> None:
             os.close(parent_fd)
 
 
-def write_etc(root_fd: int, base: int, hostname: str) -> None:
-    """Write host name, hosts and a resolver configuration without servers, and add an account for the sandbox user."""
+def write_etc(root_fd: int, base: int, hostname: str, account: str) -> None:
+    """Write host name, hosts and a resolver configuration without servers, and add accounts for the sandbox user."""
     etc_fd = open_directory(root_fd, "etc", owner=base)
     try:
         replace_file(etc_fd, "hostname", f"{hostname}\n", base)
         replace_file(etc_fd, "hosts", f"127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n", base)
         replace_file(etc_fd, "resolv.conf", NO_RESOLVER, base)
-        for name in ("passwd", "group"):
-            _add_account(etc_fd, name, base)
+        ids = f"{SANDBOX_ID}:{SANDBOX_ID}"
+        line = f"{account}:x:{ids}:{account}:/home/{account}:{_shell(root_fd)}" if account else ""
+        _add_account(etc_fd, "passwd", base, line)
+        _add_account(etc_fd, "group", base, "")
     finally:
         os.close(etc_fd)
 
@@ -145,14 +152,33 @@ def replace_file(dir_fd: int, name: str, text: str, owner: int) -> None:
         os.close(fd)
 
 
-def _add_account(etc_fd: int, name: str, base: int) -> None:
-    """Add the sandbox user to `passwd` or `group`, unless the image has an entry for that id."""
+def _shell(root_fd: int) -> str:
+    for path in ("bin/bash", "usr/bin/bash"):  # no link is followed, such as from /bin to /usr/bin
+        try:
+            os.close(open_in_root(root_fd, path))
+        except OSError:
+            continue
+        return f"/{path}"
+    return "/bin/sh"
+
+
+def _add_account(etc_fd: int, name: str, base: int, wanted: str) -> None:
+    """Add the sandbox user to `passwd` or `group`, unless the image has an entry for that id. The `wanted` line of
+    passwd(5) stands before all others, since programs look for the name of an id, unless the image has its account."""
     text = _read_small(etc_fd, name)
-    lines = text.split("\n") if text else [_ROOT_LINES[name]]
-    if any(line.split(":")[2:3] == [str(SANDBOX_ID)] for line in lines):
-        return
-    kept = "\n".join(lines).rstrip("\n")
-    replace_file(etc_fd, name, f"{kept}\n{_SANDBOX_LINES[name]}\n", base)
+    kept = lines = text.rstrip("\n").split("\n") if text else [_ROOT_LINES[name]]
+    if not any(_facts(line)[1:2] == [str(SANDBOX_ID)] for line in lines):
+        kept = [*lines, _SANDBOX_LINES[name]]
+    if wanted and not any(_facts(line) == _facts(wanted) for line in lines):
+        kept = [wanted, *(line for line in kept if _facts(line)[0] != _facts(wanted)[0])]
+    if kept is not lines:
+        replace_file(etc_fd, name, "\n".join(kept) + "\n", base)
+
+
+def _facts(line: str) -> list[str]:
+    """Return the name and the id in a line of an account file, and the home."""
+    fields = line.split(":")
+    return [fields[0], *fields[2:3], *fields[5:6]]
 
 
 def _read_small(etc_fd: int, name: str) -> str:

@@ -78,7 +78,8 @@ class Packing:
                     raise failure_of(STAGE, error) from error
                 layout = self.store.layout
                 paths = (layout.layer_files(each) for each in reversed(below))
-                views = str(identity.base_uid), str(int(features.overlay_by_fd)), layout.stage, *paths
+                flags = (str(int(each)) for each in (request.is_whole, features.overlay_by_fd))
+                views = str(identity.base_uid), *flags, layout.stage, *paths
                 packed = yield from self.session_jails.run(
                     lambda verdict_fd: spawn_packer(None, verdict_fd, *files, arguments=(*_bounds(request), *views)),
                     asker_fd,

@@ -1,6 +1,6 @@
 """Packs a tree of files into a tar archive in a jail, verdict on stdout: `python -I -S -B pack.py PARENT MAX_ENTRIES
-MAX_BYTES` packs a layer, and with `BASE FEATURES STAGE LAYER...` what a session has changed above its layers, the
-topmost first.
+MAX_BYTES` packs a layer, and with `BASE WHOLE FEATURES STAGE LAYER...` what a session has changed above its layers, the
+topmost first; if WHOLE is 1, all that the session has.
 
 Descriptors of both: the verdict (1), the root of the tree (3), the archive (4). Of a layer: the lists of files with
 setuid or setgid (0) and of opaque directories (5), names with a NUL behind each. Of a session, which must stand still:
@@ -31,7 +31,8 @@ import os
 import stat
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn, TypeAlias
 
@@ -112,15 +113,16 @@ class Packer:
         """The first name of each file with several, by device and inode."""
         self._privileged: dict[tuple[int, int], int] = {}
 
-    def restore(self, privileged: Iterable[bytes]) -> None:
-        """Give files their setuid and setgid bits back, of `<mode in octal> <path>`."""
-        for line in privileged:
+    def restore(self, privileged: Mapping[bytes, int | None]) -> None:
+        """Give files their setuid and setgid bits back, of `<mode in octal> <path>` and the change time that the file
+        must have, in nanoseconds; None: any."""
+        for line, changed_ns in privileged.items():
             mode, _, path = line.partition(b" ")
             try:
                 status = os.lstat(b"/" + path)
             except FileNotFoundError:  # a later member of the layer's archive took its place
                 continue
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode) or changed_ns not in (None, status.st_ctime_ns):
                 continue
             self._privileged[status.st_dev, status.st_ino] = int(mode, 8) & (stat.S_ISUID | stat.S_ISGID)
 
@@ -383,20 +385,22 @@ def main() -> NoReturn:
     parent_pid, max_entries, max_bytes = (int(each) for each in sys.argv[1:4])
     packer = Packer(out := ArchiveOutput(_OUT_FD), max_entries=max_entries, max_bytes=max_bytes)
     if sys.argv[4:]:
-        base, by_fd, stage_path, *layers = sys.argv[4:]
+        base, whole, by_fd, stage_path, *layers = sys.argv[4:]
         syscalls.end_with_parent(parent_pid)
-        root_fd = open_views(int(base), mounts.Features(by_fd == "1", False), stage_path, tuple(layers))
-        changes = Changes(has_layers=bool(layers))
+        privileged = _privileged_of(layers) if whole == "1" else {}
+        below = () if whole == "1" else tuple(layers)
+        root_fd = open_views(int(base), mounts.Features(by_fd == "1", False), stage_path, below)
+        changes = Changes(has_layers=bool(below))
         rights = replace(JAIL, base=int(base))
-        jail.run(
-            rights,
-            parent_pid,
-            lambda: root_fd,
-            lambda: judge(packer, out, lambda: packer.pack(members_of(changes.entries))),
-        )
+
+        def pack_session() -> str:
+            packer.restore(privileged)
+            return packer.pack(members_of(changes.entries))
+
+        jail.run(rights, parent_pid, lambda: root_fd, lambda: judge(packer, out, pack_session))
 
     def pack() -> str:
-        packer.restore(_read_names(0))
+        packer.restore(dict.fromkeys(_read_names(0)))
         opaque = frozenset(_read_names(_OPAQUE_FD))
         return packer.pack(members_of(lambda prefix: entries_of_layer(prefix, opaque)))
 
@@ -429,6 +433,19 @@ def judge(packer: Packer, out: ArchiveOutput, pack: Callable[[], str]) -> bytes:
     except OSError as error:
         return verdict.failed(error.errno or errno.EIO)
     return verdict.Unpacked(Counts(packer.entries, out.size_bytes, packer.skipped), digest).encode()
+
+
+def _privileged_of(layers: Sequence[str]) -> dict[bytes, int | None]:
+    """Return what layers, the topmost first, have to restore. An overlay shows the change time of a layer's file, and
+    what took the file's place, in another layer or in the session, has a change time of its own (overlayfs.rst)."""
+    found: dict[bytes, int | None] = {}
+    for files in layers:
+        with suppress(FileNotFoundError), open(f"{os.path.dirname(files)}/privileged", "rb") as file:
+            for line in file.read().split(b"\0")[:-1]:
+                with suppress(OSError):
+                    path = os.fsencode(files) + b"/" + line.partition(b" ")[2]
+                    found.setdefault(line, os.lstat(path).st_ctime_ns)
+    return found
 
 
 def _read_names(fd: int) -> list[bytes]:

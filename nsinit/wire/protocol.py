@@ -190,12 +190,15 @@ class SandboxPlan:
     layers: tuple[str, ...] = ()
     """The layers of an image of that kind, the lowest first: those that the image has when the sandbox is built, or the
     build fails (`ESTALE`)."""
+    account: str = ""
+    """Name of the sandbox user's account, whose home is `/home/NAME`. Without one the image's own is left, if it has
+    one, or is `sandbox`."""
 
     @property
     def image_key(self) -> tuple[object, ...]:
         """The fields that the steps to mount an image depend on. Plans with an equal key differ only in later steps."""
         sizes = self.tmp_bytes, self.tmp_inodes, self.shm_bytes, self.shm_inodes
-        return self.image, self.image_kind, self.layers, self.disk, self.limits.memory_bytes, *sizes
+        return self.image, self.image_kind, self.layers, self.disk, self.limits.memory_bytes, self.account, *sizes
 
 
 # The first request --------------------------------------------------------------------------------------------------

@@ -60,9 +60,9 @@ class PackLayer(Request["LayerPacked"]):
 
 @dataclass(frozen=True, slots=True)
 class PackSession(Request["LayerPacked"]):
-    """Write what a session has changed above its image as the tar archive of a layer; of an image that is no list of
-    layers all that the session sees. The session must stand still; a request that lets it go on, or its teardown, ends
-    the packing. Other requests about it do not wait.
+    """Write what a session has changed above its image as the tar archive of a layer; with `is_whole`, or of an image
+    that is no list of layers, all that the session sees. The session must stand still; a request that lets it go on, or
+    its teardown, ends the packing. Other requests about it do not wait.
 
     Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs; `ECANCELED`: it goes on, or has ended.
     """
@@ -71,6 +71,7 @@ class PackSession(Request["LayerPacked"]):
     session_id: str
     max_bytes: int
     max_entries: int
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from nsinit.wire.protocol import (
 _SESSION_ID = re.compile(r"[0-9a-f]{16,32}")
 _WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----\n(?:[A-Za-z0-9+/=]{1,64}\n){1,64}-----END CERTIFICATE-----\n\Z")
+_ACCOUNT = re.compile(r"(?!root\Z)[a-z_][a-z0-9_-]{0,31}|")
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _RUN_CGROUP_NAME = re.compile(r"[a-z0-9-]{1,32}")
@@ -230,6 +231,7 @@ def check_plan(plan: SandboxPlan) -> None:
     if plan.workspace_draft and plan.image_kind != "files":
         raise InvalidName("no session gets a draft")
     check_limits(plan.limits)
+    _match(_ACCOUNT, plan.account, "account")
     _match(PROFILE_NAME, plan.seccomp, "seccomp profile")
     check_disk(plan.disk)
     _range("tmp_bytes", plan.tmp_bytes, 4096, MAX_BYTES)

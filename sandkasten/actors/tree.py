@@ -45,7 +45,7 @@ from sandkasten.actors.node.creating import NodeIdentity
 from sandkasten.actors.node.recovery import LeftoverSearch
 from sandkasten.actors.node.sessions import list_sessions
 from sandkasten.actors.node_view import MetricSources, NodeFacts, describe_capacity, describe_system, measure
-from sandkasten.actors.services import broker, commits, egress, events, images, jobs, nsinit, previews, store
+from sandkasten.actors.services import broker, commits, egress, events, exports, images, jobs, nsinit, previews, store
 from sandkasten.actors.services.directory import Entry, SessionDirectory, Shared
 from sandkasten.actors.services.history import UsageHistory
 from sandkasten.actors.services.layers import NsinitLayers
@@ -111,7 +111,7 @@ from sandkasten.model.errors import (
     SessionExpired,
     SessionNotFound,
 )
-from sandkasten.model.image import CommitSpec, ImageDescription, Pruned
+from sandkasten.model.image import CommitSpec, Compression, ImageDescription, Pruned
 from sandkasten.model.job import ImageJob, ImportSpec, PullSpec
 from sandkasten.model.lifecycle import LIVE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery
@@ -310,7 +310,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     async def _start_images(self, *, task_status: trio.TaskStatus[Ref]) -> None:
         shared = self._shared
-        self._commits = commits.Commits(self._nsinit, self._images, self._layers, shared.pulls, shared.crash)
+        self._commits = commits.Commits(
+            self._nsinit, self._images, self._layers, shared.pulls, shared.crash, self._catalog
+        )
         actor = images.Images(
             self._images,
             self._catalog,
@@ -325,6 +327,10 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
     @functools.cached_property
     def _floor_bytes(self) -> int:
         return disk_floor_bytes(self._config.data_dir, self._config.disk)
+
+    @functools.cached_property
+    def _exports(self) -> exports.Exports:
+        return exports.Exports(self._catalog, self._nsinit, self._config.data_dir, self._blobs)
 
     @functools.cached_property
     def _blobs(self) -> Blobs:
@@ -567,6 +573,9 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
         entry = await self._live(session_id)
         return await self._commits.commit(session_id, entry.session.image, spec, still)
+
+    def export_image(self, name: str, compression: Compression) -> exports.Export:
+        return self._exports.open(name, compression)
 
     async def prune_images(self, *, older_than_s: int, dry_run: bool = False) -> Pruned:
         return await self._images.ask_again(images.PruneLayers(older_than_s, dry_run))

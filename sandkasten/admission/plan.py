@@ -20,6 +20,8 @@ from sandkasten.admission.network import resolve_network
 from sandkasten.admission.secrets import NO_SECRETS, SecretTexts, check_secret_env
 from sandkasten.config import Config, Defaults, DiskSettings, Maximum
 from sandkasten.model import (
+    ACCOUNT,
+    ACCOUNT_RULE,
     EXEC_MODES,
     FIXED_BOUNDS,
     FOREVER_S,
@@ -148,6 +150,8 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
     possible = config.isolation.root_inside
     if spec.root_inside and not possible:
         raise InvalidRequest("root inside is switched off here", root_inside="not available")
+    if spec.account is not None and not ACCOUNT.match(spec.account):
+        raise InvalidRequest("no name of an account", account=ACCOUNT_RULE)
     return SessionOptions(
         exec_mode=exec_mode,
         user=spec.user,
@@ -157,6 +161,7 @@ def _options(spec: SessionSpec, config: Config, exec_mode: str) -> SessionOption
         workspace_mode=WorkspaceMode(spec.workspace_mode or WorkspaceMode.SHARED).value,
         streams=_streams(spec.streams),
         at_end=AtEnd(spec.at_end or AtEnd.DESTROY).value,
+        account=spec.account,
     )
 
 
@@ -345,6 +350,7 @@ def plan_sandbox(
         open_files=limits.open_files or 0,
         root_inside=resolved.options.root_inside,
         layers=tuple(layers),
+        account=resolved.options.account or "",
     )
 
 

@@ -322,6 +322,13 @@ TABLE = RouteTable(
                 answer=images.ImagesBody,
             ),
             _json("GET", "/v1/images/{name}", images.get, FIND, answer=images.ImageBody),
+            _raw(
+                *("GET", "/v1/images/{name}/export", images.export, RULE_NODE),
+                query=images.ImageExportQuery,
+                answer_type="application/x-tar",
+                gives=_NAMED,
+                errors=(errors.LayerRefused, errors.DiskReserve),
+            ),
             _json(
                 *("DELETE", "/v1/images", images.delete, RULE_NODE),
                 query=images.ImageQuery,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sandkasten import errors
-from sandkasten.building.context import BuildContext, Source
+from sandkasten.building.context import BuildContext, Source, written
 from sandkasten.building.dockerfile import (
     SEVERAL,
     BuildError,
@@ -26,7 +26,7 @@ from sandkasten.building.dockerfile import (
     DockerInstruction,
 )
 from sandkasten.building.ignoring import is_pattern
-from sandkasten.building.words import expand
+from sandkasten.building.words import expand, expand_document
 from sandkasten.sdk import waiting
 from sandkasten.sdk.types import BUILD_CACHE
 
@@ -43,7 +43,7 @@ _IDLE_S = 600
 """Time after which a session ends whose builder is gone without a word."""
 _END_S = 30.0
 """Time for the end of a session, or for the removal of what a build has made for itself."""
-_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?\Z")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?\Z")
 _MAX_PORT = 65535
 _SIGNALS = 128
@@ -199,11 +199,14 @@ class Builder:
         """Refuse a name that the image can't have, before the work."""
         name = self._terms.name
         if not _IMAGE_NAME.match(name) or name.startswith(BUILD_CACHE):
-            raise BuildError(f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-'")
+            raise BuildError(
+                f"{name!r} is no name for an image: 1 to 64 letters, digits, '.', '_' and '-', or NAME:TAG"
+            )
         if self._terms.replace:
             return
         with contextlib.suppress(errors.InvalidImage):
-            if (await self._client.get_image(name)).name == name:
+            found = await self._client.get_image(name)
+            if name in (found.name, *found.references):
                 raise BuildError(f"there is an image {name!r} already: --replace takes its place")
 
     async def _forget_own(self) -> None:
@@ -290,6 +293,12 @@ class Builder:
     def _expanded(self, line: DockerInstruction, text: str, lookup: Callable[[str], str | None]) -> str:
         try:
             return expand(text, lookup, self._escape)
+        except ValueError as error:
+            raise self._failure(line, error) from None
+
+    def _document(self, line: DockerInstruction, content: str, state: _StageState) -> str:
+        try:
+            return expand_document(content, state.lookup, self._escape)
         except ValueError as error:
             raise self._failure(line, error) from None
 
@@ -390,7 +399,7 @@ class Builder:
         path = posixpath.join("/", state.working_dir, target)
         is_directory = target.endswith("/") or posixpath.basename(target) in ("", ".", "..")
         path = _normal(path)
-        if len(names) > 1 and not is_directory:
+        if len(names) + len(line.documents) > 1 and not is_directory:
             raise self._failure(line, SEVERAL)
         if path in _OUTSIDE or path.startswith(tuple(f"{each}/" for each in _OUTSIDE)):
             raise self._failure(line, f"{path} is no part of an image: sessions have mounts there")
@@ -411,16 +420,21 @@ class Builder:
 
             await self._layer(line, state, sessions, "copy from", [*inputs, names, other.key], transfer)
             return
-        try:
-            sources = [each for name in names for each in await waiting.in_thread(self._context.find, name)]
-            digest = await waiting.in_thread(self._context.digest, sources, mode)
-        except ValueError as error:
-            raise self._failure(line, error) from None
+        documents = [
+            (each.name, each.content if each.is_literal else self._document(line, each.content, state))
+            for each in line.documents
+        ]
+        with written(documents) as files:
+            try:
+                sources = [each for name in names for each in await waiting.in_thread(self._context.find, name)] + files
+                digest = await waiting.in_thread(self._context.digest, sources, mode)
+            except ValueError as error:
+                raise self._failure(line, error) from None
 
-        async def work(session: Session) -> None:
-            await self._send(line, session, sources, place, digest)
+            async def work(session: Session) -> None:
+                await self._send(line, session, sources, place, digest)
 
-        await self._layer(line, state, sessions, "copy", [*inputs, names, digest, len(sources)], work)
+            await self._layer(line, state, sessions, "copy", [*inputs, names, digest, len(sources)], work)
 
     async def _send(
         self, line: DockerInstruction, session: Session, sources: Sequence[Source], place: _Destination, digest: str

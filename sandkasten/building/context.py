@@ -11,6 +11,7 @@ import hashlib
 import os
 import posixpath
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from sandkasten.building.ignoring import Ignored, is_pattern, matches, parts_of
 from sandkasten.sdk.archives import Digest, pack_files
 
 _MAX_IGNORED_BYTES = 4 * 1024 * 1024
+_DOCUMENT_MODE = 0o644
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,17 @@ class Source:
     path: str
     place: Path
     is_directory: bool
+
+
+@contextlib.contextmanager
+def written(documents: Sequence[tuple[str, str]]) -> Iterator[list[Source]]:
+    """Write here-documents, each a name and a content, to files that go when the block is left. Raises `OSError`."""
+    with tempfile.TemporaryDirectory(prefix="sandkasten-build-") as top:
+        places = [Path(top, str(number)) for number in range(len(documents))]
+        for (_, content), place in zip(documents, places, strict=True):
+            place.write_text(content, "utf-8")
+            place.chmod(_DOCUMENT_MODE)
+        yield [Source(name, place, is_directory=False) for (name, _), place in zip(documents, places, strict=True)]
 
 
 class BuildContext:
@@ -134,11 +147,11 @@ class BuildContext:
 
     def _files(self, sources: Sequence[Source]) -> Iterator[tuple[str, Path]]:
         """Yield what sources become below the destination, by name, and where each is."""
-        assert self._root is not None
         for source in sources:
             if not source.is_directory:
                 yield posixpath.basename(source.path), source.place
                 continue
+            assert self._root is not None
             top = "" if source.place == self._root else source.place.relative_to(self._root).as_posix()
             for path in self._walk(top):
                 yield (path.removeprefix(f"{top}/") if top else path), self._root / path

@@ -57,7 +57,8 @@ class Document:
 @dataclass(frozen=True)
 class DockerInstruction:
     """One instruction, `shown` as the beginning of its line. `text` is what stands behind name and flags, `words` are
-    those of it, with quotes and variables as written; of the exec form they are its strings. `pairs` are of ENV, LABEL
+    those of it, with quotes and variables as written, of COPY without its here-documents; of the exec form they are its
+    strings. `pairs` are of ENV, LABEL
     and ARG; an ARG may have no value."""
 
     line: int
@@ -171,8 +172,6 @@ class _Reader:
         if not rest:
             raise self._error(line, f"{name} says nothing")
         documents = self._documents(line, rest) if name in ("RUN", "COPY") else []
-        if documents and name == "COPY":
-            raise self._error(line, "COPY of here-documents is not supported: use RUN cat")
         flags, words = self._flags(line, name, rest)
         shown = rest if len(rest) <= _SHOWN else f"{rest[: _SHOWN - 1]}…"
         return replace(self._instruction(line, name, flags, words, documents), shown=f"{name} {shown}")
@@ -242,7 +241,8 @@ class _Reader:
                 raise self._error(line, "RUN has no command")
             case "COPY":
                 words = strings if strings is not None else text.split()
-                self._check_copy(line, flags, words)
+                self._check_copy(line, flags, words, documents)
+                words = [each for each in words if not documents or not _HEREDOC.fullmatch(each)]
         if strings is not None:
             words = strings
         return DockerInstruction(
@@ -275,7 +275,11 @@ class _Reader:
         if not _STAGE.match(words[2].lower()):
             raise self._error(line, f"{words[2][:64]!r} is no name of a stage")
 
-    def _check_copy(self, line: int, flags: dict[str, str], words: Sequence[str]) -> None:
+    def _check_copy(
+        self, line: int, flags: dict[str, str], words: Sequence[str], documents: Sequence[Document]
+    ) -> None:
+        if documents and ("from" in flags or _HEREDOC.fullmatch(words[-1])):
+            raise self._error(line, "COPY takes here-documents as sources alone, and without --from")
         if len(words) < 2:
             raise self._error(line, "COPY takes one source or more, and a destination")
         if len(words) > 2 and not words[-1].endswith(("/", ".")) and not any(each in words[-1] for each in "$'\""):

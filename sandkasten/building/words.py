@@ -49,6 +49,11 @@ def expand(text: str, lookup: Lookup, escape: str) -> str:
     return _Expansion(text, lookup, escape).until("")
 
 
+def expand_document(text: str, lookup: Lookup, escape: str) -> str:
+    """Return a here-document with its variables replaced; quotes are text. Raises `ValueError` as `expand`."""
+    return _Expansion(text, lookup, escape).quoted("")
+
+
 class _Expansion:
     """One pass over a text; `_at` is the next character."""
 
@@ -67,7 +72,7 @@ class _Expansion:
                 case "'":
                     found += self._literal()
                 case '"':
-                    found += self._quoted()
+                    found += self.quoted('"')
                 case "$":
                     found += self._variable()
                 case self._escape:
@@ -89,20 +94,23 @@ class _Expansion:
         found, self._at = self._text[self._at : end], end + 1
         return found
 
-    def _quoted(self) -> str:
+    def quoted(self, end: str) -> str:
+        """Return what stands before `end`, where blanks and other quotes are text; empty: the end of the text."""
         found = ""
         while self._at < len(self._text):
             char = self._take()
-            if char == '"':
+            if char == end:
                 return found
             if char == "$":
                 found += self._variable()
             elif char == self._escape and self._at < len(self._text):
                 after = self._take()
-                found += after if after in ('"', "$", self._escape) else char + after
+                found += after if after in (end, "$", self._escape) else char + after
             else:
                 found += char
-        raise ValueError('a " is missing')
+        if end:
+            raise ValueError(f"a {end} is missing")
+        return found
 
     def _variable(self) -> str:
         if self._text[self._at : self._at + 1] != "{":

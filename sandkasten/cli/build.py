@@ -23,7 +23,7 @@ def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     parser.add_argument("--from", dest="source", metavar="DISTRIBUTION:RELEASE", help="by default this machine's own")
     parser.add_argument("--include", metavar="PACKAGES", help="further packages, with commas between them")
     parser.add_argument("--mirror", metavar="URL", help="where packages come from; by default as apt here has them")
-    parser.add_argument("--name", help="the image's name; by default that of the recipe")
+    parser.add_argument("--name", help="the image's name, by a Dockerfile also NAME:TAG; by default that of the recipe")
     parser.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     by_file = parser.add_argument_group("by a Dockerfile")
     by_file.add_argument("-f", "--file", metavar="FILE", help="the Dockerfile, - for standard input")

@@ -128,7 +128,10 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace, config: Config) -> 
         if is_served(config):
             return verb(nodes.remove_image)(arguments)
         with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
-            store.delete_image(image.name)
+            try:
+                store.delete_image(image.name)
+            except ImageInUse as error:
+                raise Stop(f"{error}, or one that is ready for the next daemon, which can remove the image") from None
             store.collect(grace_s=0, only=image.layers)
         gone = True
     else:

@@ -293,10 +293,34 @@ def tell_pruned(arguments: argparse.Namespace, found: PrunedImages | Pruned) -> 
     print(f"{steps}{found.layers} layers, {found.blobs} broken downloads, {size_text(found.freed_bytes)}")
 
 
+async def export_image(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Write the archive of an image of the server; a file takes its name when it is whole."""
+    from sandkasten.cli.transfer import save
+
+    async with client.export_image(arguments.name, compression=arguments.compression) as stream:
+        await save(stream, arguments.output, Progress(arguments.name))
+    return 0
+
+
+async def import_image(arguments: argparse.Namespace, client: SandboxClient) -> int:
+    """Send an archive to the server, and wait for the image."""
+    from sandkasten.cli.pull import follow
+    from sandkasten.cli.transfer import pipe
+
+    file = arguments.file or arguments.tar
+    if arguments.name is None or file is None or None not in (arguments.file, arguments.tar):
+        raise Stop("a server elsewhere takes one file, and a --name", BAD_ARGUMENTS)
+    terms = {"ref": arguments.ref, "platform": arguments.platform, "replace": arguments.replace}
+    with contextlib.closing(Progress(arguments.name, is_off=arguments.json)) as progress:
+        source = pipe() if file == "-" else Path(file)
+        job = await client.import_image(source, arguments.name, progress=progress, **terms)
+    return await follow(arguments, client, job, arguments.name)
+
+
 async def commit_session(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Make an image of a session."""
     session = await find_session(client, arguments.session)
-    made = await session.commit(arguments.name, replace=arguments.replace)
+    made = await session.commit(arguments.name, replace=arguments.replace, squash=arguments.squash)
     if arguments.json:
         print_json(made)
     else:

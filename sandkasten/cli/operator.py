@@ -27,12 +27,12 @@ def _late(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     return command
 
 
-def _here_or_there(module: str, elsewhere: str) -> Callable[[argparse.Namespace], int]:
+def _here_or_there(module: str, elsewhere: str, *, here: str = "run") -> Callable[[argparse.Namespace], int]:
     """Return a command that asks a server, if one is named, and else looks at this machine's installation."""
 
     def command(arguments: argparse.Namespace) -> int:
         if not is_elsewhere(arguments):
-            return _late(module, "run")(arguments)
+            return _late(module, here)(arguments)
         return verb(getattr(import_module("sandkasten.cli.nodes"), elsewhere))(arguments)
 
     return command
@@ -118,8 +118,6 @@ def add_image(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(command=_late("image", "run"), action=name)
     remove.set_defaults(command=_here_or_there("image", "remove_image"))
     inspect.set_defaults(command=_here_or_there("image", "inspect_image"))
-    for action in (prune, remove, inspect):
-        action.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     importing = actions.add_parser("import", help="make an image of an archive")
     importing.add_argument(
         "file", nargs="?", metavar="FILE", help="of docker save, OCI layout, rootfs tar; - for stdin"
@@ -129,12 +127,14 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("--platform", metavar="OS/ARCH", help="by default that of the machine")
     importing.add_argument("--replace", action="store_true", help="take the place of an image of that name")
     importing.add_argument("--tar", type=Path, metavar="FILE", help="the tar of a root file system, or a pipe of it")
-    importing.set_defaults(command=_late("image", "run"), action="import")
+    importing.set_defaults(command=_here_or_there("image", "import_image"), action="import")
     exporting = actions.add_parser("export", help="write an image as a tar of an OCI layout")
     exporting.add_argument("name")
     exporting.add_argument("-o", "--output", default="-", metavar="FILE", help="by default standard output")
     exporting.add_argument("--compression", choices=("gzip", "zstd", "none"), default="gzip", help="of the layers")
-    exporting.set_defaults(command=_late("exporting", "export"))
+    exporting.set_defaults(command=_here_or_there("exporting", "export_image", here="export"))
+    for action in (prune, remove, inspect, importing, exporting):
+        action.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")
     pulling = actions.add_parser("pull", help="get an image from a registry")
     pulling.add_argument("reference", metavar="REF", help="such as debian:bookworm, or HOST/NAME@sha256:...")
     pulling.add_argument("--name", help="the image's name here; by default the last part of REF, or with its tag")
@@ -145,8 +145,9 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     building = add_build(actions)
     commit = actions.add_parser("commit", help="make an image of a session")
     add_session(commit)
-    commit.add_argument("--name", required=True, help="the image's name")
+    commit.add_argument("--name", required=True, help="the image's name, or NAME:TAG")
     commit.add_argument("--replace", action="store_true", help="take the place of an image of that name")
+    commit.add_argument("--squash", action="store_true", help="one layer of all files, without those of its image")
     add_client_options(commit)
     commit.set_defaults(command=lambda arguments: verb(import_module("sandkasten.cli.nodes").commit_session)(arguments))
     login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sandkasten.config import Config
     from sandkasten.images.layers import Layers
     from sandkasten.sdk import SandboxClient
+    from sandkasten.sdk.types import JobInfo
 
 _MESSAGE_BYTES = 4 << 20
 _CANCEL_S = 10.0
@@ -78,13 +79,18 @@ class Shown:
 
 
 async def pull_there(arguments: argparse.Namespace, client: SandboxClient) -> int:
-    """Have a server pull an image, and wait for it. A verb that is interrupted cancels the pull."""
-    from sandkasten.sdk import waiting
-
+    """Have a server pull an image, and wait for it."""
     job = await client.pull_image(
         arguments.reference, name=arguments.name, platform=arguments.platform, replace=arguments.replace
     )
-    shown = Shown(arguments.reference, as_json=arguments.json)
+    return await follow(arguments, client, job, arguments.reference)
+
+
+async def follow(arguments: argparse.Namespace, client: SandboxClient, job: JobInfo, title: str) -> int:
+    """Wait for a server's job, and print the image; a verb that is interrupted cancels the job."""
+    from sandkasten.sdk import waiting
+
+    shown = Shown(title, as_json=arguments.json)
     try:
         with contextlib.closing(shown):
             async for found in client.follow_job(job.id):

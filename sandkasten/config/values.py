@@ -19,6 +19,8 @@ import attrs
 from egress.policy import parse_proxy, parse_rule
 from sandkasten.installation import API_KEY_NAME, DEFAULT_DATA_DIR
 from sandkasten.model import (
+    ACCOUNT,
+    ACCOUNT_RULE,
     EXEC_MODES,
     FIXED_BOUNDS,
     IMAGE_REFERENCE,
@@ -312,12 +314,15 @@ MAX_POOL = 10_000
 @attrs.frozen
 class PoolSize:
     """The number of sessions to keep ready of one image, and the most while creates come so fast that the pool runs
-    empty between two refills (None: `size`)."""
+    empty between two refills (None: `size`). Creates with that `account` are served, or those without one."""
 
     size: int = attrs.field(validator=_between(0, MAX_POOL))
     max: int | None = attrs.field(default=None, validator=_none_or(_between(0, MAX_POOL)))
+    account: str | None = None
 
     def __attrs_post_init__(self) -> None:
+        if self.account is not None and not ACCOUNT.match(self.account):
+            raise ValueError(f"account {ACCOUNT_RULE}")
         if self.most < self.size:
             raise ValueError(f"max is {self.max}, less than size, which is {self.size}")
 

@@ -31,7 +31,7 @@ from sandkasten.config import ConfigError
 from sandkasten.images import rootfs
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.images.removal import remove_tree
-from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE
+from sandkasten.model import IMAGE_NAME, IMAGE_REFERENCE, NEW_IMAGE
 from sandkasten.model.errors import InvalidImage, InvalidReference
 from sandkasten.model.image import ImageConfig
 from sandkasten.sdk.types import BUILD_CACHE
@@ -67,6 +67,8 @@ class Image:
     """The digest of its manifest, of an image that came from a registry or an OCI layout."""
     platform: str = ""
     tags: Sequence[str] = attrs.field(default=(), converter=tuple)
+    repository: str = ""
+    """The name that its tag belongs to, of an image that was made here as NAME:TAG."""
 
     @property
     def is_cached_step(self) -> bool:
@@ -86,6 +88,8 @@ class Image:
     @property
     def family(self) -> str:
         """The name that its tags belong to: `debian` of `debian-trixie`, which was pulled beside image `debian`."""
+        if self.repository:
+            return self.repository
         origin = self.origin
         return origin.short_name if origin is not None and self.name == origin.second_name else self.name
 
@@ -249,6 +253,26 @@ class Catalog:
                 raise InvalidImage(f"{family}:{reference.tag} is image {each.name!r}: give another name", image=name)
         return name
 
+    def place_for(self, text: str) -> tuple[str, str, str]:
+        """Return the name of an image that is to be made here as NAME or NAME:TAG, and the parts of the latter. A tag
+        has the name of the image that owns it, if there is one; else NAME, or where that is taken NAME-TAG.
+
+        Raises:
+            InvalidImage: malformed, or NAME-TAG is another image.
+        """
+        parts = NEW_IMAGE.match(text)
+        if parts is None or parts["tag"] is None:
+            check_name(text)
+            return text, "", ""
+        name, tag = parts["name"], parts["tag"]
+        owners = [each.name for each in self.images() if each.family == name and tag in each.tags]
+        if owners:
+            return name if name in owners else owners[0], name, tag
+        chosen = name if self._read(name) is None else f"{name}-{tag}"
+        check_name(chosen)
+        self.require_free(chosen)
+        return chosen, name, tag
+
     def require_free(self, name: str) -> None:
         """Refuse the name of an image that is there, before anything is loaded for another. Raises `InvalidImage`."""
         if self._read(name) is not None:
@@ -391,10 +415,10 @@ class Catalog:
 
 def _is_sound(image: Image) -> bool:
     """Whether all fields are of their types: a daemon that was broken into may have written them."""
-    texts = (image.created_at, image.source, image.fingerprint, image.digest, image.platform, *image.tags)
+    texts = (image.created_at, image.source, image.fingerprint, image.digest, image.platform, image.repository)
     return (
         image.kind in ("host", "rootfs", "layers")
-        and all(isinstance(each, str) for each in (*texts, *image.layers))
+        and all(isinstance(each, str) for each in (*texts, *image.tags, *image.layers))
         and all(LAYER_DIGEST.fullmatch(each) for each in image.layers)
         and type(image.members) is type(image.size_bytes) is int
     )

@@ -16,8 +16,8 @@ import os
 import tarfile
 import threading
 import zlib
-from collections.abc import Iterator
-from typing import IO, Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Protocol
 
 import attrs
 from backports import zstd
@@ -28,9 +28,8 @@ from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.documents import Blob, Platform
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import InvalidImage, InvalidReference, SandkastenError
+from sandkasten.model.image import Compression
 
-Compression = Literal["gzip", "zstd", "none"]
-COMPRESSIONS: tuple[Compression, ...] = ("gzip", "zstd", "none")
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -52,9 +51,17 @@ class Exported:
 
 
 def export_image(
-    catalog: Catalog, store: Layers, blobs: Blobs, name: str, target: IO[bytes], compression: Compression
+    catalog: Catalog,
+    store: Layers,
+    blobs: Blobs,
+    name: str,
+    target: IO[bytes],
+    compression: Compression,
+    *,
+    check: Callable[[], object] = object,
 ) -> Exported:
     """Write an image to a file, which may be a pipe. Each layer waits in a file of `blobs` until its size is known.
+    `check` is called at each piece of a layer, and ends the export by what it raises.
 
     Raises:
         InvalidImage: there is no image of that name, or it is none of layers.
@@ -65,11 +72,12 @@ def export_image(
     if image.name == HOST or image.kind == "host":
         raise InvalidImage(f"image {name!r} is this machine's own /usr, which is no image's to give away", image=name)
     if image.kind != "layers":
-        raise InvalidImage(f"image {name!r} was made before there were layers: import it once more", image=name)
+        raise InvalidImage(f"image {name!r} was made before there were layers: commit a session on it", image=name)
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         writer = _Writer(archive)
+        # First: of an image whose first layer can't be packed no byte is written, and HTTP has a status for that.
+        found = [_add_layer(writer, store, blobs, each, compression, check) for each in image.layers]
         writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-        found = [_add_layer(writer, store, blobs, each, compression) for each in image.layers]
         diff_ids = [packed.diff_id for packed, _ in found]
         config = writer.add_blob(_config(image, diff_ids))
         kind = _LAYER + _SUFFIXES[compression]
@@ -90,12 +98,13 @@ def export_image(
 
 
 def _add_layer(
-    writer: _Writer, store: Layers, blobs: Blobs, diff_id: str, compression: Compression
+    writer: _Writer, store: Layers, blobs: Blobs, diff_id: str, compression: Compression, check: Callable[[], object]
 ) -> tuple[PackedLayer, Blob]:
     with blobs.unnamed() as file:
         digest, size = hashlib.sha256(), 0
         with _packed(store, diff_id) as (source, packing):
             for piece in _compressed(source, compression):
+                check()
                 if size // _LOOK_BYTES != (size + len(piece)) // _LOOK_BYTES:
                     blobs.require_room(_LOOK_BYTES)
                 digest.update(piece)
@@ -195,9 +204,9 @@ def _config(image: Image, diff_ids: list[str]) -> bytes:
 
 
 def _history(image: Image) -> list[dict[str, str]]:
-    """Return an entry for each layer: of those that came from elsewhere it says nothing."""
+    """Return an entry for each layer, empty where nobody knows what has made it."""
     made = image.config.history[-len(image.layers) :]
-    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} for each in made]
+    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} if each else {} for each in made]
 
 
 def _names(image: Image) -> dict[str, str]:
@@ -205,7 +214,7 @@ def _names(image: Image) -> dict[str, str]:
     tag = next(iter(image.tags), "") or "latest"
     names = {"org.opencontainers.image.ref.name": tag}
     with contextlib.suppress(InvalidReference):
-        parse_reference(whole := f"{image.name}:{tag}")
+        parse_reference(whole := f"{image.family}:{tag}")
         names["io.containerd.image.name"] = whole
     return names
 

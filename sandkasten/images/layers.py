@@ -166,6 +166,7 @@ class Layers:
         source: str = "",
         platform: str = "",
         tags: Sequence[str] = (),
+        repository: str = "",
         replace: bool = False,
     ) -> None:
         """Give layers, the lowest first, a name. The description has the sums of their files.
@@ -176,7 +177,7 @@ class Layers:
         """
         found = [meta for each in set(layers) if (meta := self.find(each)) is not None]
         members, size_bytes = sum(meta.entries for meta in found), sum(meta.size_bytes for meta in found)
-        described = describe(layers, config, digest, source, platform, tags, members, size_bytes)
+        described = describe(layers, config, digest, source, platform, tags, members, size_bytes, repository)
         with description(described) as fd:
             self._link.ask(protocol.PublishImage(_UNSENT, name, tuple(layers), replace), (fd,))
 
@@ -217,6 +218,7 @@ def describe(
     tags: Sequence[str],
     members: int = 0,
     size_bytes: int = 0,
+    repository: str = "",
 ) -> bytes:
     """Return the description of an image (`catalog.Image`, but for its name). Raises `InvalidImage`: too large."""
     said: dict[str, Any] = {
@@ -230,6 +232,7 @@ def describe(
         "digest": digest,
         "platform": platform,
         "tags": list(tags),
+        "repository": repository,
     }
     encoded = (json.dumps(said, indent=1) + "\n").encode()
     if len(encoded) > MAX_DESCRIPTION_BYTES:

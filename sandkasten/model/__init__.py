@@ -35,6 +35,8 @@ from sandkasten.model.run import Waited as Waited
 from sandkasten.model.run import WaitFor as WaitFor
 from sandkasten.model.run import is_made as is_made
 from sandkasten.model.run import make_exec_id as make_exec_id
+from sandkasten.model.session import ACCOUNT as ACCOUNT
+from sandkasten.model.session import ACCOUNT_RULE as ACCOUNT_RULE
 from sandkasten.model.session import EXEC_MODES as EXEC_MODES
 from sandkasten.model.session import FIXED_BOUNDS as FIXED_BOUNDS
 from sandkasten.model.session import FOREVER_S as FOREVER_S
@@ -43,6 +45,7 @@ from sandkasten.model.session import IMAGE_REFERENCE as IMAGE_REFERENCE
 from sandkasten.model.session import LIMIT_BOUNDS as LIMIT_BOUNDS
 from sandkasten.model.session import MAX_SPAN_S as MAX_SPAN_S
 from sandkasten.model.session import MAX_TTL_S as MAX_TTL_S
+from sandkasten.model.session import NEW_IMAGE as NEW_IMAGE
 from sandkasten.model.session import SECCOMP_NAME as SECCOMP_NAME
 from sandkasten.model.session import SECCOMP_PROFILES as SECCOMP_PROFILES
 from sandkasten.model.session import SESSION_ID as SESSION_ID

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from sandkasten.model.errors import InvalidImage
 
+Compression = Literal["gzip", "zstd", "none"]
+"""Of the layers of an exported image."""
+COMPRESSIONS: tuple[Compression, ...] = ("gzip", "zstd", "none")
 MAX_CONFIG_BYTES = 256 * 1024
 """Bytes of a configuration as JSON."""
 
@@ -19,7 +22,7 @@ MAX_CONFIG_BYTES = 256 * 1024
 class ImageConfig:
     """The fields that are kept. `env` is below a session's own; `user` is a name or ids of the image's accounts;
     `exposed_ports` and `volumes` are listed and have no effect. `history` says what has made each of the topmost
-    layers, as far as that happened here."""
+    layers, as far as that is known."""
 
     env: Mapping[str, str] = attrs.field(factory=dict)
     working_dir: str = ""
@@ -124,12 +127,14 @@ class ConfigChanges:
 @attrs.frozen
 class CommitSpec:
     """A commit that is asked for: the image's name, and what is other than in the session's image. `replace`: take the
-    place of an image of that name. `created_by` is for the history: what has made the layer, if there is one."""
+    place of an image of that name. `created_by` is for the history: what has made the layer, if there is one. `squash`:
+    one layer of all that the session has, instead of one above those of its image."""
 
     name: str
     config: ConfigChanges = attrs.field(factory=ConfigChanges)
     replace: bool = False
     created_by: str = "commit"
+    squash: bool = False
 
 
 def _words(said: str | Sequence[str] | None) -> list[str]:

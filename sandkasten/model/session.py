@@ -194,6 +194,8 @@ SESSION_ID = re.compile(r"[0-9a-f]{16,32}\Z")
 
 
 WORKSPACE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]\Z")
+ACCOUNT_RULE = "must be 1 to 32 of a-z, 0-9, '_', '-', begin with a letter or '_', and not be root"
+ACCOUNT = re.compile(r"(?!root\Z)[a-z_][a-z0-9_-]{0,31}\Z")
 
 
 STATEFUL, STATELESS = EXEC_MODES = ("stateful", "stateless")
@@ -215,6 +217,9 @@ SECCOMP_PROFILES = ("strict", "mvp", "debug", "off")
 
 
 IMAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}\Z")
+
+NEW_IMAGE = re.compile(r"(?P<name>[a-zA-Z0-9][a-zA-Z0-9._-]{0,63})(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?\Z")
+"""An image that is to be made here: NAME or NAME:TAG."""
 
 
 IMAGE_REFERENCE = re.compile(
@@ -251,7 +256,8 @@ class SessionOptions:
     `root_inside`: commands may run as root. `filesystem`: rules that bind every command. `seccomp`: the system call
     filter; records without the field had none. `streams`: those of a run that asks for none. `workspace_mode`:
     `shared`, or `exclusive`: no other session holds the workspace meanwhile. `stop_grace_ms`: the time between the
-    SIGTERM that tells the processes of the end and the kill; 0: they are not told. `at_end`: as `AtEnd`.
+    SIGTERM that tells the processes of the end and the kill; 0: they are not told. `at_end`: as `AtEnd`. `account`: a
+    name of the sandbox user, with the home `/home/NAME`, whatever the image calls that user.
     """
 
     exec_mode: str = STATEFUL
@@ -263,6 +269,7 @@ class SessionOptions:
     stop_grace_ms: int = 0
     streams: str | None = None
     at_end: str = AtEnd.DESTROY.value
+    account: str | None = None
 
 
 @attrs.frozen
@@ -292,6 +299,7 @@ class SessionSpec:
     shell: str | None = None
     exec_mode: str | None = None
     user: str | None = None
+    account: str | None = None
     root_inside: bool | None = None
     filesystem: FileRules | None = None
     seccomp: str | None = None

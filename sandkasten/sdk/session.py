@@ -554,23 +554,25 @@ class Session:
         config: Mapping[str, Any] | None = None,  # JSON values
         replace: bool = False,
         created_by: str | None = None,
+        squash: bool = False,
     ) -> ImageInfo:
         """Make an image of what the session has changed above its own. The session stands still for as long as the copy
         takes. Needs an administrator's key.
 
         Args:
-            name: of the new image.
+            name: of the new image, NAME or NAME:TAG.
             config: what is other than in the session's image: `env`, `working_dir`, `user`, `entrypoint`, `cmd`,
                 `labels`, `exposed_ports`.
             replace: take the place of an image of that name.
             created_by: what the image's history says of the layer.
+            squash: make one layer of all that the session has, instead of one above those of its image.
 
         Raises:
             InvalidImage: the name is taken, or the session's image is the machine's own.
             LayerRefused: the session has what no layer can have.
             Conflict: the session went on, or ended, before all was copied.
         """
-        body = given(name=name, config=config, replace=replace or None, created_by=created_by)
+        body = given(name=name, config=config, replace=replace or None, created_by=created_by, squash=squash or None)
         made = await self._endpoint.ask("POST", "/commit", body, patience_s=None)
         return ImageInfo(made["name"])
 

@@ -271,6 +271,7 @@ class SessionInfo(Taken):
     stop_grace_ms: int = 0
     streams: str | None = None
     at_end: str = "destroy"
+    account: str | None = None
     network: dict[str, Any] = field(default_factory=dict)
     published: Sequence[Mapping[str, int]] = ()
     epoch: int = 0

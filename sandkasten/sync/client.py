@@ -172,6 +172,7 @@ class SandboxClient:
         at_end: Literal["destroy", "pause"] | None = None,
         seccomp: str | None = None,
         user: str | None = None,
+        account: str | None = None,
         root_inside: bool | None = None,
         filesystem: Mapping[str, Sequence[str]] | None = None,
         network: str | Mapping[str, Any] | None = None,
@@ -210,6 +211,7 @@ class SandboxClient:
             at_end=at_end,
             seccomp=seccomp,
             user=user,
+            account=account,
             root_inside=root_inside,
             filesystem=None if filesystem is None else {name: list(each) for name, each in filesystem.items()},
             network=dict(network) if isinstance(network, Mapping) else network,
@@ -417,6 +419,16 @@ class SandboxClient:
         request = self._endpoint.call("POST", "/v1/images/import", query=query, patience_s=None, is_transfer=True)
         begun = (send_content(self._endpoint.transport, request, archive, progress)).value
         return self.job(begun["job_id"])
+
+    def export_image(self, name: str, *, compression: Literal["gzip", "zstd", "none"] = "gzip") -> FileStream:
+        """Return an image as the tar of an OCI layout, to be read in pieces. Needs an administrator's key.
+
+        Raises:
+            InvalidImage: there is none of that name, or it is none of layers.
+        """
+        path, query = f"/v1/images/{part(name)}/export", {"compression": compression}
+        request = self._endpoint.call("GET", path, query=query, patience_s=None, is_transfer=True)
+        return FileStream(self._endpoint.transport, request)
 
     def jobs(self, *, limit: int = 100) -> list[JobInfo]:
         """Return the jobs, newest first. Needs an administrator's key."""

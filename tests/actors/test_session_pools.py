@@ -206,6 +206,7 @@ async def test_nobody_meets_a_member_before_it_is_claimed() -> None:
         SessionSpec(readonly_rootfs=True),
         SessionSpec(shell="sh"),
         SessionSpec(user="root"),
+        SessionSpec(account="user"),
         SessionSpec(root_inside=False),
         SessionSpec(filesystem=FileRules(readable=["/usr"])),
     ],
@@ -219,6 +220,14 @@ async def test_a_create_that_asks_for_something_else_goes_without(spec: SessionS
         assert (session.acquire_source, session.acquire_detail) == ("cold", "pool_mismatch")
         assert await idle(tree) == members
         assert (await pool_in(tree)).misses == {"pool_mismatch": 1}
+
+
+async def test_a_pool_with_an_account_serves_creates_that_ask_for_it() -> None:
+    """Creates of E2B's API do; others go without."""
+    pool = PoolSettings(enabled=True, images={HOST: PoolSize(1, account="user")})
+    async with open_pool(1, pool=pool) as tree:
+        sources = [(await tree.supervisor.create(SessionSpec(account=each))).acquire_source for each in (None, "user")]
+        assert sources == ["cold", "pool"]
 
 
 async def test_an_alias_of_the_image_is_served_by_its_pool() -> None:

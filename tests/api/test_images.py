@@ -139,3 +139,21 @@ async def test_a_process_without_a_command_is_the_image_s() -> None:
         session = (await client.post("/v1/sessions")).json()["id"]
         refused = refusal(await client.post(f"/v1/sessions/{session}/processes", json={}))
         assert refused == (400, "INVALID_REQUEST", {"cmd": "is required"})
+
+
+async def test_an_image_is_exported_for_administrators() -> None:
+    """Others are refused, and so are images that are none of layers, and what is no compression; a HEAD packs
+    nothing."""
+    async with running_front() as running:
+        running.ring.replace([each.key for each in ISSUED])
+        put_image(running.supervisor._config.data_dir, "debian", DIGESTS[:1], "debian:bookworm", "bookworm")
+        async with running.client(token=CONFINED.token) as client:
+            assert (await client.get("/v1/images/debian/export")).status_code == 403
+        async with running.client() as client:
+            head = await client.head("/v1/images/debian:bookworm/export")
+            said = head.headers["content-type"], head.headers["content-disposition"]
+            assert (head.status_code, *said) == (200, "application/x-tar", 'attachment; filename="debian.tar"')
+            refused = await client.get("/v1/images/debian/export", params={"compression": "xz"})
+            assert refusal(refused)[:2] == (400, "INVALID_REQUEST")
+            assert refusal(await client.get("/v1/images/host/export"))[:2] == (400, "INVALID_IMAGE")
+            assert refusal(await client.get("/v1/images/none/export"))[:2] == (400, "INVALID_IMAGE")

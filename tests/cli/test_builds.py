@@ -73,7 +73,8 @@ def test_an_image_is_built_and_built_again_from_what_is_kept(
 ) -> None:
     """Commands run as the instructions before them say, without input, and their output is passed on; the image has
     files, configuration and a layer for each step that changed some. A second build runs nothing. Another argument, or
-    another file, runs what comes behind it. Lists leave out what is kept, and a prune removes it, not the image."""
+    another file, runs what comes behind it. Lists leave out what is kept, and a prune removes it, not the image. An
+    export from the server comes back to it as the same image."""
     (tmp_path / "dir").mkdir()
     (tmp_path / "one").write_text("1")
     (tmp_path / "dir" / "two").write_text("2")
@@ -113,7 +114,18 @@ def test_an_image_is_built_and_built_again_from_what_is_kept(
     assert changed.stderr.count("(as before)") == 1, changed
     taken = built(command, tmp_path, FILE, "--name", "made")
     assert (taken.returncode, "--replace takes its place" in taken.stderr) == (1, True)
-    assert {each["name"] for each in api.get("/v1/images").json()["images"]} == {"base", "host", "made", "again"}
+    elsewhere = Command.of(tmp_path)
+    key_file = daemon.data_dir / "api-key"
+    elsewhere.out("context", "add", "server", daemon.wait_url(), "--key-file", key_file)
+    assert elsewhere.run("image", "export", "again", "-o", "out.tar").returncode == 0
+    moved = elsewhere.run("image", "import", "out.tar", "--name", "moved")
+    assert (moved.returncode, moved.stdout.startswith("moved: sha256:")) == (0, True), moved
+    assert elsewhere.run("image", "import", "dir", "--name", "no").returncode == 125
+    there, back = (api.get(f"/v1/images/{name}").json() for name in ("again", "moved"))
+    assert (back["config"], back["layers"][1:]) == (there["config"], there["layers"][1:])
+    assert {each["name"] for each in api.get("/v1/images").json()["images"]} == {
+        *("base", "host", "made", "again", "moved")
+    }
 
 
 STAGES = """
@@ -129,6 +141,15 @@ COPY --from=first /out/deep /copied/
 COPY --from=second --chown=app:crew /out/t* /out/more /mine/new/
 COPY --from=0 /out/top /one
 COPY --chown=app dir /linked/app/
+ARG WORD=word
+COPY --chmod=600 --chown=app <<ONE <<"TWO" /linked/app/
+it's "$WORD"
+ONE
+$WORD
+TWO
+COPY <<THREE /three
+three
+THREE
 USER app:crew
 RUN <<EOF
 id -u; id -g
@@ -146,11 +167,13 @@ def test_stages_owners_and_here_documents(command: Command, api: httpx.Client, t
     done = built(command, tmp_path, STAGES, "--name", "staged", "--no-cache")
     assert (done.returncode, "\n70\n72\n" in done.stderr) == (0, True), done
     script = (
-        "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one real/app real/app/sub/file; cat one mine/new/more"
+        "cd /; stat -c '%n %U:%G %a' copied/file mine mine/new/* one real/app real/app/sub/file;"
+        "stat -c %U:%a real/app/ONE three; cat one mine/new/more real/app/ONE real/app/TWO three"
     )
     seen = (
         "copied/file root:root 644\nmine app:crew 755\nmine/new/more app:crew 644\nmine/new/top app:crew 700\n"
-        "one root:root 700\nreal/app app:UNKNOWN 755\nreal/app/sub/file app:UNKNOWN 644\ntop\nmore\n"
+        "one root:root 700\nreal/app app:UNKNOWN 755\nreal/app/sub/file app:UNKNOWN 644\n"
+        'app:600\nroot:644\ntop\nmore\nit\'s "word"\n$WORD\nthree\n'
     )
     assert inside(command, "staged", script, "--user", "root") == seen
     other = built(command, tmp_path, STAGES, "--name", "squashed", "--squash", "--target", "SECOND")
@@ -158,6 +181,10 @@ def test_stages_owners_and_here_documents(command: Command, api: httpx.Client, t
     whole = built(command, tmp_path, STAGES, "--name", "squashed", "--squash", "--replace")
     assert (whole.returncode, whole.stdout.split(",")[0]) == (0, "squashed: 2 layers"), whole
     assert inside(command, "squashed", script, "--user", "root") == seen
+    tagged = built(command, tmp_path, STAGES, "--name", "app:v1", "--target", "first", "--squash")
+    assert (tagged.returncode, api.get("/v1/images/app:v1").json()["references"]) == (0, ["app:v1"]), tagged
+    taken = built(command, tmp_path, STAGES, "--name", "app:v1")
+    assert (taken.returncode, "--replace takes its place" in taken.stderr) == (1, True)
     unused = built(command, tmp_path, STAGES, "--name", "unused", "--target", "unused")
     assert (unused.returncode, f"{tmp_path}/Dockerfile:5: ended with status 1: RUN exit 1" in unused.stderr) == (
         1,
@@ -204,7 +231,7 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
         done = built(command, tmp_path, text, "--name", "failed")
         assert (done.returncode in (1, 125), why in done.stderr) == (True, True), (text, done)
     assert (api.get("/v1/images/failed").status_code, api.get("/v1/sessions").json()) == (400, [])
-    for name, why in (("a:b", "is no name for an image"), ("build-cache.x", "is no name for an image")):
+    for name, why in (("a:b:c", "is no name for an image"), ("build-cache.x", "is no name for an image")):
         assert why in built(command, tmp_path, "FROM base\nRUN echo no", "--name", name).stderr
     counted, pruned = (
         api.post("/v1/images/prune", json={"older_than_s": 0, "dry_run": dry_run}).json() for dry_run in (True, False)

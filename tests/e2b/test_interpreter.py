@@ -143,10 +143,11 @@ def _ask(
 
 _READ = r"""read -r; read -r order; id=${order#*'"id":"'}; id=${id%%'"'*}; """
 _LIES = {
-    r"tr '\0' x </dev/zero": ["KernelLied"],
-    "echo $id oops; cat": ["KernelLied"],
-    "echo $id '[1]'; cat": ["KernelLied"],
-    "exit 3": ["KernelGone"],
+    r"tr '\0' x </dev/zero": ["KernelLied: the context wrote a line of more than 8389632 bytes; the context was ended"],
+    "echo $id oops; cat": ["KernelLied: the context wrote a line that is not JSON; the context was ended"],
+    "echo $id '[1]'; cat": ["KernelLied: the context wrote a line without a type; the context was ended"],
+    "exit 3": ["KernelGone: the context has ended: exited"],
+    """echo '* {"type": "failed", "reason": "no way"}'; exit 1""": ["KernelGone: the context has ended: no way"],
     """echo other '{"type": "error"}'; echo half; echo $id '{"type": "end"}'; cat""": [],
 }
 """Ends of programs that have the id of a request, and the errors that the client gets."""
@@ -154,7 +155,8 @@ _LIES = {
 
 def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> None:
     """A process in a sandbox that takes itself for a context is told of, and ended, when it writes a line without end
-    or one that is not JSON. What it says to requests that nobody made has no effect."""
+    or one that is not JSON. Of one that ends, its own reason is told. What it says to requests that nobody made has no
+    effect."""
     session = f"/v1/sessions/{sandbox['sandboxID']}"
     told = []
     with daemon.client() as client:
@@ -162,10 +164,10 @@ def test_a_context_is_not_believed(daemon: Daemon, sandbox: dict[str, Any]) -> N
             process = {"argv": ["/bin/bash", "-c", _READ + lie], "process_id": f"e2b-kernel-{number}"}
             client.post(f"{session}/processes", json=process).raise_for_status()
             answer = _ask(daemon, sandbox, "/execute", context=str(number), X_Access_Token=sandbox["envdAccessToken"])
-            told.append([json.loads(line)["name"] for line in answer.text.splitlines()])
+            told.append(["{name}: {value}".format(**json.loads(line)) for line in answer.text.splitlines()])
         assert told == list(_LIES.values())
     left = _ask(daemon, sandbox, "/contexts", X_Access_Token=sandbox["envdAccessToken"]).json()
-    assert [each["id"] for each in left] == ["4"]
+    assert [each["id"] for each in left] == ["5"]
 
 
 def test_who_may_run_code(daemon: Daemon, sandbox: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ _RESULTS = {
     "terminal": [True, 5],
     "write": ["/home/user/a/b.txt", "b.txt", ["/home/user/c/1", "/tmp/ü x"]],
     "read": ["é\n", [0, 255]],
-    "large file": [True, True],
+    "large file": [True, True, True],
     "tree": [[True, False], "/home/user/new/sub/2", False, True],
     "link": ["symlink", "a/b.txt"],
     "entry": ["file", 3, 0o640, "-rw-r-----", "user"],
@@ -28,15 +28,19 @@ _RESULTS = {
     "owner": "root",
     "watch": ["chmod b", "create a", "create b", "create sub", "remove b", "rename a"],
     "signed": "signed",
+    "signed upload": [200, "sent"],
+    "git": [False, True, "main"],
     "badly signed": [401, 401, 401],
     "ports": [502, 200, 200, 401, 200],
     "info": ["base", {"a b": "c&d é"}, "running", 1, 512],
     "list": [1, 0],
-    "metrics": [512 * 2**20],
+    "metrics": [512 * 2**20, []],
     "timeout": True,
     "connect shortens nothing": True,
     "pause at the end": ["awake\n", "running", "pause"],
+    "pages": True,
     "alone": [False, True],
+    "another network": [False, True],
 }
 """Results of the scenarios that are the same in every language."""
 
@@ -55,7 +59,6 @@ _OF_PYTHON = {
     "killed": [True, _GONE, False, False, _GONE],
 }
 _OF_JAVASCRIPT = {
-    "signed upload": [200, "sent"],
     "pause": [True, False, False, "paused", "SandboxNotFoundError", True, "kept"],
     "killed": [True, "TimeoutError", False, False, "SandboxNotFoundError"],
 }

@@ -238,9 +238,13 @@ async def test_ten_thousand_connections_of_a_crowd_leave_others_served() -> None
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         async with program(descriptors=20_000) as process:
-            held: dict[str, float] = {"connections": each_has, "rate": 1e6, "burst": 10**6, "ask_s": 1e6}
             names = [f"s-{number}" for number in range(sessions)]
-            crowd = [await process.daemon.attach(mode="ask", name=name, **held) for name in names]
+            crowd = [
+                await process.daemon.attach(
+                    mode="ask", name=name, connections=each_has, rate=1e6, burst=10**6, ask_s=1e6
+                )
+                for name in names
+            ]
             other = await process.daemon.attach(name="other")
             for each in crowd:
                 for _ in range(each_has):

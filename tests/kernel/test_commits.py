@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from sandkasten.actors.services import commits
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.layers import open_store
@@ -47,10 +48,13 @@ async def told(supervisor: LocalSupervisor, image: str, command: str) -> str:
         await supervisor.destroy(session.id)
 
 
-async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupervisor, image: str) -> None:
+async def test_an_image_is_made_of_a_session_which_goes_on(
+    supervisor: LocalSupervisor, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A session on the new image has the files, the deletions and the configuration; the committed one goes on with its
     shell. A commit of that session adds a layer, if it has changed something. A paused session stays paused. A taken
-    name is refused, and taken over on request."""
+    name is refused, and taken over on request. Layers become one on request, and where there can't be one more. A
+    second tag of a name is an image beside the first."""
     session_id = await root_session(supervisor, image)
     await supervisor.exec(
         session_id, ExecSpec("cd /; kept=yes; busybox rm bin/id; echo made > made; echo no > /tmp/no")
@@ -79,6 +83,16 @@ async def test_an_image_is_made_of_a_session_which_goes_on(supervisor: LocalSupe
     assert (same.layers, same.config.cmd) == (again.layers, ())
     await supervisor.exec(upper, ExecSpec("echo more > /more"))
     assert len((await supervisor.commit_session(upper, CommitSpec("upper"))).layers) == 3
+    squashed = await supervisor.commit_session(upper, CommitSpec("one", created_by="all", squash=True))
+    assert (len(squashed.layers), squashed.config.history) == (1, ("all",))
+    assert await told(supervisor, "one", "cat /made /more; ls /bin/id 2>&1 | busybox wc -l") == "made\nmore\n1\n"
+    tagged = [await supervisor.commit_session(upper, CommitSpec(f"app:v{number}")) for number in (1, 2)]
+    assert [(each.name, each.references) for each in tagged] == [("app", ["app:v1"]), ("app-v2", ["app:v2"])]
+    with pytest.raises(InvalidImage, match="there is an image 'app-v2' already"):
+        await supervisor.commit_session(upper, CommitSpec("app:v2"))
+    assert (await supervisor.commit_session(upper, CommitSpec("app:v2", replace=True))).name == "app-v2"
+    monkeypatch.setattr(commits, "MAX_IMAGE_LAYERS", 2)
+    assert (await supervisor.commit_session(upper, CommitSpec("full"))).layers == squashed.layers
 
 
 async def test_no_image_is_made_of_the_machines_own_or_of_another_than_the_sessions(

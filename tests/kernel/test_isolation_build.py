@@ -90,9 +90,29 @@ def test_accounts_of_an_image_are_left_alone(server: Nsinit) -> None:
     rootfs = make_rootfs_image(server.data_dir, "named")
     (rootfs / "etc").mkdir()
     (rootfs / "etc/passwd").write_text("node:x:1000:1000::/home/node:/bin/sh\nodd line")
-    sandbox = server.build(rootfs_plan("named"))
-    assert sandbox.run("cat /etc/passwd").out == "node:x:1000:1000::/home/node:/bin/sh\nodd line"
+    for account in ("", "node"):
+        sandbox = server.build(rootfs_plan("named", account=account))
+        assert sandbox.run("cat /etc/passwd").out == "node:x:1000:1000::/home/node:/bin/sh\nodd line"
+        sandbox.teardown()
+
+
+@needs_busybox
+def test_an_account_that_is_asked_for_is_made_with_its_home(server: Nsinit) -> None:
+    """Programs find it by its name and by its id, whatever the image has by either. The image has none then."""
+    rootfs = make_rootfs_image(server.data_dir, "other")
+    (rootfs / "etc").mkdir()
+    (rootfs / "etc/passwd").write_text("user:x:7:7::/:/bin/no\nnode:x:1000:1000::/home/node:/bin/sh\n")
+    sandbox = server.build(rootfs_plan("other", account="user"))
+    assert sandbox.run("cat /etc/passwd").out.splitlines() == [
+        "user:x:1000:1000:user:/home/user:/bin/sh",
+        "node:x:1000:1000::/home/node:/bin/sh",
+    ]
+    assert sandbox.run("id; stat -c '%u:%g %a' /home/user").out.splitlines() == [
+        "uid=1000(user) gid=1000(sandbox)",
+        "1000:1000 755",
+    ]
     sandbox.teardown()
+    assert not (rootfs / "home").exists()
 
 
 @needs_busybox
@@ -169,6 +189,8 @@ def test_a_failed_build_leaves_nothing(server: Nsinit, change: dict[str, str], s
         ({"image": "a/b"}, "invalid image name: 'a/b'"),
         ({"workspace_id": ".."}, "invalid workspace id: '..'"),
         ({"workspace_id": "a\0b"}, r"invalid workspace id: 'a\x00b'"),
+        ({"account": "root"}, "invalid account: 'root'"),
+        ({"account": "a:b"}, "invalid account: 'a:b'"),
         (
             {"limits": Limits(memory_bytes=0, pids=64, cpu_quota_us=100_000)},
             "memory_bytes must be between 4194304 and 70368744177664, got 0",
@@ -239,6 +261,7 @@ def test_a_pool_sandbox_with_an_image_becomes_the_sandbox_of_its_id(server: Nsin
         {"disk": DiskLimits(64 << 20, 2000)},
         {"tmp_bytes": 1 << 20},
         {"shm_inodes": 77},
+        {"account": "user"},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -350,9 +373,10 @@ def test_make_workspace_twice_changes_nothing(server: Nsinit) -> None:
 
 def test_a_read_only_root_leaves_workspace_home_and_tmp_writable(server: Nsinit) -> None:
     """With `readonly_rootfs` the image can't be changed, not even by its owner's uid."""
-    sandbox = server.build(host_plan(readonly_rootfs=True))
-    writable = "for d in /workspace /home/sandbox /tmp /dev/shm; do echo x > $d/f && echo $d; done"
-    assert sandbox.run(writable).out.split() == ["/workspace", "/home/sandbox", "/tmp", "/dev/shm"]
+    sandbox = server.build(host_plan(readonly_rootfs=True, account="user"))
+    places = ["/workspace", "/home/sandbox", "/home/user", "/tmp", "/dev/shm"]
+    writable = f"for d in {' '.join(places)}; do echo x > $d/f && echo $d; done"
+    assert sandbox.run(writable).out.split() == places
     options = {line.split()[1]: line.split()[3] for line in sandbox.run("cat /proc/self/mounts").out.splitlines()}
     assert options["/"].startswith("ro,")
     assert options["/usr"].startswith("ro,")

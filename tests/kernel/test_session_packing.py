@@ -33,7 +33,7 @@ from tests.kernel.test_layers import ask, base_content, base_layer, publish, pub
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
-BOUNDS = {"max_bytes": 64 << 20, "max_entries": 10_000}
+BOUNDS: dict[str, Any] = {"max_bytes": 64 << 20, "max_entries": 10_000}
 LISTING = """cd /; for each in bin etc one two kept gone moved over d new type over home root; do
 busybox find $each -exec busybox stat -c '%n %F %a %u %g %Y %t' {} + ; done 2>/dev/null |
 busybox grep -v -e '^etc ' -e ^etc/host -e /.wh.odd -e fifo -e ^etc/resolv -e ^home | sort
@@ -67,12 +67,13 @@ def build(server: Nsinit, name: str, layers: Sequence[str]) -> Sandbox:
     return server.build(plan, Setup(user="root"))
 
 
-def pack(server: Nsinit, session_id: str, **bounds: int) -> tuple[Any, bytes]:
+def pack(server: Nsinit, session_id: str, *, is_whole: bool = False, **bounds: int) -> tuple[Any, bytes]:
     """Freeze a session, pack it and let it go on; return the answer and the archive."""
     asker, end = os.pipe()
     with tempfile.TemporaryFile() as file:
         assert isinstance(server.ask(SetFrozen, session_id=session_id, frozen=True)[0], Ok)
-        answer = ask(server, PackSession, file.fileno(), asker, session_id=session_id, **BOUNDS | bounds)
+        asked = {"session_id": session_id, "is_whole": is_whole, **BOUNDS, **bounds}
+        answer = ask(server, PackSession, file.fileno(), asker, **asked)
         assert isinstance(server.ask(SetFrozen, session_id=session_id, frozen=False)[0], Ok)
         file.seek(0)
         for fd in (asker, end):
@@ -163,6 +164,32 @@ def test_an_image_that_is_no_list_becomes_one_layer(data_dir: Path, server: Nsin
         assert {"bin/busybox", "bin/sh", "etc/passwd", "home/sandbox"} <= {each.name for each in read}
     assert answer.below == ()
     box.teardown()
+
+
+def test_layers_and_changes_become_one_layer_on_request(data_dir: Path, server: Nsinit) -> None:
+    """Another session on that one layer sees what the packed one saw. Files have the setuid bits that their own layer
+    says, the topmost that has them; what the session has put in their places has none of a layer's."""
+    names = ("kept/su", "kept/over", "kept/mine")
+    lower = tar_of({**LOWER, **dict.fromkeys(names, b"su")}, **{name: {"mode": 0o4755} for name in names})
+    layers = publish(data_dir, "parts", base_layer(), lower, tar_of({"kept": None, "kept/over": b"su"}))
+    box = build(server, "parts", layers)
+    told = box.run(f"{CHANGES}; echo su > kept/mine; echo mine > kept/own; chmod 755 kept/own")
+    assert (told.code, told.err) == (0, "")
+    before = box.run(LISTING).out
+    assert box.run("chmod 6755 /kept/own").code == 0
+    answer, archive = pack(server, box.session_id, is_whole=True)
+    assert isinstance(answer, LayerPacked), answer
+    assert unpack(server, archive).digest == answer.digest
+    box.teardown()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as read:
+        modes = {each.name: each.mode for each in read}
+    assert not [name for name in modes if "/.wh." in name or name.startswith((".wh.", "tmp/", "workspace/"))]
+    privileged = {name: mode for name, mode in modes.items() if mode & 0o6000}
+    assert privileged == {"kept/su": 0o4755, "kept/own": 0o6755}
+    publish_on(data_dir, "whole", (answer.digest,))
+    again = build(server, "whole", (answer.digest,))
+    assert again.run(LISTING).out == before
+    again.teardown()
 
 
 def test_a_session_that_runs_or_has_too_much_is_not_packed(data_dir: Path, server: Nsinit) -> None:

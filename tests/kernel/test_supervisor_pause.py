@@ -230,11 +230,18 @@ async def test_the_end_of_its_whole_life_comes_in_a_pause_as_well(supervisor: Lo
     assert (await supervisor.wait_ended(session.id)).status is Status.EXPIRED
 
 
-async def test_a_session_may_be_paused_at_its_end(supervisor: LocalSupervisor) -> None:
-    """A session that asked for that is paused and has no end any more. It goes on with what it had when it is used."""
+async def test_a_session_may_be_paused_at_its_end(
+    supervisor: LocalSupervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A session that asked for that is paused and has no end any more. It goes on with what it had when it is used.
+    A transfer that does not end puts that off, but not for ever."""
+    for name, value in {"_TRANSFER_S": 0.01, "_AGAIN_S": 0.01, "_DELAYS": 2}.items():
+        monkeypatch.setattr(pausing, name, value)
     session = await supervisor.create(SessionSpec(max_lifetime_s=1, at_end=AtEnd.PAUSE))
-    await supervisor.exec(session.id, ExecSpec(f"x=kept; {COUNT} &"))
-    await _wait_paused(supervisor, session.id)
+    await supervisor.exec(session.id, ExecSpec(f"x=kept; {COUNT} & echo 1 >f"))
+    async with supervisor.files(session.id).open_read("f", max_bytes=100):
+        await _wait_paused(supervisor, session.id)
+    assert sum(record.message == "not_paused_at_end" for record in caplog.records) == 2
     found = await supervisor.get(session.id)
     assert (found.status, found.max_lifetime_s) == (Status.PAUSED, FOREVER_S)
     assert found.pause is not None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sandkasten.building.context import BuildContext
 from sandkasten.building.dockerfile import BuildError, Dockerfile, read_dockerfile
 from sandkasten.building.ignoring import Ignored, matches
-from sandkasten.building.words import expand, split
+from sandkasten.building.words import expand, expand_document, split
 from sandkasten.images.removal import remove_tree
 
 VARIABLES = {"A": "one", "EMPTY": "", "B": "t w o"}
@@ -51,8 +51,10 @@ def test_lines_become_instructions() -> None:
     assert (env.pairs, label.pairs) == ((("a", "1"), ("b", "'x y'")), (("key", "some value"),))
 
 
-def test_here_documents_belong_to_their_run() -> None:
+def test_here_documents_belong_to_their_run_or_copy() -> None:
     """Of several, with tabs taken off, and literal; a shift and a here-string are none."""
+    (copy,) = read("FROM a\nCOPY --chmod=600 b <<A <<'B' /c/\nit's\nA\nB\n").stages[0].steps
+    assert (copy.words, [each.content for each in copy.documents]) == (("b", "/c/"), ["it's\n", ""])
     (stage,) = read("FROM a\nRUN <<EOF\necho $x\nEOF\nRUN cat <<A - <<-'B' \none\nA\n\t\ttwo\n\tB\nUSER x\n").stages
     first, second, user = stage.steps
     assert [(each.name, each.content, each.is_literal) for each in first.documents] == [("EOF", "echo $x\n", False)]
@@ -72,6 +74,9 @@ def test_here_documents_belong_to_their_run() -> None:
         ("FROM a\nCOPY --link a b", "D:2: COPY --link is not supported"),
         ("FROM a\nCOPY a b c", "D:2: the destination of several sources ends with /"),
         ("FROM a\nCOPY a", "D:2: COPY takes one source or more"),
+        ("FROM a\nCOPY <<A <<B /c\nA\nB", "D:2: the destination of several sources ends with /"),
+        ("FROM a\nCOPY --from=b <<A /c\nA", "D:2: COPY takes here-documents as sources alone"),
+        ("FROM a\nCOPY a <<A\nA", "D:2: COPY takes here-documents as sources alone"),
         ("FROM a\nCOPY --chmod=u+x a b", "D:2: COPY --chmod takes permissions"),
         ("FROM a\nHEALTHCHECK NONE", "D:2: HEALTHCHECK is not supported"),
         ("FROM a\nRUNX y", "D:2: unknown instruction 'RUNX'"),
@@ -133,6 +138,12 @@ def check_lines(made: Dockerfile, text: str) -> None:
 def test_variables_and_quotes_are_replaced(text: str, found: str) -> None:
     """As the reference says; a value is not expanded again."""
     assert expand(text, VARIABLES.get, "\\") == found
+
+
+def test_quotes_of_a_here_document_are_text() -> None:
+    """As a shell has it: of the escapes those before a dollar and an escape count."""
+    text = """it's "$A" '${A}' \\$A \\\\ \\n \\"""
+    assert expand_document(text, VARIABLES.get, "\\") == """it's "one" 'one' $A \\ \\n \\"""
 
 
 @pytest.mark.parametrize("text", ["'a", '"a', "${A", "${}", "${A%x}", "${X:?gone}", "${X:-" * 40 + "}" * 40])

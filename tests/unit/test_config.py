@@ -200,6 +200,8 @@ def test_session_pools_have_a_size_and_perhaps_a_maximum(tmp_path: Path) -> None
     assert load_config(environ=environ).pool.in_force == {"python": PoolSize(3)}
     file = write(tmp_path, "pool: {enabled: true, images: {python: {size: 2, max: 9}, base: 1}}")
     assert load_config(file, environ={}).pool.in_force == {"python": PoolSize(2, 9), "base": PoolSize(1)}
+    file = write(tmp_path, "pool: {enabled: true, images: {python: {size: 2, account: user}}}")
+    assert load_config(file, environ={}).pool.in_force == {"python": PoolSize(2, account="user")}
     file = write(tmp_path, "pool: {images: {python: 5000}}")
     assert load_config(file, environ={}).notices()
 
@@ -216,6 +218,7 @@ def test_session_pools_have_a_size_and_perhaps_a_maximum(tmp_path: Path) -> None
         ("{python: {size: 2, max: 1}}", "max is 1, less than size"),
         ("{python: {size: 2, max: -1}}", "max must be between"),
         ("{python: {max: 2}}", "size is missing"),
+        ("{python: {size: 2, account: root}}", "account must be"),
         ("{python: {size: 2, most: 3}}", "unknown key 'most'"),
         ("{../etc: 1}", "is not an image name"),
         ("{debian: 1}", "is not in allowed_images"),

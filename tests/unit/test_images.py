@@ -151,6 +151,38 @@ def test_no_two_images_own_one_tag_of_a_name(tmp_path: Path) -> None:
     assert catalog.name_for(parse_reference("new:2"), None, under_way=other) == "new-2"
 
 
+def test_what_is_made_here_may_have_a_tag(tmp_path: Path) -> None:
+    """The first tag is called by the name, others by name and tag, beside images of the name that were pulled or have
+    no tag; a tag that is there keeps its image. NAME:TAG leads to each, and to no image that is only called so."""
+    catalog = Catalog(tmp_path)
+
+    def made(text: str) -> str:
+        name, repository, tag = catalog.place_for(text)
+        with catalog.building(name) as directory:
+            make_rootfs(directory / "rootfs")
+            described: dict[str, object] = {"tags": [tag] if tag else [], "repository": repository}
+            image = Image(name, "rootfs", now(), "", **described)  # type: ignore[arg-type]
+            return catalog.publish(directory, image, replace=True).name
+
+    add(catalog, "plain")
+    pulled(catalog, "debian:trixie")
+    given = ("app:v1", "app:v2", "app:v2", "app:v1", "plain:v1", "debian:mine", "debian:trixie", "app-v3", "new-1:1")
+    called = ("app", "app-v2", "app-v2", "app", "plain-v1", "debian-mine", "debian", "app-v3", "new-1")
+    assert tuple(made(text) for text in given) == called
+    for text, name in zip(given[:6], called[:6], strict=True):
+        assert catalog.get(text).name == name
+        assert text in catalog.get(name).references
+    for text in ("app:v3", "new:1"):
+        with pytest.raises(InvalidImage, match="no image"):
+            catalog.get(text)
+    add(catalog, "plain-mine")
+    with pytest.raises(InvalidImage, match="there is an image 'plain-mine' already"):
+        catalog.place_for("plain:mine")
+    for text in ("a:b:c", "a/b:c", f"a@{DIGEST}", "a:", "-a:b", f"app:{'t' * 100}"):
+        with pytest.raises(InvalidImage, match="malformed"):
+            catalog.place_for(text)
+
+
 def test_a_stamp_changes_with_what_a_reference_means(tmp_path: Path) -> None:
     """Answers that were resolved before are good as long as the stamp is."""
     catalog = Catalog(tmp_path, aliases={"stable": "debian:trixie"})

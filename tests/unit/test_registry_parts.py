@@ -12,6 +12,7 @@ import pytest
 
 from sandkasten.config import ConfigError
 from sandkasten.images.registry.credentials import Credentials, read_credentials, write_credentials
+from sandkasten.images.registry.documents import Blob, Manifest, read_configuration
 from sandkasten.images.registry.reference import Reference, parse_reference
 from sandkasten.model.errors import InvalidReference
 
@@ -132,3 +133,29 @@ def test_a_file_that_others_can_read_or_a_link_is_refused(tmp_path: Path) -> Non
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="link"):
         read_credentials(link, "a.b")
+
+
+# Documents ------------------------------------------------------------------------------------------------------------
+
+EMPTY = {"created_by": "ENV A=1", "empty_layer": True}
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("said", "history"),
+    [
+        ([{"created_by": "FROM"}, EMPTY, {"created_by": LONG}], ("FROM", LONG[:400])),
+        ([{"comment": "no word"}, {"created_by": "RUN"}], ("RUN",)),
+        ([{"created_by": "RUN"}, {}], ("RUN", "")),
+        ([{"created_by": "of one layer alone"}], ()),
+        ([{"created_by": ["RUN"]}, {"created_by": 1}], ()),
+        *((each, ()) for each in (None, "RUN", {"a": 1}, [1, "2"])),
+    ],
+)
+def test_the_history_says_what_has_made_each_layer_or_nothing(said: object, history: tuple[str, ...]) -> None:
+    """Entries without a layer are left out, long ones are cut, and unknown ones are empty but for those at the bottom.
+    A list that fits no layers, or is none, is no reason to refuse the image."""
+    digests = [f"sha256:{each * 64}" for each in "ab"]
+    config = {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": digests}, "history": said}
+    manifest = Manifest(Blob(digests[0], 1), [Blob(each, 1) for each in digests])
+    assert read_configuration(json.dumps(config).encode(), manifest).config.history == history

@@ -187,7 +187,7 @@ class SessionPool:
         self._name, self._services = name, services
         self._metrics = services.shared.metrics
         self._max_age_s = float(services.config.pool.max_age_seconds)
-        self._resolved = resolve(SessionSpec(image=name), services.config)
+        self._resolved = resolve(SessionSpec(image=name, account=size.account), services.config)
         self._settings = settings_of(self._resolved)
         self._refill = Refill(size)
         self._members: list[PoolMember] = []

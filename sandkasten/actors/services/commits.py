@@ -1,6 +1,7 @@
 """Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image. Of a session
 that has changed nothing the image has those below alone.
 
+With `squash`, or where an image can't have one layer more, all that the session has becomes the image's only layer.
 nsinit packs the session and unpacks the layer, each in a jail; here are a pipe between the two, and the description.
 A commit is whole with the image's name: what fails or is cancelled before leaves a layer that nobody has, which a
 collection removes.
@@ -21,12 +22,12 @@ from sandkasten.actors.core import Ref, unwrap
 from sandkasten.actors.services.images import DescribeImages, Resolve
 from sandkasten.actors.services.nsinit import ask_store
 from sandkasten.crash import Crash, Point
-from sandkasten.images.catalog import Image, check_name
+from sandkasten.images.catalog import Catalog, Image
 from sandkasten.images.layers import MAX_BYTES, MAX_ENTRIES, asking
 from sandkasten.images.registry.pulling import NewImage, PullTarget, PullTurns, publish
 from sandkasten.links.fds import OwnedFd
 from sandkasten.model.errors import Conflict, DigestMismatch, InvalidImage, SandkastenError
-from sandkasten.model.image import CommitSpec, ImageConfig, ImageDescription
+from sandkasten.model.image import CommitSpec, ImageDescription
 
 COPY_S = 900.0
 """The longest time for which a session stands still."""
@@ -36,8 +37,11 @@ _UNSENT = 0
 class Commits:
     """Commits of the sessions of a node, one at a time: a commit has one of the store's turns for unpacking."""
 
-    def __init__(self, nsinit: Ref, images: Ref, layers: PullTarget, turns: PullTurns, crash: Crash) -> None:
+    def __init__(
+        self, nsinit: Ref, images: Ref, layers: PullTarget, turns: PullTurns, crash: Crash, catalog: Catalog
+    ) -> None:
         self._nsinit, self._images, self._layers, self._crash = nsinit, images, layers, crash
+        self._catalog = catalog
         self._turns, self._one = turns, trio.Lock()
 
     async def commit(
@@ -47,28 +51,32 @@ class Commits:
 
         Raises:
             InvalidImage: the name is malformed or taken; the session's image is the machine's own, or another one by
-                now; an image can't have so many layers.
+                now.
             LayerRefused: the session has what no layer can have, or more than can be copied in `COPY_S`.
             Conflict: the session went on, or ended, before all was copied.
             DiskFull: the disk has no room for the layer.
             NsinitLost: the store did not say in time whether the image has its name.
         """
         below: Image = await self._images.ask_again(Resolve(image_name))
-        config = await self._check(below, spec)
+        if below.kind == "host":
+            raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
+        config = spec.config.apply(below.config)
+        is_whole = spec.squash or len(below.layers) >= MAX_IMAGE_LAYERS
         async with self._one, self._turns.unpacks:
+            name, repository, tag = await trio.to_thread.run_sync(self._place, spec)
             async with still():
-                packed = await self._take(session_id)
+                packed = await self._take(session_id, is_whole=is_whole)
             self._crash.passing(Point.COMMIT_PACKED)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
-            changed = [packed.digest] if packed.entries or not packed.below else []
-            if len(packed.below) + len(changed) > MAX_IMAGE_LAYERS:
-                raise InvalidImage(f"image {below.name!r} has {len(packed.below)} layers, and more can't be")
-            history = (*config.history, spec.created_by) if changed else config.history
+            under = () if is_whole else packed.below
+            changed = [packed.digest] if packed.entries or not under else []
+            history = (*(config.history if under else ()), spec.created_by) if changed else config.history
             image = NewImage(
-                name=spec.name,
-                tags=[],
-                layers=[*packed.below, *changed],
+                name=name,
+                tags=[tag] if tag else [],
+                repository=repository,
+                layers=[*under, *changed],
                 config=attrs.evolve(config, history=history),
                 digest="",
                 source=below.source if below.is_cached_step else f"commit of a session of {below.name}",
@@ -77,24 +85,17 @@ class Commits:
             )
             with self._turns.keeping(image.layers):
                 await publish(self._layers, image, self._crash)
-        (found,) = await self._images.ask_again(DescribeImages(spec.name))
+        (found,) = await self._images.ask_again(DescribeImages(name))
         return found
 
-    async def _check(self, below: Image, spec: CommitSpec) -> ImageConfig:
-        """Return the configuration of the new image. Raises `InvalidImage`: there can be no such image."""
-        check_name(spec.name)
-        if below.kind == "host":
-            raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
+    def _place(self, spec: CommitSpec) -> tuple[str, str, str]:
+        """Return `Catalog.place_for` of the new image. Raises `InvalidImage`: the name is malformed, or taken."""
+        place = self._catalog.place_for(spec.name)
         if not spec.replace:
-            try:
-                await self._images.ask_again(DescribeImages(spec.name))
-            except InvalidImage:
-                pass
-            else:
-                raise InvalidImage(f"there is an image {spec.name!r} already", image=spec.name)
-        return spec.config.apply(below.config)
+            self._catalog.require_free(place[0])
+        return place
 
-    async def _take(self, session_id: str) -> LayerPacked:
+    async def _take(self, session_id: str, *, is_whole: bool) -> LayerPacked:
         """Pack the session and unpack the archive, at the same time. Raises as `commit`."""
         unpacked: list[str] = []
         with trio.move_on_after(COPY_S):
@@ -103,7 +104,7 @@ class Commits:
                     with _pipe() as (read_end, write_end):
                         await nursery.start(self._unpack, read_end, unpacked)
                         with write_end, asking() as asker_fd:
-                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES)
+                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES, is_whole)
                             packed = await ask_store(self._nsinit, request, (write_end.fileno(), asker_fd))
             except* SandkastenError as group:
                 raise unwrap(group) from None

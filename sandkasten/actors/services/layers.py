@@ -44,6 +44,7 @@ class NsinitLayers:
             source=image.source,
             platform=image.platform,
             tags=image.tags,
+            repository=image.repository,
             replace=image.replace,
         )
         await trio.to_thread.run_sync(publish)  # it reads and writes files

@@ -270,14 +270,15 @@ async def ask_store(nsinit: Ref, request: protocol.Request[R], fds: Sequence[int
 
 
 class ThreadLink:
-    """The daemon's nsinit as a link of `images.layers.Layers`, for a worker thread of the same trio run."""
+    """The daemon's nsinit as a link of `images.layers.Layers`, for a worker thread of the same trio run; with the
+    token of that run for any thread."""
 
-    def __init__(self, nsinit: Ref) -> None:
-        self._nsinit = nsinit
+    def __init__(self, nsinit: Ref, token: trio.lowlevel.TrioToken | None = None) -> None:
+        self._nsinit, self._token = nsinit, token
 
     def ask(self, request: protocol.Request[R], fds: Sequence[int] = ()) -> R:
         """See `images.layers.StoreLink`."""
-        return trio.from_thread.run(ask_store, self._nsinit, request, fds)
+        return trio.from_thread.run(ask_store, self._nsinit, request, fds, trio_token=self._token)
 
 
 async def list_workspaces(nsinit: Ref) -> Sequence[str]:

@@ -33,9 +33,12 @@ A = TypeVar("A")
 _TRANSFER_S = 0.5
 """Longest time for which a file transfer may hold up a pause."""
 
-
 _AGAIN_S = 10.0
 """Time until a session that could not be paused at its end is to be paused again."""
+
+_DELAYS = 6
+"""The number of times that file transfers may put off the pause at a session's end. The next one breaks them off: a
+client whose transfer trickles would have its session run for ever."""
 
 
 class PausableSession(Protocol):
@@ -64,13 +67,15 @@ class Pausing:
         self._runs = runs
         self._is_greeted = True
         self._held_until = -math.inf
+        self._delays = 0
+        """The number of times that the pause at the end was put off."""
         self._is_wanted = False
         """Whether the session stays paused when nothing holds it still."""
         self._still_since = 0.0
         """When the pause began, in `trio.current_time()` seconds; computed from the time of day if it was adopted."""
 
-    async def pause(self, spec: PauseSpec) -> None:
-        """Freeze a running session, or change the options of a pause.
+    async def pause(self, spec: PauseSpec, *, waits: bool = True) -> None:
+        """Freeze a running session, or change the options of a pause. `waits`: for file transfers.
 
         Raises:
             Conflict: a file is being transferred.
@@ -78,7 +83,7 @@ class Pausing:
         """
         session = self._own.session
         is_new = session.status is not Status.PAUSED
-        if is_new and not await self._actor.wait_transferred(_TRANSFER_S):
+        if is_new and waits and not await self._actor.wait_transferred(_TRANSFER_S):
             raise Conflict("a file of the session is being transferred; try again when that is done")
         since = datetime.now(UTC) if session.pause is None else session.pause.since
         status = next_status(session.status, Trigger.PAUSE) if is_new else session.status
@@ -116,8 +121,10 @@ class Pausing:
         if self._lease.has_ended:
             return False
         try:
-            await self.pause(PauseSpec(auto_resume=is_woken, stop_lease=True))
+            await self.pause(PauseSpec(auto_resume=is_woken, stop_lease=True), waits=self._delays < _DELAYS)
+            self._delays = 0
         except SandkastenError as error:
+            self._delays += 1
             log.warning("not_paused_at_end", extra={"session_id": session.id, "error": str(error)})
             own.change(max_lifetime_s=min(age_s(own.record) + _AGAIN_S, own.session.max_lifetime_s))
             own.renew()

@@ -13,12 +13,10 @@ from typing import Any, ClassVar, NewType
 from urllib.parse import parse_qsl, unquote
 
 import attrs
-import trio
 
-from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE, Commands, EnvdRequest
+from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE, USER, Commands, EnvdRequest
 from sandkasten.api.e2b.interpreter import INTERPRETER_TEMPLATE, Interpreter
 from sandkasten.api.e2b.sandboxes import (
-    BOUND_S,
     ENVD_VERSION,
     TIMEOUT_S,
     E2bTerms,
@@ -27,7 +25,6 @@ from sandkasten.api.e2b.sandboxes import (
     another_end,
     domain_of,
     end_in,
-    ensure_account,
     find_ports,
     go_on,
     is_paused,
@@ -255,7 +252,7 @@ class Control:
             at_end=AtEnd.PAUSE if request.auto_pause else AtEnd.DESTROY,
             labels=_labels_of(request),
             env=request.env or {},
-            root_inside=True,
+            account=USER,
             network=self._network_of(exchange, request.network, request.allow_internet_access),
             idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
             publish=self._ports_of(request),
@@ -267,13 +264,6 @@ class Control:
             if request.network is not None:
                 raise
             session = await exchange.supervisor.create(attrs.evolve(spec, network=Network(NetworkMode.NONE)))
-        try:
-            await ensure_account(exchange.supervisor, session)
-        except BaseException:
-            if session.timings_ms:  # else the create was a repeated one, and the sandbox is in use
-                with trio.move_on_after(BOUND_S, shield=True):  # its actor goes on with the end, however long it takes
-                    await exchange.supervisor.destroy(session.id)
-            raise
         if request.template == INTERPRETER_TEMPLATE:
             await self.interpreter.warm(EnvdRequest(exchange, session, None, self.commands))
         return json_answer(await _sandbox(exchange, self.settings, session), status=201)

@@ -143,7 +143,11 @@ class Interpreter:
                         if kind == "end":
                             return None
                         await exchange.write(line + b"\n")
-                return _error("KernelGone", f"the context has ended: {(await stream.wait_end()).cause.value}")
+                cause = (await stream.wait_end()).cause.value
+            reason = ""
+            with suppress(SandkastenError, Lied):  # its output may be gone by now
+                _, reason = await _first_word(supervisor, session_id, run)
+            return _error("KernelGone", f"the context has ended: {reason or cause}")
 
         async def work() -> None:
             nonlocal has_ended
@@ -271,21 +275,28 @@ async def _start(request: EnvdRequest, name: str, cwd: str, *, wait: bool) -> Ex
 
 
 async def _wait_ready(supervisor: Supervisor, session_id: str, run: ExecInfo) -> None:
-    reason = "no Python 3.8 or newer"
     with move_on_after(START_S):
         try:
-            async with (
-                supervisor.attach_exec(session_id, run.exec_id) as stream,
-                aclosing(_answers(stream, _KERNEL)) as answers,
-            ):
-                async for kind, line in answers:
-                    if kind == "ready":
-                        return
-                    reason = str(orjson.loads(line).get("reason", ""))[:500]
+            kind, reason = await _first_word(supervisor, session_id, run)
         except Lied as lie:
-            reason = str(lie)
+            kind, reason = "", str(lie)
+        if kind == "ready":
+            return
+        reason = reason or "no Python 3.8 or newer"
         raise NotInstalled(f"code needs python3 with jupyter_client and ipykernel in the image: {reason}")
     raise CommandTimeout(f"the kernel did not answer within {START_S:.0f} s")
+
+
+async def _first_word(supervisor: Supervisor, session_id: str, run: ExecInfo) -> tuple[str, str]:
+    """Return what a context says first of its kernel: `ready`, or `failed` and the reason; nothing if it ends without
+    a word. Raises `Lied`."""
+    async with (
+        supervisor.attach_exec(session_id, run.exec_id) as stream,
+        aclosing(_answers(stream, _KERNEL)) as answers,
+    ):
+        async for kind, line in answers:
+            return kind, str(orjson.loads(line).get("reason", ""))[:500]
+    return "", ""
 
 
 # Lines ----------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,8 @@
-"""A session as a sandbox of E2B: its tokens and signatures, its ports, its account, its end, and what the operator set.
+"""A session as a sandbox of E2B: its tokens and signatures, its ports, its end, and what the operator set.
 
 Nothing of tokens is stored. A token is the HMAC of a session's id by a key that only this node has, so that it is good
 for that session alone, and for what E2B's API offers of one. A signed URL has no header and names no sandbox: its
 signature is a digest of the path, the action, the user and the token.
-
-The account that programs of E2B expect is `user`, uid 1000, with the home `/home/user`. An image may have it (then
-nothing is done), else one program as root adds what is missing when the sandbox is made, to its own layer. All but
-the home is done by what is built into a shell: each further process would make a create dearer. The name stands
-before others of the same uid, since programs ask for the name of a uid.
 
 The end is so many seconds from now, whatever goes on, and none while a sandbox is paused. So a session of this API has
 no idle timeout, and a lifetime of its age and those seconds.
@@ -27,10 +22,9 @@ from typing import Literal
 import attrs
 import trio
 
-from sandkasten.model import ExecSpec, Session, SessionPatch, Status
+from sandkasten.model import Session, SessionPatch, Status
 from sandkasten.model.errors import (
     Conflict,
-    InvalidImage,
     Overloaded,
     PreviewNotFound,
     PreviewsOff,
@@ -147,43 +141,6 @@ async def find_ports(supervisor: Supervisor, session_id: str) -> SignedPreview |
 def domain_of(ports: SignedPreview) -> str:
     """Return what stands behind `PORT-ID.` in the names of ports."""
     return ports.url.partition("://")[2].rstrip("/").partition(".")[2]
-
-
-# The account ----------------------------------------------------------------------------------------------------------
-
-_SCRIPT = """
-set -e
-h=/home/user
-found=no
-while IFS=: read -r name _ uid _ _ home _; do
-  if [ "$name" = user ]; then [ "$uid" = 1000 ] && [ "$home" = "$h" ] && found=yes; fi
-done < /etc/passwd
-if [ $found = no ]; then
-  s=/bin/sh; [ ! -x /bin/bash ] || s=/bin/bash
-  all="user:x:1000:1000:user:$h:$s"
-  while IFS= read -r each; do
-    case $each in user:*) ;; *) all="$all
-$each" ;; esac
-  done < /etc/passwd
-  printf '%s\\n' "$all" > /etc/passwd
-  g=no
-  while IFS=: read -r _ _ gid _; do [ "$gid" != 1000 ] || g=yes; done < /etc/group
-  [ $g = yes ] || echo user:x:1000: >> /etc/group
-fi
-if [ ! -d $h ]; then
-  install -d -o 1000 -g 1000 $h 2>/dev/null || { mkdir -p $h; chown 1000:1000 $h; }
-fi
-"""
-_ACCOUNT_MS = 20_000
-
-
-async def ensure_account(supervisor: Supervisor, session: Session) -> None:
-    """Add what is missing to a session. Raises `InvalidImage` if that can't be done in its image."""
-    spec = ExecSpec(argv=("/bin/sh", "-c", _SCRIPT), user="root", cwd="/", timeout_ms=_ACCOUNT_MS)
-    result = await supervisor.exec(session.id, spec)
-    if result.end.exit_code != 0:
-        reason = result.output[-200:].decode("utf-8", "replace").strip()
-        raise InvalidImage(f"the account of E2B's programs can't be made in this image: {reason}", image=session.image)
 
 
 # The end --------------------------------------------------------------------------------------------------------------

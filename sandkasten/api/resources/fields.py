@@ -29,6 +29,8 @@ from runner.wire.protocol import MAX_CONTEXT, MAX_EDITS, MAX_MATCHES, MAX_SEARCH
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import decode_object
 from sandkasten.model import (
+    ACCOUNT,
+    ACCOUNT_RULE,
     EXEC_ID,
     FIXED_BOUNDS,
     LIMIT_BOUNDS,
@@ -107,6 +109,7 @@ Labels = NewType("Labels", dict[str, str])
 Shell = NewType("Shell", str)
 ShellName = NewType("ShellName", str)
 User = NewType("User", str)
+Account = NewType("Account", str)
 Argv = NewType("Argv", tuple[str, ...])
 Words = NewType("Words", tuple[str, ...])
 Cells = NewType("Cells", int)
@@ -532,6 +535,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     ),
     ExecId: Matching(EXEC_ID, TOKEN_RULE),
     User: Matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
+    Account: Matching(ACCOUNT, ACCOUNT_RULE),
     Stdin: _stdin,
     Argv: _argv,
     Words: _words,

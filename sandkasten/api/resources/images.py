@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NewType
+from typing import NewType, cast
 
 import attrs
 
@@ -13,10 +13,12 @@ from sandkasten.api.http.json import Body
 from sandkasten.api.http.key_scope import within
 from sandkasten.api.resources.fields import (
     Between,
+    Choice,
     Environment,
     LabelFilter,
     Labels,
     ListLimit,
+    Matching,
     NameCursor,
     Paths,
     Text,
@@ -26,16 +28,25 @@ from sandkasten.api.resources.fields import (
     read_query,
     read_request,
 )
+from sandkasten.api.resources.file_archives import TYPES
 from sandkasten.api.resources.file_entries import FIRST_PAGE
-from sandkasten.api.resources.jobs import ImageName
 from sandkasten.api.resources.sessions import DEFAULT_LIST, DoneBody
-from sandkasten.model.image import CommitSpec, ConfigChanges, ImageDescription
+from sandkasten.model import NEW_IMAGE
+from sandkasten.model.image import COMPRESSIONS, CommitSpec, Compression, ConfigChanges, ImageDescription
 from sandkasten.model.keys import Access, ApiKey
 from sandkasten.model.listing import LabelSelector
 
 GraceSeconds = NewType("GraceSeconds", int)
+NewImageName = NewType("NewImageName", str)
 add_kinds({GraceSeconds: Between(0, 31_536_000)})
+add_kinds(
+    {NewImageName: Matching(NEW_IMAGE, "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', no sign first, or NAME:TAG")}
+)
 
+LayerCompression = NewType("LayerCompression", str)
+add_kinds({LayerCompression: Choice(COMPRESSIONS)})
+
+_GZIP = LayerCompression("gzip")
 _GRACE = GraceSeconds(3600)
 _COMMIT = Text("commit")
 
@@ -67,10 +78,17 @@ class PruneRequest:
     dry_run: bool = False
 
 
+@attrs.frozen
+class ImageExportQuery:
+    """The query of an export: how the layers in the archive are compressed."""
+
+    compression: LayerCompression = _GZIP
+
+
 @attrs.frozen(kw_only=True)
 class ImageConfigBody(Body):
     """The configuration that an image brings. `history` says what has made each of the topmost layers, as far as that
-    happened here."""
+    is known."""
 
     env: Mapping[str, str]
     working_dir: str
@@ -196,6 +214,29 @@ async def remove(exchange: Exchange) -> Answer:
     return json_answer(DoneBody())
 
 
+async def export(exchange: Exchange) -> None:
+    """Download an image as the tar of an OCI image layout."""
+    await exchange.drop_body()
+    await exchange.until_disconnect(lambda: _export(exchange, read_query(exchange, ImageExportQuery).compression))
+
+
+async def _export(exchange: Exchange, compression: LayerCompression) -> None:
+    image = await exchange.supervisor.image(exchange.params["name"])
+    disposition = f'attachment; filename="{image.name}.tar"'
+    headers = (("content-type", TYPES["tar"]), ("content-disposition", disposition))
+    if exchange.method == "HEAD":
+        await exchange.start(200, headers)
+        await exchange.finish()
+        return
+    async with exchange.supervisor.export_image(image.name, cast(Compression, compression)) as read:
+        if piece := await read():  # else the export has failed, which leaving the context tells
+            await exchange.start(200, headers)
+        while piece:
+            await exchange.write(piece)
+            piece = await read()
+    await exchange.finish()
+
+
 async def prune(exchange: Exchange) -> Answer:
     """Remove the layers that no image, session or pull has, broken downloads, and what builds keep for later ones."""
     request = await read_request(exchange, PruneRequest)
@@ -219,18 +260,20 @@ class ConfigRequest:
 
 @attrs.frozen
 class CommitImageRequest:
-    """An image to make of a session. With `replace` it takes the place of an image of that name. `created_by` is for
-    the history of its layers."""
+    """An image to make of a session. Its `name` may be NAME:TAG. With `replace` it takes the place of the image of that
+    name. `created_by` is for the history of its layers. With `squash` all that the session has is one layer, without
+    those of its image."""
 
-    name: ImageName
+    name: NewImageName
     config: ConfigRequest | None = None
     replace: bool = False
     created_by: Text = _COMMIT
+    squash: bool = False
 
     def to_spec(self) -> CommitSpec:
         """Return the model's spec."""
         config = ConfigChanges() if self.config is None else ConfigChanges(**attrs.asdict(self.config, recurse=False))
-        return CommitSpec(self.name, config, self.replace, self.created_by)
+        return CommitSpec(self.name, config, self.replace, self.created_by, self.squash)
 
 
 async def commit(exchange: Exchange) -> Answer:

@@ -15,6 +15,7 @@ from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body, to_plain
 from sandkasten.api.http.key_scope import owned_patch, owned_query, owned_spec, within_reach
 from sandkasten.api.resources.fields import (
+    Account,
     Cores,
     DiskInodes,
     DiskMegabytes,
@@ -174,6 +175,7 @@ class CreateRequest:
     publish: Sequence[PublishRequest] = ()
     exec_mode: ExecMode | None = None
     user: User | None = None
+    account: Account | None = None
     root_inside: bool | None = None
     filesystem: FilesystemRequest | None = None
     seccomp: SeccompName | None = None
@@ -207,6 +209,7 @@ class CreateRequest:
             shell=self.shell,
             exec_mode=self.exec_mode,
             user=self.user,
+            account=self.account,
             root_inside=self.root_inside,
             filesystem=None if self.filesystem is None else self.filesystem.rules,
             seccomp=self.seccomp,
@@ -342,6 +345,7 @@ class SessionBody(Body):
     limits: Limits
     exec_mode: str
     user: str | None
+    account: str | None
     root_inside: bool
     filesystem: FileRules | None
     seccomp: str

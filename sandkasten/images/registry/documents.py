@@ -8,6 +8,8 @@ Schema 2", and its image specification 1.2 (`manifest.json`).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
@@ -32,6 +34,8 @@ _MAX_LISTED, _MAX_SHOWN_CHARS = 20, 200
 _REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 """Annotations of an entry of a layout's index: the whole name, and the name or a tag alone."""
 _MAX_BLOB_BYTES = 1 << 40
+_MAX_HISTORY_CHARS = 400
+"""Of an entry; those of 127 layers, each character as 12 bytes of JSON, are half of what a description may have."""
 
 _Json = Mapping[str, Any]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "riscv64": "riscv64", "ppc64le": "ppc64le"}
@@ -193,7 +197,18 @@ def read_configuration(data: bytes, manifest: Manifest) -> Configuration:
         config = ImageConfig.from_oci(_object(value.get("config") or {}, "config"))
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidImage(f"the configuration is malformed: {error}") from error
-    return Configuration(platform, config, tuple(diff_ids))
+    history = _history(value.get("history"), len(diff_ids))
+    return Configuration(platform, attrs.evolve(config, history=history), tuple(diff_ids))
+
+
+def _history(said: object, layers: int) -> tuple[str, ...]:
+    """Return what has made the topmost layers, up to the lowest of which that is said; nothing where the list is no
+    list of the layers. Source: the OCI image specification (config.md, "history")."""
+    entries = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    made = [each.get("created_by") or "" for each in entries if not each.get("empty_layer")]
+    if len(made) != layers or not all(map(_is_text, made)):
+        return ()
+    return tuple(itertools.dropwhile(operator.not_, (each[:_MAX_HISTORY_CHARS] for each in made)))
 
 
 def _index(entries: Sequence[object]) -> Index:

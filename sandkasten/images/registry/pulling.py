@@ -49,6 +49,7 @@ class NewImage:
     source: str
     platform: str
     replace: bool
+    repository: str = ""
 
 
 class PullTarget(Protocol):

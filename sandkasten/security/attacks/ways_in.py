@@ -147,7 +147,7 @@ async def answer_badly(field: Field) -> Answers:
 @attempt("previews.cookies", "set a cookie for the previews of others, and take the visitor's token", "CWE-1275",
          ("own cookies alone", "no token"))  # fmt: skip
 async def take_token(field: Field) -> Answers:
-    cookies = [*("own=1", "a=1; Domain=localhost", "b=1; DOMAIN = .localhost", "_sandkasten_preview=1", "c=1;domain")]
+    cookies = ["own=1", "a=1; Domain=localhost", "b=1; DOMAIN = .localhost", "_sandkasten_preview=1", "c=1;domain"]
     cookies += ["=_sandkasten_preview=1", "d _Sandkasten_preview=1"]
     lines = "".join(f"Set-Cookie: {each}\r\n" for each in cookies)
     async with _site(field, [f"HTTP/1.1 200 OK\r\n{lines}Content-Length: 0\r\n\r\n"]) as site:

@@ -103,7 +103,9 @@ async function* files(box) {
     await fs.write('large', new Blob([large]), { gzip })
     same.push(digest(await fs.read('large', { format: 'bytes' })) === digest(large))
   }
-  yield ['large file', same]
+  const pieces = []
+  for await (const piece of await fs.read('large', { format: 'stream' })) pieces.push(piece)
+  yield ['large file', [...same, Buffer.concat(pieces).equals(large)]]
   const made = [await fs.makeDir('d/e'), await fs.makeDir('d/e')]
   const renamed = await fs.rename('c/1', 'new/sub/2')
   await box.commands.run('ln -s a/b.txt link; chmod 640 a/b.txt')
@@ -159,6 +161,18 @@ async function* signed(box) {
   yield ['badly signed', statuses]
 }
 
+async function* repository(box) {
+  const git = box.git
+  await git.init('repo', { initialBranch: 'main' })
+  await git.configureUser('A', 'a@example.org')
+  await box.files.write('repo/f', '1')
+  const before = await git.status('repo')
+  await git.add('repo')
+  await git.commit('repo', 'one')
+  const after = await git.status('repo')
+  yield ['git', [before.isClean, after.isClean, after.currentBranch]]
+}
+
 function fetchByName(host, headers) {
   const options = { host: '127.0.0.1', port: host.split(':')[1], headers: { host, ...headers }, agent: false }
   return new Promise((resolve, reject) => {
@@ -185,7 +199,8 @@ async function* control(box) {
   const others = Sandbox.list({ query: { metadata: { 'a b': 'c' } } })
   yield ['info', [info.templateId, info.metadata, info.state, info.cpuCount, info.memoryMB]]
   yield ['list', [(await found.nextItems()).length, (await others.nextItems()).length]]
-  yield ['metrics', (await box.getMetrics()).map((each) => each.memTotal).slice(-1)]
+  const metrics = (await box.getMetrics()).map((each) => each.memTotal).slice(-1)
+  yield ['metrics', [...metrics, await box.getMetrics({ end: new Date(1_000_000) })]]
   await box.setTimeout(1_000_000)
   const left = (await box.getInfo()).endAt - info.startedAt
   yield ['timeout', 1_000_000 <= left && left < 1_000_000 + PATIENCE_MS]
@@ -220,7 +235,17 @@ async function* refused(box) {
   for (const call of calls) names.push(await caught(call))
   yield ['refused', names]
   const alone = await Sandbox.create({ allowInternetAccess: false })
+  const pages = []
+  const listed = Sandbox.list({ limit: 1 })
+  while (listed.hasNext) pages.push((await listed.nextItems()).map((each) => each.sandboxId).join())
+  yield ['pages', pages.filter((page) => page).join() === `${alone.sandboxId},${box.sandboxId}`]
   yield ['alone', [(await alone.getInfo()).allowInternetAccess, await alone.kill()]]
+  const reaches = []
+  for (const network of [{ denyOut: ['0.0.0.0/0'] }, {}]) {
+    await box.updateNetwork(network)
+    reaches.push((await box.getInfo()).allowInternetAccess)
+  }
+  yield ['another network', reaches]
 }
 
 async function* dying(box) {
@@ -234,7 +259,7 @@ async function* dying(box) {
 
 async function main() {
   const box = await Sandbox.create({ metadata: { 'a b': 'c&d é' }, envs: { X: '1' } })
-  for (const part of [commands, processes, files, watching, signed, ports, control, pausing, refused, dying]) {
+  for (const part of [commands, processes, files, watching, signed, repository, ports, control, pausing, refused, dying]) {
     for await (const [name, value] of part(box)) console.log(JSON.stringify({ name, value }))
   }
 }

@@ -6,6 +6,7 @@ The same program for both clients: `sync` or `async` is the argument. It knows n
 from __future__ import annotations
 
 import asyncio
+import datetime
 import hashlib
 import http.client
 import inspect
@@ -138,7 +139,9 @@ async def files(box):
         await done(fs.write("large", io.BytesIO(large), gzip=zipped))
         read = await done(fs.read("large", format="bytes"))
         sizes.append(hashlib.sha256(read).hexdigest() == hashlib.sha256(large).hexdigest())
-    yield "large file", sizes
+    stream = await done(fs.read("large", format="stream"))
+    pieces = list(stream) if IS_SYNC else [piece async for piece in stream]
+    yield "large file", [*sizes, b"".join(pieces) == large]
     made = [await done(fs.make_dir("d/e")), await done(fs.make_dir("d/e"))]
     renamed = await done(fs.rename("c/1", "new/sub/2"))
     await done(box.commands.run("ln -s a/b.txt link; chmod 640 a/b.txt"))
@@ -189,6 +192,10 @@ async def signed(box):
     await done(box.files.write("sig ned.txt", "signed"))
     url = await done(box.download_url("sig ned.txt", use_signature_expiration=1000))
     yield "signed", urllib.request.urlopen(url).read().decode()
+    upload = urllib.request.Request(await done(box.upload_url("sent.txt")), b"sent")
+    upload.add_header("Content-Type", "application/octet-stream")
+    with urllib.request.urlopen(upload) as answer:
+        yield "signed upload", [answer.status, await done(box.files.read("sent.txt"))]
     statuses = []
     for bad in (url.replace("=v1_", "=v1_A"), url.replace("ned", "nee"), url[:-3] + "111"):
         try:
@@ -196,6 +203,18 @@ async def signed(box):
         except urllib.error.HTTPError as error:
             statuses.append(error.code)
     yield "badly signed", statuses
+
+
+async def repository(box):
+    git = box.git
+    await done(git.init("repo", initial_branch="main"))
+    await done(git.configure_user("A", "a@example.org"))
+    await done(box.files.write("repo/f", "1"))
+    before = await done(git.status("repo"))
+    await done(git.add("repo"))
+    await done(git.commit("repo", "one"))
+    after = await done(git.status("repo"))
+    yield "git", [before.is_clean, after.is_clean, after.current_branch]
 
 
 # Ports
@@ -232,7 +251,9 @@ async def control(box):
     others = API.list(query=SandboxQuery(metadata={"a b": "c"}))
     yield "info", [info.template_id, info.metadata, info.state.value, info.cpu_count, info.memory_mb]
     yield "list", [len(await done(found.next_items())), len(await done(others.next_items()))]
-    yield "metrics", [each.mem_total for each in await done(box.get_metrics())][-1:]
+    long_ago = datetime.datetime.fromtimestamp(1000, datetime.UTC)
+    metrics = [each.mem_total for each in await done(box.get_metrics())][-1:]
+    yield "metrics", [*metrics, await done(box.get_metrics(end=long_ago))]
     await done(box.set_timeout(1000))
     left = ((await done(box.get_info())).end_at - info.started_at).total_seconds()
     yield "timeout", 1000 <= left < 1000 + PATIENCE_S
@@ -270,7 +291,16 @@ async def refused(box):
     ]
     yield "refused", [await caught(call) for call in calls]
     alone = await sandbox(allow_internet_access=False)
+    pages, listed = [], API.list(limit=1)
+    while listed.has_next:
+        pages.append([each.sandbox_id for each in await done(listed.next_items())])
+    yield "pages", [page for page in pages if page] == [[alone.sandbox_id], [box.sandbox_id]]
     yield "alone", [(await done(alone.get_info())).allow_internet_access, await done(alone.kill())]
+    reaches = []
+    for network in ({"deny_out": ["0.0.0.0/0"]}, {}):
+        await done(box.update_network(network))
+        reaches.append((await done(box.get_info())).allow_internet_access)
+    yield "another network", reaches
 
 
 async def dying(box):
@@ -284,7 +314,7 @@ async def dying(box):
 
 async def main():
     box = await sandbox(metadata={"a b": "c&d é"}, envs={"X": "1"})
-    for part in (commands, processes, files, watching, signed, ports, control, pausing, refused, dying):
+    for part in (commands, processes, files, watching, signed, repository, ports, control, pausing, refused, dying):
         async for name, value in part(box):
             print(json.dumps({"name": name, "value": value}), flush=True)
 
