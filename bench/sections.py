@@ -1,7 +1,8 @@
 """Measurements: one function for each section, in the order of `SECTIONS`.
 
-A section measures into `Bench.table`, where rows keep their raw samples and failures; figures that are no samples are
-in `Bench.facts`. Every answer is verified. Rows that are compared come once each in a random block.
+A section measures into `Bench.table`, where every row keeps its raw samples and failures, and puts figures that are no
+samples into `Bench.facts`. Every answer is verified: a command's output or exit status, a create's source. Rows that
+are compared are measured in random blocks, in which each of them comes once.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ _COMMANDS: Mapping[str, tuple[str, bytes]] = {
 }
 """Classes of commands, each with the output that it must give."""
 
-_LINKS_CLOSED, _SHARES = (1, 2, 4, 8, 16, 32), (0.25, 0.5, 0.75, 0.9)
-_BULK_BYTES, _CREDIT_BYTES, _STREAMS, _STREAM_BYTES, _MIB_PER_SESSION = 128 * MIB, 16 * MIB, 50, 8 * MIB, 8
+_LINKS_CLOSED = (1, 2, 4, 8, 16, 32)
+_SHARES = (0.25, 0.5, 0.75, 0.9)
+_BULK_BYTES, _CREDIT_BYTES = 128 * MIB, 16 * MIB
+_STREAMS, _STREAM_BYTES = 50, 8 * MIB
+_MIB_PER_SESSION = 8
 
 
 def create_row(kind: str) -> str:
