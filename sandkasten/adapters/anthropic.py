@@ -2,16 +2,19 @@
 
 `sandbox_tools(session)` is for the tool runner of the package `anthropic`, which is imported only there. A loop of
 one's own sends the `definition` of `Bash` and `TextEditor` as tools, and calls them with the input of each tool use.
-`claude_agent_options` is for the Claude Agent SDK, which speaks to the server's `/mcp`.
+`agent_toolset(session)` has the tools of `agent_toolset_20260401`, for that package's worker. `claude_agent_options` is
+for the Claude Agent SDK, which speaks to the server's `/mcp`.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
 from sandkasten import errors
+from sandkasten.mcp.tools import TOOLS, Tool, ToolCall, perform
 from sandkasten.sdk import Session
 from sandkasten.sdk.waiting import Lock
 
@@ -19,6 +22,9 @@ MAX_CHARS = 30_000
 """Longest answer, in characters: half from its head and half from its tail."""
 SHELL = "claude"
 TIMEOUT_MS = 120_000
+
+_LEFT_OUT = ("background", "shell")
+"""Parameters of the server's MCP tools that the toolset does not have."""
 
 Input = Mapping[str, Any]  # JSON values of a tool use
 
@@ -172,6 +178,58 @@ def sandbox_tools(session: Session, *, timeout_ms: int = TIMEOUT_MS) -> list[Any
                 raise ToolError(str(error)) from error
 
     return [SandboxTool(Bash(session, timeout_ms=timeout_ms)), SandboxTool(TextEditor(session))]
+
+
+class _CallIn(ToolCall):
+    """A call of a tool in one session, whoever made that."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self.report, self.notes = session, None, []
+
+    async def box(self, *, may_make: bool = True) -> Session:
+        """Return the session."""
+        return self._session
+
+    def forget(self) -> None:
+        """Do nothing: no other session takes the place of one that has ended."""
+
+
+def agent_toolset(session: Session) -> list[Any]:  # tools of the package's runners
+    """Return the tools of `agent_toolset_20260401` (`bash`, `read`, `write`, `edit`, `glob`, `grep`), which work in the
+    session: for `EnvironmentWorker(tools=...)` and the asynchronous tool runners, where the package's own tools work on
+    the machine that they run on.
+
+    Raises:
+        ImportError: the package `anthropic` is not installed.
+    """
+    from anthropic.lib.tools import BetaAsyncBuiltinFunctionTool, ToolError
+
+    class AgentTool(BetaAsyncBuiltinFunctionTool):
+        def __init__(self, tool: Tool) -> None:
+            self._tool = tool
+            self._properties = {name: each for name, each in tool.properties.items() if name not in _LEFT_OUT}
+
+        def to_dict(self) -> Any:  # the runner's type of a tool's definition
+            schema = {"type": "object", "properties": self._properties, "required": list(self._tool.required)}
+            return {"name": self._tool.name, "description": self._tool.description, "input_schema": schema}
+
+        async def call(self, input: object) -> Any:  # text, or the runner's type of a list of content
+            given = input if isinstance(input, Mapping) else {}
+            arguments = {name: each for name, each in given.items() if name in self._properties}
+            if missing := [name for name in self._tool.required if arguments.get(name) is None]:
+                raise ToolError(f"{self._tool.name} needs `{missing[0]}`")
+            reply = await perform(self._tool, _CallIn(session), arguments)
+            if reply.is_error:
+                raise ToolError(reply.text)
+            return [{"type": "text", "text": reply.text}, *map(_image, reply.images)] if reply.images else reply.text
+
+    return [AgentTool(TOOLS[name]) for name in ("bash", "read", "write", "edit", "glob", "grep")]
+
+
+def _image(image: tuple[str, bytes]) -> Mapping[str, Any]:  # JSON values
+    media_type, data = image
+    source = {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
 
 
 def claude_agent_options(base_url: str, api_key: str | None = None, *, sandbox: str = "default") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
+from urllib.parse import urlsplit
 
 from agents import (
     ApplyPatchTool,
@@ -36,6 +37,7 @@ from agents.sandbox.errors import (
     ExecNonZeroError,
     ExecTimeoutError,
     ExecTransportError,
+    ExposedPortUnavailableError,
     WorkspaceArchiveReadError,
     WorkspaceArchiveWriteError,
     WorkspaceReadNotFoundError,
@@ -59,12 +61,12 @@ from agents.sandbox.session.pty_types import (
 from agents.sandbox.session.sandbox_client import BaseSandboxClient, BaseSandboxClientOptions
 from agents.sandbox.session.workspace_payloads import coerce_write_payload
 from agents.sandbox.snapshot import SnapshotBase, SnapshotSpec, resolve_snapshot
-from agents.sandbox.types import ExecResult, Permissions, User
+from agents.sandbox.types import ExecResult, ExposedPortEndpoint, Permissions, User
 from agents.sandbox.workspace_paths import coerce_posix_path, posix_path_as_path, sandbox_path_str
 
 from sandkasten import errors
 from sandkasten.sdk import Run, SandboxClient, Session
-from sandkasten.sdk.types import UNSET, ExecBytes, FileInfo
+from sandkasten.sdk.types import UNSET, ExecBytes, FileInfo, Preview
 
 MAX_OUTPUT_BYTES = 32 * 1024 * 1024
 """Bytes of each output stream of a command that are handed to the framework."""
@@ -72,6 +74,7 @@ MAX_WINDOW_CHARS = 1024 * 1024
 """Characters of an interactive command that one call returns; the rest comes with the next call."""
 _SPOOL_BYTES = 16 * 1024 * 1024
 _PTY_SIZE = (120, 30)
+_EXPOSED_S = 86_400
 _MAX_LINKS = 40
 """Links in a row that the kernel follows (path_resolution(7))."""
 _ROOTS_TOOLS = ("useradd", "usermod", "groupadd", "chgrp")
@@ -83,7 +86,8 @@ class SandkastenSandboxClientOptions(BaseSandboxClientOptions):
     """Settings of new sessions; docs/api.md#sessions explains the fields, and None is the server's default.
 
     `on_exit` says what becomes of the session at the end of the run: `end` ends it, `pause` freezes its processes and
-    stops its lease until it is used again, `keep` leaves it as it is, to its lease.
+    stops its lease until it is used again, `keep` leaves it as it is, to its lease. `resolve_exposed_port` tells where
+    one of `exposed_ports` is reached.
     """
 
     type: Literal["sandkasten"] = "sandkasten"
@@ -96,6 +100,7 @@ class SandkastenSandboxClientOptions(BaseSandboxClientOptions):
     user: str | None = None
     idle_timeout_seconds: float | None = None
     on_exit: Literal["end", "pause", "keep"] = "end"
+    exposed_ports: tuple[int, ...] = ()
 
 
 class SandkastenSandboxSessionState(SandboxSessionState):
@@ -129,6 +134,8 @@ class SandkastenSandboxSession(BaseSandboxSession):
         self.state = state
         self._client, self._box = client, box
         self._interactive: dict[int, _Interactive] = {}
+        self._endpoints: dict[int, ExposedPortEndpoint] = {}
+        self._opening = asyncio.Lock()
         self._is_root_plain = False
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -188,6 +195,34 @@ class SandkastenSandboxSession(BaseSandboxSession):
             return PurePosixPath(found.path)
         there = posixpath.join(posixpath.dirname(found.path), found.target)  # of a link that leads to nothing
         return await self._real(PurePosixPath(posixpath.normpath(there)), links + 1)
+
+    async def _resolve_exposed_port(self, port: int) -> ExposedPortEndpoint:
+        """Return where a port is reached: by a preview, whose token is in the query, or where the node has none by a
+        published port. It is opened at the first call, for a day."""
+        async with self._opening:  # a second preview of a port voids the token of the first
+            if port not in self._endpoints:
+                try:
+                    place = urlsplit((await self._open(port)).link)
+                except errors.SandkastenError as error:
+                    raise ExposedPortUnavailableError(
+                        port=port,
+                        exposed_ports=self.state.exposed_ports,
+                        reason="backend_unavailable",
+                        context={"backend": "sandkasten", "error_code": error.code, "message": error.message},
+                        cause=error,
+                        retryable=error.retryable,
+                    ) from error
+                is_tls = place.scheme == "https"
+                self._endpoints[port] = ExposedPortEndpoint(
+                    place.hostname or "", place.port or (443 if is_tls else 80), tls=is_tls, query=place.query
+                )
+            return self._endpoints[port]
+
+    async def _open(self, port: int) -> Preview:
+        try:
+            return await self._box.preview(port, ttl_seconds=_EXPOSED_S)
+        except errors.PreviewsOff:
+            return await self._box.preview(port, ttl_seconds=_EXPOSED_S, access="local")
 
     # Commands ---------------------------------------------------------------------------------------------------------
 
@@ -447,6 +482,7 @@ class SandkastenSandboxClient(BaseSandboxClient[SandkastenSandboxClientOptions])
             snapshot=chosen_snapshot,
             sandbox_id=box.id,
             options=chosen,
+            exposed_ports=chosen.exposed_ports,
         )
         inner = SandkastenSandboxSession(state, client, box)
         return self._wrap_session(inner, instrumentation=self._instrumentation)

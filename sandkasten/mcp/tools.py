@@ -68,6 +68,10 @@ class ToolCall:
             self.notes.append(note)
         return session
 
+    def forget(self) -> None:
+        """Look for the sandbox anew at the next use: it has ended."""
+        self.sandboxes.forget(self.sandbox)
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -100,7 +104,7 @@ async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply
             reply = await tool.run(call, arguments)
             break
         except (errors.SessionExpired, errors.SessionNotFound) as error:
-            call.sandboxes.forget(call.sandbox)
+            call.forget()
             if has_ended:
                 reply = ToolReply(_in_words(error), is_error=True)
         except NoSandbox as error:
@@ -386,6 +390,11 @@ async def _ports(call: ToolCall, arguments: Arguments) -> ToolReply:
     return ToolReply("\n".join(f"{each.address}:{each.port}" for each in ports) or "[nothing listens]")
 
 
+async def _preview(call: ToolCall, arguments: Arguments) -> ToolReply:
+    preview = await (await call.box(may_make=False)).preview(arguments["port"], keep_alive=True)
+    return ToolReply(f"{preview.link}\n[until {preview.expires_at}; whoever has this link reaches port {preview.port}]")
+
+
 async def _sandboxes(call: ToolCall, arguments: Arguments) -> ToolReply:
     name = call.sandbox
     match arguments["action"]:
@@ -423,6 +432,7 @@ def _line(text: str) -> str:
 # The table ------------------------------------------------------------------------------------------------------------
 
 _TEXT: Schema = {"type": "string"}
+_PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 _PATH: Schema = {"type": "string", "minLength": 1}
 _YES: Schema = {"type": "boolean"}
 _INT: Schema = {"type": "integer", "minimum": 0}
@@ -531,9 +541,16 @@ TOOLS: Mapping[str, Tool] = {
         Tool(
             "ports",
             "List the TCP ports that listen in the sandbox, or wait for one.",
-            {"wait_for": {"type": "integer", "minimum": 1, "maximum": 65535}, "timeout_ms": _MS},
+            {"wait_for": _PORT, "timeout_ms": _MS},
             _ports,
             reads=True,
+        ),
+        Tool(
+            "preview",
+            "Return a link by which a person's browser reaches the server on a port of the sandbox, for an hour.",
+            {"port": _PORT},
+            _preview,
+            required=("port",),
         ),
         Tool(
             "sandboxes",

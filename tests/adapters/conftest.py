@@ -6,18 +6,15 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import daemon
-from tests.e2e.daemon import KEY, Daemon
+from tests.e2e.daemon import KEY, Daemon, running_daemon
 from tests.waiting import patience
-
-__all__ = ["daemon"]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents/bin/python"
@@ -28,6 +25,14 @@ _LEFT = re.compile(r"unclosed <?(?:socket|ssl|transport)|was never (?:awaited|re
 """Python's complaints of a program that leaves connections or tasks behind; frameworks leave queues of their own."""
 
 Ran = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that serves previews."""
+    with running_daemon(tmp_path_factory.mktemp("data"), SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon:
+        daemon.wait_url()
+        yield daemon
 
 
 @pytest.fixture(scope="module")

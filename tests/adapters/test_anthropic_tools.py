@@ -28,15 +28,23 @@ def ran(run: Callable[..., Ran]) -> dict[str, Any]:
         (EDITOR, {"command": "str_replace", "path": "a.txt", "old_str": "one", "new_str": "two"}),
         (EDITOR, {"command": "view", "path": "missing.txt"}),
         ("bash", {"command": "cat a.txt; exit 3"}),
+        "done",
+        ("write", {"file_path": "a.txt", "content": "one\n"}),
+        ("edit", {"file_path": "a.txt", "old_string": "one", "new_string": "two"}),
+        ("read", {"file_path": "missing.txt"}),
+        ("grep", {"pattern": "t.o"}),
+        ("bash", {"command": "cd /tmp; pwd; exit 3"}),
     ]
     with scripted(*turns) as model:
         found = results(run(PROGRAMS / PROGRAM, **model.environment))
         names = [(each["type"], each["name"]) for each in model.requests[0]["tools"]]
         assert names == [("bash_20250124", "bash"), ("text_editor_20250728", EDITOR)]
-        made, edited, missing, printed = model.results()
-        assert missing["is_error"], missing
-        assert [bool(each.get("is_error")) for each in (made, edited, printed)] == [False, False, False]
-        assert model.texts()[3] == "two\n[exit code 3]"
+        failed = [number for number, each in enumerate(model.results()) if each.get("is_error")]
+        assert failed == [2, 6], model.texts()
+        texts = model.texts()
+        assert texts[3] == "two\n[exit code 3]"
+        assert texts[7].startswith("/workspace/a.txt:1:two\n"), texts
+        assert texts[8].startswith("/tmp\n[exit 3, "), texts
     return found
 
 

@@ -20,6 +20,8 @@ import pytest
 
 from nsinit.cgroup.disk_io import find_disk
 from nsinit.wire.protocol import AskDisk, DiskLimits, DiskUse, DiskWish, Failed, IoLimits, Ok, Prepare, Ready, SetDisk
+from runner.files.operations import perform
+from runner.wire.protocol import CopyFile
 from sandkasten.counters.cgroup import CgroupStats
 from tests.kernel.harness import (
     ROOMY,
@@ -32,6 +34,7 @@ from tests.kernel.harness import (
     running,
     wait_until,
 )
+from tests.unit.test_runner_entries import work_in
 
 MIB = 1 << 20
 SMALL = DiskLimits(size_bytes=32 * MIB, inodes=2000)
@@ -356,6 +359,20 @@ def test_without_a_mechanism_nothing_is_limited_and_nothing_is_claimed() -> None
         use = use_of(server, sandbox)
         assert (use.used_bytes, use.limit_bytes, use.used_inodes, use.limit_inodes) == (-1, -1, -1, -1)
         sandbox.teardown()
+
+
+def test_a_copy_within_a_file_system_that_shares_blocks_takes_none() -> None:
+    """A request to copy a directory, on btrfs."""
+    with btrfs() as point:
+        top, content = Path(point), os.urandom(MIB) * 64
+        (top / "d").mkdir()
+        (top / "d/f").write_bytes(content)
+        os.sync()
+        before = os.statvfs(point)
+        perform(CopyFile("d", "copy"), work_in(top))
+        os.sync()
+        assert (before.f_bfree - os.statvfs(point).f_bfree) * before.f_frsize < 8 * MIB
+        assert (top / "copy/f").read_bytes() == content
 
 
 def test_a_mode_that_can_not_be_had_ends_the_start() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -37,7 +38,6 @@ from sandkasten.mcp import server
 from sandkasten.mcp.sandboxes import Sandboxes
 from sandkasten.mcp.tools import TOOLS, chosen
 from sandkasten.sdk import SandboxClient
-from tests.e2e.conftest import daemon as daemon  # one daemon for this file
 from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.e2e.test_keys import key
 from tests.waiting import patience
@@ -50,6 +50,14 @@ ERAS = ("legacy", "auto")
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that serves previews."""
+    with running_daemon(tmp_path_factory.mktemp("data"), SANDKASTEN_PREVIEW_LISTEN="127.0.0.1:0") as daemon:
+        daemon.wait_url()
+        yield daemon
 
 
 def on_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -373,6 +381,17 @@ async def test_ports_can_be_waited_for(daemon: Daemon) -> None:
         await talk.facts("bash", command="python3 -m http.server 8123 --bind 127.0.0.1", background=True)
         assert "127.0.0.1:8123" in await talk.call("ports", wait_for=8123, timeout_ms=int(patience(10) * 1000))
         assert "nothing listens on port 1" in await talk.fail("ports", wait_for=1, timeout_ms=1)
+
+
+@on_asyncio
+async def test_a_person_gets_a_link_to_a_port(daemon: Daemon) -> None:
+    """By a preview of the sandbox, which is the model's to open with a key that may change it."""
+    async with over_http(daemon) as talk:
+        assert "no sandbox" in await talk.fail("preview", port=8123)
+        await talk.call("bash", command="true")
+        link, until = (await talk.call("preview", port=8123)).splitlines()
+        assert re.fullmatch(r"http://8123-[0-9a-f]{24}\.localhost:\d+/\?_sandkasten_token=[\w-]{43}", link), link
+        assert "port 8123" in until
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from sandkasten.cli.main import main
 from sandkasten.cli.notices import notices
 from sandkasten.config import Config, ConfigError, IsolationSettings
 from sandkasten.host.checks import disk_notices
+from sandkasten.installation import plain_settings
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -188,6 +189,7 @@ def test_init_makes_what_is_missing_and_keeps_what_is_there(tmp_path: Path, caps
     assert first[1].decode().strip() not in output
     assert f"API key: {data / 'api-key'}" in output
     assert "default image: python (alias of host)" in output
+    assert (plain_settings(config.read_text()) or {})["data_dir"] == str(data), "clients would need PyYAML"
 
 
 @root_only

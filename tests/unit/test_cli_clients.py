@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +37,14 @@ from sandkasten.contexts import (
     own_directory,
     read_contexts,
 )
-from sandkasten.installation import LISTENING_NAME, ConfigError, find_local, forget_listening, tell_listening
+from sandkasten.installation import (
+    LISTENING_NAME,
+    ConfigError,
+    find_local,
+    forget_listening,
+    plain_settings,
+    tell_listening,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +234,27 @@ def test_the_daemon_tells_where_it_listens(tmp_path: Path) -> None:
         find_local(None, tmp_path, {})
     forget_listening(tmp_path)
     forget_listening(tmp_path)
+
+
+_LINES = st.lists(
+    st.one_of(
+        st.sampled_from(["# words: of \ta person", "listen: 127.0.0.1:8080", "data_dir: /srv/a-b_c.d+e ", "---", ""]),
+        st.sampled_from(
+            ["  b", "data_dir: .data", "data_dir: 0x1f", "api_key: 0123", "data_dir: /:", "data_dir: /x #"]
+        ),
+        st.text("ad_: /.#'\"-\t\r\x0c\x85\u2028", max_size=12),
+    )
+)
+
+
+@given(_LINES)
+def test_plain_lines_are_read_as_yaml_reads_them(lines: list[str]) -> None:
+    """Without PyYAML, or not at all."""
+    text = "\n".join(lines)
+    if (settings := plain_settings(text.encode().decode("latin-1"))) is not None:
+        tree = yaml.safe_load(text) or {}
+        assert tree.keys() == settings.keys()
+        assert [tree.get(name) for name in ("data_dir", "api_key")] == [settings.get("data_dir"), None]
 
 
 # Tables and figures

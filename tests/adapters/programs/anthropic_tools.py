@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 
 from anthropic import AsyncAnthropic
+from anthropic.lib.tools import ToolError
+from anthropic.lib.tools.agent_toolset import AgentToolContext, beta_agent_toolset_20260401
 from scenarios import box, raises, run_all, running, until
 
 from sandkasten.adapters.anthropic import (
@@ -12,6 +15,7 @@ from sandkasten.adapters.anthropic import (
     Bash,
     TextEditor,
     ToolFailed,
+    agent_toolset,
     claude_agent_options,
     sandbox_tools,
 )
@@ -82,6 +86,30 @@ async def the_tool_runner_works_in_a_session() -> None:
         said = [message async for message in runner]
         assert said[-1].content[0].text == "done", said[-1]
         assert (await session.read("a.txt")).content == b"two\n"
+
+
+async def the_agent_toolset_works_in_a_session() -> None:
+    """Names and parameters are those of the package, whose runner calls the tools."""
+    with tempfile.TemporaryDirectory() as directory:
+        own = {each.name: each.to_dict() for each in beta_agent_toolset_20260401(AgentToolContext(workdir=directory))}
+    async with box() as session, AsyncAnthropic() as claude:
+        tools = agent_toolset(session)
+        assert [each.name for each in tools] == list(own)
+        for each in tools:
+            made, expected = each.to_dict()["input_schema"], own[each.name]["input_schema"]
+            assert expected["properties"].keys() <= made["properties"].keys(), each.name
+            assert {*made["required"]} <= {*expected.get("required", ())}, each.name
+        runner = claude.beta.messages.tool_runner(
+            model="claude-sonnet-5-5", max_tokens=1000, tools=tools, messages=[{"role": "user", "content": "go"}]
+        )
+        said = [message async for message in runner]
+        assert said[-1].content[0].text == "done", said[-1]
+        assert (await session.read("a.txt")).content == b"two\n"
+        await session.files.write("dot.png", b"\x89PNG")
+        text, image = await tools[1].call({"file_path": "dot.png"})
+        assert (text["type"], image["source"]["media_type"]) == ("text", "image/png")
+        await session.destroy()
+        await raises(ToolError, tools[0].call({"command": "true"}))
 
 
 async def a_cancelled_call_ends_its_command() -> None:

@@ -26,6 +26,7 @@ from agents.sandbox.errors import (
     ExecNonZeroError,
     ExecTimeoutError,
     ExecTransportError,
+    ExposedPortUnavailableError,
     InvalidManifestPathError,
     WorkspaceArchiveReadError,
     WorkspaceArchiveWriteError,
@@ -152,6 +153,24 @@ async def a_kept_session_is_resumed_from_its_state() -> None:
     assert await live("test=kept") == [kept]
     async with SandboxClient.from_env() as server:
         await (await server.get_session(kept)).destroy()
+
+
+async def a_port_is_reached_where_the_framework_is_told() -> None:
+    """By a preview with its token in the query, the same at each call; a port that was not named is none."""
+    options = SandkastenSandboxClientOptions(labels={"test": "ports"}, exposed_ports=(8000,))
+    client = SandkastenSandboxClient()
+    async with await client.create(options=options) as made:
+        endpoint, same = await asyncio.gather(*(made.resolve_exposed_port(8000) for _ in range(2)))
+        assert endpoint == same
+        link = f"http://8000-{made.state.sandbox_id}.localhost:{endpoint.port}/?_sandkasten_token="
+        assert endpoint.url_for("http").startswith(link), endpoint
+        async with SandboxClient.from_env() as server:
+            (preview,) = await (await server.get_session(made.state.sandbox_id)).previews()
+        assert (preview.port, preview.access) == (8000, "token")
+        error = await raises(ExposedPortUnavailableError, made.resolve_exposed_port(9))
+        assert error.context["reason"] == "not_configured", error
+    await client.delete(made)
+    assert await live("test=ports") == []
 
 
 async def a_snapshot_that_can_not_be_had_makes_no_session() -> None:
