@@ -10,8 +10,8 @@ and is never an error (W3C Trace Context §2.2, §3.2, §4.3; `traceresponse` af
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from contextvars import ContextVar
 
 import attrs
@@ -45,7 +45,7 @@ class Trace:
 def begin(traceparent: str | None) -> Trace:
     """Return our place in the trace that a `traceparent` names, or in a new one when it is absent or malformed."""
     found = None if traceparent is None or len(traceparent) > _MAX_CHARS else _FIELDS.match(traceparent)
-    fresh = secrets.token_hex(_TRACE_BYTES + _SPAN_BYTES)
+    fresh = os.urandom(_TRACE_BYTES + _SPAN_BYTES).hex()
     trace_id, span_id = fresh[: 2 * _TRACE_BYTES], fresh[2 * _TRACE_BYTES :]
     if found is None or not _is_valid(found):
         return Trace(trace_id, span_id)
@@ -75,4 +75,5 @@ session_id: ContextVar[str | None] = ContextVar("session_id", default=None)
 
 def set_key(key_id: str | None) -> None:
     """Note the API key of the current request."""
-    origin.set(attrs.evolve(origin.get(), key_id=key_id))
+    now = origin.get()
+    origin.set(Origin(now.request_id, now.trace, key_id))

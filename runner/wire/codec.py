@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import operator
 import sys
 import types
 import typing
@@ -139,12 +140,16 @@ class Vocabulary:
             raise ProtocolError(f"{cls.__name__} is not a message of this contract")
         parts = [f'{{"{TAG}":"{cls.__name__}"']
         defaults = _default_cache[cls]
-        for name in _field_cache[cls][0]:
-            value = getattr(message, name)
-            if name in defaults and value is defaults[name]:
+        for name, value in zip(_field_cache[cls][0], field_values(message), strict=True):
+            if name in defaults and (value is defaults[name] or value == {} == defaults[name]):
                 continue
             kind = type(value)  # most are text and numbers, and an encoder made for each message costs more than they
-            text = _quote(value) if kind is str else repr(value) if kind is int else _encode_json(_unstructure(value))
+            if kind is str:
+                text = _quote(value)
+            elif kind is int:
+                text = repr(value)
+            else:
+                text = "true" if value is True else _encode_json(_unstructure(value))
             parts.append(f'"{name}":{text}')
         return (",".join(parts) + "}").encode("ascii")
 
@@ -199,6 +204,10 @@ def structure(value: object, expected: Any, *, where: str) -> Any:  # `expected`
 
 _field_cache: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
 _default_cache: dict[type, dict[str, Any]] = {}
+_plain_cache: dict[type, dict[str, frozenset[object]]] = {}
+"""For each field the types whose values fit as they are."""
+
+_getter_cache: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
@@ -211,14 +220,34 @@ def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         _default_cache[cls] = {
-            field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING
+            field.name: {} if field.default_factory is dict else field.default
+            for field in dataclasses.fields(cls)
+            if field.default is not dataclasses.MISSING or field.default_factory is dict
         }
+        _plain_cache[cls] = {name: _plain_types(hint) for name, hint in hints.items()}
         _field_cache[cls] = ({field.name: hints[field.name] for field in dataclasses.fields(cls)}, required)
+        _getter_cache[cls] = _getter(tuple(_field_cache[cls][0]))
         for hint in _field_cache[cls][0].values():
             for nested in (hint, *typing.get_args(hint)):
                 if dataclasses.is_dataclass(nested):
                     _fields(typing.cast(type, nested))
     return _field_cache[cls]
+
+
+def field_values(message: Any) -> tuple[Any, ...]:
+    """Return the values of a message's fields, in their order. Its class must belong to a vocabulary."""
+    return _getter_cache[type(message)](message)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
+
+
+def _plain_types(hint: Any) -> frozenset[object]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return _PLAIN.intersection(typing.get_args(hint) if is_union else (hint,))
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -243,8 +272,9 @@ def _structure_dataclass(value: object, cls: type, where: str) -> Any:
     if not (value.keys() <= hints.keys() and required <= value.keys()):
         unknown, missing = value.keys() - hints.keys(), required - value.keys()
         raise ProtocolError(f"{where}: unknown {sorted(unknown)[:5]}, missing {sorted(missing)[:5]}")
+    plain = _plain_cache[cls]
     arguments = {
-        name: each if type(each) is hints[name] else structure(each, hints[name], where=f"{where}.{name}")
+        name: each if type(each) in plain[name] else structure(each, hints[name], where=f"{where}.{name}")
         for name, each in value.items()
     }
     return cls(**arguments)

@@ -630,7 +630,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
 
     @asynccontextmanager
     async def _loan(self, session_id: str, *, lasting: bool = False) -> AsyncIterator[RunnerLink]:
-        with nullcontext() if lasting else self._in_flight.one_more():
+        with nullcontext() if lasting else self._in_flight:
             entry = await self._live(session_id)
             activity = Activity()
             try:

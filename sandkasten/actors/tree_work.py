@@ -6,8 +6,8 @@ or viewer when its context is left.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import attrs
 import trio
@@ -90,16 +90,14 @@ class InFlight:
         if self._is_closed:
             raise stopping()
 
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Count a request for as long as the context lasts. Raises `ShuttingDown`."""
         self.check_open()
         self._count += 1
-        try:
-            yield
-        finally:
-            self._count -= 1
-            self._tell_when_none()
+
+    def __exit__(self, *_error: object) -> None:
+        self._count -= 1
+        self._tell_when_none()
 
     async def wait_none(self) -> None:
         """Wait until, after `close`, the last request has ended."""
@@ -152,7 +150,7 @@ class WorkOfSessions:
     async def _open_exec(
         self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect
     ) -> AsyncIterator[RunReader]:
-        with self._in_flight.one_more():
+        with self._in_flight:
             entry = await self._live(session_id)
             wish = self._command(entry, spec, on_disconnect)
             claim = RunClaim(wish)
@@ -172,7 +170,7 @@ class WorkOfSessions:
         self, session_id: str, spec: ExecSpec, *, on_disconnect: OnDisconnect = OnDisconnect.CANCEL
     ) -> ExecResult:
         check_spec(spec, self._config.server.max_command_bytes)
-        with self._in_flight.one_more():
+        with self._in_flight:
             return await self._exec(session_id, spec, on_disconnect)
 
     async def _exec(self, session_id: str, spec: ExecSpec, on_disconnect: OnDisconnect) -> ExecResult:

@@ -57,7 +57,8 @@ class KeyUse:
     """One request or connection: served inside `running`, on the key given to `bind` once the key is known."""
 
     def __init__(self, uses: dict[str, set[KeyUse]]) -> None:
-        self.scope = trio.CancelScope()
+        self._scope = trio.CancelScope()
+        self._error: Exception | None = None
         self.key: ApiKey | None = None
         self._uses = uses
 
@@ -69,14 +70,24 @@ class KeyUse:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Cancel the block and raise `Unauthorized` when the key ends before the block does."""
+        """Cancel the block and raise the error of `end` when that is called before the block ends."""
         try:
-            with self.scope:
+            with self._scope:
                 yield
         finally:
             self.leave()
-        if self.scope.cancelled_caught:
-            raise Unauthorized("the API key was revoked or has expired")
+        if self._scope.cancelled_caught and self._error is not None:
+            raise self._error
+
+    def end(self, error: Exception) -> None:
+        """Cancel what runs, which ends with `error` unless it has ended before: the key has ended, or the client has
+        left. Never blocks, never raises."""
+        self._error = self._error or error
+        self._scope.cancel()
+
+    @property
+    def has_been_ended(self) -> bool:
+        return self._error is not None
 
     def leave(self) -> None:
         """Stop using the key. Idempotent."""
@@ -137,7 +148,7 @@ class KeyRing:
             key = self._keys.get(key_id)
             for use in uses:
                 if key is None or key.is_over(now) or use.key is None or not use.key.gives(key):
-                    use.scope.cancel()
+                    use.end(Unauthorized("the API key was revoked or has expired"))
 
     def use(self) -> KeyUse:
         """Return a new use, for one request or connection."""

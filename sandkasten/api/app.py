@@ -7,10 +7,11 @@ routes are handed to Quart, raw routes and WebSockets are served here. Every err
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import cast
 
 from quart import Response, request
@@ -271,14 +272,14 @@ def choose_request_id(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.match(given[0]):
         return bytes(given[0]).decode("ascii")
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def is_head_too_large(scope: Scope, max_bytes: int) -> bool:
     """Return whether the head is over a limit: the server below bounds only heads that come in several reads."""
-    size = len(scope["raw_path"]) + len(scope["query_string"])
-    size += sum(len(name) + len(value) for name, value in scope["headers"])
-    return size > max_bytes or len(scope["headers"]) > MAX_HEADERS
+    headers = scope["headers"]
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(map(len, chain.from_iterable(headers)))
+    return size > max_bytes or len(headers) > MAX_HEADERS
 
 
 def has_two_lengths(scope: Scope) -> bool:

@@ -194,8 +194,10 @@ class CgroupStats:
         return refused
 
     def _number(self, home: str, name: str) -> int:
-        text = self._read(home, name).strip()
-        return int(text) if text.isdigit() else UNKNOWN  # "max" is no limit
+        try:
+            return int(self._read(home, name))
+        except ValueError:  # "max" is no limit
+            return UNKNOWN
 
     def _field(self, home: str, name: str, key: str) -> int:
         return _field_of(self._read(home, name), key)

@@ -119,10 +119,11 @@ class Journal:
         if not data.keys() <= EVENT_FIELDS[type]:
             data = self._without_unknown(type, data)
         number = self._last + 1
-        if (key_id := logcontext.origin.get().key_id) is not None:
-            data[KEY_ID] = key_id
-        if (trace := logcontext.origin.get().trace) is not None:
-            data[TRACE_ID] = trace.trace_id
+        origin = logcontext.origin.get()
+        if origin.key_id is not None:
+            data[KEY_ID] = origin.key_id
+        if origin.trace is not None:
+            data[TRACE_ID] = origin.trace.trace_id
         if number - self._written > self._size:
             self._written = number - self._size
             self._raise_floor(self._cursor(self._written))

@@ -18,13 +18,12 @@ import itertools
 import math
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from runner.wire.codec import field_values
 from runner.wire.protocol import (
     ANSWERS,
     FROM_RUNNER,
@@ -294,10 +293,12 @@ def decode_answer(kind: Kind, body: bytes) -> Any:  # a member of runner.protoco
 
 def _check_message(message: Any) -> None:  # a dataclass of runner.protocol
     """Refuse values that JSON allows and no code here expects: huge numbers, surrogates that escape no byte."""
-    for name in message.__slots__:
-        value = getattr(message, name)
-        if value is None or (type(value) is str and len(value) <= _MAX_TEXT_BYTES and value.isascii()):
-            continue  # most are: to call a function costs more than the check
+    for value in field_values(message):
+        kind = type(value)  # most are small: to call a function costs more than the check
+        if value is None or kind is bool or (kind is int and -_MAX_NUMBER <= value <= _MAX_NUMBER):
+            continue
+        if kind is str and len(value) <= _MAX_TEXT_BYTES and value.isascii():
+            continue
         for each in value if isinstance(value, tuple) else (value,):
             _check_value(each)
 
@@ -330,6 +331,24 @@ class Pool(enum.Enum):
     NONE = enum.auto()
 
 
+class Loan:
+    """The context in which a connection is lent. A generator would cost ten times the calls, with each command."""
+
+    __slots__ = ("_connection", "_link", "_pool")
+
+    def __init__(self, link: RunnerLink, pool: Pool) -> None:
+        self._link, self._pool = link, pool
+
+    async def __aenter__(self) -> RunnerConnection:
+        self._connection = await self._link.take(self._pool)
+        return self._connection
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and (not isinstance(error, SandkastenError) or isinstance(error, RunnerProtocolError)):
+            self._connection.is_idle = False
+        self._link.give_back(self._connection, self._pool)
+
+
 class RunnerLink:
     """All connections to one sandbox. `close` ends them. `version`: of the protocol that PID 1 speaks."""
 
@@ -349,30 +368,30 @@ class RunnerLink:
         """Number of connections that are idle, and that carry a request."""
         return {"connections_idle": sum(map(len, self._idle.values())), "connections_busy": len(self._busy)}
 
-    @asynccontextmanager
-    async def connection(self, pool: Pool = Pool.REQUESTS) -> AsyncIterator[RunnerConnection]:
-        """Lend a connection for one request. Raises `RunnerLost` when the sandbox accepts none.
+    def connection(self, pool: Pool = Pool.REQUESTS) -> Loan:
+        """Lend a connection for one request. Entering raises `RunnerLost` when the sandbox accepts none.
 
         It is kept for the next request when the final frame has come, which may be a refusal, and nothing is half sent.
         """
+        return Loan(self, pool)
+
+    async def take(self, pool: Pool) -> RunnerConnection:
+        """Lend a connection until `give_back`."""
         connection = self._take_idle(pool) or await self._connect()
         if pool is not Pool.REQUESTS:
             connection.make_room()
         self._busy.add(connection)
-        try:
-            yield connection
-        except BaseException as error:
-            if not isinstance(error, SandkastenError) or isinstance(error, RunnerProtocolError):
-                connection.is_idle = False
-            raise
-        finally:
-            connection.spend_if_sending()
-            self._busy.discard(connection)
-            idle = self._idle[pool]
-            if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:
-                idle.append(connection)
-            else:
-                connection.close()
+        return connection
+
+    def give_back(self, connection: RunnerConnection, pool: Pool) -> None:
+        """Keep a connection that was lent, or close it."""
+        connection.spend_if_sending()
+        self._busy.discard(connection)
+        idle = self._idle[pool]
+        if connection.is_idle and not self._closed and pool is not Pool.NONE and len(idle) < _MAX_IDLE:
+            idle.append(connection)
+        else:
+            connection.close()
 
     def _take_idle(self, pool: Pool) -> RunnerConnection | None:
         """Return an idle connection. Any may become one for files, and not the other way round."""

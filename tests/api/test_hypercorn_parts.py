@@ -50,27 +50,25 @@ def test_a_connection_speaks_http_1_through_h11_protocol() -> None:
     assert list(inspect.signature(H11Protocol._check_protocol).parameters) == ["self", "event"]
 
 
-def test_hypercorn_makes_up_answers_with_the_known_headers() -> None:
-    """Answers that hypercorn makes up are told by their headers, and sent through two methods that can be
-    overridden.
-    """
+def test_what_hypercorn_answers_by_itself_passes_one_method() -> None:
+    """Bytes that are no HTTP are answered by a method that can be overridden."""
     from hypercorn.protocol.h11 import H11Protocol
-    from hypercorn.protocol.http_stream import HTTPStream
-    from hypercorn.protocol.ws_stream import WSStream
 
-    spelled = 'headers=[(b"content-length", b"0"), (b"connection", b"close")],'
-    assert all(spelled in inspect.getsource(each._send_error_response) for each in (HTTPStream, WSStream))
     assert list(inspect.signature(H11Protocol._send_error_response).parameters) == ["self", "status_code"]
-    assert list(inspect.signature(H11Protocol.stream_send).parameters) == ["self", "event"]
+    assert "_send_error_response" in inspect.getsource(H11Protocol._handle_events)
 
 
-def test_a_websocket_is_made_by_a_method_of_the_protocol() -> None:
-    """`_create_stream` decides what a request becomes; what takes its place has `handle`, and the protocol `stream`."""
+def test_a_stream_is_made_by_a_method_of_the_protocol() -> None:
+    """`_create_stream` decides what a request becomes; what takes its place has `handle`, and the protocol `stream`,
+    which a `StreamClosed` ends.
+    """
     from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
 
     assert list(inspect.signature(H11Protocol._create_stream).parameters) == ["self", "request"]
     source = inspect.getsource(H11Protocol)
     assert "self.stream = WSStream(" in source
+    assert "self.stream = HTTPStream(" in source
+    assert "self._maybe_recycle()" in inspect.getsource(H11Protocol.stream_send)
     assert set(re.findall(r"self\.stream\.(\w+)", source)) == {"handle"}
     assert list(inspect.signature(H11WSConnection).parameters) == ["h11_connection"]
 
@@ -104,14 +102,13 @@ def test_the_idle_task_is_only_started_anew_and_stopped() -> None:
     assert "await self.idle_task.restart(self._task_group, self._idle_timeout)" in source
 
 
-def test_the_bytes_of_an_answer_pass_one_method() -> None:
-    """`_send_h11_event` is what sends them, but for the pieces of a WebSocket."""
-    from hypercorn.protocol.h11 import H11Protocol
+def test_all_bytes_of_a_connection_pass_one_method() -> None:
+    """`protocol_send` writes under `send_lock`, which is taken before another task has a turn if the lock is free."""
+    from hypercorn.trio.tcp_server import TCPServer
 
-    assert list(inspect.signature(H11Protocol._send_h11_event).parameters) == ["self", "event"]
-    source = inspect.getsource(H11Protocol)
-    assert source.count("self.connection.send(") == 1
-    assert source.count("RawData(data=") == 2
+    source = inspect.getsource(TCPServer)
+    assert source.count("self.stream.send_all(") == 1
+    assert "async with self.send_lock:" in inspect.getsource(TCPServer.protocol_send)
 
 
 async def test_worker_context_has_the_event_that_ends_idle_connections() -> None:
@@ -124,20 +121,6 @@ async def test_worker_context_has_the_event_that_ends_idle_connections() -> None
     assert not context.terminated.is_set()
     await context.terminated.set()
     assert context.terminated.is_set()
-
-
-async def test_asgi_wrapper_passes_scope_receive_and_send() -> None:
-    """The two functions for WSGI are ignored."""
-    from hypercorn.app_wrappers import ASGIWrapper
-
-    seen: list[object] = []
-
-    async def app(*arguments: object) -> None:
-        seen.extend(arguments)
-
-    wrapper = ASGIWrapper(app)
-    await wrapper(*("scope", "receive", "send"), lambda: None, lambda: None)  # type: ignore[arg-type]
-    assert seen == ["scope", "receive", "send"]
 
 
 def test_connection_state_is_a_dict() -> None:

@@ -94,7 +94,7 @@ def test_what_others_could_take_for_another_path_is_none() -> None:
     """Joined, an encoded slash would part two segments; libraries drop the first of two slashes."""
     for raw_path, segments in ((b"/v1%2Fevents", ("v1/events",)), (b"//a", ("", "a")), (b"//", ("", ""))):
         target = parse_target(raw_path, host=None)
-        assert target == Target(segments)
+        assert target == Target.of(segments)
         assert target.path is None
 
 

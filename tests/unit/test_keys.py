@@ -198,6 +198,6 @@ async def test_a_use_that_is_over_leaves_nothing_behind() -> None:
         with use.running():
             use.bind(WRITE.key)
         ring.end_uses()
-        assert not use.scope.cancel_called
+        assert not use.has_been_ended
     ring.replace([])
-    assert not use.scope.cancel_called
+    assert not use.has_been_ended

@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from operator import attrgetter
 
 import attrs
 import trio
@@ -54,13 +55,13 @@ _BULK_CHARS = 4096
 """A command, its environment and its input are dropped at the end of the run if they are longer together."""
 
 _UNDIGESTED = ("exec_id", "has_new_id", "env", "stdin", "queue_timeout_ms", "streams", "reads_both")
-_DIGESTED = tuple(field.name for field in attrs.fields(ExecSpec) if field.name not in _UNDIGESTED)
+_DIGESTED = attrgetter(*(field.name for field in attrs.fields(ExecSpec) if field.name not in _UNDIGESTED))
 
 
 def _digest(request: RunRequest) -> bytes:
     """Return what two requests for the same run have in common: everything but the id."""
     spec = request.spec
-    facts = [getattr(spec, name) for name in _DIGESTED]
+    facts = list(_DIGESTED(spec))
     small = repr((request.kind.value, request.keep_alive, sorted(spec.env.items()), spec.stdin is None, facts))
     digest = hashlib.blake2b(small.encode("utf-8", "surrogatepass"), digest_size=16)
     digest.update(spec.stdin or b"")
@@ -205,8 +206,8 @@ class RunClock:
         return round((until - self.asked_at) * 1000)
 
     def enqueue(self, ahead: Sequence[Run]) -> None:
-        """The run waits behind others from now on."""
-        self._start_by = trio.current_time() + PATIENCE_S
+        """The run waits behind others since it was asked for."""
+        self._start_by = self.asked_at + PATIENCE_S
         for run in ahead:
             timeout_ms = run.request.timeout_ms
             self._start_by += math.inf if timeout_ms is None else timeout_ms / 1000 + PATIENCE_S

@@ -230,12 +230,13 @@ class Collector(RunObserver):
     def result(self, end: ExecEnd) -> ExecResult:
         """Return the result of the command that ended with `end`."""
         output = self._both.value()
-        values = {stream: self._value(stream, output) for stream in Stream}
+        stdout, stderr = self._value(Stream.STDOUT, output), self._value(Stream.STDERR, output)
+        values = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
         return ExecResult(
             end=end,
             output=output,
-            stdout=values[Stream.STDOUT],
-            stderr=values[Stream.STDERR],
+            stdout=stdout,
+            stderr=stderr,
             bytes_total=self._both.total,
             bytes_omitted=self._both.total - len(output),
             gaps=self._gaps(output, values) if self._both.total > len(output) else {},

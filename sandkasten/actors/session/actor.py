@@ -676,8 +676,7 @@ class SessionActor(Actor):
         self._services.shares.check_run(self._own.facts.key_id)
 
     def begin_activity(self) -> None:
-        self._lease.begin_activity()
-        self._own.renew()
+        self._lease.begin_activity()  # which holds the idle end off: the lease is renewed at the end
         self._own.put_lease()
         if not self._is_lease_followed:
             self._is_lease_followed = True

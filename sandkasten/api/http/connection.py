@@ -58,7 +58,6 @@ class GuardedStream:
 
     `is_broken`: data that is sent reaches nobody. `is_at_eof`: the client ended its side and may still read ours.
     `has_unread_body`: the application answered before the request had been read to its end; the application sets it.
-    `sent_bytes`: how much went out without waiting.
     `idle_since`: the moment since which no request is being served, None while one is. `peer`: the client's address
     for the share of connections, "" behind a unix socket. `leave` tells of the client's leaving.
     """
@@ -68,7 +67,6 @@ class GuardedStream:
         self.peer = _peer_of(stream.socket)
         self._stream = stream
         self._write_timeout_s, self._head_timeout_s = write_timeout_s, head_timeout_s
-        self._receiving: trio.CancelScope | None = None
         self._requests = 0
         self.idle_since: float | None = trio.current_time()
         self._head_deadline = trio.current_time() + head_timeout_s
@@ -77,7 +75,6 @@ class GuardedStream:
         self._is_sending = False
         self._is_closed = False
         self._read_bytes = 0
-        self.sent_bytes = 0
         self.is_broken = False
         self.is_at_eof = False
         self.has_unread_body = False
@@ -94,14 +91,10 @@ class GuardedStream:
         if not data:
             await trio.lowlevel.checkpoint()
             return
-        at_once = self._send_nowait(data)
-        self.sent_bytes += at_once
-        if at_once == len(data):
-            return
         self._is_sending = True
         try:
             with trio.move_on_after(self._write_timeout_s) as scope:
-                await self._stream.send_all(memoryview(data)[at_once:])
+                await self._stream.send_all(data)
         except trio.BrokenResourceError:
             self._break()
             raise
@@ -114,46 +107,46 @@ class GuardedStream:
             self.abort()
             raise trio.BrokenResourceError("the client did not read in time")
 
-    def _send_nowait(self, data: bytes) -> int:
-        """Send what the socket takes at once, mostly all of it, and return the number of bytes. trio's stream would
-        take a turn of the event loop for that, and the lock of the protocol code has taken one already."""
-        if self._is_sending:
+    def send_nowait(self, data: bytes) -> int:
+        """Send what the socket takes at once, mostly all of it, and return the number of bytes; `send_all` is for the
+        rest."""
+        if self._is_sending or self._is_closed:
             return 0
         try:
             return os.write(self.socket.fileno(), data)
         except OSError:  # it is full, or the stream says what is wrong
             return 0
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Have the connection count as busy while the block serves a request, whose head has come."""
+    def begin_serving(self) -> None:
+        """Have the connection count as busy until `end_serving`: the head of a request has come."""
         self._requests += 1
         self.idle_since = None
-        self._set_head_deadline(math.inf)
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self.idle_since = trio.current_time()
+        self._head_deadline = math.inf
 
-    def _set_head_deadline(self, deadline: float) -> None:
-        self._head_deadline = deadline
-        self._move_deadline()
+    def end_serving(self) -> None:
+        self._requests -= 1
+        if not self._requests:
+            self.idle_since = trio.current_time()
 
     def set_idle_deadline(self, deadline: float) -> None:
         """Set when the connection ends unless a request comes, in `trio.current_time()` seconds."""
         self._idle_deadline = deadline
-        self._move_deadline()
+
+    def end_if_late(self, now: float) -> None:
+        """End the connection if a head, or the next request, has not come in its time."""
+        if now >= min(self._head_deadline, self._idle_deadline):
+            self._end_wait()
 
     def end_if_idle(self) -> None:
         """End the connection now if it waits for a request."""
         if self._idle_deadline < math.inf:
             self.set_idle_deadline(-math.inf)
+            self._end_wait()
 
-    def _move_deadline(self) -> None:
-        if self._receiving is not None:
-            self._receiving.deadline = min(self._head_deadline, self._idle_deadline)
+    def _end_wait(self) -> None:
+        """Have the task that waits for bytes get `trio.ClosedResourceError`, unless some have come."""
+        if self.socket.fileno() != -1:
+            trio.lowlevel.notify_closing(self.socket)
 
     def _break(self) -> None:
         self.is_broken = True
@@ -167,23 +160,29 @@ class GuardedStream:
             trio.ClosedResourceError: after, or because of, `aclose` or `abort`, or a head or request that did not come
                 in time.
         """
-        if self._is_closed:
+        if self._is_closed or self._idle_deadline == -math.inf:
             raise trio.ClosedResourceError
-        with trio.CancelScope(deadline=min(self._head_deadline, self._idle_deadline)) as self._receiving:
+        data = await self._read(max(max_bytes, self._read_bytes))
+        self.is_at_eof = not data
+        if not data:
+            self.leave.note()
+        self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
+        if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
+            self._head_deadline = trio.current_time() + self._head_timeout_s
+        return data
+
+    async def _read(self, max_bytes: int) -> bytes:
+        """Wait for bytes, which are seldom there already, so that trio's stream would look for them once more."""
+        while True:
+            await trio.lowlevel.wait_readable(self.socket)
             try:
-                data = await self._stream.receive_some(max(max_bytes, self._read_bytes))
-            except trio.BrokenResourceError:
+                return os.read(self.socket.fileno(), max_bytes)
+            except BlockingIOError:
+                continue
+            except OSError as error:
                 self.is_at_eof = True
                 self._break()
-                raise
-            self.is_at_eof = not data
-            if not data:
-                self.leave.note()
-            self._read_bytes = BULK_BYTES if len(data) >= max_bytes else 0
-            if not self._requests and self._head_deadline == math.inf:  # the first bytes of a further head
-                self._head_deadline = trio.current_time() + self._head_timeout_s
-            return bytes(data)
-        raise trio.ClosedResourceError
+                raise trio.BrokenResourceError("the connection was reset") from error
 
     async def send_eof(self) -> None:
         """End our side of the connection."""
@@ -195,8 +194,7 @@ class GuardedStream:
         self._break()
         if self._is_sending:
             self.abort()
-        if self._receiving is not None:
-            self._receiving.cancel()
+        self._end_wait()
         await trio.lowlevel.checkpoint()
 
     def abort(self) -> None:

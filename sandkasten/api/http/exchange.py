@@ -16,7 +16,7 @@ import trio
 from sandkasten.admission.quotas import KeyShares
 from sandkasten.api.http.connection import ClientGone, Leave
 from sandkasten.api.http.errors import Answer, Headers
-from sandkasten.api.http.guard import LEAVE_KEY, App, Message, Receive, Scope, Send, has_body
+from sandkasten.api.http.guard import HAS_ARRIVED_KEY, LEAVE_KEY, App, Message, Receive, Scope, Send, has_body
 from sandkasten.api.http.json import check_value_count
 from sandkasten.api.http.key_scope import own_workspaces
 from sandkasten.api.http.measured import FrontMetrics
@@ -215,6 +215,8 @@ class Exchange(AsgiExchange):
         return int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
 
     async def _receive_in_time(self) -> Message:
+        if (has_arrived := self.scope.get(HAS_ARRIVED_KEY)) is not None and has_arrived():
+            return await self._receive()
         with trio.move_on_after(self.settings.read_timeout_s):
             return await self._receive()
         raise InvalidRequest("the request body did not arrive in time", read_timeout_s=self.settings.read_timeout_s)
@@ -273,7 +275,7 @@ class Exchange(AsgiExchange):
     # The client
 
     async def until_disconnect(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work`, cancelled when the client leaves. Call it after the body has been read.
+        """Run `work`, cancelled with all of the request when the client leaves. Call it after the body has been read.
 
         The end of the client's side counts as a leave: until something is written, a closed socket looks the same as a
         half-closed one, and a command must not go on for a client that has left (RFC 9293 §3.6).
@@ -285,12 +287,8 @@ class Exchange(AsgiExchange):
         leave: Leave | None = self.scope.get(LEAVE_KEY)
         if leave is None or not self.is_body_done:
             return await self._until_message(work)
-        with trio.CancelScope() as scope, leave.calling(scope.cancel):
-            try:
-                return await work()
-            except* ClientGone:  # a write noticed it before the reader did
-                pass
-        raise ClientGone
+        with leave.calling(functools.partial(self.use.end, ClientGone())):
+            return await work()
 
     async def _until_message(self, work: Callable[[], Awaitable[T]]) -> T:
         """As `until_disconnect`, for a request whose body nobody reads: the connection's reader would wait for that,

@@ -1,25 +1,38 @@
-"""The ASGI wrapper between hypercorn and any application: corrects three faults of the server code from outside.
+"""One HTTP request between hypercorn's HTTP/1 protocol and an ASGI application.
 
-Per connection, not per request. Looks at no route, header or key.
-- hypercorn's `send` returns without a checkpoint once the client is gone, so a loop of sends would freeze the event
-  loop. Here the send of each piece is a checkpoint, by hypercorn's lock if something is sent, and every send raises
-  once the connection is over (`websocket.py` does so for WebSockets). The end of an HTTP client's side alone does not
-  end the connection here: a handler that is soon done still answers. A handler that waits is told by the connection's
-  `Leave` (`Exchange.until_disconnect`), and by `http.disconnect`.
-- hypercorn hands on bodies, and the end of answers, through a queue of a few pieces. An application that answers
-  without reading would wait for itself for ever. Here the unread rest of a body is dropped meanwhile.
-- hypercorn reports `http.disconnect` after each complete answer. quart-trio cancels itself on it, which also cancels
-  hypercorn's keep-alive timer. Here `receive` stays silent after the final part of the answer.
+In place of hypercorn's own `HTTPStream`, whose send returns without a checkpoint once the client is gone, so that a
+loop of sends would freeze the event loop; whose queue of a few pieces makes an application that answers without reading
+wait for itself; and which reports `http.disconnect` after each complete answer, on which quart-trio cancels itself.
+Here every send of a piece is a checkpoint and raises once the connection is over, the unread rest of a body is dropped,
+and `receive` stays silent after the final part of the answer. The end of an HTTP client's side alone does not end the
+connection: a handler that is soon done still answers. A handler that waits is told by the connection's `Leave`
+(`Exchange.until_disconnect`), and by `http.disconnect`.
+
+What the application says at a time goes out in one write: the head of an answer of known length with its body, and the
+last piece of a body with its end. Looks at no route and no key.
+
+Source: asgi.readthedocs.io, "HTTP".
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import unquote
 
+import h11
 import trio
+from hypercorn.events import RawData
+from hypercorn.protocol.events import Body, EndBody, Event, Request, StreamClosed
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
+from hypercorn.typing import H11SendableEvent
+from hypercorn.utils import suppress_body
 
 from sandkasten.api.http.connection import ClientGone, GuardedStream
+
+log = logging.getLogger(__name__)
 
 # ASGI scopes and messages are dicts of mixed values by specification (asgi.readthedocs.io, "Applications").
 Scope = MutableMapping[str, Any]
@@ -32,70 +45,164 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 LEAVE_KEY = "sandkasten.leave"
 """Where the scope of a request has the `Leave` of its connection."""
 
+HAS_ARRIVED_KEY = "sandkasten.has_arrived"
+"""Where the scope of an HTTP request has a function that tells whether `receive` would return without waiting."""
 
-class GuardedApp:
-    """`app`, behind one connection."""
+_WAITING_PIECES = 10
+"""Pieces of a body that wait for the application. Behind them the socket is not read, so the client's writes wait."""
 
-    def __init__(self, app: App, stream: GuardedStream) -> None:
-        self._app = app
-        self._stream = stream
+_NO_ANSWER = [(b"content-length", b"0"), (b"connection", b"close")]
+"""The headers of an answer for an application that ended without one."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http = scope["type"] == "http"
-        is_answered = False
-        is_body_read = False
 
-        async def guarded_receive() -> Message:
-            nonlocal is_body_read
-            message = await receive()
-            if is_answered:
-                await trio.sleep_forever()
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                is_body_read = True
-            return message
+class RequestStream:
+    """The `H11Protocol.stream` of an HTTP request that is no upgrade."""
 
-        async def guarded_send(message: Message) -> None:
-            nonlocal is_answered
-            if self._stream.is_broken or (self._stream.is_at_eof and not is_http):
-                await trio.lowlevel.checkpoint()
-                raise ClientGone
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                is_answered = True
-                self._stream.has_unread_body = not is_body_read and has_body(scope)
-            sent_bytes = self._stream.sent_bytes
-            if is_answered and self._stream.has_unread_body:
-                await _send_dropping(send, message, receive)
-            else:
-                await send(message)
-            if is_http and message.get("more_body", False) and self._stream.sent_bytes == sent_bytes:
-                await trio.lowlevel.checkpoint()
+    def __init__(self, protocol: H11Protocol, transport: GuardedStream, app: App) -> None:
+        self._protocol, self._transport, self._app = protocol, transport, app
+        self._pieces: deque[bytes] = deque()
+        self._readers = trio.lowlevel.ParkingLot()
+        self._room = trio.lowlevel.ParkingLot()
+        self._is_whole = self._is_read = False
+        """Whether the request's body has come to its end, and whether the application has heard of that."""
+        self._is_answered = self._is_over = False
+        self._has_no_body = False
+        self._method = ""
+        self._held: list[H11SendableEvent] = []
+        """The head of an answer of known length, which goes out with what follows it."""
 
-        self._stream.has_unread_body = False
-        scope[LEAVE_KEY] = self._stream.leave
+    # What the connection tells ----------------------------------------------------------------------------------
+
+    async def handle(self, event: Event) -> None:
+        """Take an event of the HTTP/1 connection."""
+        if isinstance(event, Request):
+            self._method = event.method
+            self._protocol.task_group.spawn(self._serve, self._make_scope(event))
+            return
+        if isinstance(event, Body):
+            while len(self._pieces) >= _WAITING_PIECES and not (self._is_answered or self._is_over):
+                await self._room.park()
+            if not self._is_answered:
+                self._pieces.append(bytes(event.data))
+        elif isinstance(event, EndBody):
+            self._is_whole = True
+        elif isinstance(event, StreamClosed):
+            self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have who waits look again."""
+        for waiting in self._readers, self._room:
+            if waiting:
+                waiting.unpark_all()
+
+    def _make_scope(self, event: Request) -> Scope:
+        path, _, query_string = event.raw_path.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"spec_version": "2.1", "version": "3.0"},
+            "scheme": "http",
+            "http_version": event.http_version,
+            "method": event.method,
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query_string,
+            "root_path": "",
+            "headers": event.headers,
+            "client": self._protocol.client,
+            "server": self._protocol.server,
+            "state": event.state.copy(),
+            "extensions": {},
+            HAS_ARRIVED_KEY: self._has_arrived,
+        }
+
+    # What the application gets ----------------------------------------------------------------------------------
+
+    async def _serve(self, scope: Scope) -> None:
+        """Have the application answer, and answer in its place if it does not."""
         try:
-            with self._stream.serving():
-                await self._app(scope, guarded_receive, guarded_send)
-        except* ClientGone:
-            pass
+            await serve_guarded(self._app, self._transport, scope, self._receive, self._send)
+        except Exception:
+            log.exception("a handler failed")
+        if self._is_over or self._transport.is_broken:
+            return
+        if self._protocol.connection.our_state is h11.SEND_RESPONSE and not self._held:
+            await self._send({"type": "http.response.start", "status": 500, "headers": _NO_ANSWER})
+            await self._send({"type": "http.response.body"})
+        else:
+            await self._flush()
+            await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
 
+    def _has_arrived(self) -> bool:
+        """Whether a piece of the body, or its end, is there."""
+        return bool(self._pieces) or self._is_whole
 
-async def _send_dropping(send: Send, message: Message, receive: Receive) -> None:
-    """Send the end of an answer, and drop the rest of the request until that is done."""
-    failures: list[Exception] = []
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_drop, receive)
+    async def _receive(self) -> Message:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self._is_answered or not (self._pieces or self._is_over or self._is_whole is not self._is_read):
+            await self._readers.park()
+        if not self._pieces and self._is_whole is self._is_read:
+            await trio.lowlevel.checkpoint()
+            return {"type": "http.disconnect"}
+        piece = self._pieces.popleft() if self._pieces else b""
+        self._wake()
+        self._is_read = self._is_whole and not self._pieces
+        if not self._is_read:
+            await trio.lowlevel.checkpoint()  # a body may come faster than others get their turns
+        return {"type": "http.request", "body": piece, "more_body": not self._is_read}
+
+    # What the application says ----------------------------------------------------------------------------------
+
+    async def _send(self, message: Message) -> None:
+        """Carry out ASGI's `send`. Raises `ClientGone` when the connection is over."""
+        if self._transport.is_broken:
+            await trio.lowlevel.checkpoint()
+            raise ClientGone
+        if message["type"] == "http.response.start":
+            headers = [*message["headers"], *self._protocol.config.response_headers("h11")]
+            self._held.append(h11.Response(status_code=int(message["status"]), headers=headers))
+            self._has_no_body = suppress_body(self._method, int(message["status"]))
+            if not any(name == b"content-length" for name, _ in headers):
+                await self._flush()
+            return
+        if (body := message.get("body", b"")) and not self._has_no_body:
+            self._held.append(h11.Data(data=bytes(body)))
+        if message.get("more_body", False):
+            await self._flush()
+            await trio.lowlevel.checkpoint()
+            return
+        self._is_answered = True
+        self._transport.has_unread_body = not self._is_whole
+        self._wake()
+        self._held.append(h11.EndOfMessage())
+        await self._flush()
+        await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
+
+    async def _flush(self) -> None:
+        """Send what is held, in one write."""
+        events, self._held = self._held, []
+        connection = self._protocol.connection
         try:
-            await send(message)
-        except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it
-            failures.append(error)
-        nursery.cancel_scope.cancel()
-    for failure in failures:
-        raise failure
+            data = b"".join(connection.send(event) or b"" for event in events)
+        except h11.LocalProtocolError:
+            if connection.their_state is not h11.ERROR:
+                raise
+            return  # the client went on with bytes that are no HTTP, and was told so
+        if data:
+            await self._protocol.send(RawData(data=data))
 
 
-async def _drop(receive: Receive) -> None:
-    while True:
-        await receive()
+async def serve_guarded(app: App, transport: GuardedStream, scope: Scope, receive: Receive, send: Send) -> None:
+    """Have `app` serve a request or WebSocket while its connection counts as busy. The client's leaving is no error."""
+    transport.has_unread_body = False
+    scope[LEAVE_KEY] = transport.leave
+    try:
+        transport.begin_serving()
+        await app(scope, receive, send)
+    except* ClientGone:
+        pass
+    finally:
+        transport.end_serving()
 
 
 def has_body(scope: Scope) -> bool:

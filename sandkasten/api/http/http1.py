@@ -1,8 +1,10 @@
 """hypercorn's HTTP/1 protocol, without HTTP/2, and with the usual error body where hypercorn answers by itself.
 
-hypercorn does so for malformed heads and bodies and for broken WebSocket handshakes, without asking an application.
-WebSockets are served by `websocket.py` instead of hypercorn's own code. Knows no route.
-tests/api/test_hypercorn_parts.py names the parts that are relied upon. Sources: RFC 9112 §9.6, RFC 9110 §7.8.
+hypercorn does so for malformed heads and bodies, without asking an application, and here for broken WebSocket
+handshakes as well. Requests are served by `guard.py` and WebSockets by `websocket.py` instead of hypercorn's own code.
+Knows no route. tests/api/test_hypercorn_parts.py names the parts that are relied upon.
+
+Sources: RFC 9112 §9.6, RFC 9110 §7.8.
 """
 
 from __future__ import annotations
@@ -10,33 +12,29 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import cast
 
 import h11
 from hypercorn.events import Closed, RawData
-from hypercorn.protocol.events import Body, Event, Request, Response, StreamClosed
+from hypercorn.protocol.events import Request
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
+from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import Handshake, WSStream
 from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.typing import H11SendableEvent
 
 from sandkasten import logcontext
+from sandkasten.api.http.connection import GuardedStream
 from sandkasten.api.http.errors import Answer, error_answer, head_too_large
+from sandkasten.api.http.guard import App, RequestStream
 from sandkasten.api.http.websocket import WebSocketStream
 from sandkasten.model import errors
 
 log = logging.getLogger(__name__)
 
-BARE = [(b"content-length", b"0"), (b"connection", b"close")]
-"""The headers of an answer that hypercorn makes by itself."""
-
 _SPOKEN_VERSION = ((b"sec-websocket-version", b"13"),)
 """A header of each refused handshake (RFC 6455 §4.2.2)."""
-
-_NOT_THE_REQUEST = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.FORBIDDEN)
-"""Statuses that hypercorn answers for an application that ended, or closed a WebSocket, without an answer."""
 
 
 class _H11Connection(h11.Connection):
@@ -60,16 +58,13 @@ class Http1(H11Protocol):
     no window.
     """
 
-    on_refusal: Callable[[], None]
-    _held = b""
-    """Head of an answer of known length, which goes out with what follows it."""
-
+    transport: GuardedStream
     _is_head = False
     _made_up_headers: Sequence[tuple[bytes, bytes]] = ()
 
     @classmethod
-    def install(cls, connection: TCPServer, *, on_refusal: Callable[[], None]) -> None:
-        """Have `connection` use this protocol; `on_refusal` is called before each answer of hypercorn's own."""
+    def install(cls, connection: TCPServer, transport: GuardedStream) -> None:
+        """Have `connection`, which speaks over `transport`, use this protocol."""
         made = connection.protocol
         made.protocol = protocol = cls(
             made.app,
@@ -83,34 +78,33 @@ class Http1(H11Protocol):
             made.send,
         )
         protocol.connection = _H11Connection(h11.SERVER, max_incomplete_event_size=made.config.h11_max_incomplete_size)
-        protocol.on_refusal = on_refusal
+        protocol.transport = transport
 
     async def _check_protocol(self, event: h11.Request) -> None:
         self._is_head = event.method == b"HEAD"
 
     async def _create_stream(self, request: h11.Request) -> None:
-        """Serve WebSockets by our own code, and refuse broken handshakes before any application is asked.
+        """Serve requests and WebSockets by our own code, and refuse broken handshakes before any application is asked.
 
         Extensions are taken out of the offer: hypercorn's handshake would agree to inflate messages of any size.
         """
-        if not _is_upgrade(request):
-            await super()._create_stream(request)
-            return
-        headers = [(name, value) for name, value in request.headers if name != b"sec-websocket-extensions"]
-        if _is_valid_handshake(headers, request.http_version):
-            await self._create_websocket(request, headers)
+        app = cast(App, self.app)  # typed for hypercorn's own message types
+        headers = list(request.headers)
+        if not _is_upgrade(request.method, headers):
+            # Both streams have the one method that is used.
+            self.stream = cast(HTTPStream, RequestStream(self, self.transport, app))
         else:
-            self._made_up_headers = _SPOKEN_VERSION
-            await self._send_error_response(HTTPStatus.BAD_REQUEST)
-            await self.send(Closed())
-
-    async def _create_websocket(self, request: h11.Request, headers: list[tuple[bytes, bytes]]) -> None:
-        stream = WebSocketStream(
-            self, ping_interval_s=self.config.websocket_ping_interval or math.inf, expect_rest=self.on_refusal
-        )
-        self.stream = cast(WSStream, stream)  # it has the one method that is used
-        self.connection = H11WSConnection(cast(h11.Connection, self.connection))
-        await stream.handle(
+            headers = [(name, value) for name, value in headers if name != b"sec-websocket-extensions"]
+            if not _is_valid_handshake(headers, request.http_version):
+                self._made_up_headers = _SPOKEN_VERSION
+                await self._send_error_response(HTTPStatus.BAD_REQUEST)
+                await self.send(Closed())
+                return
+            ping_interval_s = self.config.websocket_ping_interval or math.inf
+            stream = WebSocketStream(self, self.transport, app, ping_interval_s=ping_interval_s)
+            self.stream = cast(WSStream, stream)
+            self.connection = H11WSConnection(cast(h11.Connection, self.connection))
+        await self.stream.handle(
             Request(
                 stream_id=STREAM_ID,
                 headers=headers,
@@ -132,36 +126,8 @@ class Http1(H11Protocol):
         )
         await self.send(RawData(data=b"".join(self.connection.send(event) or b"" for event in events)))
 
-    async def stream_send(self, event: Event) -> None:
-        """Pass on an application's answer; give an answer of hypercorn's own the usual headers and body."""
-        if self._held and isinstance(event, StreamClosed):
-            await self._send_held()
-        if not isinstance(event, Response) or event.headers != BARE or event.status_code in _NOT_THE_REQUEST:
-            await super().stream_send(event)
-            return
-        headers, answer = self._make_up(event.status_code)
-        await super().stream_send(Response(stream_id=STREAM_ID, headers=headers, status_code=answer.status))
-        await super().stream_send(Body(stream_id=STREAM_ID, data=answer.body))
-
-    async def _send_h11_event(self, event: H11SendableEvent) -> None:
-        """Send what h11 makes of an event, in one piece with a head before it."""
-        try:
-            data = self.connection.send(event) or b""
-        except h11.LocalProtocolError:
-            if self.connection.their_state is not h11.ERROR:
-                raise
-            return
-        self._held += data
-        if not (isinstance(event, h11.Response) and any(name == b"content-length" for name, _ in event.headers)):
-            await self._send_held()
-
-    async def _send_held(self) -> None:
-        data, self._held = self._held, b""
-        if data:
-            await self.send(RawData(data=data))
-
     def _make_up(self, status: int) -> tuple[list[tuple[bytes, bytes]], Answer]:
-        self.on_refusal()
+        self.transport.has_unread_body = True  # the bytes behind a malformed head stay unread
         request_id = secrets.token_hex(8)
         logcontext.origin.set(logcontext.Origin(request_id))
         answer = self._refusal(status)
@@ -182,14 +148,16 @@ class Http1(H11Protocol):
         return error_answer(errors.InvalidRequest("the request is not valid HTTP/1.1", request="malformed"))
 
 
-def _is_upgrade(request: h11.Request) -> bool:
-    """Return whether the request asks for a WebSocket (RFC 9110 §7.8)."""
+def _is_upgrade(method: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return whether a request asks for a WebSocket (RFC 9110 §7.8)."""
+    if method != b"GET":
+        return False
     fields: dict[bytes, bytes] = {}
-    for name, value in request.headers:
+    for name, value in headers:
         fields[name] = fields[name] + b"," + value if name in fields else value
     tokens = {token.strip().lower() for token in fields.get(b"connection", b"").split(b",")}
     is_named = fields.get(b"upgrade", b"").strip().lower() == b"websocket"
-    return request.method == b"GET" and b"upgrade" in tokens and is_named
+    return b"upgrade" in tokens and is_named
 
 
 def _is_valid_handshake(headers: list[tuple[bytes, bytes]], http_version: bytes) -> bool:

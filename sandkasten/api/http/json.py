@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -39,14 +40,17 @@ class Body:
     @classmethod
     def take(cls, source: object, /, **others: Any) -> Self:  # others: fields of the class
         """Return a body of `others`, and of the attributes of `source` that have the names of the other fields."""
-        names = _names(cls)  # type: ignore[arg-type]  # a class is hashable
-        taken = {name: getattr(source, name) for name in names if name not in others}
-        return cls(**taken, **others)
+        names, values = _taken(cls, frozenset(others))  # type: ignore[arg-type]  # a class is hashable
+        return cls(**dict(zip(names, values(source), strict=True)), **others)
 
 
 @functools.cache
-def _names(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in attrs.fields(cls))
+def _taken(cls: type[Any], others: frozenset[str]) -> tuple[tuple[str, ...], Callable[[object], tuple[Any, ...]]]:
+    """Return the names of the fields but `others`, and what gets the attributes of these names."""
+    names = tuple(field.name for field in attrs.fields(cls) if field.name not in others)
+    if len(names) > 1:
+        return names, operator.attrgetter(*names)
+    return names, lambda source: tuple(getattr(source, name) for name in names)
 
 
 def is_optional(field: attrs.Attribute[Any]) -> bool:  # Any: of whatever type

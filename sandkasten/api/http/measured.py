@@ -41,7 +41,9 @@ class FrontMetrics:
         self._websockets_ended = Series(
             Counter("sandkasten_websockets_ended", "WebSockets by how they ended.", ("route", "end"), registry=own)
         )
-        self._requests_now = Gauge("sandkasten_http_requests", "Requests that are being served.", registry=own)
+        self._serving = 0
+        requests_now = Gauge("sandkasten_http_requests", "Requests that are being served.", registry=own)
+        requests_now.set_function(lambda: self._serving)
         self._websockets_now = Series(
             Gauge("sandkasten_websockets", "WebSockets that are open.", ("route",), registry=own)
         )
@@ -50,10 +52,10 @@ class FrontMetrics:
 
     def begin_request(self) -> None:
         """Count a request that is being served, until `end_request`."""
-        self._requests_now.inc()
+        self._serving += 1
 
     def end_request(self) -> None:
-        self._requests_now.dec()
+        self._serving -= 1
 
     def note_request(self, method: str, route: str | None, status: int, took_s: float) -> None:
         """Count a request that was answered; with status 0 the client left before."""

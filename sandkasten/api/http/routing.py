@@ -26,12 +26,14 @@ class Target:
     """The decoded segments of a request's path. Every decision about a request is made from this one reading."""
 
     segments: tuple[str, ...]
+    path: str | None
+    """The whole path; None where other readers could see other segments in it: `/a%2Fb`, `//a`."""
 
-    @property
-    def path(self) -> str | None:
-        """The whole path; None where other readers could see other segments in it: `/a%2Fb`, `//a`."""
-        path = "/" + "/".join(self.segments)
-        return None if path.startswith("//") or any("/" in segment for segment in self.segments) else path
+    @classmethod
+    def of(cls, segments: tuple[str, ...]) -> Target:
+        path = "/" + "/".join(segments)
+        is_clear = not path.startswith("//") and path.count("/") == len(segments)
+        return cls(segments, path if is_clear else None)
 
 
 def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
@@ -48,7 +50,10 @@ def parse_target(raw_path: bytes, *, host: str | None) -> Target | None:
     if not path.startswith("/") or not path.isascii():
         return None
     try:
-        return Target(tuple(unquote(segment, errors="strict") for segment in path[1:].split("/")))
+        segments = path[1:].split("/")
+        if "%" in path:
+            segments = [unquote(segment, errors="strict") for segment in segments]
+        return Target.of(tuple(segments))
     except UnicodeDecodeError:
         return None
 

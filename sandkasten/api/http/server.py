@@ -17,15 +17,14 @@ from typing import cast
 
 import orjson
 import trio
-from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
-from hypercorn.typing import ASGIFramework, ConnectionState
+from hypercorn.typing import AppWrapper, ConnectionState
 
 from sandkasten.api.http.connection import GuardedStream
-from sandkasten.api.http.guard import App, GuardedApp
+from sandkasten.api.http.guard import App
 from sandkasten.api.http.http1 import Http1
 from sandkasten.api.http.listen import EarlySockets, open_listeners
 from sandkasten.api.http.settings import ApiSettings
@@ -40,6 +39,9 @@ ADDRESS_SHARE, UNIX_SHARE = 3 / 4, 1 / 16
 """Parts of `max_connections`: the most of one address, and those kept for clients of unix sockets."""
 
 KEEPALIVE_IDLE_S = 60
+
+_LOOK_EVERY_S = 1.0
+"""Longest time by which a connection ends later than it should."""
 
 
 async def serve(
@@ -83,7 +85,8 @@ def hypercorn_config(settings: ApiSettings) -> Config:
 
 
 class _IdleTimer:
-    """In place of hypercorn's task that waits while a connection is idle: a deadline of the read that waits anyway."""
+    """In place of hypercorn's task that waits while a connection is idle: a deadline of the connection, at which the
+    server looks now and then."""
 
     def __init__(self, stream: GuardedStream, timeout_s: float, stopping: trio.Event) -> None:
         self._stream, self._timeout_s, self._stopping = stream, timeout_s, stopping
@@ -103,7 +106,7 @@ class _TcpConnection(TCPServer):
 
     async def _read_data(self) -> None:
         """As the original, without its deadline for each read: the stream has that."""
-        Http1.install(self, on_refusal=self._expect_rest)
+        Http1.install(self, cast(GuardedStream, self.stream))
         data = b"-"
         try:
             while data:
@@ -114,8 +117,14 @@ class _TcpConnection(TCPServer):
         await self.protocol.handle(Closed())
         await self.idle_task.stop()
 
-    def _expect_rest(self) -> None:
-        cast(GuardedStream, self.stream).has_unread_body = True  # the bytes behind a malformed head stay unread
+    async def protocol_send(self, event: Event) -> None:
+        """As the original, without its lock and its cancel scope for bytes that the socket takes at once."""
+        if isinstance(event, RawData) and not self.send_lock.locked():
+            rest = memoryview(event.data)[cast(GuardedStream, self.stream).send_nowait(event.data) :]
+            if not rest:
+                return
+            event = RawData(data=bytes(rest))  # goes first: the lock is free, and taken without a switch of tasks
+        await super().protocol_send(event)
 
 
 class _Server:
@@ -145,6 +154,7 @@ class _Server:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as connections:
                 task_status.started(connections)
+                connections.start_soon(self._end_late)
                 await self._stopping.wait()
                 await self._context.terminated.set()  # busy connections close after their answer
                 for stream in self._streams:
@@ -155,6 +165,16 @@ class _Server:
                 for stream in self._streams:
                     stream.abort()  # hypercorn shields its writes: cancelling alone would wait for the client
                 connections.cancel_scope.cancel()
+
+    async def _end_late(self) -> None:
+        """End connections that are late. To look at all of them costs less than a cancel scope for each read."""
+        settings = self._settings
+        pause_s = min(_LOOK_EVERY_S, settings.head_timeout_s / 4, settings.keep_alive_timeout_s / 4)
+        while True:
+            await trio.sleep(pause_s)
+            now = trio.current_time()
+            for stream in self._streams:
+                stream.end_if_late(now)
 
     async def _handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection and raise nothing; trio closes the socket afterwards."""
@@ -205,7 +225,7 @@ class _Server:
         return True
 
     async def _speak_http(self, stream: GuardedStream) -> None:
-        app = ASGIWrapper(cast(ASGIFramework, GuardedApp(self._app, stream)))
+        app = cast(AppWrapper, self._app)  # passed on to the streams of `Http1`, which are typed for it
         # TCPServer is typed for a TLS stream and uses the methods that GuardedStream has.
         transport = cast("trio.SSLStream[trio.SocketStream]", stream)
         state = ConnectionState({"stopping": self._stopping})

@@ -26,7 +26,6 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -38,8 +37,8 @@ from hypercorn.protocol.ws_stream import Handshake
 from wsproto import events as ws
 from wsproto.connection import Connection, ConnectionState
 
-from sandkasten.api.http.connection import ClientGone
-from sandkasten.api.http.guard import Message, Scope
+from sandkasten.api.http.connection import ClientGone, GuardedStream
+from sandkasten.api.http.guard import App, Message, Scope, serve_guarded
 
 MAX_REASON_BYTES = 123
 
@@ -125,15 +124,11 @@ class _State(enum.Enum):
 
 
 class WebSocketStream:
-    """The `H11Protocol.stream` of an upgrade whose handshake is valid.
+    """The `H11Protocol.stream` of an upgrade whose handshake is valid."""
 
-    `expect_rest` is called when the peer may still send bytes that nobody will read.
-    """
-
-    def __init__(self, protocol: H11Protocol, *, ping_interval_s: float, expect_rest: Callable[[], None]) -> None:
-        self._protocol = protocol
+    def __init__(self, protocol: H11Protocol, transport: GuardedStream, app: App, *, ping_interval_s: float) -> None:
+        self._protocol, self._transport, self._app = protocol, transport, app
         self._ping_interval_s = ping_interval_s
-        self._expect_rest = expect_rest
         self._max_message_bytes = protocol.config.websocket_max_message_size
         self._state = _State.HANDSHAKE
         self._decided = trio.Event()
@@ -272,9 +267,8 @@ class WebSocketStream:
         }
 
     async def _run_app(self, scope: Scope) -> None:
-        app: Any = self._protocol.app  # typed for hypercorn's own message types
         try:
-            await app(scope, self._receive, self._send, trio.to_thread.run_sync, trio.from_thread.run)
+            await serve_guarded(self._app, self._transport, scope, self._receive, self._send)
         except Exception:
             log.exception("a WebSocket handler failed")
             if self._state is _State.OPEN:
@@ -322,6 +316,9 @@ class WebSocketStream:
     async def _send(self, message: Message) -> None:
         """Carry out ASGI's `send`. Raises `ClientGone` when the connection is over."""
         kind = message["type"]
+        await trio.lowlevel.checkpoint()
+        if self._transport.is_broken or self._transport.is_at_eof:
+            raise ClientGone
         if self._state is _State.HANDSHAKE:
             if kind == "websocket.accept":
                 await self._accept(message)
@@ -354,7 +351,7 @@ class WebSocketStream:
 
     async def _refuse(self, start: Message, body: bytes) -> None:
         self._state = _State.REFUSED
-        self._expect_rest()
+        self._transport.has_unread_body = True  # the peer may still send, and nobody will read
         headers = [(bytes(name).lower(), bytes(value)) for name, value in start["headers"]]
         await self._protocol.stream_send(
             Response(stream_id=STREAM_ID, status_code=int(start["status"]), headers=headers)
@@ -365,7 +362,7 @@ class WebSocketStream:
 
     async def _say_goodbye(self, code: int, reason: str) -> None:
         """Close from our side."""
-        self._expect_rest()
+        self._transport.has_unread_body = True  # the peer may still send, and nobody will read
         await self._part(ws.CloseConnection(code=code, reason=cut_reason(reason)), code)
 
     async def _part(self, event: ws.CloseConnection, code: int) -> None:
