@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -54,6 +55,7 @@ _TLS_PORT, _TLS_NAMES = 9443, {TUNNEL: "plain.example", BROKER: "secret.example"
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
 _IDLE_S, _SETTLE_S = 5.0, 0.03
+_OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
 _SERVER = f"""
@@ -207,6 +209,36 @@ while True:
 """
 
 
+_GOING_ON = """
+import json, os, socket, sys, time
+place, host, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+found = {"connects": 0, "failed": 0, "longest_ms": 0.0, "held": "lives"}
+def connected(asked):
+    client = socket.create_connection((socket.gethostbyname(host), port), timeout=30)
+    client.sendall(asked)
+    assert client.recv(1) == b"x"
+    return client
+held = connected(b"\\0u")
+while True:
+    began = time.perf_counter()
+    try:
+        connected(b"\\0c").close()
+    except (OSError, AssertionError):
+        found["failed"] += 1
+    try:
+        held.send(b"x")
+    except OSError:
+        found["held"] = "reset"
+    found["connects"] += 1
+    found["longest_ms"] = max(found["longest_ms"], (time.perf_counter() - began) * 1000)
+    with open(place + ".new", "w") as file:
+        json.dump(found, file)
+    os.rename(place + ".new", place)
+    time.sleep(0.005)
+"""
+"""Program in a session that looks a name up and connects, again and again, beside a connection that it keeps."""
+
+
 async def measure_ways_out(table: Table, share: float, seed: int) -> dict[str, Any]:
     """Have a node of its own measure; add its rows to `table` and return its facts."""
     if shutil.which("ip") is None:
@@ -267,6 +299,7 @@ def main() -> None:
             client.call("DELETE", f"/v1/sessions/{each['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
         _measure_keeping(facts, client, pid, way_out, _count(300, share))
+        _measure_restarts(facts, Path(scratch, "restarts"), environ, way_out, share)
     rows = {name: {"values": row.values, "errors": row.errors} for name, row in table.rows.items()}
     print(json.dumps({"rows": rows, "facts": facts}))
 
@@ -535,6 +568,54 @@ def _measure_keeping(
     }
     for session in sessions:
         client.call("DELETE", f"/v1/sessions/{session}")
+
+
+def _measure_restarts(
+    facts: dict[str, Any], data_dir: Path, environ: Mapping[str, str], way_out: Mapping[str, Any], share: float
+) -> None:
+    """End daemons and egress processes under a program that connects; tell what it noticed. The first way alone, which
+    starts one daemon, for a small share."""
+    ways = (
+        ("egress process killed", False, True, environ),
+        ("daemon killed", True, False, environ),
+        ("daemon and egress process killed", True, True, environ),
+        ("daemon killed, the next configured otherwise", True, False, {**environ, **_OTHERWISE}),
+    )
+    with ExitStack() as undo:
+        pid, address = undo.enter_context(daemon.running(data_dir, **environ))
+        client = undo.enter_context(daemon.Client(address))
+        session, carrier, is_followed = client.call("POST", "/v1/sessions", {"network": way_out})["id"], 0, False
+        for number, (what, ends_daemon, ends_carrier, then) in enumerate(
+            ways if share >= _ALL_WAYS_SHARE else ways[:1]
+        ):
+            place = f"/tmp/{number}"
+            argv = ["python3", "-c", _GOING_ON, place, _NAME, str(_PORT)]
+            client.call("POST", f"/v1/sessions/{session}/processes", {"argv": argv})
+            _gone_round(client, session, place, 20)
+            if not is_followed:
+                carrier = _carrier(pid)  # of a daemon that was killed it is nobody's child
+            for each in (pid,) * ends_daemon + (carrier,) * ends_carrier:
+                os.kill(each, signal.SIGKILL)
+            is_followed = ends_daemon and not ends_carrier
+            if ends_daemon:
+                pid, address = undo.enter_context(daemon.running(data_dir, **then))
+                client = undo.enter_context(daemon.Client(address))
+            now = _gone_round(client, session, place, 20)["connects"]  # with a next daemon there
+            found = _gone_round(client, session, place, now + 50)
+            for name, value in found.items():
+                facts[f"{what}: {name}"] = round(value) if isinstance(value, float) else value
+        client.call("DELETE", f"/v1/sessions/{session}")
+
+
+def _gone_round(client: daemon.Client, session: str, place: str, times: int) -> dict[str, Any]:
+    """Wait until `_GOING_ON` has connected so often; return what it has found."""
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends:
+        told = client.call("POST", f"/v1/sessions/{session}/exec", {"cmd": f"cat {place} 2>/dev/null"})["output"]
+        if told and (found := dict(json.loads(told)))["connects"] >= times:
+            return found
+        time.sleep(0.05)
+    raise RuntimeError("a program with a way out does not go on")
 
 
 def _memory(carrier: int) -> tuple[int, int]:

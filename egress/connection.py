@@ -165,7 +165,7 @@ class CarriedConnection:
     async def _decide(self) -> None:
         """Find the name that the destination stands for, and the rule that allows it."""
         if not self._name and self._destination in RANGE:
-            self._use(self._state.names.find(IPv4Address(self._destination)), Reason.UNKNOWN_ADDRESS)
+            self._use(self._state.name_at(IPv4Address(self._destination)), Reason.UNKNOWN_ADDRESS)
         self._rule = await self._allowing_rule()
         if self._request and isinstance(self._request.host, str):
             self._use(self._state.names.give(self._request.host), Reason.LIMIT)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import resource
+import select
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -80,20 +81,24 @@ class _Link:
         """
         answers: list[tuple[k.Admitted | k.NotAdmitted, list[int]]] = []
         with trio.move_on_after(ANSWER_S):
-            async with self._knocks:
-                self._seq += 1
-                seq, done = self._seq, trio.Event()
-                self._waiting[seq] = done, answers
-                try:
-                    with suppress(OSError):  # the daemon is gone: `receive` says so
-                        await relay.send_message(self._channel, k.encode(attrs.evolve(knock, seq=seq)))
-                    await done.wait()
-                except trio.Cancelled:
-                    close_all(fd for _, fds in answers for fd in fds)
-                    answers.clear()
-                    raise
-                finally:
-                    del self._waiting[seq]
+            try:
+                self._knocks.acquire_nowait()  # `acquire` would let others have their turns first
+            except trio.WouldBlock:
+                await self._knocks.acquire()
+            self._seq += 1
+            seq, done = self._seq, trio.Event()
+            self._waiting[seq] = done, answers
+            try:
+                with suppress(OSError):  # the daemon is gone: `receive` says so
+                    await relay.send_message(self._channel, k.encode(attrs.evolve(knock, seq=seq)))
+                await done.wait()
+            except trio.Cancelled:
+                close_all(fd for _, fds in answers for fd in fds)
+                answers.clear()
+                raise
+            finally:
+                del self._waiting[seq]
+                self._knocks.release()
         match answers:
             case [(k.Admitted(lasts_s=lasts_s), [fd])]:
                 return math.inf if lasts_s is None else lasts_s, socket.socket(fileno=fd)
@@ -136,15 +141,38 @@ class _Side:
     def __init__(self, sock: socket.socket, role: Any) -> None:
         self.sock = sock  # `role` is h11.CLIENT or h11.SERVER, of a class that h11 does not name
         self.http = h11.Connection(role, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        self._beside: tuple[_Visitor, select.epoll] | None = None
 
     async def next(self, within_s: float) -> Any:  # an event of h11, or PAUSED
         """Return the next event. Raises `RemoteProtocolError`, `TooSlowError`, `OSError`."""
         if (event := self.http.next_event()) is h11.NEED_DATA:
             with trio.fail_after(within_s):
                 while event is h11.NEED_DATA:
-                    self.http.receive_data(await relay.receive(self.sock, _READ_BYTES))
+                    self.http.receive_data(await relay.receive(self.sock, _READ_BYTES, self._wait))
                     event = self.http.next_event()
         return event
+
+    def watch(self, client: _Visitor, ends: select.epoll) -> None:
+        """Have `next` raise `_ClientGone` when a client, whose request is whole, leaves. Two tasks, of which each waits
+        for a socket, would cost more than the rest of a short request."""
+        for each in (client, self):
+            ends.register(each.sock, select.EPOLLIN)
+        self._beside = client, ends
+
+    async def _wait(self, sock: socket.socket) -> None:
+        """Wait until there is something to read; with a client beside, for that to leave as well."""
+        if self._beside is None:
+            await trio.lowlevel.wait_readable(sock)
+            return
+        client, ends = self._beside
+        while True:
+            await trio.lowlevel.wait_readable(ends.fileno())
+            ready = {fd for fd, _ in ends.poll(0)}
+            if client.sock.fileno() in ready:
+                ends.unregister(client.sock)
+                client.take()
+            if sock.fileno() in ready:
+                return
 
     async def send(self, event: h11.Event) -> None:
         """Send an event. Raises `LocalProtocolError`, `TooSlowError`, `OSError`."""
@@ -185,6 +213,24 @@ class _Visitor(_Side):
             await super().send(event)
         except _GONE as error:
             raise _ClientGone from error
+
+    def take(self) -> None:
+        """Read a portion of the next request, which waits for its turn. Where one waits already, nothing is read.
+
+        Raises:
+            _ClientGone: at the end of the stream, too.
+        """
+        if self.http.trailing_data[0]:
+            return
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise _ClientGone from error
+        if not data:
+            raise _ClientGone
+        self.http.receive_data(data)
 
     def put(self, event: h11.Event) -> None:
         """Have an event sent by the next `flush`. Raises `_ClientGone`."""
@@ -244,9 +290,10 @@ class Gateway:
         self._of_session: Counter[str] = Counter()
         self._published: dict[tuple[str, int], trio.CancelScope] = {}
         self._nursery: trio.Nursery
-        # A connection has two descriptors. Beyond the limit a socket of the daemon's would be lost (unix(7)).
+        # A connection has two descriptors, and an epoll(7) while it waits for an answer. Beyond the limit a socket of
+        # the daemon's would be lost (unix(7)).
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_DESCRIPTORS - k.MAX_PUBLISHED
-        self._room = trio.CapacityLimiter(max(2, min(MAX_CONNECTIONS, descriptors // 2)))
+        self._room = trio.CapacityLimiter(max(2, min(MAX_CONNECTIONS, descriptors // 3)))
         self._plain = set[object]()
         """Connections to published ports, which have half of the room at most."""
 
@@ -438,6 +485,15 @@ async def _carry(client: _Visitor, inside: _Side, visit: Visit) -> bool:
         _ClientGone: the connection must end, for either side broke off.
     """
     await _connect(inside.sock, visit.port)
+    if not visit.has_body and not visit.is_upgrade:
+        client.http.next_event()  # the end of the request, for which nothing has to come
+        with suppress(*_GONE):  # the server takes no more; what it says is read
+            await inside.send(visit.request)
+            await inside.send(h11.EndOfMessage())
+        with select.epoll() as ends:
+            inside.watch(client, ends)
+            await _down(client, inside, visit)
+        return _is_over(client)
     faults: list[Exception] = []
     async with trio.open_nursery() as nursery:
 
@@ -456,7 +512,11 @@ async def _carry(client: _Visitor, inside: _Side, visit: Visit) -> bool:
         nursery.cancel_scope.cancel()
     if faults:
         raise faults[0]
-    return not visit.is_upgrade and client.http.our_state is h11.DONE and client.http.their_state is h11.DONE
+    return not visit.is_upgrade and _is_over(client)
+
+
+def _is_over(client: _Visitor) -> bool:
+    return client.http.our_state is h11.DONE and client.http.their_state is h11.DONE
 
 
 async def _connect(sock: socket.socket, port: int) -> None:
@@ -481,13 +541,8 @@ async def _up(client: _Visitor, inside: _Side, visit: Visit) -> None:
         return  # the server takes no more; what it says is read
     if visit.is_upgrade:
         return
-    try:
-        data = await relay.receive(client.sock, _READ_BYTES)
-    except OSError as error:
-        raise _ClientGone from error
-    if not data:
-        raise _ClientGone
-    client.http.receive_data(data)  # the next request, which waits for its turn
+    await trio.lowlevel.wait_readable(client.sock)
+    client.take()
 
 
 async def _down(client: _Visitor, inside: _Side, visit: Visit) -> None:

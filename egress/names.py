@@ -1,15 +1,20 @@
 """Synthetic addresses of one session: each stands for a name, so that a rule for a name holds on every port.
 
 Owns which address stands for which name, and the addresses outside that were found good for the name, for a time: a
-connection dials these, whatever the resolver says meanwhile. When all addresses are taken, the one that was used the
-longest time ago and carries no connection goes to the next name. No input, no output.
+connection dials these, whatever the resolver says meanwhile. A session has so many names at a time; for one more, that
+is given up which was used the longest time ago and carries no connection. No input, no output.
+
+An address follows from its name. Programs keep addresses, some for as long as they run: with the next process, or after
+a name was given up, one of theirs must not stand for another name, whose server would get what is meant for the first.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Network
+from itertools import count
 
 import attrs
 
@@ -21,8 +26,15 @@ RANGE = IPv4Network("198.18.0.0/15")
 OWN_ADDRESS = IPv4Address("198.18.0.1")
 """The session's own address, and that of its resolver."""
 
-_FIRST = int(IPv4Address("198.18.1.0"))
+_FIRST, _LAST = int(IPv4Address("198.18.1.0")), int(IPv4Address("198.19.255.254"))
 CAPACITY = 4096
+
+
+def place_of(name: str, turn: int = 0) -> IPv4Address:
+    """Return the address of a name, in each session and process the same; by other turns, in place of one that is
+    taken, others."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, salt=turn.to_bytes(8, "big")).digest()
+    return IPv4Address(_FIRST + int.from_bytes(digest, "big") % (_LAST - _FIRST + 1))
 
 
 @attrs.define(eq=False)
@@ -48,26 +60,23 @@ class SyntheticNames:
         """Return the entry of a name, with an address that stands for it from now on; None when all are in use."""
         found = self._by_name.get(name)
         if found is None:
-            address = self._free_address()
-            if address is None:
+            if len(self._by_name) >= self._capacity and not self._give_up_one():
                 return None
+            address = next(each for turn in count() if (each := place_of(name, turn)) not in self._by_address)
             found = SyntheticName(name, address)
             self._by_name[name] = self._by_address[address] = found
         self._by_name.move_to_end(name)
         return found
 
     def find(self, address: IPv4Address) -> SyntheticName | None:
-        """Return the entry that an address stands for; None if it was never given, or was taken back."""
+        """Return the entry that an address stands for; None if it was never given, or was given up."""
         found = self._by_address.get(address)
         if found is not None:
             self._by_name.move_to_end(found.name)
         return found
 
-    def _free_address(self) -> IPv4Address | None:
-        if len(self._by_address) < self._capacity:
-            return IPv4Address(_FIRST + len(self._by_address))
+    def _give_up_one(self) -> bool:
         oldest = next((each for each in self._by_name.values() if not each.uses), None)
-        if oldest is None:
-            return None
-        del self._by_name[oldest.name], self._by_address[oldest.address]
-        return oldest.address
+        if oldest is not None:
+            del self._by_name[oldest.name], self._by_address[oldest.address]
+        return oldest is not None

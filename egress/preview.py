@@ -29,7 +29,8 @@ _PORT = re.compile(rb"(:[1-9][0-9]{0,4})?")
 _OF_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"http2-settings"}
 )
-_FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_BODY_FIELDS = frozenset({b"content-length", b"transfer-encoding"})
+_FRAMING = _BODY_FIELDS | {b"host"}
 """Fields that `Connection` can't name away: two readers would see two requests."""
 
 _OF_PROXIES = frozenset({b"forwarded", b"x-real-ip", TOKEN_HEADER, E2B_TOKEN_HEADER})
@@ -56,6 +57,7 @@ class Visit:
     request: h11.Request
     redirect: bytes | None = None
     is_upgrade: bool = False
+    has_body: bool = False
 
 
 @attrs.frozen
@@ -113,6 +115,7 @@ class Site:
             ),
             self.scheme + b"://" + host + target if is_redirected else None,
             is_upgrade,
+            not _BODY_FIELDS.isdisjoint(names),
         )
 
     def cookie_for(self, token: str, lasts_s: float) -> bytes:

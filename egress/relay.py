@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import IPv6Address
 from typing import Protocol
 
@@ -38,14 +38,24 @@ class _Buffer:
     """Bytes that slow readers have not taken."""
 
 
-async def receive(sock: socket.socket, size: int) -> bytes:
+async def receive(
+    sock: socket.socket, size: int, wait: Callable[[socket.socket], Awaitable[None]] = trio.lowlevel.wait_readable
+) -> bytes:
     """Return what there is, at most `size` bytes, as soon as there is something; nothing at the stream's end."""
-    await trio.lowlevel.checkpoint()
+    await trio.lowlevel.checkpoint_if_cancelled()
+    try:
+        data = sock.recv(size)
+    except BlockingIOError:
+        pass
+    else:  # what was read may not be lost to a cancellation
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return data
     while True:
+        await wait(sock)
         try:
             return sock.recv(size)
         except BlockingIOError:
-            await trio.lowlevel.wait_readable(sock)
+            continue
 
 
 async def send_all(sock: socket.socket, data: bytes) -> None:
@@ -232,7 +242,9 @@ async def dial(address: Address, port: int) -> socket.socket:
 async def connect(sock: socket.socket, address: str, port: int) -> None:
     """Connect a socket that does not block (connect(2), EINPROGRESS). Raises as `dial`."""
     code = sock.connect_ex((address, port))
-    if code == errno.EINPROGRESS:
+    if code == errno.EINPROGRESS:  # over a loopback the handshake is over when that call returns: a second one tells
+        code = sock.connect_ex((address, port))
+    if code == errno.EALREADY:
         await trio.lowlevel.wait_writable(sock)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Address
 
 import attrs
 import trio
 
 from egress.addresses import AddressCheck
 from egress.handed import HandOverLink
-from egress.names import SyntheticName, SyntheticNames
+from egress.names import SyntheticName, SyntheticNames, place_of
 from egress.pacing import Pacing
 from egress.policy import Address, EgressRule, Policy, Reason, parse_rule
 from egress.protocol import (
@@ -182,6 +183,16 @@ class WayOutState:
             for each in self.secrets
             if any(rule.is_for_name(name) and port in rule.ports for rule in each.rules)
         )
+
+    def name_at(self, address: IPv4Address) -> SyntheticName | None:
+        """Return the entry that an address stands for; None if it stands for none. One that a program has kept over a
+        process stands for its name at once if there is a rule for that one name, and else when it is asked for."""
+        found = self.names.find(address)
+        if found is not None:
+            return found
+        names = (rule.host for rule in self.policy.allow if isinstance(rule.host, str) and rule.host[0] != "*")
+        name = next((each for each in names if place_of(each) == address), None)
+        return None if name is None else self.names.give(name)
 
     async def pin(self, entry: SyntheticName) -> Sequence[Address]:
         """Return the addresses of a name that may be dialled, looked up again if the last time is too long ago.

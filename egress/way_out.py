@@ -178,7 +178,7 @@ class WayOut:
             nursery.start_soon(self._carry, CarriedConnection(self.state, client, destination, port))
 
     def _host_of(self, destination: IPv4Address) -> str:
-        entry = self.state.names.find(destination)
+        entry = self.state.name_at(destination)
         return entry.name if entry else str(destination)
 
     async def _carry(self, connection: CarriedConnection) -> None:

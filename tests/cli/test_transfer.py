@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -15,12 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
+import httpx
 import pytest
 
 from tests.cli.conftest import Command
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
+
+PAGE = Path(__file__).parents[2].joinpath("docs/network.md").read_text()
+(RECIPE,) = re.findall(r"^```\n(sandkasten exec .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_a_file_is_copied_both_ways(command: Command, session: str, tmp_path: Path) -> None:
@@ -280,6 +285,19 @@ def test_a_port_has_a_link(command: Command, session: str) -> None:
     ]
     for wrong in ((), ("1:80",)):
         assert command.run("port", "--preview", session, *wrong).returncode == 2
+
+
+@pytest.mark.usefixtures("_network_maker")
+def test_the_recipe_of_a_server_in_a_browser_works_as_it_stands(command: Command, session: str) -> None:
+    """The lines of docs/network.md start a server, and print a URL that leads to it and lets in."""
+    begin, link = (shlex.split(each.replace("SESSION", session))[1:] for each in RECIPE.splitlines())
+    command.out(*begin)
+    _wait_listening(command, session)
+    url = httpx.URL(command.out(*link).strip())
+    with httpx.Client(headers={"Host": url.netloc.decode()}) as browser:  # a browser resolves names below localhost
+        at = url.copy_with(host="127.0.0.1")
+        cookie = browser.get(at).headers["Set-Cookie"].partition(";")[0]
+        assert "Directory listing" in browser.get(at.copy_with(query=None), headers={"Cookie": cookie}).text
 
 
 def test_a_connection_that_can_t_be_carried_is_closed(command: Command, session: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import IPv4Address
 
 import pytest
 import trio
 
 from egress import protocol as p
 from egress import state
+from egress.names import RANGE
 from egress.policy import PolicyMode
 from tests.egress.harness import (
     METADATA,
@@ -66,7 +68,7 @@ async def test_nothing_leaves_before_the_answer() -> None:
     async with asking() as (daemon, inside, outside), server(PUBLIC, 5000):
         first = await inside.ask("new.example")
         assert first.address is not None
-        assert first.address.startswith("198.18.")
+        assert IPv4Address(first.address) in RANGE
         assert (await inside.ask("none.example")).address not in (None, first.address)
         assert (await inside.ask("new.example", 28)).code == 0
         stream = await held(daemon, inside, "new.example")

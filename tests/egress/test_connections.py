@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ssl
 from contextlib import AsyncExitStack
+from ipaddress import IPv4Address
 
 import pytest
 import trio
 
+from egress import protocol as p
 from egress import state
+from egress.names import RANGE
 from tests.egress.conftest import OWN, add_own_address
 from tests.egress.harness import (
     METADATA,
@@ -65,7 +68,7 @@ async def test_a_name_that_is_allowed_is_reached(name: str) -> None:
     async with egress(names()) as daemon, server(address, 5000):
         inside = await daemon.attach("good.example:5000", "*.wild.example:5000", *(f"{each}:5000" for each in NAMES))
         synthetic = await inside.address_of(name)
-        assert synthetic.startswith("198.18.")
+        assert IPv4Address(synthetic) in RANGE
         assert await echoes(inside, synthetic, 5000)
         entry = await daemon.entry(kind="tcp")
         assert (entry.host, entry.port, entry.address, entry.verdict) == (name, 5000, address, "allowed")
@@ -157,6 +160,22 @@ async def test_a_name_can_not_be_rebound() -> None:
         assert (await inside.ask("good.example")).code == 3
         assert await echoes(inside, synthetic, 5000)
         assert (await daemon.entry(verdict="allowed")).address == PUBLIC
+
+
+async def test_an_address_that_a_program_keeps_is_its_names_in_the_next_process() -> None:
+    """If a rule has that name; one below a wildcard is refused until it is asked for, and is no other name's."""
+    rules = "good.example:5000", "*.wild.example:5000", "other.example:5000"
+    async with egress(names()) as daemon, server(PUBLIC, 5000):
+        inside = await daemon.attach(*rules)
+        kept, below = [await inside.address_of(name) for name in ("good.example", "a.b.wild.example")]
+        await daemon.done(lambda seq: p.DetachSession(seq, "s-1"))
+        await daemon.done(lambda seq: p.AttachSession(seq, "s-1", p.PolicyText("allow", rules)), inside.fds)
+        await inside.address_of("other.example")
+        assert await is_refused(inside, below, 5000)
+        assert (await daemon.entry(reason="unknown_address")).host == below
+        assert await echoes(inside, kept, 5000)
+        assert await inside.address_of("a.b.wild.example") == below
+        assert await echoes(inside, below, 5000)
 
 
 async def test_a_rule_that_denies_an_address_holds_for_names() -> None:

@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,38 @@ async def test_connections_wait_while_there_are_no_descriptors() -> None:
         for stream in streams[room:]:
             assert await answers(stream)
             await stream.aclose()
+
+
+async def test_ten_thousand_connections_of_a_crowd_leave_others_served() -> None:
+    """The process has as many as it may, and resets the others; another session is answered all the while."""
+    sessions, each_has = 20, 500
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        async with program(descriptors=20_000) as process:
+            names = [f"s-{number}" for number in range(sessions)]
+            crowd = [
+                await process.daemon.attach(
+                    mode="ask", name=name, connections=each_has, rate=1e6, burst=10**6, ask_s=1e6
+                )
+                for name in names
+            ]
+            other = await process.daemon.attach(name="other")
+            for each in crowd:
+                for _ in range(each_has):
+                    with suppress(ConnectionResetError, ConnectionRefusedError):
+                        await each.socket(socket.SOCK_STREAM).connect(("9.9.9.9", 80))
+                assert (await other.ask("no.example")).code == 3
+
+            async def are_all_taken_or_reset() -> bool:
+                counted = [await process.daemon.counters(name) for name in names]
+                assert sum(each.connections_open for each in counted) <= state.MAX_CONNECTIONS
+                return sum(each.connections_open + each.denied for each in counted) == sessions * each_has
+
+            await until(are_all_taken_or_reset)
+            assert (await other.ask("no.example")).code == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_session_that_no_descriptor_is_left_for_is_refused() -> None:

@@ -200,6 +200,23 @@ async def test_a_second_request_needs_a_token_of_its_own() -> None:
         assert [bool(each.tokens) for each in daemon.knocks] == [True, True, False]
 
 
+async def test_requests_behind_one_another_wait_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a client has sent, one portion of them is kept in memory."""
+    taken: list[int] = []
+    take = gateway._Visitor.take
+
+    def take_and_look(client: gateway._Visitor) -> None:
+        take(client)
+        taken.append(len(client.http.trailing_data[0]))
+
+    monkeypatch.setattr(gateway._Visitor, "take", take_and_look)
+    async with gate() as daemon, inside(daemon, says(OK)):
+        one = get(daemon, f"X-Y: {'z' * 6000}").replace(b"Connection: close\r\n", b"")
+        answer = await talk(daemon, one * 12 + get(daemon))
+    assert answer.count(b"HTTP/1.1 200") == 13
+    assert 0 < max(taken) <= gateway._READ_BYTES
+
+
 async def test_cookies_for_other_names_are_taken_off() -> None:
     """Cookies with a Domain, and those that would replace the token, stay behind; the others reach the browser."""
     cookies = ["a=1", "b=2; Domain=localhost", "c=3; path=/; dOmAiN =.localhost", "_sandkasten_preview=x", "d=domain"]
@@ -552,8 +569,9 @@ async def test_a_client_that_does_not_read_is_reset(monkeypatch: pytest.MonkeyPa
             await has_ended.wait()
 
 
-async def test_a_client_that_leaves_ends_its_request() -> None:
-    """The server inside learns of it while it has nothing to say."""
+@pytest.mark.parametrize("lines", [(), ("Content-Length: 0",)])
+async def test_a_client_that_leaves_ends_its_request(lines: tuple[str, ...]) -> None:
+    """The server inside learns of it while it has nothing to say, whether the request could have a body or not."""
     is_asked, has_ended = trio.Event(), trio.Event()
 
     async def wait_for_end(stream: trio.SocketStream) -> None:
@@ -564,7 +582,7 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
 
     async with gate() as daemon, inside(daemon, wait_for_end):
         stream = await trio.open_tcp_stream(*daemon.address)
-        await stream.send_all(get(daemon))
+        await stream.send_all(get(daemon, *lines))
         await is_asked.wait()
         await stream.aclose()
         await has_ended.wait()

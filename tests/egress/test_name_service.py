@@ -89,10 +89,10 @@ async def test_every_name_server_is_ours() -> None:
 
 
 async def test_a_name_belongs_to_one_session() -> None:
-    """The address that stands for a name in one session stands for nothing in another."""
+    """The address that stands for a name in one session stands for nothing in another, without a rule for that name."""
     async with egress(names()) as daemon:
         one = await daemon.attach("good.example:5000", name="s-1")
-        other = await daemon.attach("good.example:5000", name="s-2")
+        other = await daemon.attach("*.example:5000", name="s-2")
         assert await is_refused(other, await one.address_of("good.example"), 5000)
         assert (await daemon.entry(session_id="s-2")).reason == "unknown_address"
 

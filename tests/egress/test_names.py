@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address
+from itertools import count
 
-from egress.names import CAPACITY, OWN_ADDRESS, RANGE, SyntheticNames
+from egress.names import CAPACITY, OWN_ADDRESS, RANGE, SyntheticNames, place_of
 from egress.state import RateBucket
 
 
@@ -22,6 +23,21 @@ def test_a_name_keeps_its_address() -> None:
     assert names.find(again.address) is again
 
 
+def test_an_address_follows_from_its_name() -> None:
+    """In whatever order names are asked for; of two that would share one, the later has another."""
+    forth, back = SyntheticNames(), SyntheticNames()
+    asked = [f"n{each}.example" for each in range(50)]
+    given, again = (
+        {name: entry.address for name in order if (entry := names.give(name))}
+        for names, order in ((forth, asked), (back, asked[::-1]))
+    )
+    assert given == again
+    rival = next(name for each in count() if place_of(name := f"r{each}") == given["n7.example"])
+    entry = forth.give(rival)
+    assert entry is not None
+    assert entry.address not in given.values()
+
+
 def test_an_address_that_was_never_given_stands_for_nothing() -> None:
     """Neither the next one, nor one of the session's own."""
     names = SyntheticNames()
@@ -32,7 +48,7 @@ def test_an_address_that_was_never_given_stands_for_nothing() -> None:
 
 
 def test_the_oldest_name_without_a_connection_goes_first() -> None:
-    """The address then stands for the new name alone; one that carries a connection is never taken."""
+    """The address of one that was given up stands for nothing; a name that carries a connection is never given up."""
     names = SyntheticNames(capacity=3)
     first, second, third = (names.give(name) for name in ("a", "b", "c"))
     assert first is not None
@@ -42,8 +58,8 @@ def test_the_oldest_name_without_a_connection_goes_first() -> None:
     names.find(second.address)  # used last of all
     fourth = names.give("d")
     assert fourth is not None
-    assert fourth.address == third.address
-    assert names.find(third.address) is fourth
+    assert names.find(third.address) is None
+    assert names.find(fourth.address) is fourth
     second.uses = fourth.uses = 1
     assert names.give("e") is None
     second.uses = 0

@@ -142,12 +142,13 @@ async def test_with_the_node_permitted_its_listeners_are_reached(config: Config)
     own = ("127.0.0.0/8", *filter(None, [own_address()]))
     permitted = attrs.evolve(config, egress=EgressSettings(permit=own))
     async with open_field(permitted, patience=slowness()) as field:
-        attempts = choose(["egress.node", "egress.own-name", "egress.other-addresses"])
+        attempts = choose(["egress.node", "egress.own-name", "egress.proxy", "egress.other-addresses"])
         made = await make_all(field, attempts, users=("sandbox",), report=lambda _result: None)
-    node, name, other = made
+    node, name, by_proxy, other = made
     assert node.verdict in (BROKEN, NOT_APPLICABLE), node.seen
-    assert name.is_broken
-    assert re.search("listener: heard [1-9]", name.seen), name.seen
+    for each in (name, by_proxy):
+        assert each.is_broken
+        assert re.search("listener: heard [1-9]", each.seen), each.seen
     assert other.verdict == HELD, other.seen
 
 

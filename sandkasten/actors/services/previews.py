@@ -277,16 +277,13 @@ class PreviewClient(Actor):
 
     async def _send(self, sock: socket.socket, order: knocking.Order, fds: Sequence[int] = ()) -> None:
         """Send a message. A gateway that takes none for so long is ended by the end of its socket."""
+        data = knocking.encode(order)
+        if not self._sending.locked() and _is_sent(sock, data, fds):
+            return
         with trio.move_on_after(_SEND_S) as patience:
             async with self._sending:
-                while True:
-                    try:
-                        socket.send_fds(sock, [knocking.encode(order)], fds)
-                        return
-                    except BlockingIOError:
-                        await trio.lowlevel.wait_writable(sock)
-                    except OSError:
-                        return  # the process has ended: the next read says so
+                while not _is_sent(sock, data, fds):
+                    await trio.lowlevel.wait_writable(sock)
         if patience.cancelled_caught:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -341,6 +338,8 @@ class PreviewClient(Actor):
     async def _take(self, session_id: str, entry: Entry) -> OwnedFd:
         """Return a socket in the session's network, from its stock, which is filled first if it is empty."""
         doors = self._doors_of(session_id, entry)
+        if doors.sockets:  # a lock that is free would let others have their turns first
+            return doors.sockets.pop()
         async with doors.filling:
             if not doors.sockets:
                 made = (await ask_patiently(self._nsinit, open_sockets(session_id, STOCK))).fds
@@ -392,6 +391,17 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _is_sent(sock: socket.socket, data: bytes, fds: Sequence[int]) -> bool:
+    """Send a message if there is room. One to a process that has ended is sent, too: the next read says so."""
+    try:
+        socket.send_fds(sock, [data], fds)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _is_foreign(fd: OwnedFd) -> bool:

@@ -156,6 +156,58 @@ print(json.dumps(found))
 """
 
 
+_ASK_PROXY = """
+import json, socket, sys
+said = {}
+for target in json.loads(sys.argv[1]):
+    for request in ("CONNECT {0} HTTP/1.1\\r\\nHost: {0}\\r\\n\\r\\n",
+                    "GET http://{0}/ HTTP/1.1\\r\\nHost: {0}\\r\\nConnection: close\\r\\n\\r\\n"):
+        try:
+            with socket.create_connection(("198.18.0.1", 3128), timeout=20) as client:
+                client.sendall(request.format(target).encode())
+                found = client.recv(64)[9:12].decode() or "closed"
+        except OSError as error:
+            found = type(error).__name__
+        said[target] = max(said.get(target, ""), found) if found[:1] != "2" else "200"
+print(json.dumps(said))
+"""
+_NODE_IN_DISGUISE = (
+    *(
+        "127.0.0.1",
+        "127.1",
+        "2130706433",
+        "0x7f.1",
+        "0x7f000001",
+        "0177.0.0.1",
+        "0",
+        "0.0.0.0",
+        "localhost",
+        "localhost.",
+    ),
+    *(
+        "[::1]",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[::127.0.0.1]",
+        "[64:ff9b::7f00:1]",
+        "[2002:7f00:1::]",
+    ),
+    *("allowed.example@127.0.0.1", "127.0.0.1#allowed.example", "127.0.0.1%00", "allowed.example\\r\\nHost: 127.0.0.1"),
+)
+"""Ways to write the loopback, some of which are none."""
+
+_TAKE_ALL = """
+import socket, time
+held = []
+for _ in range({}):
+    try:
+        held.append(socket.create_connection(("9.9.9.9", 53), timeout=4))
+    except OSError:  # beyond the limit
+        pass
+time.sleep(60)
+"""
+
 _TAKEN_OVER = """
 import json, socket, sys
 sys.path.append(sys.argv[1])
@@ -259,7 +311,7 @@ async def _ask_other(field: Field, session_id: str) -> str:
 
 
 _OPEN = Network(NetworkMode.OPEN)
-_HELD = 100
+_HELD, _WANTED = 100, 400
 
 
 @attempt("egress.node", "reach a service of the node by the node's own address", "server-side request forgery",
@@ -296,6 +348,15 @@ async def reach_by_name(field: Field) -> Answers:
             found = await _reach(field, session_id, targets)
         found = {name: "no such name" if each == "is not in the log" else each for name, each in found.items()}
         return {**found, "listener": listener.answer}
+
+
+@attempt("egress.proxy", "reach the node through the session's proxy, by every way to write its loopback",
+         "server-side request forgery", ("heard nothing", "400", "403", "502"))  # fmt: skip
+async def reach_by_proxy(field: Field) -> Answers:
+    async with _listener("127.0.0.1") as listener, field.session(network=_OPEN) as session_id:
+        targets = orjson.dumps([f"{each}:{listener.port}" for each in _NODE_IN_DISGUISE]).decode()
+        result = await field.python(session_id, f"import sys; sys.argv[1:] = [{targets!r}]\n{_ASK_PROXY}")
+        return {**orjson.loads(result.stdout), "listener": listener.answer}
 
 
 @attempt("egress_process.taken-over", "reach the node as the process that carries connections, taken over",
@@ -375,17 +436,21 @@ async def undo(field: Field) -> Answers:
         return {**answers, **seized, **await _reach(field, session_id, ["10.0.0.1:80"])}
 
 
-@attempt("egress.hold", "keep connections of the way out beyond the session's end", "denial of service", ("0 open",))
+@attempt("egress.hold", "take all connections of ways out, and keep them beyond the session's end", "denial of service",
+         ("0 open", "code 3"))  # fmt: skip
 async def hold(field: Field) -> Answers:
-    program = f"import socket\nheld = [socket.create_connection(('9.9.9.9', 53), timeout=4) for _ in range({_HELD})]"
+    """Another session is answered while the attacker has all that one may have."""
+    program = _TAKE_ALL.format(_WANTED)
     async with field.session(network=_allow_none()) as session_id, trio.open_nursery() as nursery:
-        nursery.start_soon(field.python, session_id, f"{program}\nimport time; time.sleep(60)")
-        await _until_open(field, _HELD, sys.maxsize)
+        async with field.session(network=_allow_none()) as other:
+            nursery.start_soon(field.python, session_id, program)
+            await _until_open(field, _HELD, sys.maxsize)
+            said = await _ask_other(field, other)
         await field.supervisor.destroy(session_id)
         nursery.cancel_scope.cancel()
     with trio.move_on_after(5 * field.patience):
         await _until_open(field, 0, 0)
-    return {"connections": f"{await _open_connections(field):.0f} open"}
+    return {"connections": f"{await _open_connections(field):.0f} open", "other session": said}
 
 
 async def _until_open(field: Field, least: int, most: int) -> None:
