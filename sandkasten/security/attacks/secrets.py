@@ -116,8 +116,14 @@ def _is_in_memory(session_id: str, text: bytes) -> bool:
 def _is_in_files(data_dir: Path, text: bytes) -> bool:
     """Look into what the daemon has written; the broker's own directory apart."""
     files = [Path(above, name) for above, _, names in os.walk(data_dir) for name in names]
-    files = [each for each in files if each.is_file() and each.parent != data_dir / "broker"]
-    return any(text in each.read_bytes() for each in files if each.stat().st_size <= _MOST_OF_A_FILE)
+    return any(_has(each, text) for each in files if each.parent != data_dir / "broker")
+
+
+def _has(path: Path, text: bytes) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= _MOST_OF_A_FILE and text in path.read_bytes()
+    except FileNotFoundError:  # what other attacks left in the trash is deleted meanwhile
+        return False
 
 
 def _told(found: bool) -> str:
