@@ -159,7 +159,9 @@ class RequestStream:
             await trio.lowlevel.checkpoint()
             raise ClientGone
         if message["type"] == "http.response.start":
-            headers = [*message["headers"], *self._protocol.config.response_headers("h11")]
+            # Stripped: h11 refuses a value with space around it, as a list is that begins or ends with an empty name.
+            headers = [(name, value.strip()) for name, value in message["headers"]]
+            headers += self._protocol.config.response_headers("h11")
             self._held.append(h11.Response(status_code=int(message["status"]), headers=headers))
             self._has_no_body = suppress_body(self._method, int(message["status"]))
             if not any(name == b"content-length" for name, _ in headers):
