@@ -51,7 +51,7 @@ HAS_ARRIVED_KEY = "sandkasten.has_arrived"
 _WAITING_PIECES = 10
 """Pieces of a body that wait for the application. Behind them the socket is not read, so the client's writes wait."""
 
-_NO_ANSWER = [(b"content-length", b"0"), (b"connection", b"close")]
+NO_ANSWER = [(b"content-length", b"0"), (b"connection", b"close")]
 """The headers of an answer for an application that ended without one."""
 
 
@@ -97,21 +97,11 @@ class RequestStream:
                 waiting.unpark_all()
 
     def _make_scope(self, event: Request) -> Scope:
-        path, _, query_string = event.raw_path.partition(b"?")
-        return {
+        return shared_scope(self._protocol, event) | {
             "type": "http",
             "asgi": {"spec_version": "2.1", "version": "3.0"},
             "scheme": "http",
-            "http_version": event.http_version,
             "method": event.method,
-            "path": unquote(path.decode("ascii")),
-            "raw_path": path,
-            "query_string": query_string,
-            "root_path": "",
-            "headers": event.headers,
-            "client": self._protocol.client,
-            "server": self._protocol.server,
-            "state": event.state.copy(),
             "extensions": {},
             HAS_ARRIVED_KEY: self._has_arrived,
         }
@@ -127,7 +117,7 @@ class RequestStream:
         if self._is_over or self._transport.is_broken:
             return
         if self._protocol.connection.our_state is h11.SEND_RESPONSE and not self._held:
-            await self._send({"type": "http.response.start", "status": 500, "headers": _NO_ANSWER})
+            await self._send({"type": "http.response.start", "status": 500, "headers": NO_ANSWER})
             await self._send({"type": "http.response.body"})
         else:
             await self._flush()
@@ -192,6 +182,22 @@ class RequestStream:
             return  # the client went on with bytes that are no HTTP, and was told so
         if data:
             await self._protocol.send(RawData(data=data))
+
+
+def shared_scope(protocol: H11Protocol, event: Request) -> dict[str, Any]:
+    """Return what the scope of a request and that of a WebSocket have in common."""
+    path, _, query_string = event.raw_path.partition(b"?")
+    return {
+        "http_version": event.http_version,
+        "path": unquote(path.decode("ascii")),
+        "raw_path": path,
+        "query_string": query_string,
+        "root_path": "",
+        "headers": event.headers,
+        "client": protocol.client,
+        "server": protocol.server,
+        "state": event.state.copy(),
+    }
 
 
 async def serve_guarded(app: App, transport: GuardedStream, scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,7 +27,6 @@ import math
 import struct
 from collections import deque
 from typing import Any
-from urllib.parse import unquote
 
 import trio
 from hypercorn.events import RawData
@@ -38,7 +37,7 @@ from wsproto import events as ws
 from wsproto.connection import Connection, ConnectionState
 
 from sandkasten.api.http.connection import ClientGone, GuardedStream
-from sandkasten.api.http.guard import App, Message, Scope, serve_guarded
+from sandkasten.api.http.guard import NO_ANSWER, App, Message, Scope, serve_guarded, shared_scope
 
 MAX_REASON_BYTES = 123
 
@@ -248,20 +247,10 @@ class WebSocketStream:
     # What the application gets ----------------------------------------------------------------------------------
 
     def _make_scope(self, event: Request) -> Scope:
-        path, _, query_string = event.raw_path.partition(b"?")
-        return {
+        return shared_scope(self._protocol, event) | {
             "type": "websocket",
             "asgi": {"spec_version": "2.3", "version": "3.0"},
             "scheme": "ws",
-            "http_version": event.http_version,
-            "path": unquote(path.decode("ascii")),
-            "raw_path": path,
-            "query_string": query_string,
-            "root_path": "",
-            "headers": event.headers,
-            "client": self._protocol.client,
-            "server": self._protocol.server,
-            "state": event.state.copy(),
             "subprotocols": self._handshake.subprotocols or [],
             "extensions": {"websocket.http.response": {}},
         }
@@ -274,7 +263,7 @@ class WebSocketStream:
             if self._state is _State.OPEN:
                 await self._say_goodbye(CloseCode.INTERNAL_ERROR, "")
         if self._state is _State.HANDSHAKE:
-            await self._refuse({"status": 500, "headers": [(b"content-length", b"0"), (b"connection", b"close")]}, b"")
+            await self._refuse({"status": 500, "headers": NO_ANSWER}, b"")
         elif self._state is _State.OPEN:
             await self._say_goodbye(CloseCode.NORMAL, "")
         self._end()
