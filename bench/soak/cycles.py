@@ -57,6 +57,7 @@ async def _cycle(client: Client, ledger: Ledger, number: int) -> None:
     if not made.is_ok:
         ledger.violate(f"create: {made.status} {made.body}")
         return
+    ledger.count(f"cycles of a session by {made.body['acquire_source']}")
     place = f"/v1/sessions/{made.body['id']}"
     ran = await client.call("POST", f"{place}/exec", {"cmd": f"echo {number} > n; cat n"})
     if not ran.is_ok or ran.body["output"] != f"{number}\n":

@@ -180,4 +180,9 @@ def _data_dir(scratch: Path) -> Path:
 
 
 def _settings(size: Size) -> dict[str, str]:
-    return {"SANDKASTEN_SERVER_MAX_SESSIONS": str(2 * size.sessions + size.cycles_at_once + 16)}
+    """A pool is smaller than the demand, so that some sessions are claimed and some are made."""
+    return {
+        "SANDKASTEN_SERVER_MAX_SESSIONS": str(2 * size.sessions + 2 * size.cycles_at_once + 16),
+        "SANDKASTEN_POOL_ENABLED": "true",
+        "SANDKASTEN_POOL_IMAGES": f"python={size.cycles_at_once}",
+    }
