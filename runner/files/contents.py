@@ -20,7 +20,17 @@ from typing import Literal
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
 from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
+from runner.wire.protocol import (
+    CHUNK_BYTES,
+    MAX_FRAME_BYTES,
+    CommitUpload,
+    Done,
+    FilePart,
+    FilePut,
+    GetFile,
+    PutFile,
+    Unmatched,
+)
 
 _NEW_FILE_MODE = 0o644
 MAX_MODE = 0o7777
@@ -70,15 +80,24 @@ def _is_same(etag: str, wanted: str) -> bool:
     return etag == wanted and not etag.startswith("W/")
 
 
-def get(request: GetFile, resolver: Resolver, out: RawIOBase, start: _Start) -> Done:
-    """Send a file, or a part. Work of a file worker."""
+def get(
+    request: GetFile, resolver: Resolver, out: RawIOBase, send_part: Callable[[int, int, int], None], start: _Start
+) -> Done:
+    """Send a file, or a part. `send_part` sends `count` bytes of a descriptor from `offset`. Work of a file worker."""
     fd, head = open_part(request, resolver)
     try:
         start(head)
         offset, left = head.offset, 0 if request.head_only else head.count
-        while left and (piece := os.pread(fd, min(left, MAX_FRAME_BYTES), offset)):
-            out.write(piece)
-            offset, left = offset + len(piece), left - len(piece)
+        while left:
+            count = min(left, MAX_FRAME_BYTES)
+            if count >= CHUNK_BYTES and offset + count <= os.fstat(fd).st_size:
+                send_part(fd, offset, count)
+            elif piece := os.pread(fd, count, offset):
+                count = len(piece)
+                out.write(piece)
+            else:
+                break
+            offset, left = offset + count, left - count
     finally:
         os.close(fd)
     return Done(head.path)

@@ -73,6 +73,7 @@ class FileWork:
     start: Callable[[object], None]
     source: RawIOBase
     out: RawIOBase
+    send_part: Callable[[int, int, int], None]
     passing: Callable[[str], None]
     check: Check
 
@@ -227,7 +228,7 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 
 
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
-    GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.start),
+    GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.send_part, work.start),
     MakeDirectory: lambda request, work: changes.make_directory(request, work.resolver),
     MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel, work.check),
     CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel, work.check),
