@@ -333,7 +333,7 @@ class _Conversation:
         """Send a part of a file as one frame, now. sendfile(2) takes a quarter of the time of a read and a write.
 
         Raises:
-            _Left: the client has left, or the file became shorter meanwhile: the frame can't be ended then.
+            _Left: the client has left, or the file can't be read on: the frame can't be ended then.
         """
         self._unsent.append(encode_header(Kind.DATA, count))
         self.flush()
@@ -342,7 +342,7 @@ class _Conversation:
                 if not (sent := os.sendfile(self._fd, fd, offset, count)):
                     raise _Left
                 offset, count = offset + sent, count - sent
-        except ConnectionError:
+        except OSError:
             raise _Left from None
 
     def flush(self) -> None:
