@@ -39,6 +39,8 @@ _LOCK_S, _LOCK_PAUSE_S = 2.0, 0.002
 """Requests hold a lock for a moment, and with `sync` until the file is on the disk."""
 _Result = Literal["whole", "part", "unchanged", "unsatisfiable"]
 _Start = Callable[[object], None]
+SendPart = Callable[[int, int, int], None]
+"""Sends as many bytes as the third says of a descriptor, from the offset that the second is."""
 
 
 def open_part(request: GetFile, resolver: Resolver) -> tuple[int, FilePart]:
@@ -80,17 +82,15 @@ def _is_same(etag: str, wanted: str) -> bool:
     return etag == wanted and not etag.startswith("W/")
 
 
-def get(
-    request: GetFile, resolver: Resolver, out: RawIOBase, send_part: Callable[[int, int, int], None], start: _Start
-) -> Done:
-    """Send a file, or a part. `send_part` sends `count` bytes of a descriptor from `offset`. Work of a file worker."""
+def get(request: GetFile, resolver: Resolver, out: RawIOBase, send_part: SendPart | None, start: _Start) -> Done:
+    """Send a file, or a part. Work of a file worker."""
     fd, head = open_part(request, resolver)
     try:
         start(head)
         offset, left = head.offset, 0 if request.head_only else head.count
         while left:
             count = min(left, MAX_FRAME_BYTES)
-            if count >= CHUNK_BYTES and offset + count <= os.fstat(fd).st_size:
+            if send_part is not None and count >= CHUNK_BYTES and offset + count <= os.fstat(fd).st_size:
                 send_part(fd, offset, count)
             elif piece := os.pread(fd, count, offset):
                 count = len(piece)

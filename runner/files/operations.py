@@ -66,16 +66,17 @@ _UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "
 class FileWork:
     """Means of a worker: paths, system calls, a head for the client (to be given before any output), the content of the
     request, of which a read returns what has come, and the way of the answer's content. `passing` is called with the
-    name of each step that was just done. `check` raises when the client has left; what was begun is then undone."""
+    name of each step that was just done. `check` raises when the client has left; what was begun is then undone.
+    `send_part` is the way of a file's content that needs no reading."""
 
     resolver: Resolver
     kernel: Kernel
     start: Callable[[object], None]
     source: RawIOBase
     out: RawIOBase
-    send_part: Callable[[int, int, int], None]
     passing: Callable[[str], None]
     check: Check
+    send_part: contents.SendPart | None = None
 
     @property
     def names(self) -> Names:

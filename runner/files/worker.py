@@ -259,7 +259,7 @@ class _Conversation:
     def _answer(self, request: FileRequest) -> object:
         content, output = _Content(self), _Output(self)
         work = FileWork(
-            self._resolver, self._kernel, self._start, content, output, self.send_part, self._passing, self._check
+            self._resolver, self._kernel, self._start, content, output, self._passing, self._check, self.send_part
         )
         try:
             return perform(request, work)
