@@ -8,6 +8,7 @@ removed before the test is failed, so that one culprit does not fail its success
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -79,6 +80,12 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection itself tells
             importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what stays to the end: it would look at all modules and items again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _place(item: pytest.Item) -> int:
