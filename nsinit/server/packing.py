@@ -78,7 +78,7 @@ class Packing:
                     raise failure_of(STAGE, error) from error
                 layout = self.store.layout
                 paths = (layout.layer_files(each) for each in reversed(below))
-                numbers = identity.base_uid, request.kept, features.overlay_by_fd
+                numbers = identity.base_uid, request.base_layers, features.overlay_by_fd
                 views = *(str(int(each)) for each in numbers), layout.stage, *paths
                 packed = yield from self.session_jails.run(
                     lambda verdict_fd: spawn_packer(None, verdict_fd, *files, arguments=(*_bounds(request), *views)),

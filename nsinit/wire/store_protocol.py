@@ -61,9 +61,9 @@ class PackLayer(Request["LayerPacked"]):
 
 @dataclass(frozen=True, slots=True)
 class PackSession(Request["LayerPacked"]):
-    """Write what a session has above the lowest `kept` of its layers as the tar archive of a layer: by default what it
-    has changed, with 0, or of an image that is no list of layers, all that it sees. The session must stand still; a
-    request that lets it go on, or its teardown, ends the packing. Other requests about it do not wait.
+    """Write what a session has above the lowest `base_layers` of its layers as the tar archive of a layer: by default
+    what it has changed; with 0, or of an image that is no list of layers, all that it sees. The session must stand
+    still; a request that lets it go on, or its teardown, ends the packing. Other requests about it do not wait.
 
     Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs; `ECANCELED`: it goes on, or has ended.
     """
@@ -72,7 +72,7 @@ class PackSession(Request["LayerPacked"]):
     session_id: str
     max_bytes: int
     max_entries: int
-    kept: int = MAX_IMAGE_LAYERS
+    base_layers: int = MAX_IMAGE_LAYERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def check_layer_or_image(text: str) -> None:
         check_image_name(text)
 
 
-def check_kept(count: int) -> None:
+def check_base_layers(count: int) -> None:
     """Raise `InvalidName` unless an image can have so many layers, or none."""
     _range("layers", count, 0, MAX_IMAGE_LAYERS)
 

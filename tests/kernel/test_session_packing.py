@@ -181,7 +181,7 @@ def test_layers_and_changes_become_one_layer_on_request(data_dir: Path, server: 
     assert (told.code, told.err) == (0, "")
     before = box.run(LISTING).out
     assert box.run("chmod 6755 /kept/own").code == 0
-    packed = [pack(server, box.session_id, kept=kept) for kept in (0, 2, 4)]
+    packed = [pack(server, box.session_id, base_layers=kept) for kept in (0, 2, 4)]
     box.teardown()
     own = {"kept/own": 0o6755}
     gone = {".wh.deep", ".wh.gone", ".wh.two", "kept/.wh.b", "over/.wh.old"}
