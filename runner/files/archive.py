@@ -24,7 +24,7 @@ from typing import IO
 from runner.files.tree import READ, Check, TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
-from runner.wire.protocol import Packed, Unpack
+from runner.wire.protocol import CHUNK_BYTES, Packed, Unpack
 from runner.wire.tarheaders import TAPE_BYTES, StrictHeader
 
 _MAX_LINKED = 200_000

@@ -131,8 +131,8 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace, config: Config) -> 
             try:
                 store.delete_image(image.name)
             except ImageInUse as error:
-                ready = "the daemon until it makes one of another image" if is_served(config) else "the next daemon"
-                raise Stop(f"{error}, or one is ready for {ready}") from None
+                ready = "the daemon, until a create names another image" if is_served(config) else "the next daemon"
+                raise Stop(f"{error}, or a sandbox with it is ready for {ready}") from None
             store.collect(grace_s=0, only=image.layers)
         gone = True
     else:

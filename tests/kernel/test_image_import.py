@@ -292,7 +292,8 @@ def test_memory_does_not_grow_with_entries(importing: Import, tmp_path: Path) ->
         for count in (8_000, 24_000):
             for number in range(begun, begun := count + CHUNK_BYTES // 512):  # the last ones may wait for a whole chunk
                 member = tarfile.TarInfo(f"d{number // 900}/{number}")
-                member.type, member.linkname = kinds[number % 3], f"d{number // 900}/{number // 3 * 3}" * (number % 3 > 0)
+                member.type = kinds[number % 3]
+                member.linkname = f"d{number // 900}/{number // 3 * 3}" if number % 3 else ""
                 member.pax_headers = {} if number % 3 else {"SCHILY.xattr.user.a": "b"}
                 fifo.write(member.tobuf(tarfile.PAX_FORMAT))
             fifo.flush()

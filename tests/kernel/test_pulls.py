@@ -33,6 +33,13 @@ async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
     return job
 
 
+async def exported(supervisor: LocalSupervisor) -> None:
+    """Read an export to its end."""
+    async with supervisor.export_image("image", "none") as read:
+        while await read():
+            pass
+
+
 async def test_an_image_from_a_registry_runs(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
     """Layers are in order, compressed or not; the second image loads only what the store lacks, and the catalogue has
     source, digest and tag of both."""
@@ -140,9 +147,7 @@ async def test_a_disk_that_others_fill_ends_a_pull_and_an_export(config: Config,
             assert job.error.code == "DISK_FULL", job.error
             assert os.listdir(blobs) == ["others"]
             with pytest.raises(DiskFull):
-                async with supervisor.export_image("image", "none") as read:
-                    while await read():
-                        pass
+                await exported(supervisor)
         finally:
             syscalls.umount2(str(blobs), 0)
 
