@@ -178,8 +178,9 @@ class Pull:
         except BaseExceptionGroup as group:
             error = _first(group)
             if isinstance(error, DiskReserve | DiskFull):  # the disk needs the room more than the next pull does
-                for blob in manifest.layers:
-                    await trio.to_thread.run_sync(self.source.drop, blob)
+                with trio.CancelScope(shield=True):
+                    for blob in manifest.layers:
+                        await trio.to_thread.run_sync(self.source.drop, blob)
             raise error from None
 
     async def _layer(self, number: int, blob: Blob, diff_id: str) -> None:
