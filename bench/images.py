@@ -8,7 +8,6 @@ and both rows are there, with the sync and without. Source: sync(1).
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -22,12 +21,15 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from bench import daemon
+from bench.measure import busy_s
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.documents import Platform
 from sandkasten.model.image import ImageConfig
@@ -56,32 +58,41 @@ def layers_row(count: int) -> str:
 
 
 async def images(bench: Bench) -> None:
-    """An import, a pull and a session on what it brought; then creates on images of some layers."""
+    """Creates on images of some layers; then, in turn, so that a slow disk leaves each row as many samples, an import
+    and a pull with a session on what it brought, each beside others' tools."""
     scratch, data_dir = bench.scratch / "images", bench.scratch / "images-data"
     scratch.mkdir()
     size = min(1.0, bench.share / _SHARE_OF_ALL)
     counts = LAYERS if bench.share >= _SHARE_OF_ALL else _FEW_LAYERS
     _make_layers(data_dir, counts)
     with ExitStack() as stack:
-        seen = stack.enter_context(_jail_memory())
-        archive = scratch / "tree.tar"
-        archive.write_bytes(_tree(round(_IMPORT_BYTES * size)))
-        for name in bench.rounds([IMPORT, TAR], 6, 1):
-            _import(bench, name, archive, scratch / "tree")
-        archive.unlink()
         _pid, address = stack.enter_context(daemon.running(data_dir, SANDKASTEN_SERVER_POOL_SANDBOXES="0"))
-        try:
-            tools = stack.enter_context(image_tools.running(scratch))
-        except debian.Unavailable as error:
-            bench.facts[f"{PULL}: not measured"] = str(error)
-        else:
-            await _pulls(bench, address, tools, [_shell(), _tree(round(_PULL_BYTES * size))])
-        bench.facts[JAIL_MIB] = round(max(seen) / 1024, 1)
         client = stack.enter_context(daemon.Client(address))
         rows = {layers_row(count): f"layers-{count}" for count in counts}
         for name in bench.rounds([*rows], 40):
             await trio.sleep(_SETTLE_S)
             _create(bench, name, client, rows[name])
+        seen = stack.enter_context(_jail_memory())
+        archive = scratch / "tree.tar"
+        archive.write_bytes(_tree(round(_IMPORT_BYTES * size)))
+        works = {name: partial(_import, bench, name, archive, scratch / "tree") for name in (IMPORT, TAR)}
+        try:
+            tools = stack.enter_context(image_tools.running(scratch))
+        except debian.Unavailable as error:
+            bench.facts[f"{PULL}: not measured"] = str(error)
+        else:
+            await _push(tools, [_shell(), _tree(round(_PULL_BYTES * size))])
+            works[PULL] = partial(_pull_and_use, bench, client, tools)
+            works[PEERS] = partial(_pull_by_peers, bench, tools)
+        busy: dict[str, list[float]] = {name: [] for name in works}
+        for name in bench.rounds([*works], 6, 1):
+            before = busy_s()
+            works[name]()
+            busy[name].append(busy_s() - before)
+            _sync(scratch)  # so that the next row does not wait for it
+        for name, spent in busy.items():
+            bench.facts[f"{name}, machine CPU, s"] = round(median(spent), 2)
+        bench.facts[JAIL_MIB] = round(max(seen) / 1024, 1)
 
 
 def _make_layers(data_dir: Path, counts: Sequence[int]) -> None:
@@ -108,7 +119,7 @@ def _file_in(path: str) -> bytes:
     return target.getvalue()
 
 
-@functools.cache
+@cache
 def _files() -> Sequence[str]:
     """Return the machine's files, in an order by chance that is the same each time."""
     found = sorted(
@@ -169,7 +180,6 @@ def _import(bench: Bench, name: str, archive: Path, target: Path) -> None:
                 subprocess.run(["tar", "-x", "-f", archive, "-C", target], check=True)
             _sync(target)
     shutil.rmtree(target)
-    _sync(target.parent)  # so that the next row does not wait for it
 
 
 def _sync(directory: Path) -> None:
@@ -208,29 +218,33 @@ def _read(path: str) -> bytes:
         return b""
 
 
-async def _pulls(bench: Bench, address: tuple[str, int], tools: image_tools.Tools, layers: Sequence[bytes]) -> None:
+async def _push(tools: image_tools.Tools, layers: Sequence[bytes]) -> None:
     await _wait_for(tools)
     _write_layout(tools.directory / "layout", layers)
     tools.push("v1")
-    source = f"{tools.place}/team/image:v1"
-    for name in bench.rounds([PULL, PEERS], 6, 1):
-        if name == PULL:
-            with daemon.Client(address) as client:
-                with bench.table.timed(PULL):
-                    _pull(client, source)
-                for row in (FRESH, WARM):
-                    await trio.sleep(_SETTLE_S)
-                    _create(bench, row, client, "image", "echo ok")
-                client.call("DELETE", "/v1/images/image")
-        else:
-            with bench.table.timed(PEERS):
-                with bench.table.timed(PEERS_ALONE):
-                    tools.copy("--src-tls-verify=false", f"docker://{source}", "oci:copy:v1")
-                    tools.make("unpack", "--image", "copy:v1", "bundle")
-                _sync(tools.directory)
-            shutil.rmtree(tools.directory / "copy")
-            shutil.rmtree(tools.directory / "bundle")
+
+
+def _source(tools: image_tools.Tools) -> str:
+    return f"{tools.place}/team/image:v1"
+
+
+def _pull_and_use(bench: Bench, client: daemon.Client, tools: image_tools.Tools) -> None:
+    with bench.table.timed(PULL):
+        _pull(client, _source(tools))
+    for row in (FRESH, WARM):
+        time.sleep(_SETTLE_S)
+        _create(bench, row, client, "image", "echo ok")
+    client.call("DELETE", "/v1/images/image")
+
+
+def _pull_by_peers(bench: Bench, tools: image_tools.Tools) -> None:
+    with bench.table.timed(PEERS):
+        with bench.table.timed(PEERS_ALONE):
+            tools.copy("--src-tls-verify=false", f"docker://{_source(tools)}", "oci:copy:v1")
+            tools.make("unpack", "--image", "copy:v1", "bundle")
         _sync(tools.directory)
+    shutil.rmtree(tools.directory / "copy")
+    shutil.rmtree(tools.directory / "bundle")
 
 
 async def _wait_for(tools: image_tools.Tools) -> None:

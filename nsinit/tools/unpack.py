@@ -38,7 +38,7 @@ from nsinit.tools import jail
 from nsinit.tools.jail import CHUNK_BYTES
 from nsinit.wire import listing, verdict
 from nsinit.wire.verdict import ArchiveRefused, Counts
-from runner.wire.tarheaders import StrictHeader
+from runner.wire.tarheaders import TAPE_BYTES, StrictHeader
 
 MAX_ID = 65535
 CAPABILITIES = (k.CAP_CHOWN, k.CAP_DAC_OVERRIDE, k.CAP_FOWNER, k.CAP_FSETID)
@@ -155,20 +155,28 @@ class TarStream:
     def __init__(self, file: Readable, max_bytes: int) -> None:
         self._file, self._left = file, max_bytes
         self._digest = hashlib.sha256()
-        self._head = b""
-        while len(self._head) < _MAGIC_BYTES and (piece := file.read(_MAGIC_BYTES - len(self._head))):
-            self._head += piece
-        make = next((DECODERS[magic] for magic in DECODERS if self._head.startswith(magic)), None)
-        if make is not None:
-            self._file, self._head = Decoded(file, self._head, make), b""
+        self._piece = memoryview(b"")
+        head = b""
+        while len(head) < _MAGIC_BYTES and (piece := file.read(_MAGIC_BYTES - len(head))):
+            head += piece
+        make = next((DECODERS[magic] for magic in DECODERS if head.startswith(magic)), None)
+        if make is None:
+            self._take(head)
+        else:
+            self._file = Decoded(file, head, make)
 
     def read(self, size: int, /) -> bytes:
-        data, self._head = self._head or self._file.read(size), b""
-        self._digest.update(data)
-        self._left -= len(data)
+        if not self._piece:
+            self._take(self._file.read(CHUNK_BYTES))
+        data, self._piece = self._piece[:size].tobytes(), self._piece[size:]
+        return data
+
+    def _take(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self._left -= len(piece)
         if self._left < 0:
             raise ArchiveRefused("the archive is longer than what it may hold")
-        return data
+        self._piece = memoryview(piece)
 
     def finish(self) -> str:
         """Read what is behind the end of the archive, which belongs to the digest; return that."""
@@ -212,7 +220,7 @@ class Unpacker:
         """Unpack all of `file`, whatever its compression; return the digest of its tar stream."""
         self._check_reserve()
         stream = TarStream(file, self._max_bytes + (self._max_entries + 16) * _BYTES_PER_ENTRY)
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictHeader, bufsize=CHUNK_BYTES) as archive:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictHeader, bufsize=TAPE_BYTES) as archive:  # type: ignore[call-overload]
             while member := archive.next():
                 archive.members = []  # or tarfile keeps every header in memory
                 self.entries += 1

@@ -25,7 +25,7 @@ from runner.files.tree import READ, Check, TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
 from runner.wire.protocol import CHUNK_BYTES, Packed, Unpack
-from runner.wire.tarheaders import StrictHeader
+from runner.wire.tarheaders import TAPE_BYTES, StrictHeader
 
 _MAX_LINKED = 200_000
 """Most files with several names that are remembered. A further one is packed once for each name."""
@@ -60,7 +60,7 @@ def pack(tree: Walk, out: IO[bytes]) -> Packed:
     """Write an archive of a tree."""
     entries = size = skipped = 0
     linked: dict[tuple[int, int], str] = {}
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as archive:
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=TAPE_BYTES) as archive:
         for found in tree:
             if found.is_left:
                 continue
@@ -155,7 +155,7 @@ def unpack(source: IO[bytes], maker: TreeMaker) -> Packed:
         OSError: the disk is full, say.
     """
     try:
-        with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=StrictHeader) as archive:
+        with tarfile.open(fileobj=source, mode="r|", bufsize=TAPE_BYTES, tarinfo=StrictHeader) as archive:
             while member := archive.next():
                 archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header in memory
                 maker.take(member, functools.partial(_content_of, archive, member))

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import tarfile
 
+TAPE_BYTES = 32 * 1024
+"""Buffer of an archive that is read or written as a stream: at each header, `tarfile` copies what is in it."""
+
 
 class StrictHeader(tarfile.TarInfo):
     """Header that raises `tarfile.ReadError` for bytes that are neither a header nor the mark."""

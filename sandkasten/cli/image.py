@@ -16,7 +16,7 @@ from sandkasten.cli import nodes
 from sandkasten.cli.client import BAD_ARGUMENTS, verb
 from sandkasten.cli.common import Stop, load_installed, printable_line, require_root
 from sandkasten.cli.output import print_json
-from sandkasten.cli.pull import is_served
+from sandkasten.cli.pull import is_left_to_daemon, is_served
 from sandkasten.config import Config
 from sandkasten.crash import Crash
 from sandkasten.host.paths import DataPaths
@@ -125,13 +125,14 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace, config: Config) -> 
     name, crash = arguments.name, Crash(config.testing.crash_at)
     image = catalog.get_own(name)
     if image.kind == "layers":
-        if is_served(config):
+        if is_left_to_daemon(config):
             return verb(nodes.remove_image)(arguments)
         with open_store(catalog.data_dir, crash_at=crash.take_foreign()) as store:
             try:
                 store.delete_image(image.name)
             except ImageInUse as error:
-                raise Stop(f"{error}, or one that is ready for the next daemon, which can remove the image") from None
+                ready = "the daemon, until a create names another image" if is_served(config) else "the next daemon"
+                raise Stop(f"{error}, or a sandbox with it is ready for {ready}") from None
             store.collect(grace_s=0, only=image.layers)
         gone = True
     else:

@@ -1,4 +1,5 @@
-"""`sandkasten image pull | login`: by the daemon where one serves, and else right here, without root on the network.
+"""`sandkasten image pull | login`: by the daemon where one serves that may change images, and else right here, without
+root on the network.
 
 Here, a child that has given root away speaks to the registry and keeps the blobs; `image import` has such a child, too.
 It asks this process, which stays root, for what a pull needs of the store: each request is one message on a socket
@@ -42,7 +43,7 @@ def pull(arguments: argparse.Namespace) -> int:
     if is_elsewhere(arguments) or os.geteuid() != 0:
         return verb(pull_there)(arguments)
     config = load_installed(arguments)
-    return verb(pull_there)(arguments) if is_served(config) else _pull_here(arguments, config)
+    return verb(pull_there)(arguments) if is_left_to_daemon(config) else _pull_here(arguments, config)
 
 
 def is_served(config: Config) -> bool:
@@ -53,6 +54,14 @@ def is_served(config: Config) -> bool:
         return has_daemon(config.data_dir)
     except CantLook as error:
         raise Stop(f"can't find out whether a daemon serves: {error}") from error
+
+
+def is_left_to_daemon(config: Config) -> bool:
+    """Whether a daemon has the data directory, and may change images: one without root may not where `allowed_images`
+    is set (`nsinit.wire.launching.Allowance`). Raises `Stop`."""
+    from sandkasten.cli.privilege import account_of
+
+    return is_served(config) and (not config.allowed_images or account_of(config).is_root)
 
 
 class Shown:
@@ -138,7 +147,11 @@ def _pull_here(arguments: argparse.Namespace, config: Config) -> int:
 
             pull_in_child(sock, config, reference, platform, name, replace=arguments.replace)
 
-        with without_root(config, work) as sock, contextlib.closing(shown), open_store(config.data_dir) as store:
+        with (
+            without_root(config, work, is_served=is_served(config)) as sock,
+            contextlib.closing(shown),
+            open_store(config.data_dir) as store,
+        ):
             done = serve_child(sock, store, config, name, shown, replace=arguments.replace)
     except SandkastenError as error:
         raise Stop(str(error)) from None

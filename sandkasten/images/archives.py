@@ -26,6 +26,7 @@ from typing import IO, Protocol
 import attrs
 from backports import zstd
 
+from sandkasten.images.registry.blobs import write_at
 from sandkasten.model.errors import InvalidImage, TooLarge
 
 MAX_MEMBERS = 10_000
@@ -150,6 +151,7 @@ def look(
         InvalidImage: it is an archive of images, and a broken one.
         TooLarge: it has more bytes than `max_bytes` uncompressed, or more than `MAX_MEMBERS` members.
         DiskReserve: by `check_room`.
+        DiskFull.
     """
     if stat.S_ISDIR(os.fstat(fd).st_mode):
         return LayoutDirectory(fd)
@@ -206,9 +208,8 @@ class _Decoded:
                 raise TooLarge(f"the archive has more than {self._most} bytes", limit=self._most)
             if self._have // _LOOK_BYTES != (self._have + len(piece)) // _LOOK_BYTES:
                 self._check_room(_LOOK_BYTES)
-            while piece:
-                count = os.pwrite(self.fd, piece, self._have)
-                self._have, piece = self._have + count, piece[count:]
+            write_at(self.fd, piece, self._have)
+            self._have += len(piece)
         return os.pread(self.fd, size, at)
 
     def _decoded(self) -> bytes:

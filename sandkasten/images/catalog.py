@@ -200,6 +200,12 @@ class Catalog:
     def _is_allowed_as_alias(self, image: Image) -> bool:
         return not self._allowed.isdisjoint(self.aliases_of(image.name))
 
+    def require_changeable(self) -> None:
+        """Refuse a change of images, before the work for it, where nsinit refuses it at the end: root has said which
+        images there are, and this process is not root. Raises `InvalidImage`."""
+        if self._allowed and os.geteuid() != 0:
+            raise InvalidImage("allowed_images is set: `sandkasten image` as root, on the node, changes images")
+
     def names_of(self, references: Iterable[str]) -> list[str]:
         """Return the names of the images that names, references and aliases mean, present or not. For a reference of no
         image that is the name that it would get beside another of its repository."""

@@ -25,7 +25,7 @@ from backports import zstd
 
 from sandkasten.images.catalog import HOST, Catalog, Image
 from sandkasten.images.layers import Layers, PackedLayer
-from sandkasten.images.registry.blobs import Blobs
+from sandkasten.images.registry.blobs import Blobs, write_at
 from sandkasten.images.registry.documents import Blob, Platform
 from sandkasten.images.registry.reference import parse_reference
 from sandkasten.model.errors import InvalidImage, InvalidReference, SandkastenError
@@ -66,7 +66,7 @@ def export_image(
 
     Raises:
         InvalidImage: there is no image of that name, or it is the machine's own.
-        LayerRefused, DiskReserve, NsinitLost.
+        LayerRefused, DiskReserve, DiskFull, NsinitLost.
         OSError: the file can't be written.
     """
     image = catalog.get(name)
@@ -106,10 +106,9 @@ def _add_layer(
                 check()
                 if size // _LOOK_BYTES != (size + len(piece)) // _LOOK_BYTES:
                     blobs.require_room(_LOOK_BYTES)
+                write_at(file.fileno(), piece, size)
                 digest.update(piece)
                 size += len(piece)
-                while piece:
-                    piece = piece[file.write(piece) :]
         file.seek(0)
         blob = Blob(f"sha256:{digest.hexdigest()}", size)
         writer.add_file(_path_of(blob), file, size)

@@ -18,6 +18,8 @@ from sandkasten import errors
 from sandkasten.sdk.types import UnpackedArchive
 
 PIECE_BYTES = 1024 * 1024
+_TAPE_BYTES = 32 * 1024
+"""Buffer of an archive that is read as a stream: at each header, `tarfile` copies what is in it."""
 _BLOCK = 512
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A file that was found to be one and is a link or a FIFO by now is not waited for, nor followed (open(2))."""
@@ -112,7 +114,7 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
     entries = size = skipped = 0
     modes: list[tuple[Path, int]] = []
     try:
-        with tarfile.open(fileobj=archive, mode="r|", bufsize=PIECE_BYTES) as tar:
+        with tarfile.open(fileobj=archive, mode="r|", bufsize=_TAPE_BYTES) as tar:
             for member in tar:
                 parts = [part for part in PurePosixPath(member.name).parts if part != "."]
                 if not parts:

@@ -10,6 +10,7 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
@@ -127,6 +128,35 @@ async def test_a_pull_beside_a_daemon_is_the_daemons(tmp_path: Path) -> None:
             await trio.to_thread.run_sync(client.delete, f"/v1/sessions/{session}")
             assert (await command(data_dir, "rm", "image:v2")).returncode == 0
             assert [each.name for each in Catalog(data_dir).images()] == ["host", "image", "mine"]
+
+
+async def test_root_changes_images_beside_a_daemon_that_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `allowed_images`, a daemon without root refuses a pull before it asks the registry, and commits and
+    removals. Root's command line pulls and removes beside it; a session gets the image, and keeps it."""
+    monkeypatch.setenv("SANDKASTEN_ALLOWED_IMAGES", "host,image")
+    data_dir = tmp_path / "data"
+    async with serving() as registry:
+        digest = registry.push([busybox_tar(tmp_path / "x.tar").read_bytes()])
+        with running_daemon(data_dir) as daemon, daemon.client() as client:
+
+            async def asked(method: str, path: str, body: object = None) -> httpx.Response:
+                return await trio.to_thread.run_sync(partial(client.request, method, path, json=body))
+
+            refused = [await asked("POST", "/v1/images/pull", {"reference": registry.reference()})]
+            assert registry.asked == []
+            done = await command(data_dir, "pull", registry.reference())
+            assert (done.returncode, done.stdout.decode()) == (0, f"image: {digest}\n"), done.stderr
+            session = (await asked("POST", "/v1/sessions", {"image": "image"})).json()["id"]
+            refused.append(await asked("POST", f"/v1/sessions/{session}/commit", {"name": "mine"}))
+            refused.append(await asked("DELETE", "/v1/images/image"))
+            assert [(each.status_code, "as root" in each.text) for each in refused] == [(400, True)] * 3
+            kept = await command(data_dir, "rm", "image")
+            assert (kept.returncode, b"a session has the image" in kept.stderr) == (1, True), kept.stderr
+            await asked("DELETE", f"/v1/sessions/{session}")
+            assert (await command(data_dir, "rm", "image")).returncode == 0
+            assert [each.name for each in Catalog(data_dir).images()] == ["host"]
 
 
 @pytest.mark.parametrize(

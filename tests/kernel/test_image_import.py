@@ -25,6 +25,7 @@ from backports import zstd
 
 from nsinit.kernel.capabilities import IMPORT_CAPABILITIES, STORE_CAPABILITIES
 from nsinit.spawn import spawn_nsinit
+from nsinit.tools.jail import CHUNK_BYTES
 from nsinit.tools.unpack import CAPABILITIES
 from nsinit.wire.launching import Grant
 from nsinit.wire.protocol import ANSWERS, MAX_DATAGRAM_BYTES, REQUESTS, Ok, OpenStore, PublishImage, Scan, UnpackLayer
@@ -281,6 +282,26 @@ def test_the_jail_has_the_image_and_nothing_else(importing: Import, data_dir: Pa
     for name in ("user", "mnt", "pid", "net", "ipc", "uts"):
         kind = "pid_for_children" if name == "pid" else name
         assert os.readlink(proc / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+
+
+def test_memory_does_not_grow_with_entries(importing: Import, tmp_path: Path) -> None:
+    """Sixteen thousand files, links and attributes more take nsinit and the jail less than 32 bytes each. So a million
+    is a matter of time."""
+    kinds, sizes, begun = (tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE), [], 0
+    with (tmp_path / "x.tar").open("wb") as fifo:
+        for count in (8_000, 24_000):
+            for number in range(begun, begun := count + CHUNK_BYTES // 512):  # the last ones may wait for a whole chunk
+                member = tarfile.TarInfo(f"d{number // 900}/{number}")
+                member.type = kinds[number % 3]
+                member.linkname = f"d{number // 900}/{number // 3 * 3}" if number % 3 else ""
+                member.pax_headers = {} if number % 3 else {"SCHILY.xattr.user.a": "b"}
+                fifo.write(member.tobuf(tarfile.PAX_FORMAT))
+            fifo.flush()
+            (last,) = importing.data_dir.glob("layers/+new-*/fs")
+            wait_until(lambda path=last / f"d{count // 900}/{count}": os.path.lexists(path), "the last member is there")
+            sizes.append([int(read_status(pid)["VmRSS"].split()[0]) for pid in (importing.nsinit, importing.jail)])
+    grown = [after - before for before, after in zip(*sizes, strict=True)]
+    assert max(grown) < 512, sizes
 
 
 def test_a_killed_command_line_leaves_neither_process_nor_draft(importing: Import) -> None:

@@ -10,13 +10,14 @@ import attrs
 import pytest
 import trio
 
+from nsinit.kernel import syscalls
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ServerSettings
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import ImageInUse, InvalidImage
+from sandkasten.model.errors import DiskFull, ImageInUse, InvalidImage
 from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.registry import Asked, Said, digest_of, layer, serving
@@ -30,6 +31,13 @@ async def pulled(supervisor: LocalSupervisor, spec: PullSpec) -> ImageJob:
         while not job.has_ended:
             seen, job = await supervisor.next_of_job(job.id, seen, 60)
     return job
+
+
+async def exported(supervisor: LocalSupervisor) -> None:
+    """Read an export to its end."""
+    async with supervisor.export_image("image", "none") as read:
+        while await read():
+            pass
 
 
 async def test_an_image_from_a_registry_runs(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
@@ -116,6 +124,32 @@ async def test_a_collection_keeps_the_layers_of_a_pull_that_is_under_way(
         assert kept.is_dir()
         await supervisor.cancel_job(job.id)
         assert (await supervisor.prune_images(older_than_s=0)).layers == 1
+
+
+async def test_a_disk_that_others_fill_ends_a_pull_and_an_export(config: Config, tmp_path: Path) -> None:
+    """Both are told as DISK_FULL, and leave nothing: what came of a pull would keep the disk full."""
+    disk, blobs = attrs.evolve(config.disk, reserve_percent=0, reserve_mb=0), config.data_dir / "blobs"
+    async with serving() as registry, open_supervisor(attrs.evolve(config, disk=disk)) as supervisor:
+        base, top = busybox_tar(tmp_path / "x.tar").read_bytes(), layer({"etc/large": os.urandom(4 << 20)})
+        registry.push([base], tag="base")
+        assert (await pulled(supervisor, PullSpec(registry.reference(":base")))).state is JobState.DONE
+        registry.push([base, top], tag="large")
+        syscalls.mount("small", str(blobs), "tmpfs", 0, "size=12m,mode=700")
+        try:
+
+            def fill(asked: Asked) -> None:
+                if digest_of(top) in asked.path:
+                    (blobs / "others").write_bytes(bytes(11 << 20))
+
+            registry.answer = fill
+            job = await pulled(supervisor, PullSpec(registry.reference(":large")))
+            assert job.error is not None
+            assert job.error.code == "DISK_FULL", job.error
+            assert os.listdir(blobs) == ["others"]
+            with pytest.raises(DiskFull):
+                await exported(supervisor)
+        finally:
+            syscalls.umount2(str(blobs), 0)
 
 
 async def test_an_image_is_described_deleted_and_its_layers_go(supervisor: LocalSupervisor, tmp_path: Path) -> None:

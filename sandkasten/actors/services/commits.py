@@ -59,6 +59,7 @@ class Commits:
             DiskFull: the disk has no room for the layer.
             NsinitLost: the store did not say in time whether the image has its name.
         """
+        self._catalog.require_changeable()
         below: Image = await self._images.ask_again(Resolve(image_name))
         if below.kind == "host":
             raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")

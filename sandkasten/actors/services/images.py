@@ -134,6 +134,7 @@ class Images(Actor):
         return found, () if within else self._pools
 
     async def _remove(self, name: str) -> None:
+        self._catalog.require_changeable()
         image: Image = await self._in_thread(self._catalog.get_own, name)
         if image.kind != "layers":
             raise InvalidImage(f"{name!r} is no image of layers: `sandkasten image rm` removes it", image=name)

@@ -198,6 +198,7 @@ class Jobs(Actor):
 
     async def _begin_pull(self, spec: PullSpec) -> ImageJob:
         reference = parse_reference(spec.reference)
+        self._catalog.require_changeable()
         running = (each.job for each in self._running.values() if each.job.kind is JobKind.PULL)
         under_way = {each.name: parse_reference(each.reference) for each in running}
         choose = partial(self._catalog.name_for, reference, spec.name, under_way=under_way)
@@ -208,6 +209,7 @@ class Jobs(Actor):
         return await self._begin(job, work, spec.idempotency_key, replaces=spec.replace, is_named=spec.name is not None)
 
     async def _begin_import(self, spec: ImportSpec, file: IO[bytes]) -> ImageJob:
+        self._catalog.require_changeable()
         job = _job(JobKind.IMPORT, spec.ref or "", spec.name, spec.platform)
         work = partial(self._import, spec=spec, file=file)
         return await self._begin(job, work, None, replaces=spec.replace, on_end=file.close)

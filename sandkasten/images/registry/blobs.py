@@ -9,6 +9,7 @@ Sources: RFC 9110 §14 (ranges); flock(2).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -24,7 +25,7 @@ import attrs
 import trio
 
 from sandkasten.images.registry.documents import Blob
-from sandkasten.model.errors import DigestMismatch, DiskReserve, RegistryRefused, TooLarge
+from sandkasten.model.errors import DigestMismatch, DiskFull, DiskReserve, RegistryRefused, TooLarge
 
 if TYPE_CHECKING:  # a daemon that pulls nothing does not load what speaks HTTP
     from sandkasten.images.registry.client import RegistryAnswer, RegistryClient
@@ -67,7 +68,7 @@ class Blobs:
         return count, size_bytes
 
     def drop(self, blob: Blob) -> None:
-        """Remove what came of a blob whose layer is there, unless somebody has it."""
+        """Remove what came of a blob, unless somebody has it."""
         path = self._path(blob)
         try:
             fd = os.open(path, _FILE & ~os.O_CREAT)
@@ -92,7 +93,7 @@ class Blobs:
 
         Raises:
             TooLarge: there are more bytes than `most`.
-            DiskReserve: the disk has no room for them.
+            DiskReserve, DiskFull: the disk has no room for them.
         """
         have = 0
         file = await trio.to_thread.run_sync(self.unnamed)
@@ -111,8 +112,7 @@ class Blobs:
             raise TooLarge(f"the archive has more than {most} bytes", limit=most)
         if not have or have // _LOOK_BYTES != size // _LOOK_BYTES:
             self.require_room(_LOOK_BYTES)
-        while piece:
-            piece = piece[file.write(piece) :]
+        write_at(file.fileno(), piece, have)
         return size
 
     def require_room(self, size: int) -> None:
@@ -134,7 +134,7 @@ class Blobs:
 
         Raises:
             DigestMismatch: what came is not the blob; nothing of it is kept.
-            DiskReserve, RegistryRefused, RegistryUnauthorized.
+            DiskReserve, DiskFull, RegistryRefused, RegistryUnauthorized.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
         path = self._path(blob)
@@ -152,6 +152,19 @@ class Blobs:
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(_close, fd, path if is_over else None)
+
+
+def write_at(fd: int, data: bytes | bytearray, at: int) -> None:
+    """Write all of `data` into a file, from a place on. Raises `DiskFull`."""
+    left = memoryview(data)
+    try:
+        while left:
+            count = os.pwrite(fd, left, at)
+            left, at = left[count:], at + count
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull("there is no room for the image on the disk") from error
+        raise
 
 
 def _close(fd: int, path: Path | None) -> None:
@@ -270,12 +283,9 @@ class _Download:
             self.on_bytes(self.done)
 
     def _append(self, data: bytearray) -> None:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(self.fd, view, self.done)
-            self.digest.update(view[:count])
-            self.done += count
-            view = view[count:]
+        write_at(self.fd, data, self.done)
+        self.digest.update(data)
+        self.done += len(data)
 
     def _read_again(self) -> int:
         """Hash what an earlier download left; return its size."""

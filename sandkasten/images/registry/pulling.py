@@ -26,7 +26,7 @@ from sandkasten.images.registry.documents import (
 )
 from sandkasten.images.registry.source import PullSource
 from sandkasten.model import IMAGE_NAME
-from sandkasten.model.errors import InvalidImage, NsinitLost, TooLarge
+from sandkasten.model.errors import DiskFull, DiskReserve, InvalidImage, NsinitLost, TooLarge
 from sandkasten.model.image import ImageConfig
 from sandkasten.model.job import LayerPhase, LayerProgress
 
@@ -127,7 +127,7 @@ class Pull:
         Raises:
             InvalidImage: there is no image of that platform, or the store does not take it.
             NsinitLost: the store did not say in time whether the image has its name.
-            DigestMismatch, LayerRefused, TooLarge, DiskReserve, RegistryRefused, RegistryUnauthorized.
+            DigestMismatch, LayerRefused, TooLarge, DiskReserve, DiskFull, RegistryRefused, RegistryUnauthorized.
         """
         self.terms.crash.passing(Point.PULL_BEGUN)
         digest, manifest = await self.source.resolve(self.terms.platform, self.terms.settings.max_layers)
@@ -177,7 +177,12 @@ class Pull:
                 for number, (blob, diff_id) in enumerate(zip(manifest.layers, diff_ids, strict=True)):
                     nursery.start_soon(self._layer, number, blob, diff_id)
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            error = _first(group)
+            if isinstance(error, DiskReserve | DiskFull):  # the disk needs the room more than the next pull does
+                with trio.CancelScope(shield=True):
+                    for blob in manifest.layers:
+                        await trio.to_thread.run_sync(self.source.drop, blob)
+            raise error from None
 
     async def _layer(self, number: int, blob: Blob, diff_id: str) -> None:
         """Bring one layer into the store; of two pulls that want it, the second waits for the first."""

@@ -60,7 +60,7 @@ class PullSource(Protocol):
         ...
 
     def drop(self, blob: Blob) -> None:
-        """Remove what is kept of a blob whose layer is there."""
+        """Remove what is kept of a blob."""
         ...
 
 
