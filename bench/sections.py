@@ -539,11 +539,10 @@ async def load(bench: Bench) -> None:
 
 
 async def density(bench: Bench) -> None:
-    """One daemon at growing numbers of sessions, as far as there is memory for the next; in the end with ways out."""
+    """One daemon at growing numbers of sessions, as memory allows, in the end with ways out."""
     sizes = [bench.count(size, 10) for size in (10, 100, 300, 600, 1000)] if bench.share == 1 else [10, 12]
     lines: list[Mapping[str, float]] = []
-    bench.facts["density"] = lines
-    bench.facts["density stopped at"] = f"{sizes[-1]} sessions, as planned"
+    bench.facts |= {"density": lines, "density stopped at": f"{sizes[-1]} sessions, as planned"}
     quiet_s, execs = bench.seconds(10), bench.count(500, 50)
     steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=quiet_s, execs=execs)
     with closing(steps):

@@ -273,7 +273,7 @@ def main() -> None:
         if has_broker:
             environ["SANDKASTEN_EGRESS_CA_FILE"] = authority = str(Path(scratch, "authority.pem"))
             undo.enter_context(_serving(world, _TLS_SERVER, authority))
-        pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
+        _, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
         limits = {"cpu": os.cpu_count() or 1}
         session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": limits})

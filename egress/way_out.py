@@ -181,14 +181,15 @@ class WayOut:
             nursery.start_soon(self._answer_stream, client)
         else:
             self.state.counters.connections += 1
-            nursery.start_soon(self._carry, CarriedConnection(self.state, client, destination, port))
+            connection = CarriedConnection(self.state, client, destination, port)
+            self._open.add(connection)  # here, for what cuts all may come before its task's first step
+            nursery.start_soon(self._carry, connection)
 
     def _host_of(self, destination: IPv4Address) -> str:
         entry = self.state.name_at(destination)
         return entry.name if entry else str(destination)
 
     async def _carry(self, connection: CarriedConnection) -> None:
-        self._open.add(connection)
         try:
             await connection.run()
         finally:

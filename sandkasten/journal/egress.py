@@ -33,11 +33,11 @@ KEPT_OF_ALL = 50_000
 """Entries that are kept of all sessions together, some tens of MiB; beyond it, the longest log loses its older half."""
 
 
-KEPT_TURNS = 32
+KEPT_RUNS = 32
 """Runs of each session that an entry may still be of: it is told a moment after its connection's end."""
 
 
-class Turn(Protocol):
+class RunTime(Protocol):
     """The time of a run, in seconds since the epoch; `ended` is infinite before its end. `is_alone`: no process of the
     session but the run's own could connect meanwhile."""
 
@@ -48,11 +48,11 @@ class Turn(Protocol):
 
 
 class SessionEgressLog:
-    """The log of one session. `turns` are those of its last runs."""
+    """The log of one session. `runs` are the last ones."""
 
     def __init__(self, logging: EgressLogging) -> None:
         self.logging = logging
-        self.turns: deque[Turn] = deque(maxlen=KEPT_TURNS)
+        self.runs: deque[RunTime] = deque(maxlen=KEPT_RUNS)
         self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
         self._last = time.time_ns() // 1000
         self._dropped = 0
@@ -86,7 +86,7 @@ class SessionEgressLog:
             "kind": EgressKind(entry.kind),
             "verdict": EgressVerdict(entry.verdict),
             "port": None if entry.kind == "dns" else entry.port,
-            "exec_id": next((each.exec_id for each in self.turns if _is_of(entry, each)), None),
+            "exec_id": next((each.exec_id for each in self.runs if _is_of(entry, each)), None),
         }
         kept = EgressEntry(**shown)
         self._entries.append((self._last, kept))
@@ -125,8 +125,8 @@ class SessionEgressLog:
         return tuple(EgressDenial(*key, count) for key, count in newest_last[:MAX_DENIALS])
 
 
-def _is_of(entry: protocol.EgressEntry, turn: Turn) -> bool:
-    return turn.is_alone and turn.began <= entry.time <= turn.ended
+def _is_of(entry: protocol.EgressEntry, run: RunTime) -> bool:
+    return run.is_alone and run.began <= entry.time <= run.ended
 
 
 class EgressLogs:
@@ -196,11 +196,11 @@ class SessionDenials:
     logs: EgressLogs
     session_id: str
 
-    def begin(self, turn: Turn) -> int:
+    def begin(self, run: RunTime) -> int:
         """Have entries of that time know of a run; return the number of the newest entry, 0 while there is no log."""
         if (log := self.logs.get(self.session_id)) is None:
             return 0
-        log.turns.append(turn)
+        log.runs.append(run)
         return log.last
 
     def since(self, mark: int) -> Sequence[EgressDenial]:

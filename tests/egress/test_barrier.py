@@ -350,8 +350,8 @@ async def test_the_machines_resolver_is_asked_though_it_is_private() -> None:
             async with program() as process:
                 inside = await process.daemon.attach("good.example", "alias.example")
                 assert (await inside.ask("good.example")).address is not None
-                answer = await inside.ask("alias.example")
-                assert (answer.code, answer.extended) == (3, 15)
+                refusal = await inside.ask("alias.example")
+                assert (refusal.code, refusal.extended) == (3, 15)
                 assert (await process.daemon.entry(host="alias.example")).reason == "bad_address"
         finally:
             with socket.socket(family, socket.SOCK_DGRAM) as client:

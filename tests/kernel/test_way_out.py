@@ -513,7 +513,7 @@ def begin_build(server: Nsinit) -> tuple[SandboxPlan, int, list[int]]:
 
 
 def test_a_way_out_opens_while_pid_1_starts(server: Nsinit) -> None:
-    """Its answer does not wait for that of the build; the session is told of its name server all the same."""
+    """The answer does not wait for that of the build; the session is told of its name server all the same."""
     _plan, pid, fds = begin_build(server)
     os.kill(pid, signal.SIGCONT)
     built, box_fds = server.receive()

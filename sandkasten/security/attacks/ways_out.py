@@ -15,7 +15,7 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -307,7 +307,9 @@ async def _reach(field: Field, session_id: str, targets: Sequence[str]) -> Answe
     return await _try(field, session_id, _REACH, targets, [each.rpartition(":")[0] for each in targets])
 
 
-async def _try(field: Field, session_id: str, program: str, words: Sequence[str], hosts: Iterable[str]) -> dict[str, str]:
+async def _try(
+    field: Field, session_id: str, program: str, words: Sequence[str], hosts: Iterable[str]
+) -> dict[str, str]:
     """Run a program with these arguments in a session; return what the log of its way out says of each host."""
     result = await field.python(session_id, f"import sys; sys.argv[1:] = {list(words)!r}\n{program}")
     if result.end.exit_code != 0:
