@@ -326,7 +326,7 @@ class PreviewClient(Actor):
 
     def _leave_at_once(self, knock: knocking.Knock) -> tuple[float | None, OwnedFd] | None:
         """Return what `_admit` does for a request that has leave and waits for nothing, None for another: a task for
-        each request would cost a quarter of the answer."""
+        each request costs a fifth of the answer."""
         try:
             entry, preview = self._find(knock)
         except _NoLeave:
