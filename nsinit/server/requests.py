@@ -198,7 +198,7 @@ def remove_run_cgroup(node: StartedNsinit, request: p.RemoveRunCgroup) -> Work:
 
 
 def join_build(node: StartedNsinit, request: p.OpenNetwork) -> bool:
-    """A way out is opened while PID 1 starts, if a build is under way; the build's end waits for it."""
+    """Have a way out opened beside a build that is under way, whose end waits for it; tell whether there is one."""
     filling = node.sessions.filling.get(request.session_id)
     if filling is not None:
         filling.join()
