@@ -17,10 +17,9 @@ import attrs
 import pytest
 import trio
 
-from sandkasten.actors.core import Ref, Tell
+from sandkasten.actors.core import Tell
 from sandkasten.actors.services import egress as client
-from sandkasten.actors.session import actor as session_actor
-from sandkasten.actors.session import changing
+from sandkasten.actors.session.actor import SessionActor
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config, PoolSettings, PoolSize
 from sandkasten.model import ExecSpec, Session, SessionPatch, SessionSpec, Status
@@ -68,14 +67,14 @@ async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
     config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of such a member is undone before its end, and knows of no way out then."""
-    failures = [EgressUnavailable("a fault of the test's")]
+    open_way, failures = SessionActor.open_way, [EgressUnavailable("a fault of the test's")]
 
-    async def open_and_fail(egress: Ref, session: Session, is_built: trio.Event | None = None) -> None:
-        await changing.open_way(egress, session, is_built)
-        if session.network.has_way_out and failures:
+    async def open_and_fail(actor: SessionActor) -> None:
+        await open_way(actor)
+        if actor.session.network.has_way_out and failures:
             raise failures.pop()
 
-    monkeypatch.setattr(session_actor, "open_way", open_and_fail)
+    monkeypatch.setattr(SessionActor, "open_way", open_and_fail)
     pool = PoolSettings(enabled=True, images={"python": PoolSize(1)})
     async with served(attrs.evolve(config, pool=pool), outside) as supervisor:
 
