@@ -539,11 +539,10 @@ async def load(bench: Bench) -> None:
 
 
 async def density(bench: Bench) -> None:
-    """One daemon at growing numbers of sessions, as far as there is memory for the next."""
+    """One daemon at growing numbers of sessions, as memory allows, in the end with ways out."""
     sizes = [bench.count(size, 10) for size in (10, 100, 300, 600, 1000)] if bench.share == 1 else [10, 12]
     lines: list[Mapping[str, float]] = []
-    bench.facts["density"] = lines
-    bench.facts["density stopped at"] = f"{sizes[-1]} sessions, as planned"
+    bench.facts |= {"density": lines, "density stopped at": f"{sizes[-1]} sessions, as planned"}
     quiet_s, execs = bench.seconds(10), bench.count(500, 50)
     steps = measure_thousand(bench.scratch / "density", sizes, quiet_s=quiet_s, execs=execs)
     with closing(steps):
@@ -582,6 +581,7 @@ async def density(bench: Bench) -> None:
                 "metrics p50, ms": round(statistics.median(step.metrics_ms), 1),
             }
             lines.append(line)
+            bench.facts |= step.ways_out
 
 
 _MERGED, _SCANS = "memory per idle session, pages merged", 3  # a page is merged by the second look that finds it equal
@@ -772,7 +772,7 @@ async def _step(link: Link, place: str, chance: random.Random, step: int) -> Non
 
 
 async def ways_out(bench: Bench) -> None:
-    """Ways out of sessions: making, connects and bytes beside a veth pair with NAT, the cost of keeping one."""
+    """Ways out of sessions: making, connects and bytes beside a veth pair with NAT, restarts."""
     bench.facts |= await measure_ways_out(bench.table, bench.share, bench.chance.randrange(10**6))
 
 
@@ -790,11 +790,11 @@ SECTIONS: Mapping[str, Section] = {
     "pause": Section(pauses, 20),
     "load": Section(load, 90),
     "memory": Section(memory, 90),
-    "density": Section(density, 210),
+    "density": Section(density, 230),
     "neighbour": Section(neighbours, 150),
     "protection": Section(protections, 60),
     "restart": Section(restarts, 180),
     "trace": Section(trace, 90),
-    "network": Section(ways_out, 150),
+    "network": Section(ways_out, 130),
     "image": Section(images, 180),
 }

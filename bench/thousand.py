@@ -3,7 +3,8 @@
 `measure_thousand` starts a daemon with the default configuration, grows it step by step, and yields one `Step` for
 each number of sessions, with all raw samples. Processor time is the kernel's own account of running time, so that other
 work on the machine changes it little. Commands are sent over one HTTP connection: to one session again and again
-(`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds.
+(`one`), and to all sessions in turn (`all`), where each command meets a session whose memory no cache holds. At the
+last step all sessions get a way out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _BATCH = 50
 
 _CHANGES = 10
 _READS = 10
+_WAY_OUT = {"mode": "allow", "allow": ["@python", "db.example.org:5432"]}
 
 
 @attrs.define
@@ -48,6 +50,7 @@ class Step:
     destroy_cpu_ms: float = 0
     list_ms: list[float] = attrs.field(factory=list)
     metrics_ms: list[float] = attrs.field(factory=list)
+    ways_out: dict[str, float] = attrs.field(factory=dict)
 
 
 def measure_thousand(
@@ -69,6 +72,8 @@ def measure_thousand(
             step.list_ms = _times(lambda: client.call("GET", "/v1/sessions?limit=1000"))
             step.metrics_ms = _times(lambda: client.text("GET", "/metrics"))
             step.resident_mib = measure.own_resident_bytes(pid) / 2**20
+            if size == sizes[-1]:
+                step.ways_out = _measure_ways_out(pid, client, sessions, quiet_s)
             yield step
 
 
@@ -121,6 +126,43 @@ def _measure_changes(step: Step, pid: int, client: daemon.Client, sessions: list
     before = cpu_ns(pid)
     step.create_ms = _times(lambda: sessions.append(client.call("POST", "/v1/sessions", {})["id"]), _CHANGES)
     step.create_cpu_ms = (cpu_ns(pid) - before) / 1e6 / _CHANGES
+
+
+def _measure_ways_out(pid: int, client: daemon.Client, sessions: Sequence[str], quiet_s: float) -> dict[str, float]:
+    """Give each session a way out; return what that costs, the start of the process for the first one apart."""
+    client.call("PATCH", f"/v1/sessions/{sessions[0]}", {"network": _WAY_OUT})
+    carrier = carrier_of(pid)
+
+    def memory() -> list[int]:
+        time.sleep(1)
+        return [measure.kernel_bytes(), measure.resident_bytes(carrier), measure.own_resident_bytes(pid)]
+
+    before = memory()
+    for session in sessions[1:]:
+        client.call("PATCH", f"/v1/sessions/{session}", {"network": _WAY_OUT})
+    more = [(now - then) / len(sessions[1:]) / 1024 for now, then in zip(memory(), before, strict=True)]
+    began_ns = cpu_ns(carrier)
+    time.sleep(quiet_s)
+    return {
+        "sessions with a way out": len(sessions),
+        "memory per way out, KiB": round(more[0] + more[1], 1),
+        "memory per way out, in the egress process, KiB": round(more[1], 1),
+        "memory per way out, in the daemon besides, with an event, KiB": round(more[2], 1),
+        "idle egress process, % of a core": round((cpu_ns(carrier) - began_ns) / quiet_s / 1e7, 3),
+    }
+
+
+def carrier_of(pid: int) -> int:
+    """Return the pid of a daemon's egress process."""
+    (found,) = (each for each in measure.family(pid) if b"\0egress\0" in _command_of(each))
+    return found
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def _times(work: Callable[[], Any], count: int = _READS) -> list[float]:

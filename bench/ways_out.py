@@ -1,4 +1,4 @@
-"""Ways out of sessions: what one costs to make and to keep, and what it carries beside a veth pair with NAT, and with
+"""Ways out of sessions: what one costs to make, and what it carries beside a veth pair with NAT, and with
 the broker of secrets beside a plain tunnel; and the ways in, a preview and a published port, beside connections made in
 the session's own network.
 
@@ -34,9 +34,9 @@ from urllib.parse import urlsplit
 
 import trio
 
-from bench import daemon, measure
+from bench import daemon
 from bench.sampling import Table, blocks
-from bench.thousand import cpu_ns
+from bench.thousand import carrier_of
 from nsinit.kernel import constants as k
 from nsinit.kernel import syscalls
 from nsinit.sandbox import network
@@ -54,7 +54,7 @@ _PORT, _NAME = 9000, "world.example"
 _TLS_PORT, _TLS_NAMES = 9443, {TUNNEL: "plain.example", BROKER: "secret.example"}
 _WORLD, _NODE = "203.0.113.2", "203.0.113.1"
 _INNER, _INNER_NODE = "203.0.113.6", "203.0.113.5"
-_IDLE_S, _SETTLE_S = 5.0, 0.03
+_SETTLE_S = 0.03
 _OTHERWISE, _ALL_WAYS_SHARE = {"SANDKASTEN_EGRESS_ALWAYS_DENY": "nobody.example"}, 0.1
 _MASQUERADE = "table ip bench { chain out { type nat hook postrouting priority 100; oifname world masquerade; }; }"
 
@@ -273,7 +273,7 @@ def main() -> None:
         if has_broker:
             environ["SANDKASTEN_EGRESS_CA_FILE"] = authority = str(Path(scratch, "authority.pem"))
             undo.enter_context(_serving(world, _TLS_SERVER, authority))
-        pid, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
+        _, address = undo.enter_context(daemon.running(Path(scratch, "data"), **environ))
         client = undo.enter_context(daemon.Client(address))
         limits = {"cpu": os.cpu_count() or 1}
         session = client.call("POST", "/v1/sessions", {"network": way_out, "limits": limits})
@@ -298,7 +298,6 @@ def main() -> None:
         for each in (session, bridged):
             client.call("DELETE", f"/v1/sessions/{each['id']}")
         _measure_creates(table, client, way_out, _count(60, share), chance)
-        _measure_keeping(facts, client, pid, way_out, _count(300, share))
         _measure_restarts(facts, Path(scratch, "restarts"), environ, way_out, share)
     rows = {name: {"values": row.values, "errors": row.errors} for name, row in table.rows.items()}
     print(json.dumps({"rows": rows, "facts": facts}))
@@ -546,30 +545,6 @@ def _measure_creates(
         client.call("DELETE", f"/v1/sessions/{made['id']}")
 
 
-def _measure_keeping(
-    facts: dict[str, Any], client: daemon.Client, pid: int, way_out: Mapping[str, Any], count: int
-) -> None:
-    """Give ways out to sessions that are there, and look at what the machine has less, and at what that costs idle."""
-    sessions = [client.call("POST", "/v1/sessions", {})["id"] for _ in range(count)]
-    carrier = _carrier(pid)
-    time.sleep(1)
-    before = _memory(carrier)
-    for session in sessions:
-        client.call("PATCH", f"/v1/sessions/{session}", {"network": way_out})
-    time.sleep(1)
-    kernel, process = (now - then for now, then in zip(_memory(carrier), before, strict=True))
-    began_ns = cpu_ns(carrier)
-    time.sleep(_IDLE_S)
-    facts |= {
-        "sessions with a way out": count,
-        "memory per way out, KiB": round((kernel + process) / count / 1024, 1),
-        "memory per way out, in the egress process, KiB": round(process / count / 1024, 1),
-        "idle egress process, % of a core": round((cpu_ns(carrier) - began_ns) / _IDLE_S / 1e7, 3),
-    }
-    for session in sessions:
-        client.call("DELETE", f"/v1/sessions/{session}")
-
-
 def _measure_restarts(
     facts: dict[str, Any], data_dir: Path, environ: Mapping[str, str], way_out: Mapping[str, Any], share: float
 ) -> None:
@@ -593,7 +568,7 @@ def _measure_restarts(
             client.call("POST", f"/v1/sessions/{session}/processes", {"argv": argv})
             _gone_round(client, session, place, 20)
             if not is_followed:
-                carrier = _carrier(pid)  # of a daemon that was killed it is nobody's child
+                carrier = carrier_of(pid)  # of a daemon that was killed it is nobody's child
             for each in (pid,) * ends_daemon + (carrier,) * ends_carrier:
                 os.kill(each, signal.SIGKILL)
             is_followed = ends_daemon and not ends_carrier
@@ -616,23 +591,6 @@ def _gone_round(client: daemon.Client, session: str, place: str, times: int) -> 
             return found
         time.sleep(0.05)
     raise RuntimeError("a program with a way out does not go on")
-
-
-def _memory(carrier: int) -> tuple[int, int]:
-    return measure.kernel_bytes(), measure.resident_bytes(carrier)
-
-
-def _carrier(pid: int) -> int:
-    """Return the pid of a daemon's egress process."""
-    (found,) = (each for each in measure.family(pid) if b"\0egress\0" in _command_of(each))
-    return found
-
-
-def _command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""
 
 
 if __name__ == "__main__":

@@ -5,5 +5,5 @@ no key.
 Trusts no byte of a sandbox and none of a server. `policy` decides on names and addresses, `addresses` on what may be
 dialled; `dns`, `hello`, `http`, `proxy` and `preview` read hostile bytes and do no input or output. Imports the
 standard library, trio, attrs and h11, and cryptography in `authority`. The daemon imports `protocol`, `knocking`,
-`brokering` and `policy`, which need attrs alone. Begin with `policy`, with `gateway` or with `broker`.
+`brokering`, `names` and `policy`, which need attrs alone. Begin with `policy`, with `gateway` or with `broker`.
 """

@@ -8,6 +8,7 @@ describe. Ranges that the registries call globally reachable are refused, too: t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from egress.policy import Address, Network, unwrapped
@@ -75,6 +76,7 @@ class AddressCheck:
         return None if permits else special_range(address)
 
 
+@lru_cache(4096)
 def special_range(address: Address) -> str | None:
     """Return a sentence that names the special range of an address, or None for a public address."""
     address = unwrapped(address)

@@ -362,11 +362,11 @@ class CarriedConnection:
         assert server is not None
         self._touch()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._in_relay, self._to_server, server, first, kind, nursery)
             if self._uses:
                 self._has_let_go.set()
             else:
                 nursery.start_soon(self._in_relay, self._to_client, server)
+            await self._in_relay(self._to_server, server, first, kind, nursery)
         if self._guard or self._uses:
             if self._guard and self._guard.refused:
                 self._refuse(Refusal(self._guard.refused))

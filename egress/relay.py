@@ -36,19 +36,24 @@ class _Buffer:
     small = view[:SMALL_CHUNK_BYTES]
     kept = 0
     """Bytes that slow readers have not taken."""
+    turns = 0
+    """Portions that were there when they were asked for."""
 
 
 async def receive(
     sock: socket.socket, size: int, wait: Callable[[socket.socket], Awaitable[None]] = trio.lowlevel.wait_readable
 ) -> bytes:
-    """Return what there is, at most `size` bytes, as soon as there is something; nothing at the stream's end."""
+    """Return what there is, at most `size` bytes, as soon as there is something; nothing at the stream's end. Others
+    have their turns when it waits, and at each of some portions that were there: a turn costs as much as the rest."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
         data = sock.recv(size)
     except BlockingIOError:
         pass
-    else:  # what was read may not be lost to a cancellation
-        await trio.lowlevel.cancel_shielded_checkpoint()
+    else:
+        _Buffer.turns += 1
+        if _Buffer.turns % _TURNS == 0:  # what was read may not be lost to a cancellation
+            await trio.lowlevel.cancel_shielded_checkpoint()
         return data
     while True:
         await wait(sock)

@@ -43,6 +43,8 @@ _TCP_QUESTION_S = 10.0
 """The longest time between two questions of a connection."""
 
 _TURNS = 64
+_ACCEPTS = 8
+"""Connections that are accepted before others have their turns."""
 _PAUSE_S = 0.1
 """Time without accepting when the process, or the machine, has no descriptor or memory for a connection."""
 
@@ -61,6 +63,8 @@ class WayOut:
         self, state: WayOutState, listener: socket.socket, questions: socket.socket, link_fd: int | None
     ) -> None:
         questions.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is accepted has both (tcp(7), socket(7))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         for sock in (listener, questions):
             sock.setblocking(False)
         self.state = state
@@ -123,8 +127,11 @@ class WayOut:
     # Connections
 
     async def _accept_all(self, nursery: trio.Nursery) -> None:
+        turns = 0
         while True:
-            await trio.lowlevel.checkpoint()
+            if turns % _ACCEPTS == 0:
+                await trio.lowlevel.checkpoint()
+            turns += 1
             if not self.state.machine.has_descriptors():
                 await self._wait_for_descriptors()
             try:
@@ -155,9 +162,8 @@ class WayOut:
         """Begin to serve an accepted connection, or reset it."""
         try:
             client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-                client.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+            # Not inherited from the listener, as the others are: what waits in the backlog would have that room, too.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
             host, port = client.getsockname()
             destination = IPv4Address(host)
         except OSError:  # reset by the client already
@@ -175,14 +181,15 @@ class WayOut:
             nursery.start_soon(self._answer_stream, client)
         else:
             self.state.counters.connections += 1
-            nursery.start_soon(self._carry, CarriedConnection(self.state, client, destination, port))
+            connection = CarriedConnection(self.state, client, destination, port)
+            self._open.add(connection)  # here, for what cuts all may come before its task's first step
+            nursery.start_soon(self._carry, connection)
 
     def _host_of(self, destination: IPv4Address) -> str:
         entry = self.state.name_at(destination)
         return entry.name if entry else str(destination)
 
     async def _carry(self, connection: CarriedConnection) -> None:
-        self._open.add(connection)
         try:
             await connection.run()
         finally:

@@ -63,7 +63,8 @@ class Row(Generic[R]):
     """The way one class of requests is carried out. Its answer is of the class that the request's class names.
 
     `checks`: from field to check; they run before any work. `key`: returns what the request is ordered by; None, or
-    one that returns None: it waits for no other. `work`: a job, or a plain function where nothing is waited for.
+    one that returns None: it waits for no other. `joins`: tells whether it goes on beside the one of its key that is
+    under way. `work`: a job, or a plain function where nothing is waited for.
     `on_arrival`: called at once, before earlier requests of the same key are done. `fds`: the number of descriptors
     that come along, which `work` is called with, too; they are closed after it.
     """
@@ -73,6 +74,7 @@ class Row(Generic[R]):
     key: Callable[[R], str | None] | None
     work: Callable[..., Work] | Callable[..., Answer]
     on_arrival: Callable[[Any, R], None] | None = None
+    joins: Callable[[Any, R], bool] | None = None
     fds: int = 0
 
     def __post_init__(self) -> None:
@@ -194,6 +196,14 @@ def remove_run_cgroup(node: StartedNsinit, request: p.RemoveRunCgroup) -> Work:
     if (yield from node.sessions.remove_run_cgroup(request.session_id, request.name, kill=request.kill)):
         return p.Ok(request.seq), []
     return p.Failed(request.seq, "group", request.name, errno.EBUSY, "a process in the run cgroup lives on"), []
+
+
+def join_build(node: StartedNsinit, request: p.OpenNetwork) -> bool:
+    """Have a way out opened beside a build that is under way, whose end waits for it; tell whether there is one."""
+    filling = node.sessions.filling.get(request.session_id)
+    if filling is not None:
+        filling.join()
+    return filling is not None
 
 
 def open_network(node: StartedNsinit, request: p.OpenNetwork) -> Work:
@@ -433,7 +443,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.AskDisk, _SESSION, None, ask_disk),
     Row(p.MakeRunCgroup, _RUN_CGROUP, _of_session, make_run_cgroup),
     Row(p.RemoveRunCgroup, _RUN_CGROUP, _of_session, remove_run_cgroup),
-    Row(p.OpenNetwork, _SESSION, _of_session, open_network),
+    Row(p.OpenNetwork, _SESSION, _of_session, open_network, joins=join_build),
     Row(p.OpenBridge, {**_SESSION, **_BRIDGE}, _of_session, open_bridge),
     Row(p.CloseBridge, _SESSION, _of_session, close_bridge),
     Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),

@@ -175,8 +175,8 @@ class RequestLoop:
         if row.on_arrival is not None:
             row.on_arrival(self._node, request)
         work = partial(row.run, self._node, request, fds)
-        if key is None:
-            self._scheduler.spawn(self._answered(seq, None, work()))
+        if key is None or (row.joins is not None and row.joins(self._node, request)):
+            self._scheduler.spawn(self._answered(seq, key, work()))
         else:
             self._enqueue(key, lambda: self._answered(seq, key, work()))
 

@@ -34,6 +34,7 @@ from nsinit.scheduler import Job, JobEvent, Scheduler, Wait
 from nsinit.server.births import Births, InitProcess, UnfinishedSandbox
 from nsinit.server.bridges import Bridges
 from nsinit.server.disk_watch import DiskWatch
+from nsinit.server.filling import Filling
 from nsinit.server.kmsg import KernelLog, Kills
 from nsinit.server.memory_watch import LockWatch, Pace, VictimWatch
 from nsinit.server.processors import Processors, bind, bind_all
@@ -118,7 +119,7 @@ class Sessions:
     processes: dict[str, InitProcess] = field(default_factory=dict)
     pool: dict[str, UnfinishedSandbox] = field(default_factory=dict)
     processors: Processors = field(default_factory=Processors)
-    _filling: set[str] = field(default_factory=set)
+    filling: dict[str, Filling] = field(default_factory=dict)
     _building: int = 0
     _queue: deque[JobEvent] = field(default_factory=deque)
     _emptying: dict[str, Emptying] = field(init=False, default_factory=dict)
@@ -180,7 +181,9 @@ class Sessions:
             done: Stage = "born" if sandbox is None else "blank" if sandbox.image_key is None else "imaged"
             if sandbox is None:
                 sandbox = yield from self._begin(session_id, request.plan.limits)
-            self._filling.add(session_id)
+            filling = self.filling[session_id] = Filling()
+            if done != "born":
+                filling.has_network.set()
             self.watch()
             try:
                 if sandbox.image_key not in (None, request.plan.image_key):
@@ -193,12 +196,14 @@ class Sessions:
                 if request.plan.image_kind != "files":
                     bind(sandbox.process.pid, self.processors.take(session_id, request.plan.limits))
                 outcome = yield from self._order(sandbox, request.plan, request.plan.disk, done, "whole")
-                return (yield from self._fill(sandbox, request, outcome))
+                return (yield from self._fill(sandbox, request, outcome, filling))
             except StepFailed:
+                yield from filling.end()
+                del self.filling[session_id]
                 yield from self.remove(session_id)
                 raise
             finally:
-                self._filling.discard(session_id)
+                self.filling.pop(session_id, filling).has_network.set()
                 sandbox.control.close()
         finally:
             self._leave()
@@ -216,7 +221,7 @@ class Sessions:
 
     def abort_build(self, session_id: str) -> None:
         """Make a build fail that is under way, if one is, by killing PID 1."""
-        if session_id in self._filling:
+        if session_id in self.filling:
             self.processes[session_id].kill()
 
     def attach(self, session_id: str) -> tuple[Adopted, list[int]]:
@@ -325,20 +330,31 @@ class Sessions:
         return is_gone
 
     def open_network(self, session_id: str, *, steers: bool) -> Generator[Wait, bool, list[int]]:
-        """Open a way out of a running session's network; return its descriptors. Raises `StepFailed`."""
-        identity = self._with_network(session_id)
-        yield from self.close_bridge(session_id)
-        deadline_s = time.monotonic() + _PORTS_PATIENCE_S
-        while True:
-            try:
-                fds = yield from self._work_in_network(identity, OpenWayOut(steers), FDS_OF_WAY_OUT)
-                break
-            except (OSError, StepFailed) as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
-                    raise _of_network(error) from error
-            yield Wait(timeout_s=_PORTS_PAUSE_S)
-        self._name_servers(session_id, identity, network.ADDRESS)
-        return fds
+        """Open a way out of the network of a session that runs, or whose build was joined; return its descriptors.
+        Raises `StepFailed`."""
+        filling = self.filling.get(session_id)
+        try:
+            if filling is not None:
+                yield Wait(event=filling.has_network)
+            identity = self._with_network(session_id)
+            yield from self.close_bridge(session_id)
+            deadline_s = time.monotonic() + _PORTS_PATIENCE_S
+            while True:
+                try:
+                    fds = yield from self._work_in_network(identity, OpenWayOut(steers), FDS_OF_WAY_OUT)
+                    break
+                except (OSError, StepFailed) as error:
+                    if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                        raise _of_network(error) from error
+                yield Wait(timeout_s=_PORTS_PAUSE_S)
+            if filling is None:
+                self._name_servers(session_id, identity, network.ADDRESS)
+            else:
+                filling.has_way_out = True
+            return fds
+        finally:
+            if filling is not None:
+                filling.leave()
 
     def open_bridge(self, request: OpenBridge) -> Generator[Wait, bool, str]:
         """Give a running session a bridge, or its bridge other rules; return the link. Raises `StepFailed`."""
@@ -575,7 +591,7 @@ class Sessions:
         return (yield from self.builders.hand_over(order, self.births.builder_fds(sandbox, plan)))
 
     def _fill(
-        self, sandbox: UnfinishedSandbox, request: Build, outcome: OrderOutcome
+        self, sandbox: UnfinishedSandbox, request: Build, outcome: OrderOutcome, filling: Filling
     ) -> Generator[Wait, bool, tuple[Built, list[int]]]:
         """Wait for the builder, then until the runner serves; collect the parts of the answer meanwhile.
 
@@ -592,9 +608,13 @@ class Sessions:
             finally:
                 yield Wait(event=outcome.done)
             timings_us = sandbox.steps.timings_us | outcome.result()
+            filling.has_network.set()
             if not (yield Wait(fd=sandbox.control.fileno(), timeout_s=BUILD_DEADLINE_S)):
                 raise StepFailed("deadline", f"not ready after {BUILD_DEADLINE_S} s", errno=errno.ETIMEDOUT)
             timings_us |= _read_status(sandbox)
+            yield from filling.end()
+            if filling.has_way_out:
+                self._name_servers(request.plan.session_id, identity, network.ADDRESS)
             with sandbox.steps.step("share"):
                 sandbox.cgroup.set_share(1)
             pidfd = os.dup(process.pidfd)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Protocol
 
 import attrs
 
@@ -32,11 +33,26 @@ KEPT_OF_ALL = 50_000
 """Entries that are kept of all sessions together, some tens of MiB; beyond it, the longest log loses its older half."""
 
 
+KEPT_RUNS = 32
+"""Runs of each session that an entry may still be of: it is told a moment after its connection's end."""
+
+
+class RunTime(Protocol):
+    """The time of a run, in seconds since the epoch; `ended` is infinite before its end. `is_alone`: no process of the
+    session but the run's own could connect meanwhile."""
+
+    exec_id: str
+    began: float
+    ended: float
+    is_alone: bool
+
+
 class SessionEgressLog:
-    """The log of one session."""
+    """The log of one session. `runs` are the last ones."""
 
     def __init__(self, logging: EgressLogging) -> None:
         self.logging = logging
+        self.runs: deque[RunTime] = deque(maxlen=KEPT_RUNS)
         self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
         self._last = time.time_ns() // 1000
         self._dropped = 0
@@ -70,6 +86,7 @@ class SessionEgressLog:
             "kind": EgressKind(entry.kind),
             "verdict": EgressVerdict(entry.verdict),
             "port": None if entry.kind == "dns" else entry.port,
+            "exec_id": next((each.exec_id for each in self.runs if _is_of(entry, each)), None),
         }
         kept = EgressEntry(**shown)
         self._entries.append((self._last, kept))
@@ -106,6 +123,10 @@ class SessionEgressLog:
                 counts[key] = counts.get(key, 0) + 1
         newest_last = list(counts.items())[::-1]
         return tuple(EgressDenial(*key, count) for key, count in newest_last[:MAX_DENIALS])
+
+
+def _is_of(entry: protocol.EgressEntry, run: RunTime) -> bool:
+    return run.is_alone and run.began <= entry.time <= run.ended
 
 
 class EgressLogs:
@@ -175,10 +196,12 @@ class SessionDenials:
     logs: EgressLogs
     session_id: str
 
-    def mark(self) -> int:
-        """Return the number of the newest entry; 0 while the session has no log."""
-        log = self.logs.get(self.session_id)
-        return 0 if log is None else log.last
+    def begin(self, run: RunTime) -> int:
+        """Have entries of that time know of a run; return the number of the newest entry, 0 while there is no log."""
+        if (log := self.logs.get(self.session_id)) is None:
+            return 0
+        log.runs.append(run)
+        return log.last
 
     def since(self, mark: int) -> Sequence[EgressDenial]:
         """Return what the session was refused since `mark`, up to now."""

@@ -184,7 +184,8 @@ class EgressEntry:
     """A connection at its end, a refused one, a question to the resolver, or a host that connections wait for.
 
     `host` is the name that was asked for, or the address where the program used one; `address` was dialled. `rule`
-    decided, `reason` is the reason of a refusal, `cause` of the connection's end. Never has a path, a header or a body.
+    decided, `reason` is the reason of a refusal, `cause` of the connection's end. `exec_id` is the run whose program
+    asked, where it can have been no other's. Never has a path, a header or a body.
     """
 
     cursor: str
@@ -200,6 +201,7 @@ class EgressEntry:
     bytes_down: int = 0
     duration_ms: int = 0
     cause: str | None = None
+    exec_id: str | None = None
 
 
 @attrs.frozen

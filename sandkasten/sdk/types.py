@@ -413,7 +413,8 @@ class Preview(Taken):
 @dataclass
 class EgressEntry(Taken):
     """Connection of a session at its end, a refused one, a question to the resolver, or a host that a connection waits
-    for. `kind` is `tcp`, `http`, `proxy` or `dns`, `verdict` `allowed`, `denied` or `asked`."""
+    for. `kind` is `tcp`, `http`, `proxy` or `dns`, `verdict` `allowed`, `denied` or `asked`. `exec_id` is the run whose
+    program asked, where it can have been no other's."""
 
     cursor: str
     time: str
@@ -428,6 +429,7 @@ class EgressEntry(Taken):
     bytes_down: int = 0
     duration_ms: int = 0
     cause: str | None = None
+    exec_id: str | None = None
 
 
 @dataclass

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
+import trio.testing
 
 from nsinit.wire.protocol import NETWORK_STAGE, CloseBridge, OpenBridge
 from sandkasten.actors import core
@@ -21,6 +23,7 @@ from sandkasten.actors.services import egress
 from sandkasten.actors.services.directory import SessionDirectory
 from sandkasten.actors.services.egress import EgressClient, OpenWay
 from sandkasten.actors.services.nsinit import NetworkSockets
+from sandkasten.actors.session.changing import open_way
 from sandkasten.config import EgressSettings
 from sandkasten.counters.metrics import Metrics
 from sandkasten.journal.egress import EgressLogs
@@ -29,6 +32,7 @@ from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess, Role, StartEgress
 from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, NsinitLost, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
+from tests.strategies import make_record
 from tests.waiting import patience
 
 
@@ -122,6 +126,42 @@ async def test_a_bridge_that_may_have_been_made_is_closed_however_long_nsinit_is
         with trio.fail_after(patience(20)):
             await nsinit.closed.wait()
         nursery.cancel_scope.cancel()
+
+
+class RefusingEgress(Actor):
+    """An egress client that refuses some times, and then not."""
+
+    def __init__(self, ref: Ref, refusals: int) -> None:
+        super().__init__(ref)
+        self.asked, self._refusals = 0, refusals
+
+    async def handle(self, message: OpenWay) -> None:
+        self.asked += 1
+        if self.asked <= self._refusals:
+            raise BuildFailed("no such session", stage=f"{NETWORK_STAGE}session", path="", errno=errno.ESRCH)
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+async def test_a_way_out_is_asked_for_again_when_its_sandbox_is_built(refusals: int) -> None:
+    """The first request may come to nsinit before the sandbox does; what fails then is the create's failure."""
+    session = attrs.evolve(make_record("0" * 24).session, network=Network(NetworkMode.OPEN))
+    client, is_built = RefusingEgress(Ref("egress"), refusals), trio.Event()
+    failures: list[SandkastenError] = []
+
+    async def open_it() -> None:
+        try:
+            await open_way(client.ref, session, is_built)
+        except SandkastenError as error:
+            failures.append(error)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(client.run)
+        nursery.start_soon(open_it)
+        await trio.testing.wait_all_tasks_blocked()
+        assert client.asked == 1
+        is_built.set()
+    assert (client.asked, len(failures)) == (2, refusals - 1)
 
 
 class GivingNsinit(Actor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trio
 
+from egress import protocol
 from runner.wire.protocol import ExecReply
 from sandkasten.actors.core import Ref
 from sandkasten.actors.runs.accounting import Accounts, RunAccount
@@ -18,6 +20,7 @@ from sandkasten.actors.runs.run import Run, RunObserver, RunRequest, Shell
 from sandkasten.counters.cgroup import CgroupStats
 from sandkasten.journal.egress import EgressLogs, SessionDenials
 from sandkasten.model import DEFAULT_SHELL, Cause, ExecEnd, ExecSpec
+from sandkasten.model.network import EgressLogging
 from sandkasten.output.blocks import Ledger, OutputAccount
 from sandkasten.output.log import OutputLog
 
@@ -35,11 +38,13 @@ class Session(RunObserver):
         self.runs: list[Run] = []
         self.default = Shell(DEFAULT_SHELL)
         self.notes: list[str] = []
+        self.logs = EgressLogs()
+        self.logs.open(SESSION, EgressLogging.ALL)
         self.accounts = Accounts(
             *(self.stats, self.cgroups),
             active=self.runs,
             count_shells=lambda: 1,
-            denials=SessionDenials(EgressLogs(), SESSION),
+            denials=SessionDenials(self.logs, SESSION),
         )
         self.set(cpu_usec=1000, kills=0, refused=0, processes=2)
 
@@ -220,6 +225,33 @@ async def test_a_group_that_is_gone_is_no_open_file(session: Session) -> None:
     shutil.rmtree(session.directory / "gone")
     assert (stats.cpu_usec("gone"), stats.count_processes("gone")) == (-1, -1)
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+async def test_a_connection_is_of_the_run_that_could_have_made_it(session: Session) -> None:
+    """A run that was alone, also when its entry is told after the run's end; of none where it may be of another: before
+    and between runs, beside company, and beside processes that earlier runs left.
+    """
+
+    def run_at(moment: float) -> str | None:
+        entry = session.logs.add(protocol.EgressEntry(SESSION, moment, "tcp", "a.example", 443, "allowed"))
+        assert entry is not None
+        return entry.exec_id
+
+    before = time.time()
+    first = session.start("first")
+    during = time.time()
+    assert run_at(during) == "first"
+    await session.end(first, 0)
+    between = time.time()
+    second = session.start("second")
+    assert [run_at(each) for each in (before, during, between, time.time())] == [None, "first", None, "second"]
+    lost = session.start("lost")
+    session.leave(second)
+    assert run_at(time.time()) is None
+    session.leave(lost)
+    session.set(processes=3)
+    session.start("beside what was left")
+    assert run_at(time.time()) is None
 
 
 async def test_an_account_outlives_its_daemon(session: Session) -> None:

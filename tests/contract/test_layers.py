@@ -118,6 +118,7 @@ CONTRACTS = {
     "egress.knocking",
     "egress.brokering",
     "egress.policy",
+    "egress.names",
     "egress.addresses",
 }
 """All that the daemon may know of the other domains: what is said, how processes are started, what a rule is, and which

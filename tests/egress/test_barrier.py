@@ -320,7 +320,9 @@ def test_what_a_killed_starter_leaves_is_swept_and_nothing_in_use() -> None:
 
 @pytest.mark.usefixtures("outside")
 async def test_the_machines_resolver_is_asked_though_it_is_private() -> None:
-    """A name is looked up in the real process, at the resolver that the machine has, wherever that is."""
+    """A name is looked up in the real process, at the resolver that the machine has, wherever that is. An alias
+    (CNAME) of a name with a private address is refused, and the log says why.
+    """
     if "dns" not in Path("/etc/nsswitch.conf").read_text():  # noqa: ASYNC240 - a file of the machine's own
         pytest.skip("this machine asks no resolver by DNS")
     address = min(barrier.resolvers(), key=lambda each: each.version)
@@ -331,17 +333,26 @@ async def test_the_machines_resolver_is_asked_though_it_is_private() -> None:
         def answer() -> None:
             while (asked := server.recvfrom(512))[0] != b"end":
                 data, client = asked
-                is_a = data[-3] == 1
-                head = data[:2] + struct.pack("!5H", 0x8180, 1, is_a, 0, 0)
-                record = b"\xc0\x0c" + struct.pack("!HHIH", 1, 1, 60, 4) + IPv4Address(PUBLIC).packed
-                server.sendto(head + data[12:] + (record if is_a else b""), client)
+                is_a, same = data[-3] == 1, b"\xc0\x0c"  # the name that is asked for (RFC 1035, 4.1.4)
+                records = [same + struct.pack("!HHIH", 1, 1, 60, 4) + IPv4Address(PUBLIC).packed]
+                if data[12:18] == b"\5alias":
+                    target = b"\6inside\7example\0"
+                    records = [
+                        same + struct.pack("!HHIH", 5, 1, 60, len(target)) + target,
+                        target + struct.pack("!HHIH", 1, 1, 60, 4) + IPv4Address(PRIVATE).packed,
+                    ]
+                head = data[:2] + struct.pack("!5H", 0x8180, 1, len(records) * is_a, 0, 0)
+                server.sendto(head + data[12:] + b"".join(records * is_a), client)
 
         thread = threading.Thread(target=answer)
         thread.start()
         try:
             async with program() as process:
-                inside = await process.daemon.attach("good.example")
+                inside = await process.daemon.attach("good.example", "alias.example")
                 assert (await inside.ask("good.example")).address is not None
+                refusal = await inside.ask("alias.example")
+                assert (refusal.code, refusal.extended) == (3, 15)
+                assert (await process.daemon.entry(host="alias.example")).reason == "bad_address"
         finally:
             with socket.socket(family, socket.SOCK_DGRAM) as client:
                 client.sendto(b"end", server.getsockname())

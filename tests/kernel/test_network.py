@@ -107,7 +107,7 @@ except OSError as error:
 
 
 async def test_a_program_reaches_an_allowed_name(supervisor: LocalSupervisor, outside: World) -> None:
-    """Without proxy settings, by the libraries it has; what it reached is in the log, and counted."""
+    """Without proxy settings, by the libraries it has; what it reached is in the log with its run, and counted."""
     session = await supervisor.create(SessionSpec(network=ALLOWED))
     result = await python(supervisor, session, FETCH.format("site.example"))
     assert (result.stdout, result.end.egress_denied) == (b"hello\n", ()), result.stderr
@@ -115,7 +115,8 @@ async def test_a_program_reaches_an_allowed_name(supervisor: LocalSupervisor, ou
 
     async def is_logged() -> bool:
         page = await supervisor.egress_log(session.id, host="site.example", verdict=EgressVerdict.ALLOWED)
-        return any(entry.address == SITE and entry.port == 80 and entry.bytes_down for entry in page.entries)
+        wanted = SITE, 80, result.end.exec_id
+        return any((each.address, each.port, each.exec_id) == wanted and each.bytes_down for each in page.entries)
 
     await until(is_logged)
     counters = (await supervisor.network(session.id)).counters

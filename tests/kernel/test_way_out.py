@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import select
+import signal
 import socket
 import struct
 import threading
@@ -23,8 +24,19 @@ from nsinit.kernel import constants as k
 from nsinit.kernel import netlink, steering, syscalls
 from nsinit.sandbox import network
 from nsinit.steps import StepFailed
-from nsinit.wire.protocol import Adopt, Failed, NetworkOpened, OpenNetwork, Prepare
-from runner.wire.protocol import ExecReply, RunProgram
+from nsinit.wire.protocol import (
+    Adopt,
+    Build,
+    Built,
+    Failed,
+    NetworkOpened,
+    OpenNetwork,
+    Prepare,
+    SandboxPlan,
+    Teardown,
+    TornDown,
+)
+from runner.wire.protocol import ExecReply, RunProgram, Setup
 from tests.kernel.harness import (
     ROOMY,
     Nsinit,
@@ -483,6 +495,47 @@ def test_the_session_is_told_of_its_name_server(server: Nsinit, readonly: bool) 
     assert box.run("cat /etc/resolv.conf").out == RESOLVER
     assert box.run("echo changed >/etc/resolv.conf").code != 0
     opened.close()
+
+
+def begin_build(server: Nsinit) -> tuple[SandboxPlan, int, list[int]]:
+    """Begin to build a prepared sandbox, whose PID 1 is stopped, and ask for its way out; return the plan, PID 1, and
+    the way out's descriptors.
+    """
+    plan, before = host_plan(), server.processes()
+    server.ask(Prepare, session_id=plan.session_id, limits=plan.limits)
+    (pid,) = server.processes() - before
+    os.kill(pid, signal.SIGSTOP)
+    server.send(Build, plan=plan)
+    server.send(OpenNetwork, session_id=plan.session_id)
+    answer, fds = server.receive()
+    assert isinstance(answer, NetworkOpened), answer
+    return plan, pid, fds
+
+
+def test_a_way_out_opens_while_pid_1_starts(server: Nsinit) -> None:
+    """The answer does not wait for that of the build; the session is told of its name server all the same."""
+    _plan, pid, fds = begin_build(server)
+    os.kill(pid, signal.SIGCONT)
+    built, box_fds = server.receive()
+    assert isinstance(built, Built), (built, server.log)
+    box, opened = Sandbox(server, built, box_fds, Setup(shell="bash")), WayOut(fds)
+    assert box.run("cat /etc/resolv.conf").out == RESOLVER
+    assert told(box, f"print('tcp', dialled(*{FOREIGN}))") == {"tcp": "done"}
+    assert opened.take() == FOREIGN
+    opened.close()
+    box.teardown()
+
+
+def test_a_build_with_a_way_out_is_undone(server: Nsinit) -> None:
+    """A teardown that comes meanwhile ends it; nothing is left once the descriptors are closed."""
+    plan, _pid, fds = begin_build(server)
+    server.send(Teardown, session_id=plan.session_id)
+    (failed, _), (torn_down, _) = server.receive(), server.receive()
+    assert isinstance(failed, Failed), failed
+    assert isinstance(torn_down, TornDown), torn_down
+    WayOut(fds).close()
+    assert server.traces(plan.session_id) == []
+    refused(server, plan.session_id)
 
 
 HOSTILE = {

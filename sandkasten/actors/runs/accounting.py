@@ -17,7 +17,9 @@ Sources: strerror(3); bash(1), dash(1), "EXIT STATUS" and diagnostics; make(1).
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -143,6 +145,9 @@ class RunAccount:
     init_spent_usec: int = 0
     was_sent_kill: bool = False
     is_restored: bool = False
+    exec_id: str = ""
+    began: float = attrs.field(factory=time.time)
+    ended: float = math.inf
     egress_mark: int = 0
     """The newest entry of the session's egress log when the turn began; 0 is before all of them, for a restored run."""
 
@@ -170,6 +175,15 @@ class RunAccount:
     def close(self, reading: Reading, *, init_spent_usec: int) -> None:
         """Record the end of the run's turn."""
         self.closed, self.init_spent_usec = reading, init_spent_usec
+        self.end_turn()
+
+    def end_turn(self) -> None:
+        """Record the time of the end, once."""
+        self.ended = min(self.ended, time.time())
+
+    def mark(self, denials: SessionDenials) -> None:
+        """Record where the session's egress log is now."""
+        self.egress_mark = denials.begin(self)
 
 
 class Accounts(RunObserver):
@@ -236,7 +250,8 @@ class Accounts(RunObserver):
 
     def forget(self, run: Run) -> None:
         """Drop the account of a run that has ended."""
-        self._accounts.pop(run.exec_id, None)
+        if (account := self._accounts.pop(run.exec_id, None)) is not None:
+            account.end_turn()
 
     def note_kill(self, run: Run) -> None:
         """Record that a caller sent the run SIGKILL."""
@@ -275,8 +290,8 @@ class Accounts(RunObserver):
         is_alone = len(self._active) == 1 and is_quiet
         init_usec = UNKNOWN if is_alone else self._stats.read_init_cpu()
         is_clean = is_quiet or self._is_clean(run)
-        mark = self._denials.mark()
-        self._accounts[run.exec_id] = RunAccount(reading, is_alone, is_clean, init_usec, egress_mark=mark)
+        account = self._accounts[run.exec_id] = RunAccount(reading, is_alone, is_clean, init_usec, exec_id=run.exec_id)
+        account.mark(self._denials)
 
     def _is_clean(self, run: Run) -> bool:
         """Whether earlier commands left nothing in the run's shell. The default shell shares its cgroup with PID 1."""

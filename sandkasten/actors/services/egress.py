@@ -634,14 +634,12 @@ class EgressClient(Actor):
 
     def _note_question(self, session_id: str, entry: EgressEntry) -> None:
         """Tell of a host that connections wait for: the egress process bounds how many there are at a time."""
-        found = self._directory.get(session_id)
-        runs = () if found is None else tuple(found.running())
         self._journal.emit(
             EventType.EGRESS_ASK,
             session_id,
             host=entry.host,
             port=entry.port,
-            exec_id=runs[0] if len(runs) == 1 else None,
+            exec_id=entry.exec_id,
             remaining_s=self._settings.ask_timeout_s,
         )
 

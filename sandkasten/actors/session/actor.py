@@ -33,7 +33,7 @@ from sandkasten.actors.runs.run import Joined, RunClaim
 from sandkasten.actors.runs.runs import Runs
 from sandkasten.actors.runs.terminals import Terminals
 from sandkasten.actors.services.directory import Inspection
-from sandkasten.actors.services.egress import OpenWay, count_network
+from sandkasten.actors.services.egress import count_network
 from sandkasten.actors.services.nsinit import Sandbox, ask_patiently, ask_when_up, attach, build, call
 from sandkasten.actors.session.birth import (
     HELLO_S,
@@ -45,7 +45,7 @@ from sandkasten.actors.session.birth import (
     greet,
     hand_over,
 )
-from sandkasten.actors.session.changing import change_session, close_stale_bridge, read_disk, reopen_way
+from sandkasten.actors.session.changing import change_session, close_stale_bridge, open_way, read_disk, reopen_way
 from sandkasten.actors.session.ending import EXPIRIES, end_member, end_session
 from sandkasten.actors.session.lease import Lease
 from sandkasten.actors.session.messages import (
@@ -253,13 +253,15 @@ class SessionActor(Actor):
             async with trio.open_nursery() as meanwhile:
                 if creation.is_prepared:
                     greeting.begin(meanwhile)
+                is_built = trio.Event()
+                meanwhile.start_soon(open_way, self._services.egress, session, is_built)
                 sandbox = await ask_when_up(self._services.nsinit, build(plan))
+                is_built.set()
                 self._hold(sandbox)
                 timer.end_steps("build", sandbox.timings_us)
                 crash.passing(Point.CREATE_BUILT)
                 self._own.change(status=next_status(session.status, Trigger.BUILT))
                 meanwhile.start_soon(self._put_running, creation)
-                meanwhile.start_soon(self.open_way)
                 self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
@@ -289,9 +291,8 @@ class SessionActor(Actor):
         self._previews.announce()
 
     async def open_way(self) -> None:
-        """Give a new session the way out that it was made with; without it there is no session."""
-        if self.session.network.has_way_out:
-            await self._services.egress.ask_again(OpenWay(self.session_id, self.session.network))
+        """Give a session that is claimed the way out that it is to have."""
+        await open_way(self._services.egress, self.session)
 
     def _reopen_way(self) -> None:
         """Give an adopted session its way out, until its network is changed."""

@@ -188,6 +188,22 @@ async def close_stale_bridge(services: Services, session: Session) -> None:
         await services.egress.ask_again(CloseWay(session.id))
 
 
+async def open_way(egress: Ref, session: Session, is_built: trio.Event | None = None) -> None:
+    """Give a new session the way out that it was made with; without it there is no session. Before its sandbox is built
+    it is opened beside the start of PID 1, and again if nsinit did not know of the sandbox yet. Raises as `OpenWay`."""
+    if not session.network.has_way_out:
+        return
+    if is_built is not None and session.network.mode is NetworkMode.BRIDGE:
+        await is_built.wait()
+    try:
+        await put_network(egress, session.id, session.network)
+    except SandkastenError:
+        if is_built is None or is_built.is_set():
+            raise
+        await is_built.wait()
+        await put_network(egress, session.id, session.network)
+
+
 async def reopen_way(egress: Ref, own: LiveRecord, scope: trio.CancelScope) -> None:
     """Give an adopted session its way out, when it can be had, unless `scope` is cancelled. A session whose network the
     configuration does not take any more goes on without one."""

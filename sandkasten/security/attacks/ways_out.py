@@ -6,7 +6,7 @@ says whether an address was dialled. A reset inside says nothing, since a dial t
 An attacker with a name of its own lets it lead where it likes. The names that every machine has for itself stand for
 such a name: a rule allows them, and they lead to its loopback. No public address is dialled.
 
-Sources: network_namespaces(7), ip(7), RFC 1035, RFC 6890.
+Sources: network_namespaces(7), ip(7), RFC 1035, RFC 6066, RFC 6890, RFC 8446.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import orjson
 import trio
 
 from egress import policy
+from egress.names import place_of
 from egress.policy import InvalidRule, canonical_name
 from nsinit.cgroup.beside import name_cgroups, remove_cgroups
 from sandkasten.model.network import EgressVerdict, Network, NetworkMode
@@ -197,6 +198,22 @@ _NODE_IN_DISGUISE = (
 )
 """Ways to write the loopback, some of which are none."""
 
+_SAY_FIRST = """
+import json, socket, sys, threading
+def say(address, data):
+    try:
+        with socket.create_connection((address, 443), timeout=20) as client:
+            client.sendall(bytes.fromhex(data))
+            client.recv(1)
+    except OSError:
+        pass
+threads = [threading.Thread(target=say, args=each) for each in json.loads(sys.argv[1]).items()]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
 _TAKE_ALL = """
 import socket, time
 held = []
@@ -287,10 +304,17 @@ async def _listener(*addresses: str) -> AsyncIterator[_Listener]:
 
 async def _reach(field: Field, session_id: str, targets: Sequence[str]) -> Answers:
     """Have a session reach for each target; return what the log of its way out says of each host."""
-    result = await field.python(session_id, f"import sys; sys.argv[1:] = {list(targets)!r}\n{_REACH}")
+    return await _try(field, session_id, _REACH, targets, [each.rpartition(":")[0] for each in targets])
+
+
+async def _try(
+    field: Field, session_id: str, program: str, words: Sequence[str], hosts: Iterable[str]
+) -> dict[str, str]:
+    """Run a program with these arguments in a session; return what the log of its way out says of each host."""
+    result = await field.python(session_id, f"import sys; sys.argv[1:] = {list(words)!r}\n{program}")
     if result.end.exit_code != 0:
         return {"program": f"{result.end.cause}: {result.stderr[-200:].decode(errors='replace')}"}
-    answers = dict.fromkeys((each.rpartition(":")[0] for each in targets), "is not in the log")
+    answers = dict.fromkeys(hosts, "is not in the log")
     for entry in (await field.supervisor.egress_log(session_id)).entries:
         if entry.host in answers and answers[entry.host] != "dialled":
             is_dialled = entry.verdict is EgressVerdict.ALLOWED or entry.address is not None
@@ -395,6 +419,63 @@ async def reach_unanswered(field: Field) -> Answers:
 async def reach_unruled(field: Field) -> Answers:
     async with field.session(network=Network(NetworkMode.ALLOW, allow=["never.example"])) as session_id:
         return await _reach(field, session_id, [*_NEVER_GIVEN, "10.0.0.1:80", "127.0.0.53.example:80"])
+
+
+def _vector(data: bytes, length_bytes: int) -> bytes:
+    return len(data).to_bytes(length_bytes, "big") + data
+
+
+def _extension(kind: int, data: bytes) -> bytes:
+    return kind.to_bytes(2, "big") + _vector(data, 2)
+
+
+def _names(*names: str) -> bytes:
+    """Return the extension that has the server's name (RFC 6066, 3), or several."""
+    return _extension(0, _vector(b"".join(b"\0" + _vector(each.encode(), 2) for each in names), 2))
+
+
+def _hello(*extensions: bytes, record_bytes: int = 1 << 14) -> bytes:
+    """Return a ClientHello (RFC 8446, 4.1.2) in records of at most so many bytes."""
+    body = b"\3\3" + bytes(32) + _vector(bytes(32), 1) + _vector(b"\x13\1", 2) + b"\1\0"
+    message = b"\1" + _vector(body + _vector(b"".join(extensions), 2), 3)
+    pieces = [message[at : at + record_bytes] for at in range(0, len(message), record_bytes)]
+    return b"".join(b"\x16\3\1" + _vector(each, 2) for each in pieces)
+
+
+_ENCRYPTED = _extension(0xFE0D, bytes(64))  # encrypted_client_hello (RFC 9849)
+_FOR_OTHERS = {
+    "another.example": _hello(_names("other.example")),
+    "none.example": _hello(),
+    "encrypted.example": _hello(_names("other.example"), _ENCRYPTED),
+    "only-encrypted.example": _hello(_ENCRYPTED),
+    "two-names.example": _hello(_names("two-names.example", "other.example")),
+    "named-twice.example": _hello(_names("named-twice.example"), _names("other.example")),
+    "zero.example": _hello(_names("zero.example\0.other.example")),
+    "below.example": _hello(_names("other.below.example")),
+    "address.example": _hello(_names("127.0.0.1")),
+    "in-pieces.example": _hello(_names("other.example"), record_bytes=1),
+    "warned.example": b"\x15\3\1\0\2\1\0" + _hello(_names("other.example")),
+    "padded.example": _hello(_extension(21, bytes(16_000)), _names("other.example")),
+    "ssl-2.example": b"\x80\x2e\1\3\1\0\3\0\0\0\x20\0\0\x2f" + bytes(34),
+    "http.example": b"GET / HTTP/1.1\r\nHost: http.example\r\n\r\n",
+    "ssh.example": b"SSH-2.0-x\r\n",
+}
+"""Beginnings of connections to these names that are for another one, or may be, for some server."""
+
+
+@attempt("egress.server-name", "reach another server than the allowed one by what a connection begins with",
+         "domain fronting", ("sni", "not_tls", "the right one passes"))  # fmt: skip
+async def name_another_server(field: Field) -> Answers:
+    """The names are allowed and don't exist, so a beginning that passes is answered otherwise. The one that is right
+    passes, and leads to the node's loopback, which is refused by its address."""
+    said = {**_FOR_OTHERS, "localhost": _hello(_names("localhost"))}
+    texts = orjson.dumps({str(place_of(name)): data.hex() for name, data in said.items()}).decode()
+    network = Network(NetworkMode.ALLOW, allow=[f"{name}:443" for name in said])
+    async with field.session(network=network) as session_id:
+        answers = await _try(field, session_id, _SAY_FIRST, [texts], said)
+    if answers.get("localhost") in ("bad_address", "dialled"):  # the latter where the operator permits the loopback
+        answers["localhost"] = "the right one passes"
+    return answers
 
 
 @attempt("egress.resolver", "crash or confuse the resolver with crafted questions", "CVE-2017-14491", ("code 3",))
