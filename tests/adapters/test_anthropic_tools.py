@@ -34,17 +34,25 @@ def ran(run: Callable[..., Ran]) -> dict[str, Any]:
         ("read", {"file_path": "missing.txt"}),
         ("grep", {"pattern": "t.o"}),
         ("bash", {"command": "cd /tmp; pwd; exit 3"}),
+        "done",
+        ("write", {"file_path": "b.txt", "content": "worker\n"}),
+        ("read", {"file_path": "missing.txt"}),
+        ("bash", {"command": "cat b.txt"}),
+        "done",
     ]
     with scripted(*turns) as model:
         found = results(run(PROGRAMS / PROGRAM, **model.environment))
         names = [(each["type"], each["name"]) for each in model.requests[0]["tools"]]
         assert names == [("bash_20250124", "bash"), ("text_editor_20250728", EDITOR)]
         failed = [number for number, each in enumerate(model.results()) if each.get("is_error")]
-        assert failed == [2, 6], model.texts()
+        assert failed == [2, 6, 10], model.texts()
         texts = model.texts()
         assert texts[3] == "two\n[exit code 3]"
         assert texts[7].startswith("/workspace/a.txt:1:two\n"), texts
         assert texts[8].startswith("/tmp\n[exit 3, "), texts
+        assert texts[11].startswith("worker\n[exit 0, "), texts
+        assert (model.orders[0], model.orders[-1]) == ("ack", "stop"), model.orders
+        assert "heartbeat" in model.orders
     return found
 
 

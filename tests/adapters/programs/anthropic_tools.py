@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, PermissionDeniedError
+from anthropic.lib.environments import EnvironmentWorker
 from anthropic.lib.tools import ToolError
 from anthropic.lib.tools.agent_toolset import AgentToolContext, beta_agent_toolset_20260401
 from scenarios import box, raises, run_all, running, until
@@ -110,6 +112,22 @@ async def the_agent_toolset_works_in_a_session() -> None:
         assert (text["type"], image["source"]["media_type"]) == ("text", "image/png")
         await session.destroy()
         await raises(ToolError, tools[0].call({"command": "true"}))
+
+
+async def an_environment_worker_works_in_a_session() -> None:
+    """The package's worker claims a piece of work, runs the tools that its session asks for, and ends it."""
+    async with box() as session, AsyncAnthropic() as claude:
+        with tempfile.TemporaryDirectory() as directory:
+            worker = EnvironmentWorker(
+                claude,
+                environment_id="env",
+                environment_key="key",
+                tools=agent_toolset(session),
+                workdir=directory,
+            )
+            await raises(PermissionDeniedError, worker.run())  # there is no more work
+            assert not os.listdir(directory)
+        assert (await session.read("b.txt")).content == b"worker\n"
 
 
 async def a_cancelled_call_ends_its_command() -> None:
