@@ -8,7 +8,7 @@ import re
 import resource
 import secrets
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from sandkasten.host.protections import Situation, lacking, protections
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.host import ensure_host_image
 from sandkasten.links.processes import StartEgress, StartNsinit, start_as_child, start_egress_as_child
+from sandkasten.model import WarmProcess
 from sandkasten.model.network import NetworkMode
 from sandkasten.model.node import Machine, System
 from sandkasten.store import sessions as session_store
@@ -143,10 +144,23 @@ async def serve(
             ChildSpec("api", start_api),
         )
 
+    warm = warm_processes(config)
     async with open_tree(
-        config, machine, profiles, start_nsinit, order, start_egress=start_egress, more=front, told=told
+        config, machine, profiles, start_nsinit, order, start_egress=start_egress, warm=warm, more=front, told=told
     ) as supervisor:
         await keep_beating(supervisor, notifier or Notifier())
+
+
+def warm_processes(config: Config) -> Mapping[str, WarmProcess]:
+    """Return the processes that members of session pools have running where the HTTP front is served, by the names of
+    the pools."""
+    if not config.e2b.enabled or not config.pool.in_force:
+        return {}
+    from sandkasten.api.e2b.interpreter import warm_pools  # as above
+    from sandkasten.api.e2b.sandboxes import E2bTerms
+
+    terms = E2bTerms(key=b"", templates=config.e2b.templates, aliases=config.image_aliases)
+    return warm_pools(config.pool.in_force, terms)
 
 
 def _e2b_front(config: Config, key: bytes) -> E2bFront:
@@ -156,6 +170,7 @@ def _e2b_front(config: Config, key: bytes) -> E2bFront:
     terms = E2bTerms(
         key=key,
         templates=config.e2b.templates,
+        aliases=config.image_aliases,
         widest=NetworkMode(config.egress_in_force.max_mode),
         max_idle_s=config.maximum.idle_timeout_seconds,
         max_lifetime_s=config.maximum.max_lifetime_seconds,
@@ -203,10 +218,12 @@ async def open_tree(
     order: StopOrder,
     *,
     start_egress: StartEgress | None = start_egress_as_child,
+    warm: Mapping[str, WarmProcess] | None = None,
     more: Callable[[LocalSupervisor], Sequence[ChildSpec]] = lambda _supervisor: (),
     told: Callable[[System], None] | None = None,
 ) -> AsyncIterator[LocalSupervisor]:
     """Run the tree, with the children of `more` behind it, while the context is open; `order` says how the tree stops.
+    `warm` are processes that members of session pools have running, by the names of pools.
 
     The caller holds the data directory and has done the privileged work; see `serve`.
     """
@@ -220,6 +237,7 @@ async def open_tree(
         profiles=profiles,
         start_nsinit=start_nsinit,
         start_egress=start_egress,
+        warm=warm,
     )
     guard = ChildSpec("guard", partial(_guard, supervisor, config, told), restart="temporary")
     tree = ChildSupervisor([*supervisor.children(), guard, *more(supervisor)])

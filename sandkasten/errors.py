@@ -449,6 +449,14 @@ class ShellFailed(SandboxError):
     code = "SHELL_FAILED"
 
 
+class WorkInterrupted(SandboxError):
+    """The process inside that worked on files was ended, or does nothing more: a command of the session did that, or
+    memory ran out. Whether the work had an effect is not known.
+    """
+
+    code = "WORK_INTERRUPTED"
+
+
 class RunnerProtocolError(SandboxError):
     """PID 1 sent bytes that are no message of the contract; the sandbox is treated as hostile."""
 

@@ -2,9 +2,8 @@
 
 A worker keeps one session and one workspace. It knows what it was promised (files, a shell variable) and checks it. A
 session may end only because its PID 1 was killed; then the worker makes another on the same workspace. An error is
-an honest answer to a kill if it says that the session is gone or that the same request may work later; any other, and
-whatever claims to be a fault of the daemon, is a
-violation.
+an honest answer to a kill if it says that the session is gone, that the work inside was interrupted, or that the same
+request may work later; any other, and whatever claims to be a fault of the daemon, is a violation.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from bench.soak.ledger import Ledger
 from bench.soak.site import Answer, Client, Site, Unreachable
 
 _GONE = frozenset({"SESSION_EXPIRED", "SESSION_NOT_FOUND"})
+_KILLED = "WORK_INTERRUPTED"
+"""The answer if the kill of a "shell" hit the process that worked on a file."""
 _RETRY_S = 0.2
 _CREATE_S = 120.0
 _FILE_BYTES = 2000
@@ -163,7 +164,7 @@ class Crowd:
         raise Unreachable(answer.code)
 
     def _judge(self, what: str, answer: Answer) -> None:
-        is_explained = answer.code in _GONE or answer.body.get("retryable") is True
+        is_explained = answer.code in {*_GONE, _KILLED} or answer.body.get("retryable") is True
         if is_explained and answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:  # a kill is no bug of the daemon's
             self._ledger.count(f"answered {answer.code}")
         else:

@@ -20,7 +20,17 @@ from typing import Literal
 from runner.files.paths import FileTarget, Resolver, open_regular, refusal, status_of
 from runner.files.tree import READ, etag_of
 from runner.loop.context import Refused
-from runner.wire.protocol import MAX_FRAME_BYTES, CommitUpload, Done, FilePart, FilePut, GetFile, PutFile, Unmatched
+from runner.wire.protocol import (
+    CHUNK_BYTES,
+    MAX_FRAME_BYTES,
+    CommitUpload,
+    Done,
+    FilePart,
+    FilePut,
+    GetFile,
+    PutFile,
+    Unmatched,
+)
 
 _NEW_FILE_MODE = 0o644
 MAX_MODE = 0o7777
@@ -29,6 +39,8 @@ _LOCK_S, _LOCK_PAUSE_S = 2.0, 0.002
 """Requests hold a lock for a moment, and with `sync` until the file is on the disk."""
 _Result = Literal["whole", "part", "unchanged", "unsatisfiable"]
 _Start = Callable[[object], None]
+SendPart = Callable[[int, int, int], None]
+"""Sends as many bytes as the third says of a descriptor, from the offset that the second is."""
 
 
 def open_part(request: GetFile, resolver: Resolver) -> tuple[int, FilePart]:
@@ -70,15 +82,22 @@ def _is_same(etag: str, wanted: str) -> bool:
     return etag == wanted and not etag.startswith("W/")
 
 
-def get(request: GetFile, resolver: Resolver, out: RawIOBase, start: _Start) -> Done:
+def get(request: GetFile, resolver: Resolver, out: RawIOBase, send_part: SendPart | None, start: _Start) -> Done:
     """Send a file, or a part. Work of a file worker."""
     fd, head = open_part(request, resolver)
     try:
         start(head)
         offset, left = head.offset, 0 if request.head_only else head.count
-        while left and (piece := os.pread(fd, min(left, MAX_FRAME_BYTES), offset)):
-            out.write(piece)
-            offset, left = offset + len(piece), left - len(piece)
+        while left:
+            count = min(left, MAX_FRAME_BYTES)
+            if send_part is not None and count >= CHUNK_BYTES and offset + count <= os.fstat(fd).st_size:
+                send_part(fd, offset, count)
+            elif piece := os.pread(fd, count, offset):
+                count = len(piece)
+                out.write(piece)
+            else:
+                break
+            offset, left = offset + count, left - count
     finally:
         os.close(fd)
     return Done(head.path)

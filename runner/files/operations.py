@@ -66,7 +66,8 @@ _UNREACHED = frozenset({"FILE_NOT_FOUND", "PERMISSION_DENIED", "PATH_OUTSIDE", "
 class FileWork:
     """Means of a worker: paths, system calls, a head for the client (to be given before any output), the content of the
     request, of which a read returns what has come, and the way of the answer's content. `passing` is called with the
-    name of each step that was just done. `check` raises when the client has left; what was begun is then undone."""
+    name of each step that was just done. `check` raises when the client has left; what was begun is then undone.
+    `send_part` is the way of a file's content that needs no reading."""
 
     resolver: Resolver
     kernel: Kernel
@@ -75,6 +76,7 @@ class FileWork:
     out: RawIOBase
     passing: Callable[[str], None]
     check: Check
+    send_part: contents.SendPart | None = None
 
     @property
     def names(self) -> Names:
@@ -227,7 +229,7 @@ def _measure(request: Measure, work: FileWork) -> Measured:
 
 
 _HANDLERS: Mapping[type[FileRequest], Callable[[Any, FileWork], object]] = {  # each takes the request of its row
-    GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.start),
+    GetFile: lambda request, work: contents.get(request, work.resolver, work.out, work.send_part, work.start),
     MakeDirectory: lambda request, work: changes.make_directory(request, work.resolver),
     MoveFile: lambda request, work: changes.move(request, work.resolver, work.kernel, work.check),
     CopyFile: lambda request, work: changes.copy(request, work.resolver, work.kernel, work.check),

@@ -144,6 +144,9 @@ def encode_frame(kind: Kind, body: bytes = b"") -> bytes:
     return _HEADER.pack(len(body), kind) + body
 
 
+_MANY_PIECES = 64
+
+
 class FrameDecoder:
     """Splits a byte stream into frames; an iterator that stops when the buffered bytes hold no whole frame.
 
@@ -153,32 +156,39 @@ class FrameDecoder:
     def __init__(self, allowed: frozenset[Kind], *, max_body_bytes: int) -> None:
         self._allowed = {int(kind): kind for kind in allowed}
         self._max_body_bytes = max_body_bytes
-        self._buffer: bytes | bytearray = b""
+        self._buffer = b""
         self._start = 0
         """Bytes of the buffer that were handed out."""
+        self._more: list[bytes] = []
+        self._missing_bytes = 0
+        """Of the frame whose begin the buffer has, and whose rest comes in pieces: they are copied once, when it is
+        whole. What has come of the next frame then counts below zero."""
         self._error: str | None = None
 
     def feed(self, data: bytes) -> None:
         """Add received bytes. At most one frame more than what `next` consumed is ever buffered by a caller that
         iterates to the end after each `feed`."""
         self._check()
-        if self._start == len(self._buffer):  # so it is mostly: nothing is copied then
+        if self._missing_bytes > 0:
+            if len(self._more) == _MANY_PIECES:  # of a few bytes each: objects would take more room than bytes
+                self._more = [b"".join(self._more)]
+            self._more.append(data)
+            self._missing_bytes -= len(data)
+        elif self._start == len(self._buffer):  # so it is mostly
             self._buffer, self._start = data, 0
-            return
-        if self._start or not isinstance(self._buffer, bytearray):
-            self._buffer, self._start = bytearray(memoryview(self._buffer)[self._start :]), 0
-        self._buffer += data
+        else:
+            self._buffer, self._start = self.take_rest() + data, 0
 
     def take_rest(self) -> bytes:
         """Return the bytes that are not handed out, which another decoder gets."""
-        rest = bytes(memoryview(self._buffer)[self._start :])
-        self._buffer, self._start = b"", 0
+        rest = b"".join((memoryview(self._buffer)[self._start :], *self._more))
+        self._reset()
         return rest
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes received and not yet handed out."""
-        return len(self._buffer) - self._start
+        return len(self._buffer) - self._start + sum(map(len, self._more))
 
     def __iter__(self) -> FrameDecoder:
         return self
@@ -186,7 +196,7 @@ class FrameDecoder:
     def __next__(self) -> Frame:
         self._check()
         begin = self._start + HEADER_BYTES
-        if len(self._buffer) < begin:
+        if self._missing_bytes > 0 or len(self._buffer) < begin:
             raise StopIteration
         length, number = _HEADER.unpack_from(self._buffer, self._start)
         kind = self._allowed.get(number)
@@ -194,11 +204,23 @@ class FrameDecoder:
             self._fail(f"frame kind {number:#04x} is not allowed here")
         if length > self._max_body_bytes:
             self._fail(f"frame of {length} bytes exceeds {self._max_body_bytes}")
+        if self._more:
+            last = self._more.pop()
+            end = len(last) + self._missing_bytes
+            body = b"".join((memoryview(self._buffer)[begin:], *self._more, memoryview(last)[:end]))
+            self._reset()
+            self._buffer, self._start = last, end
+            return kind, body
         end = begin + length
         if len(self._buffer) < end:
+            self._missing_bytes = end - len(self._buffer)
             raise StopIteration
         self._start = end
         return kind, bytes(memoryview(self._buffer)[begin:end])
+
+    def _reset(self) -> None:
+        self._buffer, self._start = b"", 0
+        self._more, self._missing_bytes = [], 0
 
     def _check(self) -> None:
         if self._error is not None:
@@ -206,7 +228,7 @@ class FrameDecoder:
 
     def _fail(self, message: str) -> NoReturn:
         self._error = message
-        self._buffer, self._start = b"", 0
+        self._reset()
         raise ProtocolError(message)
 
 

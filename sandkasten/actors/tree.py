@@ -102,6 +102,7 @@ from sandkasten.model import (
     SessionStats,
     Status,
     UsageSample,
+    WarmProcess,
 )
 from sandkasten.model.errors import (
     Capacity,
@@ -155,10 +156,12 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
         profiles: Sequence[SeccompProfile] = (),
         start_nsinit: StartNsinit = start_as_child,
         start_egress: StartEgress | None = start_egress_as_child,
+        warm: Mapping[str, WarmProcess] | None = None,
     ) -> None:
         self._config, self._catalog, self._node, self._pool_size = config, catalog, node, pool_size
         self._machine, self._started_at = machine, datetime.now(UTC)
-        self._profiles, self._start_nsinit, self._start_egress = profiles, start_nsinit, start_egress
+        self._profiles, self._start_nsinit = profiles, start_nsinit
+        self._start_egress, self._warm = start_egress, warm or {}
         self._store, self._writer, self._nsinit = Ref("store"), Ref("events"), Ref("nsinit")
         self._egress, self._images, self._workspaces = Ref("egress"), Ref("images"), Ref("workspaces")
         self._previews, self._broker = Ref("previews"), Ref("broker")
@@ -378,6 +381,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             holds=self._holds,
             leftovers=self.leftovers,
             pool_size=self._pool_size,
+            warm=self._warm,
         )
         await actor.run(task_status=task_status)
 
@@ -727,10 +731,7 @@ class LocalSupervisor(WorkOfSessions, WorkOfWorkspaces):
             directory=self._shared.directory,
             journal=self._shared.journal,
             spool=self._shared.output,
-            parts=(
-                *(self._store, self._writer, self._nsinit, self._egress),
-                *(self._images, self._sessions, self._reaper),
-            ),
+            parts=(self._store, self._writer, self._nsinit, self._egress, self._images, self._sessions, self._reaper),
             nsinit=self._nsinit,
             data_dir=self._config.data_dir,
             cgroup_dirs=self._cgroup_dirs,

@@ -42,7 +42,6 @@ from sandkasten.model import (
     EXEC_ID,
     ExecEnd,
     ExecInfo,
-    ExecKind,
     ExecResult,
     ExecSpec,
     OnDisconnect,
@@ -292,30 +291,11 @@ class WorkOfSessions:
 
     async def start_process(self, session_id: str, spec: ProcessSpec) -> ExecInfo:
         self._in_flight.check_open()
-        program = ExecSpec(
-            command=spec.command,
-            argv=spec.argv,
-            stateless=True,
-            cwd=spec.cwd,
-            env=spec.env,
-            user=spec.user,
-            stdin_open=spec.stdin_open,
-            terminal=spec.terminal,
-            streams=spec.streams,
-            exec_id=spec.process_id,
-        )
-        check_spec(program, self._config.server.max_command_bytes)
+        check_spec(spec.program, self._config.server.max_command_bytes)
         if spec.timeout_ms is not None and not 0 < spec.timeout_ms <= MAX_TIMEOUT_MS:
             raise InvalidRequest("no such time limit", timeout_ms=f"must be between 1 and {MAX_TIMEOUT_MS}")
         entry = await self._live(session_id)
-        request = RunRequest(
-            program.in_session(entry.options),
-            timeout_ms=spec.timeout_ms,
-            kind=ExecKind.PROCESS,
-            on_disconnect=OnDisconnect.DETACH,
-            keep_alive=spec.keep_alive,
-            pass_trace=self._config.runs.pass_traceparent,
-        )
+        request = RunRequest.of_process(spec, entry.options, pass_trace=self._config.runs.pass_traceparent)
         claim = RunClaim(Run(request))
         try:
             await entry.ref.ask(OpenRun(claim))

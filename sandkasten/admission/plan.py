@@ -72,6 +72,7 @@ class Resolved:
     shell: str
     options: SessionOptions
     network: Network
+    warm: str | None = None
     secrets: SecretTexts = NO_SECRETS
     """Secrets that the network names, once they were asked for."""
     image_env: Mapping[str, str] = attrs.field(factory=dict)
@@ -80,9 +81,8 @@ class Resolved:
     """The image's directory for programs, once the image is known."""
 
     def environment(self, session_id: str, spec: SessionSpec) -> Mapping[str, str]:
-        """Return the environment of a session that is made with these settings."""
-        own = self.secrets.environment(session_id, self.network, spec.env, spec.secret_env)
-        return {**self.image_env, **own}
+        """Return the environment of a session that is made with these settings, besides the image's variables."""
+        return self.secrets.environment(session_id, self.network, spec.env, spec.secret_env)
 
     def of_image(self, config: ImageConfig) -> Resolved:
         """Return the settings with what an image says where nothing was asked for: user, variables, directory.
@@ -143,6 +143,7 @@ def resolve(spec: SessionSpec, config: Config) -> Resolved:
         shell=spec.shell or config.defaults.shell_prefer,
         options=attrs.evolve(_options(spec, config, exec_mode), stop_grace_ms=stop_grace_ms),
         network=network,
+        warm=spec.warm,
     )
 
 
@@ -371,10 +372,11 @@ def spec_digest(spec: SessionSpec) -> str:
     """Return a digest of a spec, for idempotency keys; irreversible, since `env` may hold secrets.
 
     Fields with their default are left out, so that a field of a later version does not change the digest. No network is
-    left out, too: clients have always been able to ask for none. The caller is part of the key, not of the digest.
+    left out, too: clients have always been able to ask for none. The caller is part of the key, not of the digest, and
+    `warm` is a hint.
     """
     default = attrs.asdict(SessionSpec())
     network = None if spec.network == Network() else spec.network
-    asked = attrs.asdict(attrs.evolve(spec, network=network, idempotency_key=None, key_id=None))
+    asked = attrs.asdict(attrs.evolve(spec, network=network, warm=None, idempotency_key=None, key_id=None))
     said = {name: value for name, value in asked.items() if value != default[name]}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -84,7 +84,7 @@ _BEGINS: _Errors = (*_AWAKE, errors.Conflict, errors.ExecGone, errors.ExecIdsExh
 _IN_SHELL: _Errors = (errors.ShellNotFound, errors.ShellBusy)
 _PATH: _Errors = (
     *(errors.FileNotFound, errors.NotAFile, errors.NotADirectory, errors.PermissionDenied),
-    *(errors.PathOutside, errors.Conflict),
+    *(errors.PathOutside, errors.Conflict, errors.WorkInterrupted),
 )
 _FILE: _Errors = (*_PATH, errors.IsADirectory)
 _MADE: _Errors = (errors.WorkspaceBusy, errors.Conflict)

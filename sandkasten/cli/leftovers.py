@@ -285,9 +285,9 @@ def _sweep_as_daemon(config: Config, survey: Survey) -> None:
 
 async def _sweep(config: Config, machine: Machine, profiles: Sequence[SeccompProfile], at_hand: Means) -> None:
     """Start, sweep, wait for the teardowns that were begun, and leave the live sessions alone."""
-    order = app.StopOrder(ends_sessions=False)
+    order, warm = app.StopOrder(ends_sessions=False), app.warm_processes(config)  # else members of pools would be ended
     async with app.open_tree(
-        config, machine, profiles, at_hand.start_nsinit, order, start_egress=at_hand.start_egress
+        config, machine, profiles, at_hand.start_nsinit, order, start_egress=at_hand.start_egress, warm=warm
     ) as supervisor:
         for _ in range(_SWEEPS):
             await supervisor.sweep()

@@ -45,8 +45,10 @@ _MAX_IDLE = 4
 """Connections of a pool that wait for a request. More come and go with theirs."""
 _FIRST_RECEIVE_BYTES = 16 * 1024
 _BULK_RECEIVE_BYTES = MAX_FRAME_BYTES + HEADER_BYTES
-_FRAMES_PER_CHECKPOINT = 32
+_STEPS_PER_TURN = 32
 """Frames handled in a row before other tasks have a turn: one read may hold thousands."""
+_STEPS_OF_A_READ = 8
+"""A read counts as so many frames: it copies up to 256 KiB."""
 _CONNECT_PAUSE_S = 0.01
 _CONNECT_PATIENCE_S = 10.0
 _MAX_NUMBER = 2**53
@@ -65,7 +67,7 @@ class RunnerConnection:
         self._socket = sock
         self._decoder = FrameDecoder(FROM_RUNNER, max_body_bytes=MAX_FRAME_BYTES)
         self._receive_bytes = _FIRST_RECEIVE_BYTES
-        self._frames_in_a_row = 0
+        self._steps_in_a_row = 0
         self.is_idle = True
         self._is_roomy = False
         self._sending = 0
@@ -141,16 +143,15 @@ class RunnerConnection:
             RunnerLost: PID 1 closed the connection, has ended, or sent nothing until `deadline`.
             RunnerProtocolError: PID 1 sent bytes that are no frame of the contract.
         """
-        if self._frames_in_a_row == _FRAMES_PER_CHECKPOINT:
-            self._frames_in_a_row = 0
-            await trio.lowlevel.checkpoint()
         while True:
+            if self._steps_in_a_row >= _STEPS_PER_TURN:
+                self._steps_in_a_row = 0
+                await trio.lowlevel.checkpoint()
             try:
                 kind, body = next(self._decoder)
-                self._frames_in_a_row += 1
+                self._steps_in_a_row += 1
             except StopIteration:
                 self._decoder.feed(await self._receive_some(deadline))
-                self._frames_in_a_row = 0
                 continue
             except ProtocolError as error:
                 raise RunnerProtocolError(str(error)) from None
@@ -238,16 +239,18 @@ class RunnerConnection:
             raise _lost() from error
 
     async def _receive_some(self, deadline: float) -> bytes:
-        """Return received bytes, waiting for the first if need be; always lets other tasks run."""
+        """Return received bytes, waiting for the first if need be."""
         try:
             data = self._receive_nowait()
             if data is None:
                 with trio.CancelScope(deadline=deadline) as self._patience:
                     await trio.lowlevel.wait_readable(self._socket)
                 self._patience = None
+                self._steps_in_a_row = 0
                 data = self._receive_nowait()
             else:
-                await trio.lowlevel.checkpoint()
+                self._steps_in_a_row += _STEPS_OF_A_READ
+                await trio.lowlevel.checkpoint_if_cancelled()
         except _CLOSED as error:
             raise _lost() from error
         if data is None:  # starved, or frozen: late is not hostile

@@ -33,6 +33,7 @@ from sandkasten.model.run import TerminalSpec as TerminalSpec
 from sandkasten.model.run import Usage as Usage
 from sandkasten.model.run import Waited as Waited
 from sandkasten.model.run import WaitFor as WaitFor
+from sandkasten.model.run import WarmProcess as WarmProcess
 from sandkasten.model.run import is_made as is_made
 from sandkasten.model.run import make_exec_id as make_exec_id
 from sandkasten.model.session import ACCOUNT as ACCOUNT

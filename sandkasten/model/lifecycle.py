@@ -41,6 +41,9 @@ IN_KERNEL = LIVE | {Status.POOL_IDLE}
 ENDED = frozenset(Status) - IN_KERNEL
 
 WHOLE = frozenset({Status.RUNNING, Status.PAUSED})
+"""States of clients' sessions in which there is a sandbox whose end has not begun."""
+
+STANDING = WHOLE | {Status.POOL_IDLE}
 """States in which there is a sandbox whose end has not begun."""
 
 USABLE = frozenset({Status.RUNNING})

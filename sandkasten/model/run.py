@@ -167,6 +167,36 @@ class ProcessSpec:
     timeout_ms: int | None = None
     stdin_open: bool = True
 
+    @property
+    def program(self) -> ExecSpec:
+        """The process as what it is besides: a program that runs beside the shells."""
+        return ExecSpec(
+            command=self.command,
+            argv=self.argv,
+            stateless=True,
+            cwd=self.cwd,
+            env=self.env,
+            user=self.user,
+            stdin_open=self.stdin_open,
+            terminal=self.terminal,
+            streams=self.streams,
+            exec_id=self.process_id,
+        )
+
+
+@attrs.frozen
+class WarmProcess:
+    """A process that members of a session pool have running, for creates that ask for its id (`SessionSpec.warm`).
+
+    A member is ready once the process has written a line that `ready` matches, in RE2 syntax, for which it has
+    `within_s` seconds. The variables that a create brings are written to its input at the claim, as one line:
+    `{"op": "claim", "env": {…}}`.
+    """
+
+    spec: ProcessSpec
+    ready: str
+    within_s: float = 60.0
+
 
 @attrs.frozen
 class ShellSpec:

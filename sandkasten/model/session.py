@@ -282,7 +282,8 @@ class SessionSpec:
     `Conflict`. `key_id`: the API key of the request; None for library users. `workspace_within`: labels that the
     workspace must have, or it is `WorkspaceNotFound`; a new workspace gets them. `network` is whole: nothing of the
     configured one is added. `secret_env`: from variables to names of secrets, whose placeholders they get.
-    `publish`: previews that are open as soon as the session is.
+    `publish`: previews that are open as soon as the session is. `warm`: the id of the process that a pool's member has
+    running, if the session may be one with it; members without it will do as well.
     """
 
     image: str | None = None
@@ -308,6 +309,7 @@ class SessionSpec:
     at_end: AtEnd | None = None
     network: Network | None = None
     publish: Sequence[PreviewSpec] = ()
+    warm: str | None = None
     idempotency_key: str | None = None
     key_id: str | None = None
 

@@ -33,6 +33,7 @@ from sandkasten.config import (
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.model import EventType, ExecSpec, FileRules, Limits, SessionPatch, SessionSpec, Status
 from sandkasten.model.errors import Capacity, InvalidImage, QuotaExceeded, SessionExpired, SessionNotFound
+from sandkasten.model.image import ImageConfig
 from sandkasten.model.keys import Access, Quota
 from sandkasten.model.lifecycle import ENDED, LIVE
 from sandkasten.model.listing import SessionQuery
@@ -241,6 +242,22 @@ async def test_an_alias_of_the_image_is_served_by_its_pool() -> None:
             assert (session.acquire_source, session.image) == ("pool", name or "base")
         session = await tree.supervisor.create(SessionSpec(image="other"))
         assert (session.acquire_source, session.acquire_detail) == ("cold", None)
+
+
+async def test_a_member_has_the_variables_of_its_image_from_the_start() -> None:
+    """A claim brings none but the client's."""
+    async with open_scripted(pool=PoolSettings(enabled=True, images={"own": PoolSize(1)})) as tree:
+        catalog = Catalog(tree.supervisor._config.data_dir)
+        with catalog.building("own") as directory:
+            config = ImageConfig(env={"B": "of the image"})
+            image = Image(name="own", kind="rootfs", created_at=now(), source="nothing", config=config)
+            catalog.publish(directory, image)
+        await tree.supervisor.create(EVERYTHING)  # has the pool look for its image
+        await until_ready(tree, 1)
+        (member,) = await idle(tree)
+        session = await tree.supervisor.create(SessionSpec(image="own", env={"A": "1"}))
+        runner = tree.runners[session.id]
+        assert (session.id, runner.setup.env, runner.env) == (member, {"B": "of the image"}, {"A": "1"})
 
 
 async def test_a_burst_larger_than_the_pool_is_served_and_the_pool_filled_again() -> None:

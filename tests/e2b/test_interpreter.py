@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import re
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import attrs
 import httpx
 import pytest
 
-from sandkasten.images.catalog import Catalog
-from sandkasten.model.image import ImageConfig
-from tests.e2b.conftest import SDKS, Scenarios
+from tests.e2b.conftest import Scenarios, publish_interpreter
 from tests.e2e.daemon import KEY, Daemon
 from tests.waiting import patience
-
-_PACKAGES = "/opt/kernel"
-_UNNEEDED = {"jedi", "tzdata"}
-"""Packages that a kernel does without, with a third of the files."""
 
 
 @pytest.fixture(scope="module")
 def image(daemon: Daemon) -> None:
     """The machine's own system with ipykernel, as the template that the SDK asks for."""
-    packages = next(SDKS.glob("lib/python3.*/site-packages"), None)
-    version = subprocess.run(["/usr/bin/python3", "--version"], capture_output=True, text=True, check=False).stdout
-    if packages is None or not version.startswith(f"Python {packages.parent.name.removeprefix('python')}."):
-        pytest.skip("needs the packages of `make .venv-e2b/.installed`, for the machine's own python3")
-    catalog = Catalog(daemon.data_dir)
-    with catalog.building("code-interpreter-v1") as directory:
-        files = directory / "rootfs"
-        (files / "opt").mkdir(exist_ok=True)
-        _copy("--archive", f"{catalog.trees('host')[0]}/.", files)
-        (files / _PACKAGES[1:]).mkdir()
-        needed = sorted(_needed(packages, "ipykernel", "matplotlib", "e2b-charts"))
-        if not _copy("--archive", "--link", *needed, files / _PACKAGES[1:]):  # it is on another file system
-            assert _copy("--archive", *needed, files / _PACKAGES[1:])
-        config = ImageConfig(env={"PYTHONPATH": _PACKAGES})
-        catalog.publish(directory, attrs.evolve(catalog.get("host"), name="code-interpreter-v1", config=config))
-
-
-def _needed(packages: Path, *names: str) -> set[Path]:
-    """Return the directories and files of packages, and of all that they need."""
-    found = {_plain(each.name): each for each in importlib.metadata.distributions(path=[str(packages)])}
-    todo, seen, files = list(names), set(_UNNEEDED), set()
-    while todo:
-        name = _plain(todo.pop())
-        if name in seen or name not in found:
-            continue
-        seen.add(name)
-        files |= {packages / path.parts[0] for path in found[name].files or () if path.parts[0] != ".."}
-        todo += [re.split(r"[^\w.-]", each)[0] for each in found[name].requires or () if "extra ==" not in each]
-    return files - {packages / "__pycache__"}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _copy(*arguments: object) -> bool:
-    return subprocess.run(["cp", *map(str, arguments)], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    publish_interpreter(daemon.data_dir)
 
 
 _RESULTS = {

@@ -19,6 +19,7 @@ from sandkasten.host.checks import CATALOGUE, works
 from sandkasten.host.data_dir import make_data_dir
 from sandkasten.images.catalog import HOST, Catalog, Image, now
 from sandkasten.links.processes import start_egress_as_child
+from sandkasten.model import WarmProcess
 from sandkasten.model.node import Machine, System
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
@@ -67,7 +68,9 @@ async def open_scripted(
     config: Config | None = None,
     *,
     nsinit: FakeNsinit | None = None,
+    scripts: Mapping[str, Script] | None = None,
     told: Callable[[System], None] | None = None,
+    warm: Mapping[str, WarmProcess] | None = None,
     **changes: Any,  # Any: fields of Config
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
@@ -81,10 +84,13 @@ async def open_scripted(
         _make_image(config.data_dir)
         async with trio.open_nursery() as nursery:
             nsinit = nsinit or FakeNsinit(config.data_dir, {}, nursery)
+            nsinit.scripts |= scripts or {}
             order = StopOrder(ends_sessions=config.sessions_on_stop != "keep")
             machine = Machine(datetime.now(UTC), [works(name, "as a test says") for name in CATALOGUE])
             start = None if config.preview.listen is None else start_egress_as_child
-            async with open_tree(config, machine, (), nsinit.start, order, start_egress=start, told=told) as supervisor:
+            async with open_tree(
+                config, machine, (), nsinit.start, order, start_egress=start, warm=warm, told=told
+            ) as supervisor:
                 yield ScriptedTree(supervisor, nsinit)
             nursery.cancel_scope.cancel()
 

@@ -67,14 +67,14 @@ async def test_a_member_that_can_not_be_handed_out_leaves_no_way_out(
     config: Config, outside: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of such a member is undone before its end, and knows of no way out then."""
-    open_way, failures = SessionActor._open_way, [EgressUnavailable("a fault of the test's")]
+    open_way, failures = SessionActor.open_way, [EgressUnavailable("a fault of the test's")]
 
     async def open_and_fail(actor: SessionActor) -> None:
         await open_way(actor)
         if actor.session.network.has_way_out and failures:
             raise failures.pop()
 
-    monkeypatch.setattr(SessionActor, "_open_way", open_and_fail)
+    monkeypatch.setattr(SessionActor, "open_way", open_and_fail)
     pool = PoolSettings(enabled=True, images={"python": PoolSize(1)})
     async with served(attrs.evolve(config, pool=pool), outside) as supervisor:
 

@@ -19,7 +19,14 @@ from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.app import open_supervisor
 from sandkasten.config import Config, ConfigError, ServerSettings
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec, Status
-from sandkasten.model.errors import BuildInterrupted, Capacity, InvalidRequest, SandkastenError, StoreFailed
+from sandkasten.model.errors import (
+    BuildInterrupted,
+    Capacity,
+    InvalidRequest,
+    SandkastenError,
+    StoreFailed,
+    WorkInterrupted,
+)
 from sandkasten.model.lifecycle import Trigger
 from sandkasten.store.sessions import put_session
 from tests.kernel.processes import init_pids, nsinit_pid
@@ -267,6 +274,23 @@ async def test_file_transfers_of_one_session_are_bounded(supervisor: LocalSuperv
         result = await supervisor.exec(session.id, ExecSpec("echo fine"))
         assert result.stdout == b"fine\n"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_file_worker_that_its_user_kills_is_the_sessions_affair(supervisor: LocalSupervisor) -> None:
+    """A request for a file, whose worker a command kills, fails with words for its client; the next one works."""
+    session = await supervisor.create(SessionSpec())
+    files = supervisor.files(session.id)
+
+    async def write(name: str, kill: str) -> None:
+        async with files.open_write(name) as writer:
+            await writer.send(name.encode())
+            await supervisor.exec(session.id, ExecSpec(kill))
+            await writer.commit()
+
+    with pytest.raises(WorkInterrupted, match="ended before it answered"):
+        await write("half", "kill -9 -1")
+    await write("whole", "")
+    assert (await supervisor.exec(session.id, ExecSpec("cat *"))).stdout == b"whole"
 
 
 async def test_a_record_that_was_written_at_last_takes_the_place_of_the_kept_one(supervisor: LocalSupervisor) -> None:

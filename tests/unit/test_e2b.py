@@ -25,8 +25,10 @@ from sandkasten.api.e2b.connect import (
     timestamp,
 )
 from sandkasten.api.e2b.context import Command, Commands, user_of
+from sandkasten.api.e2b.interpreter import warm_pools
 from sandkasten.api.e2b.process import end_event
-from sandkasten.api.e2b.sandboxes import access_token, find_signer, is_token_of, sign
+from sandkasten.api.e2b.sandboxes import E2bTerms, access_token, find_signer, is_token_of, sign
+from sandkasten.config import PoolSize
 from sandkasten.model import Cause, ExecEnd, Usage, errors
 from sandkasten.model.errors import InvalidRequest, TooLarge
 
@@ -158,3 +160,14 @@ def test_commands_are_kept_within_bounds() -> None:
     assert [number for number in range(10) if kept.get("s", str(number)) is not None] == [7, 8, 9]
     kept.keep("s", "large", Command("x" * 2000, (), {}))
     assert kept.get("s", "large") is None
+
+
+@pytest.mark.parametrize(
+    ("templates", "warm"),
+    [({}, {"code-interpreter-v1"}), ({"code-interpreter-v1": "own", "base": "other"}, {"own", "alias"})],
+)
+def test_pools_with_a_kernel(templates: dict[str, str], warm: set[str]) -> None:
+    """Pools of the image that the template leads to, by any name, with the account of E2B's sandboxes, have one."""
+    pools = dict.fromkeys(("code-interpreter-v1", "own", "alias", "other"), PoolSize(1, account="user"))
+    terms = E2bTerms(key=_KEY, templates=templates, aliases={"alias": "own", "without": "own"})
+    assert set(warm_pools({**pools, "without": PoolSize(1)}, terms)) == warm

@@ -41,8 +41,10 @@ def test_options_outlive_the_record(rules: FileRules | None) -> None:
 
 
 def test_a_spec_is_told_from_another_by_what_it_asks_for() -> None:
-    """Each field counts, the key itself does not, and what is not asked for leaves no trace: not even its name."""
-    assert spec_digest(SessionSpec(idempotency_key="k", key_id="someone")) == hashlib.sha256(b"{}").hexdigest()
+    """Each field counts, the key itself and a hint do not, and what is not asked for leaves no trace: not even its
+    name."""
+    uncounted = SessionSpec(idempotency_key="k", key_id="someone", warm="process")
+    assert spec_digest(uncounted) == hashlib.sha256(b"{}").hexdigest()
     asked = [
         SessionSpec(),
         SessionSpec(ttl_s=5.0),

@@ -69,10 +69,17 @@ def test_frames_come_back(sent: list[Frame]) -> None:
     assert decode([b"".join(encode_frame(*frame) for frame in sent)]) == (sent, False)
 
 
-@given(st.binary(max_size=200) | st.lists(frames).map(lambda sent: b"".join(encode_frame(*each) for each in sent)))
-def test_cuts_do_not_matter(stream: bytes) -> None:
-    """A stream in one piece and byte by byte gives the same frames and the same error, garbage included."""
-    assert decode([stream]) == decode([stream[index : index + 1] for index in range(len(stream))])
+@given(
+    st.binary(max_size=200) | st.lists(frames).map(lambda sent: b"".join(encode_frame(*each) for each in sent)),
+    st.integers(1, 40),
+)
+def test_cuts_do_not_matter(stream: bytes, size: int) -> None:
+    """A stream in one piece, in pieces and byte by byte gives the same frames and the same error, garbage included."""
+    whole, *cut = (
+        decode([stream[index : index + each] for index in range(0, len(stream), each)])
+        for each in (len(stream) or 1, size, 1)
+    )
+    assert cut == [whole, whole]
 
 
 @given(st.binary(max_size=100), st.binary(max_size=20))

@@ -153,7 +153,7 @@ class Creating:
                 self._budget.release(place)  # counted under its id from here
                 # A shell that starts in a crowd of creates takes the processor that they wait for.
                 shell_ms = _UNUSED_SHELL_MS if self.under_way <= _PROCESSORS else 0
-                env = resolved.environment(record.session.id, spec)
+                env = {**resolved.image_env, **resolved.environment(record.session.id, spec)}
                 creation = Creation(resolved, image, prepared is not None, shell_ms, env, spec.publish)
                 session = await self._built(record, creation)
         finally:
@@ -240,7 +240,7 @@ class Creating:
             options=resolved.options,
         )
         record = SessionRecord(session=session, incarnation=self._node.incarnation, spec_digest=digest)
-        return self._start(record, Creation(resolved, image, False, None, {}))
+        return self._start(record, Creation(resolved, image, False, None, resolved.image_env))
 
     def _new_record(
         self, prepared: str | None, spec: SessionSpec, resolved: Resolved, digest: str, missed: str | None

@@ -2,9 +2,10 @@
 takes one, and is answered without a mount or a new process.
 
 A member is a session as a create with every default makes it, with its final id, under the status `pool_idle`. No
-client finds it (`SessionDirectory.members`); admission counts it, and its lease has no end. A claim is one message to
-the member's actor: the record becomes that of the client's session, then PID 1 is sent the client's variables, then the
-session shows itself. `node/sandbox_pool.py` is another thing, and the second line behind this one: sandboxes without a
+client finds it (`SessionDirectory.members`); admission counts it, and its lease has no end. It may have a process
+running (`WarmProcess`), and then is for creates that ask for that process. A claim is one message to the member's
+actor: the record becomes that of the client's session, then PID 1 is sent the client's variables, then the session
+shows itself. `node/sandbox_pool.py` is another thing, and the second line behind this one: sandboxes without a
 program and without a record, for creates that no member fits.
 
 `Refill` says how many members are wanted and when the next one may be made. `SessionPool` is one pool with the task
@@ -28,7 +29,7 @@ from sandkasten.actors.core import Ref
 from sandkasten.actors.services import images as images_actor
 from sandkasten.actors.services.directory import Shared
 from sandkasten.actors.session.actor import SessionActor
-from sandkasten.actors.session.messages import Claim, Destroy, Freeze
+from sandkasten.actors.session.messages import Claim, Destroy, Freeze, WarmUp
 from sandkasten.actors.session.record import age_s
 from sandkasten.admission import budget as reserve
 from sandkasten.admission.budget import Budget
@@ -36,7 +37,7 @@ from sandkasten.admission.plan import Resolved, resolve
 from sandkasten.admission.secrets import NO_SECRETS
 from sandkasten.config import Config, PoolSize
 from sandkasten.images.catalog import Image
-from sandkasten.model import EventType, Session, SessionSpec
+from sandkasten.model import EventType, Session, SessionSpec, WarmProcess
 from sandkasten.model.errors import (
     Capacity,
     Conflict,
@@ -159,21 +160,23 @@ def settings_of(resolved: Resolved) -> Resolved:
     )
 
 
-def digest_of(settings: Resolved, image: Image) -> str:
-    """Return a digest of a member's settings and image, which its record keeps in place of a spec's."""
-    facts = [attrs.asdict(settings), attrs.asdict(image)]
+def digest_of(settings: Resolved, image: Image, warm: WarmProcess | None = None) -> str:
+    """Return a digest of a member's settings, image and process, which its record keeps in place of a spec's."""
+    facts = [attrs.asdict(settings), attrs.asdict(image), warm and attrs.asdict(warm)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @attrs.frozen(kw_only=True)
 class PoolServices:
-    """The rest of the node, as a pool needs it. `start` starts the actor of a new member; `is_quiet` tells whether no
-    create is under way and creates are admitted at all."""
+    """The rest of the node, as a pool needs it. `warm` are processes that members have running, by the names of pools.
+    `start` starts the actor of a new member; `is_quiet` tells whether no create is under way and creates are admitted
+    at all."""
 
     config: Config
     shared: Shared
     images: Ref
     budget: Budget
+    warm: Mapping[str, WarmProcess]
     start: Callable[[Resolved, Image, str], SessionActor]
     start_task: Callable[..., None]
     is_quiet: Callable[[], bool]
@@ -187,7 +190,9 @@ class SessionPool:
         self._name, self._services = name, services
         self._metrics = services.shared.metrics
         self._max_age_s = float(services.config.pool.max_age_seconds)
-        self._resolved = resolve(SessionSpec(image=name, account=size.account), services.config)
+        self._warm = services.warm.get(name)
+        warm = None if self._warm is None else self._warm.spec.process_id
+        self._resolved = resolve(SessionSpec(image=name, account=size.account, warm=warm), services.config)
         self._settings = settings_of(self._resolved)
         self._refill = Refill(size)
         self._members: list[PoolMember] = []
@@ -195,6 +200,8 @@ class SessionPool:
         """The image of that name when it was looked at last."""
         self._coming = 0
         """Members of an earlier daemon that are being adopted."""
+        self._warming: list[SessionActor] = []
+        """Members whose process is not ready yet."""
         self._claimed = self._refills = self._refill_failures = 0
         self._misses: Counter[str] = Counter()
         self._error: str | None = None
@@ -247,7 +254,10 @@ class SessionPool:
 
     async def claim(self, spec: SessionSpec, resolved: Resolved, image: Image, digest: str) -> Session | str:
         """Make a member the session of a create; return the session, or the reason why there is none."""
-        if spec.workspace_id is not None or settings_of(resolved) != self._settings:
+        asked = settings_of(resolved)
+        if self._warm is None and asked.warm is not None:  # a member without a process serves who would have one, too
+            asked = attrs.evolve(asked, warm=None)
+        if spec.workspace_id is not None or asked != self._settings:
             return self._miss(MISMATCH)
         self._refill.note_create()
         reason, tries = EMPTY, _TRIES
@@ -255,7 +265,7 @@ class SessionPool:
             member = self._members.pop()
             if member.image != image:
                 reason = STALE
-                self._services.start_task(self._end, member, "its image was replaced")
+                self._services.start_task(self._end, member.actor, "its image was replaced")
                 continue
             session = await self._hand_out(member, spec, resolved.of_image(image.config), digest)
             if session is not None:
@@ -309,15 +319,16 @@ class SessionPool:
 
     @property
     def idle(self) -> Sequence[str]:
-        """Ids of the members that are ready."""
-        return [member.session_id for member in self._members]
+        """Ids of the members that nobody has, be they ready or not."""
+        return [each.session_id for each in (*(member.actor for member in self._members), *self._warming)]
 
     async def give_up_one(self) -> bool:
         """End the oldest member, for a create that does not fit beside it. Return False if there is none."""
-        if not self._members:
+        if not self.idle:
             return False
         self._refill.note_no_room()
-        await self._end(self._members.pop(0), "a create needs its place")
+        actor = self._members.pop(0).actor if self._members else self._warming.pop(0)
+        await self._end(actor, "a create needs its place")
         return True
 
     # Refills ----------------------------------------------------------------------------------------------------
@@ -380,14 +391,14 @@ class SessionPool:
 
     def _retire(self, member: PoolMember, reason: str) -> None:
         self._members.remove(member)
-        self._services.start_task(self._end, member, reason)
+        self._services.start_task(self._end, member.actor, reason)
 
-    async def _end(self, member: PoolMember, reason: str) -> None:
-        entry = self._services.shared.directory.members.get(member.session_id)
+    async def _end(self, actor: SessionActor, reason: str) -> None:
+        entry = self._services.shared.directory.members.get(actor.session_id)
         try:
-            await member.actor.ref.ask(Destroy(reason))
+            await actor.ref.ask(Destroy(reason))
         except SandkastenError as error:
-            log.info("pool_member_ended_before", extra={"session_id": member.session_id, "error": str(error)})
+            log.info("pool_member_ended_before", extra={"session_id": actor.session_id, "error": str(error)})
         if entry is not None:
             await entry.ended.wait()
 
@@ -399,10 +410,11 @@ class SessionPool:
             image = await services.images.ask(images_actor.Resolve(self._name))
             services.budget.admit(place, self._resolved.limits)
             try:
-                actor = services.start(self._resolved, image, digest_of(self._settings, image))
+                actor = services.start(self._resolved, image, digest_of(self._settings, image, self._warm))
             finally:
                 services.budget.release(place)  # counted under its id from here
             await actor.ready.wait()
+            await self._warm_up(actor)
         except SandkastenError as error:
             self._note_failure(error)
             return
@@ -412,6 +424,21 @@ class SessionPool:
         self._error = None
         self._metrics.pool_refills(self._name, "ok").inc()
         self._take(actor, image, made_at=now)
+
+    async def _warm_up(self, actor: SessionActor) -> None:
+        """Have the pool's process ready in a member. Ends the member, and raises, if the process does not become so."""
+        if self._warm is None:
+            return
+        self._warming.append(actor)
+        try:
+            await actor.ref.ask(WarmUp(self._warm))
+        except SandkastenError as error:
+            if actor not in self._warming:
+                raise Capacity("a create needed the member's place", resource="sessions") from error
+            self._services.start_task(self._end, actor, str(error))
+            raise
+        finally:
+            self._warming = [each for each in self._warming if each is not actor]
 
     def _take(self, actor: SessionActor, image: Image, *, made_at: float) -> None:
         """Have a member ready, unless it has died before."""
@@ -442,7 +469,7 @@ class SessionPool:
         return mine
 
     def _is_like(self, record: SessionRecord) -> bool:
-        return self._image is not None and record.spec_digest == digest_of(self._settings, self._image)
+        return self._image is not None and record.spec_digest == digest_of(self._settings, self._image, self._warm)
 
     async def receive(self, actor: SessionActor) -> bool:
         """Take a member of an earlier daemon as soon as it is adopted; return False if it belongs to another pool."""
@@ -451,6 +478,7 @@ class SessionPool:
             return False
         try:
             await actor.ready.wait()
+            await self._warm_up(actor)
             self._take(actor, image, made_at=trio.current_time() - age_s(actor.record))
         except SandkastenError as error:
             log.warning("pool_member_not_adopted", extra={"session_id": actor.session_id, "error": str(error)})
@@ -475,7 +503,7 @@ class SessionPools:
 
     @property
     def idle(self) -> Sequence[str]:
-        """Ids of the members that are ready."""
+        """Ids of the members that nobody has."""
         return [session_id for pool in self._pools for session_id in pool.idle]
 
     @property
@@ -516,7 +544,7 @@ class SessionPools:
     async def give_up_one(self) -> bool:
         """End one member of the largest pool, for a create that does not fit beside all. Return False if there is
         none."""
-        return bool(self._pools) and await max(self._pools, key=len).give_up_one()
+        return bool(self._pools) and await max(self._pools, key=lambda pool: len(pool.idle)).give_up_one()
 
     async def wanted_members(self, records: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
         """Return those members of an earlier daemon that the configuration still asks for. They are to be adopted, and

@@ -36,7 +36,7 @@ from sandkasten.admission.plan import spec_digest
 from sandkasten.config import Config
 from sandkasten.counters import node as capacity
 from sandkasten.host.paths import DataPaths
-from sandkasten.model import Session, SessionSpec, Status
+from sandkasten.model import Session, SessionSpec, Status, WarmProcess
 from sandkasten.model.errors import ActorGone, Conflict, SandboxError, SandkastenError
 from sandkasten.model.lifecycle import IN_KERNEL, LIVE, WHOLE, ended_error
 from sandkasten.model.listing import SessionPage, SessionQuery, page_of
@@ -135,13 +135,14 @@ class Sessions(Actor):
         holds: Holds,
         leftovers: LeftoverSearch,
         pool_size: int,
+        warm: Mapping[str, WarmProcess],
     ) -> None:
         super().__init__(ref)
         self._config, self._node, self._shared = config, node, shared
         self._store, self._nsinit, self._directory = shared.store, shared.nsinit, shared.directory
         self._images, self._holds = images, holds
         self._recovery = Recovery(self, shared, leftovers=leftovers)
-        self._pool_size = pool_size
+        self._pool_size, self._warm = pool_size, warm
         self._drain_turn = trio.Lock()
         self._leaving: set[trio.CancelScope] = set()
 
@@ -184,6 +185,7 @@ class Sessions(Actor):
             shared=self._shared,
             images=self._images,
             budget=self._budget,
+            warm=self._warm,
             start=lambda *member: self._creating.start_member(*member),
             start_task=self.start_task,
             is_quiet=lambda: not self._creating.under_way and not self._creating.is_draining,

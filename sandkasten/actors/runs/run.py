@@ -31,6 +31,8 @@ from sandkasten.model import (
     ExecState,
     OnDisconnect,
     Output,
+    ProcessSpec,
+    SessionOptions,
     ShellInfo,
     Stream,
     TerminalSize,
@@ -111,6 +113,18 @@ class RunRequest:
     created_at: datetime = attrs.field(factory=partial(datetime.now, UTC))
     shell: str | None = attrs.Factory(_shell, takes_self=True)
     """The name of the shell asked for; None for a program, which is a process of its own beside the shells."""
+
+    @classmethod
+    def of_process(cls, spec: ProcessSpec, options: SessionOptions, *, pass_trace: bool = False) -> RunRequest:
+        """Return the request for a background process."""
+        return cls(
+            spec.program.in_session(options),
+            timeout_ms=spec.timeout_ms,
+            kind=ExecKind.PROCESS,
+            on_disconnect=OnDisconnect.DETACH,
+            keep_alive=spec.keep_alive,
+            pass_trace=pass_trace,
+        )
 
     @property
     def is_program(self) -> bool:

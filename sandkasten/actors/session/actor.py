@@ -6,9 +6,9 @@ out-of-memory notification, a broken or hostile connection. A session is never r
 kernel. Cancelling the actor leaves the sandbox running, to be adopted by the next daemon; only `Destroy`, an expiry or
 a death tears the sandbox down.
 
-Begin at `SessionActor.handle`. The first request to PID 1 is in `birth.py`, a pause in `pausing.py`, a change of limits
-in `changing.py`, previews in `previews.py`, the end in `ending.py`. The runs, shells, terminals and ports of the
-session are in `actors.runs`; they see this actor as `SessionServices`.
+Begin at `SessionActor.handle`. The first request to PID 1 is in `birth.py`, membership of a pool in `pooled.py`, a
+pause in `pausing.py`, a change of limits in `changing.py`, previews in `previews.py`, the end in `ending.py`. The runs,
+shells, terminals and ports of the session are in `actors.runs`; they see this actor as `SessionServices`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 import attrs
 import trio
 
-from nsinit.wire.protocol import MakeWorkspace, SetFrozen
+from nsinit.wire.protocol import MakeWorkspace
 from runner.wire import protocol as runner_protocol
 from sandkasten import logcontext
 from sandkasten.actors.core import DEFERRED, LATER, Actor, Ref, Reply, unwrap
@@ -77,12 +77,14 @@ from sandkasten.actors.session.messages import (
     Stats,
     Update,
     Wake,
+    WarmUp,
     WatchPorts,
     Work,
     is_act,
     is_read,
 )
 from sandkasten.actors.session.pausing import Pausing
+from sandkasten.actors.session.pooled import Membership
 from sandkasten.actors.session.previews import SessionPreviews
 from sandkasten.actors.session.record import LiveRecord
 from sandkasten.actors.session.watch import INIT_ENDED, SandboxWatch, end_error, translate_death
@@ -115,7 +117,7 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
 )
-from sandkasten.model.lifecycle import ENDED, USABLE, WHOLE, Trigger, next_status
+from sandkasten.model.lifecycle import ENDED, STANDING, USABLE, WHOLE, Trigger, next_status
 from sandkasten.store.sessions import KernelIdentity, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -163,7 +165,7 @@ class SessionActor(Actor):
         self._own = LiveRecord(record, self._lease, store=services.store, directory=services.directory)
         self._link: RunnerLink | None = None
         self._stats = CgroupStats(services.cgroup_dirs, record.session.id)
-        self._is_lease_followed = self._is_doubted = self._is_frozen = False
+        self._is_lease_followed = self._is_doubted = False
         self._create_ms: Mapping[str, float] = {}
         self._controls = trio.CapacityLimiter(_MAX_CONTROLS)
         self._watch = SandboxWatch(record.session.id, services.nsinit, self._stats)
@@ -189,6 +191,9 @@ class SessionActor(Actor):
         self._previews = SessionPreviews(self, self._own, previews=services.previews)
         self._reopening = trio.CancelScope()
         self._pausing = Pausing(self, self._own, services, lease=self._lease, runs=self._runs)
+        self._membership = Membership(
+            self, self._own, services, previews=self._previews, runs=self._runs, ports=self._ports
+        )
 
     @property
     def session(self) -> Session:
@@ -254,7 +259,7 @@ class SessionActor(Actor):
                 crash.passing(Point.CREATE_BUILT)
                 self._own.change(status=next_status(session.status, Trigger.BUILT))
                 meanwhile.start_soon(self._put_running, creation)
-                meanwhile.start_soon(self._open_way)
+                meanwhile.start_soon(self.open_way)
                 self._meet(*await greeting.finish())
         except BaseExceptionGroup as group:
             raise unwrap(group) from None
@@ -269,9 +274,9 @@ class SessionActor(Actor):
             await hand_over(self.link, {}, within_s=HELLO_S)
         else:
             self._own.renew()
-            self._announce()
+            self.announce()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         made = self.session
         self.emit(
             EventType.SESSION_CREATED,
@@ -283,54 +288,7 @@ class SessionActor(Actor):
         )
         self._previews.announce()
 
-    async def _claim(self, claim: Claim) -> Session:
-        """Become the session of a client. PID 1 answers for itself while the record is written. A client's variables
-        are sent before, so that no record says `running` of a session without them; PID 1 tells the next daemon that it
-        has some, which then does not take it for an idle member."""
-        self._require({Status.POOL_IDLE})
-        member, crash = self.record, self._services.crash
-        self._own.begin_life(spec_digest=claim.spec_digest, idempotency_key=claim.idempotency_key, **claim.changes)
-        written: Reply[None] = Reply()
-        failure: SandkastenError | None = None
-        try:
-            await self._previews.publish(claim.publish)
-            if not claim.env:
-                self._own.post(written)
-            if self._is_frozen:
-                await self._freeze(frozen=False)
-            await hand_over(self.link, claim.env)
-            await self._open_way()
-            crash.passing(Point.CLAIM_HANDED_OVER)
-            if claim.env:
-                self._own.post(written)
-            await written.wait()
-        except SandkastenError as error:
-            failure = error
-        if failure is not None:
-            await self._unclaim(member)
-            if isinstance(failure, RunnerLost):  # for `translate` a lost PID 1 is worth a wait of some seconds
-                failure = ActorGone(str(failure))
-            raise failure
-        crash.passing(Point.CLAIM_RECORDED)
-        self._services.directory.show_member(self.session_id)
-        self._announce()
-        return self.session
-
-    async def _unclaim(self, member: SessionRecord) -> None:
-        """End a member that could not be handed out. Its record goes at once: the next member may get the same
-        idempotency key."""
-        await self._previews.undo(member)
-        try:
-            await self._own.delete()
-        except SandkastenError as error:
-            log.error("pool_member_not_deleted", extra={"session_id": self.session_id, "error": str(error)})
-        self.start_task(self._tell_self, Died("it could not be handed out"))
-
-    async def _freeze(self, *, frozen: bool) -> None:
-        await ask_patiently(self._services.nsinit, call(SetFrozen, self.session_id, frozen))
-        self._is_frozen = frozen
-
-    async def _open_way(self) -> None:
+    async def open_way(self) -> None:
         """Give a new session the way out that it was made with; without it there is no session."""
         if self.session.network.has_way_out:
             await self._services.egress.ask_again(OpenWay(self.session_id, self.session.network))
@@ -355,7 +313,7 @@ class SessionActor(Actor):
         await self._adoption.recover()
         is_member = self.session.status is Status.POOL_IDLE
         if is_member:
-            await self._freeze(frozen=False)
+            await self._membership.set_frozen(frozen=False)
         if self.session.status is Status.PAUSED:
             await self._pausing.adopt()
         else:
@@ -438,10 +396,14 @@ class SessionActor(Actor):
     async def handle(self, message: Life | Work) -> Any:  # each message names its answer
         match message:
             case Claim():
-                return await self._claim(message)
+                self._require({Status.POOL_IDLE})
+                return await self._membership.claim(message)
             case Freeze():
                 self._require({Status.POOL_IDLE})
-                return await self._freeze(frozen=True)
+                return await self._membership.set_frozen(frozen=True)
+            case WarmUp(process):
+                self._require({Status.POOL_IDLE})
+                return self.defer(self._membership.warm_up, process)
             case Stats():
                 self._require(WHOLE)
                 return self.defer(self._read_stats)
@@ -663,7 +625,7 @@ class SessionActor(Actor):
 
     @property
     def cause_of_stop(self) -> Cause:
-        is_alive = self._own.facts.status in WHOLE and not self.has_died.is_set()
+        is_alive = self._own.facts.status in STANDING and not self.has_died.is_set()
         return Cause.DAEMON_RESTARTED if is_alive else Cause.SANDBOX_DIED
 
     def start_task(self, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
@@ -689,6 +651,8 @@ class SessionActor(Actor):
             self._own.put_lease()
 
     def emit(self, event: EventType, **data: object) -> None:
+        if self.session_id in self._services.directory.members:  # nobody's session: nobody is told
+            return
         self._services.journal.emit(event, self.session_id, **data)
         if event in _CRASHES:
             self._services.crash.passing(_CRASHES[event])
@@ -697,8 +661,12 @@ class SessionActor(Actor):
         if cwd != self._own.facts.cwd:
             self._own.change(cwd=cwd)
 
+    def end_soon(self, reason: str) -> None:
+        """Have the session end as one that died."""
+        self.start_task(self._tell_self, Died(reason))
+
     def distrust(self, error: RunnerProtocolError) -> None:
-        self.start_task(self._tell_self, Died(f"its init broke the protocol: {error}"))
+        self.end_soon(f"its init broke the protocol: {error}")
 
     def doubt(self) -> None:
         """Find out whether PID 1 still answers, and end the session if it is silent for too long."""

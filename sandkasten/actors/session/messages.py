@@ -23,6 +23,7 @@ from sandkasten.model import (
     ShellSpec,
     TerminalSize,
     TerminalSpec,
+    WarmProcess,
 )
 from sandkasten.model.network import Preview, PreviewSpec
 
@@ -46,6 +47,14 @@ class Claim(Ask[Session]):
     spec_digest: str
     idempotency_key: str | None
     publish: Sequence[PreviewSpec] = ()
+
+
+@attrs.frozen
+class WarmUp(Ask[None]):
+    """Have a process run in the idle member of a pool; answered when it is ready, be it one that an earlier daemon
+    began. Raises `SandboxError` if it does not become so: the member is of no use."""
+
+    process: WarmProcess
 
 
 @attrs.frozen
@@ -251,6 +260,7 @@ Work = (
 )
 Life = (
     Claim
+    | WarmUp
     | Freeze
     | Stats
     | Update

@@ -35,7 +35,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     Unavailable,
 )
-from sandkasten.model.lifecycle import END_REASONS, ENDED, WHOLE, Trigger, ended_error, next_status
+from sandkasten.model.lifecycle import END_REASONS, ENDED, STANDING, WHOLE, Trigger, ended_error, next_status
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ async def translate_death(error: SandkastenError, of: WatchedSession, watch: San
     if isinstance(error, RunnerLost):
         with trio.move_on_after(_NEWS_S):
             await watch.news.wait()
-    is_over = watch.news.is_set() or of.session.status not in WHOLE
+    is_over = watch.news.is_set() or of.session.status not in STANDING
     if is_over and isinstance(error, _Hidden):
         return of.gone()
     if isinstance(error, RunnerLost):

@@ -55,6 +55,7 @@ from sandkasten.model.errors import (
     SandboxError,
     SandkastenError,
     TooLarge,
+    WorkInterrupted,
 )
 from sandkasten.model.workspace import (
     MAX_UPLOADS,
@@ -331,7 +332,8 @@ async def _explain_loss(link: RunnerLink, lost: RunnerLost) -> SandkastenError:
         return lost
     except SandkastenError as error:
         return error
-    return SandboxError(lost.message if isinstance(lost, _Silence) else "the work on files was cut short")
+    ended = "the process inside that worked on files was ended before it answered"
+    return WorkInterrupted(lost.message if isinstance(lost, _Silence) else ended)
 
 
 def require(answer: object, expected: type[T] | tuple[type[T], ...]) -> T:

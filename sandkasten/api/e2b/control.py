@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote
 import attrs
 
 from sandkasten.api.e2b.context import AUTO_RESUME, PREFIX, TEMPLATE, USER, Commands, EnvdRequest
-from sandkasten.api.e2b.interpreter import INTERPRETER_TEMPLATE, Interpreter
+from sandkasten.api.e2b.interpreter import WARM_CONTEXT, Interpreter
 from sandkasten.api.e2b.sandboxes import (
     ENVD_VERSION,
     TIMEOUT_S,
@@ -245,8 +245,10 @@ class Control:
         for name in ("volumes", "iam", "mcp"):
             if getattr(request, name):
                 raise NotInstalled(f"sandboxes of this server can't be made with {name}")
+        image = await self._image_of(exchange, request.template)
+        has_kernel = self.settings.has_kernel(image)
         spec = SessionSpec(
-            image=await self._image_of(exchange, request.template),
+            image=image,
             ttl_s=self.settings.max_idle_s or FOREVER_S,
             max_lifetime_s=max(request.timeout, 1.0),
             at_end=AtEnd.PAUSE if request.auto_pause else AtEnd.DESTROY,
@@ -256,6 +258,7 @@ class Control:
             network=self._network_of(exchange, request.network, request.allow_internet_access),
             idempotency_key=read_head(exchange, NewSandboxHead).idempotency_key,
             publish=self._ports_of(request),
+            warm=WARM_CONTEXT.spec.process_id if has_kernel else None,
         )
         spec = owned_spec(exchange.key, spec, default_network=NetworkMode.NONE)
         try:
@@ -264,7 +267,7 @@ class Control:
             if request.network is not None:
                 raise
             session = await exchange.supervisor.create(attrs.evolve(spec, network=Network(NetworkMode.NONE)))
-        if request.template == INTERPRETER_TEMPLATE:
+        if has_kernel:
             await self.interpreter.warm(EnvdRequest(exchange, session, None, self.commands))
         return json_answer(await _sandbox(exchange, self.settings, session), status=201)
 

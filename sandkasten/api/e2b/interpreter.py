@@ -5,8 +5,9 @@ and output. Its id is the process's without `KERNEL_PREFIX`. So contexts outlive
 of them is stored here. What comes of such a process is the sandbox's word: lines are bounded, are passed on only if
 they are JSON and bear the id of the request, and say nothing but what the code inside could have printed.
 
-The default context is started at the first code, and beside the answer where a sandbox is made from the template whose
-name the SDK takes by itself.
+The default context is started at the first code, and beside the answer where a sandbox is made of the image that the
+template leads to whose name the SDK takes by itself. Members of a session pool of that image have it running
+(`warm_pools`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import orjson
 from trio import Lock, move_on_after
 
 from sandkasten.api.e2b.connect import decode_message, read_message
-from sandkasten.api.e2b.context import KERNEL_PREFIX, Command, EnvdRequest
+from sandkasten.api.e2b.context import HOMES, KERNEL_PREFIX, USER, Command, EnvdRequest
+from sandkasten.api.e2b.sandboxes import E2bTerms
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.json import check_value_count, encode_json
 from sandkasten.api.resources.fields import Environment
-from sandkasten.model import ExecInfo, ExecState, ProcessSpec, Stream, StreamsMode
+from sandkasten.config import PoolSize
+from sandkasten.model import ExecInfo, ExecState, ProcessSpec, Stream, StreamsMode, WarmProcess
 from sandkasten.model.errors import (
     CommandTimeout,
     ExecEnded,
@@ -44,9 +47,6 @@ from sandkasten.model.errors import (
 from sandkasten.supervisor import ExecStream, Supervisor
 
 INTERPRETER_PORT = "49999"
-INTERPRETER_TEMPLATE = "code-interpreter-v1"
-"""The template that E2B's code interpreter SDK asks for when its user names none."""
-
 MAX_CONTEXTS = 20
 MAX_LINE_BYTES = 8 * 1024 * 1024 + 1024
 """Longest line of a context: that of `kernel_program.py`, and the id before it."""
@@ -242,6 +242,28 @@ def _shown(request: EnvdRequest, run: ExecInfo) -> Mapping[str, str]:
     return {"id": run.exec_id.removeprefix(KERNEL_PREFIX), "language": "python", "cwd": cwd or "/home/user"}
 
 
+def _context(name: str, cwd: str, user: str | None) -> ProcessSpec:
+    return ProcessSpec(
+        argv=("python3", "-c", _START, _PROGRAM),
+        cwd=cwd,
+        user=user,
+        process_id=KERNEL_PREFIX + name,
+        streams=StreamsMode.SEPARATE,
+    )
+
+
+WARM_CONTEXT = WarmProcess(
+    _context(_DEFAULT + "warm", HOMES[USER], USER), ready=r'^\* \{"type": "ready"', within_s=START_S
+)
+"""The default context of a sandbox that comes of a pool."""
+
+
+def warm_pools(pools: Mapping[str, PoolSize], terms: E2bTerms) -> Mapping[str, WarmProcess]:
+    """Return the context that members of pools have running, by the names of those pools whose members are sandboxes of
+    E2B's API with a kernel."""
+    return {name: WARM_CONTEXT for name, pool in pools.items() if pool.account == USER and terms.has_kernel(name)}
+
+
 async def _start(request: EnvdRequest, name: str, cwd: str, *, wait: bool) -> ExecInfo:
     """Start a context, and with `wait` wait until its kernel answers.
 
@@ -252,16 +274,7 @@ async def _start(request: EnvdRequest, name: str, cwd: str, *, wait: bool) -> Ex
     supervisor, session_id = request.supervisor, request.session.id
     if len(await _contexts(supervisor, session_id)) >= MAX_CONTEXTS:
         raise QuotaExceeded(f"a sandbox has at most {MAX_CONTEXTS} code contexts", limit="contexts")
-    run = await supervisor.start_process(
-        session_id,
-        ProcessSpec(
-            argv=("python3", "-c", _START, _PROGRAM),
-            cwd=cwd,
-            user=request.user,
-            process_id=KERNEL_PREFIX + name,
-            streams=StreamsMode.SEPARATE,
-        ),
-    )
+    run = await supervisor.start_process(session_id, _context(name, cwd, request.user))
     request.commands.keep(session_id, run.exec_id, Command("python3", (), {}, cwd))
     if not wait:
         return run

@@ -2,7 +2,8 @@
 
 Nothing of the daemon imports it. It needs jupyter_client and ipykernel, which lie beside each other, and speaks lines:
 
-* On its input, JSON objects: `{"op": "run", "id", "code", "env"}`, and `interrupt` and `restart` with an `id`.
+* On its input, JSON objects: `{"op": "run", "id", "code", "env"}`, and `interrupt` and `restart` with an `id`. Where
+  it waited in a pool, `{"op": "claim", "env"}` with the variables of the sandbox that it has become part of.
 * On its output, an id, a space and a JSON object in ASCII. The objects of a run are those of E2B's `/execute`, with
   `{"type": "end"}` as the last. The id `*` says that the kernel is `ready` or `failed`.
 
@@ -17,6 +18,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,11 @@ PIECE = 64 * 1024
 START_S = 60
 TURN_S = 0.25
 AGAIN_S = 1.0
+
+OF_ACCOUNT = {"HOME", "LOGNAME", "PWD", "USER"}
+"""Variables that a program has of its user and its directory, whatever the sandbox's are."""
+AT_START = re.compile(r"(GLIBC_|IPYTHON|JUPYTER|LC_|LD_|MALLOC_|PYTHON)|(LANG|LANGUAGE|TZ)\Z")
+"""Variables that are read as Python begins: ld.so(8), locale(7), mallopt(3), tzset(3), and Python's manual page."""
 
 FIELDS = {
     "text/plain": "text",
@@ -146,6 +153,7 @@ class KernelContext:
     def __init__(self) -> None:
         self.asked: asyncio.Queue[tuple[str, str, dict[str, str]] | None] = asyncio.Queue()
         self.restarts: list[str] = []
+        self.news: dict[str, str] = {}
         self.dropped: set[str] = set()
         self.current: str | None = None
         self.is_busy = self.is_interrupted = False
@@ -177,6 +185,7 @@ class KernelContext:
 
     async def renew(self) -> None:
         """Start the kernel anew, which has nothing of the old one."""
+        self.news.clear()
         await self.manager.restart_kernel(now=True)
         await self.meet()
 
@@ -263,6 +272,9 @@ class KernelContext:
             if not await self.manager.is_alive():
                 say_text(name, "stderr", "the kernel had died and was started anew; its variables are gone\n")
                 await self.renew()
+            if self.news:
+                await self.silently(f"__import__('os').environ.update({self.news!r})")
+                self.news.clear()
             await self.run(name, code, env)
         except Ended as ended:
             say_error(name, *ended.args)
@@ -272,8 +284,20 @@ class KernelContext:
         finally:
             self.current = None
 
+    def claim(self, env: dict[str, str]) -> None:
+        """Have the sandbox's variables, in the kernel before its first code. A kernel whose begin they change begins
+        anew."""
+        self.news = {k: v for k, v in env.items() if k not in OF_ACCOUNT and os.environ.get(k) != v}
+        os.environ.update(self.news)
+        if any(map(AT_START.match, self.news)):
+            self.restarts.append("*")
+            self.asked.put_nowait(None)
+
     async def take(self, asked: dict[str, Any]) -> None:
         """Take one line of input."""
+        if asked["op"] == "claim":
+            self.claim(asked["env"])
+            return
         name = asked["id"]
         if asked["op"] == "run":
             self.asked.put_nowait((name, asked["code"], asked["env"]))

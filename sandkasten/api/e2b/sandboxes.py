@@ -35,19 +35,23 @@ from sandkasten.model.network import EVERY_PORT, NetworkMode, SignedPreview
 from sandkasten.model.session import FOREVER_S
 from sandkasten.supervisor import Supervisor
 
+INTERPRETER_TEMPLATE = "code-interpreter-v1"
+"""The template that E2B's code interpreter SDK asks for when its user names none."""
+
 ENVD_VERSION = "0.6.1"
 """Version that clients take for envd's, and choose their features by: from 0.6.2 on they send metadata of files."""
 
 
 @attrs.frozen(kw_only=True)
 class E2bTerms:
-    """`key` seals tokens. `templates` are names of images by E2B's names of templates; other names are images' own.
-    `widest` is the most that a sandbox may reach. `max_idle_s` is the longest idle timeout, None without a bound, and
-    so is `max_lifetime_s`. `has_ports`: the node serves previews.
+    """`key` seals tokens. `templates` are names of images by E2B's names of templates; other names are images' own, or
+    `aliases` of such. `widest` is the most that a sandbox may reach. `max_idle_s` is the longest idle timeout, None
+    without a bound, and so is `max_lifetime_s`. `has_ports`: the node serves previews.
     """
 
     key: bytes = attrs.field(repr=False)
     templates: Mapping[str, str] = attrs.field(factory=dict)
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
     widest: NetworkMode = NetworkMode.OPEN
     max_idle_s: float | None = None
     max_lifetime_s: float | None = None
@@ -57,6 +61,11 @@ class E2bTerms:
     def longest_s(self) -> float:
         """The lifetime of a sandbox that has no end of its own."""
         return self.max_lifetime_s or FOREVER_S
+
+    def has_kernel(self, image: str) -> bool:
+        """Whether sandboxes of that image begin with a kernel, as those of the code interpreter's template do."""
+        wanted = self.templates.get(INTERPRETER_TEMPLATE, INTERPRETER_TEMPLATE)
+        return self.aliases.get(image, image) == self.aliases.get(wanted, wanted)
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ STATUS: dict[type[SandkastenError], int] = {
     errors.SessionPaused: 409,
     errors.ShellBusy: 409,
     errors.ShellFailed: 409,
+    errors.WorkInterrupted: 409,
     errors.Conflict: 409,
     errors.Ambiguous: 409,
     errors.LimitInUse: 409,

@@ -33,7 +33,7 @@ from sandkasten.model.errors import (
     PreconditionFailed,
     RangeNotSatisfiable,
     RunnerProtocolError,
-    SandboxError,
+    WorkInterrupted,
 )
 from sandkasten.model.workspace import WRITE_S
 from sandkasten.supervisor import FileStream
@@ -148,7 +148,7 @@ async def send_content(exchange: Exchange, stream: FileStream, count: int) -> by
         last = piece
     await stream.answer(Done)
     if count:
-        raise SandboxError("the file became shorter while it was read")
+        raise WorkInterrupted("the file became shorter while it was read")
     return last
 
 

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from runner.wire.protocol import Done, ListFiles, Listing, Pack, Packed, RemoveFile
-from sandkasten.model.errors import ClientError, PermissionDenied, SandboxError, SandkastenError
+from sandkasten.model.errors import ClientError, PermissionDenied, SandboxError, SandkastenError, WorkInterrupted
 from sandkasten.security.attacks.archives import HOSTILE, Member, find_wrong, make_tar, tree
 from sandkasten.security.attacks.field import Field
 from sandkasten.security.attacks.files import EXCHANGE, changed
@@ -128,7 +128,7 @@ async def _beside(field: Field, program: str, waits_for: str, work: Callable[[st
 
 def _is_refusal(error: SandkastenError) -> bool:
     """Whether an error is about the files, and not about the sandbox that serves them."""
-    return isinstance(error, ClientError) or type(error) is SandboxError
+    return isinstance(error, ClientError | WorkInterrupted) or type(error) is SandboxError
 
 
 async def _run(field: Field, session_id: str, program: str) -> None:
