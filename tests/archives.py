@@ -9,6 +9,7 @@ import io
 import json
 import os
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,16 @@ def lent_tree(source: Path, target: Path) -> Iterator[None]:
     yield
     if _entries(target) == _entries(source) and not copy.exists():
         target.rename(copy)
+
+
+@contextlib.contextmanager
+def lent_data_dir(images: Path) -> Iterator[Path]:
+    """A data directory that has the `host` image, which takes half of a first start to make."""
+    with (
+        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
+        lent_tree(images, Path(directory, "images")),
+    ):
+        yield Path(directory)
 
 
 def _entries(top: Path) -> set[tuple[object, ...]]:

@@ -8,6 +8,7 @@ removed before the test is failed, so that one culprit does not fail its success
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection(session: pytest.Session) -> None:
     """Import a share of the files before all of them are collected: pytest rewrites each file's asserts at its first
     import and keeps the result, which each of the workers would do for all files otherwise (13 s of computing)."""
+    gc.disable()  # until the end of the collection, which leaves little garbage
     if not hasattr(session.config, "workerinput"):
         return
     worker = session.config.workerinput
@@ -79,6 +81,12 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection itself tells
             importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what stays to the end: it would look at all modules and items again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def _place(item: pytest.Item) -> int:

@@ -7,7 +7,9 @@ Sources: fsopen(2), open_tree(2), mount_setattr(2); Documentation/filesystems/{o
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsinit.kernel import constants as k
@@ -21,6 +23,7 @@ _OVERLAY_OPTIONS = {"metacopy": "off", "index": "off", "xino": "off", "redirect_
 "Directories with renames"). The kernel then believes `trusted.overlay.redirect` of every layer: the unpacker lets none
 into one (`tools/unpack.py`), and a session's programs have no power over such attributes. Nothing is believed of the
 content of a file (`metacopy`)."""
+_BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
 
 
 class ReadOnlyOverlay(Exception):
@@ -43,6 +46,29 @@ def clone_idmapped(path: str, userns_fd: int, attributes: int) -> int:
     # A clone: MOUNT_ATTR_IDMAP is only for a mount that was never attached (mount_setattr(2)).
     tree = syscalls.open_tree(-1, path, k.OPEN_TREE_CLONE | k.AT_SYMLINK_NOFOLLOW)
     return _with_attributes(tree, path, attributes | k.MOUNT_ATTR_IDMAP, userns_fd)
+
+
+@contextlib.contextmanager
+def _layers(paths: tuple[str, ...], userns_fd: int, attributes: int, *, by_fd: bool) -> Iterator[list[int]]:
+    """Clone directories, id-mapped, and yield a descriptor of each: of a clone of its own, as a mount point needs it,
+    or with `by_fd` those of layers of one store below one clone of that. The kernel waits for all processors wherever a
+    clone ends (`namespace_unlock` in fs/namespace.c): with a hundred clones most of a mount is waiting."""
+    fds: list[int] = []
+    places = [path.rsplit("/", 2) for path in paths]
+    stores = {store for store, *_ in places}
+    has_one = by_fd and len(stores) == 1 < len(paths)
+    try:
+        for path in stores if has_one else paths:
+            fds.append(clone_idmapped(path, userns_fd, k.MOUNT_ATTR_RDONLY | attributes))
+        if not has_one:
+            yield fds
+            return
+        for _, *names in places:
+            fds.append(syscalls.openat2(fds[0], "/".join(names), os.O_PATH | os.O_DIRECTORY, resolve=_BENEATH))
+        yield fds[1:]
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def clone(dirfd: int, path: str, attributes: int) -> int:
@@ -79,18 +105,16 @@ def overlay(layers: OverlayParts, *, features: Features, stage_path: str) -> int
     Raises:
         ReadOnlyOverlay: the file system can't be an upper layer.
     """
-    lower_fds: list[int] = []
+    by_fd = features.overlay_by_fd
     session_fd = clone(-1, layers.session_path, NOSUID_NODEV)
     try:
-        for path in layers.lower_paths:
-            lower_fds.append(clone_idmapped(path, layers.userns_fd, k.MOUNT_ATTR_RDONLY | NOSUID_NODEV))
-        if features.overlay_by_fd:
-            mount_fd = _overlay_by_fd(lower_fds, session_fd, layers.name)
-        else:
-            mount_fd = _overlay_by_path(lower_fds, session_fd, layers.name, stage_path)
+        with _layers(layers.lower_paths, layers.userns_fd, NOSUID_NODEV, by_fd=by_fd) as lower_fds:
+            if by_fd:
+                mount_fd = _overlay_by_fd(lower_fds, session_fd, layers.name)
+            else:
+                mount_fd = _overlay_by_path(lower_fds, session_fd, layers.name, stage_path)
     finally:
-        for fd in (*lower_fds, session_fd):
-            os.close(fd)
+        os.close(session_fd)
     # overlayfs mounts read-only, with no more than a line in the kernel's log, when its work directory is unusable.
     if os.fstatvfs(mount_fd).f_flag & os.ST_RDONLY:
         os.close(mount_fd)
@@ -101,10 +125,7 @@ def overlay(layers: OverlayParts, *, features: Features, stage_path: str) -> int
 def view(lower_paths: tuple[str, ...], userns_fd: int, *, features: Features, stage_path: str) -> int:
     """Return a read-only mount of id-mapped layers, the topmost first, as a session sees them that has not written. Of
     one layer it is the layer itself, whiteouts included: an overlay without an upper layer takes two at least."""
-    lower_fds: list[int] = []
-    try:
-        for path in lower_paths:
-            lower_fds.append(clone_idmapped(path, userns_fd, k.MOUNT_ATTR_RDONLY | INERT))
+    with _layers(lower_paths, userns_fd, INERT, by_fd=features.overlay_by_fd) as lower_fds:
         if len(lower_fds) == 1:
             return os.dup(lower_fds[0])
         if not features.overlay_by_fd:
@@ -118,9 +139,6 @@ def view(lower_paths: tuple[str, ...], userns_fd: int, *, features: Features, st
             return syscalls.fsmount(fs_fd, INERT)
         finally:
             os.close(fs_fd)
-    finally:
-        for fd in lower_fds:
-            os.close(fd)
 
 
 def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
@@ -147,27 +165,30 @@ def _overlay_by_fd(lower_fds: list[int], session_fd: int, name: str) -> int:
 def _overlay_by_path(lower_fds: list[int], session_fd: int | None, name: str, stage_path: str) -> int:
     """Give the layers as relative paths on the stage, for kernels before 6.13: the names show in the sandbox's mount
     table. Without `session_fd` there is no upper layer."""
-    os.chdir(stage_path)
-    lowers = stage.LOWER[: len(lower_fds)]
-    staged = list(zip(lower_fds, lowers, strict=True))
-    layers = {"lowerdir": ":".join(lowers)} | _OVERLAY_OPTIONS
-    flags = []
-    if session_fd is not None:
-        staged.insert(0, (session_fd, stage.UPPER))
-        layers |= {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
-        flags.append("volatile")
-    for layer_fd, point in staged:
-        target_fd = os.open(point, os.O_PATH | os.O_DIRECTORY)
-        syscalls.move_mount(layer_fd, target_fd)
-        os.close(target_fd)
-    options = [*(f"{key}={value}" for key, value in layers.items()), *flags]
-    syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
-    # The overlay holds its layers by itself: once it is cloned, the staged mounts can go.
-    mount_fd = syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
-    for point in (stage.STAGED_ROOT, *(point for _, point in reversed(staged))):
-        syscalls.umount2(point, k.MNT_DETACH)
-    os.chdir("/")
-    return mount_fd
+    # In a clone of the stage, which ends with all that is mounted in it: each end alone would be a wait (`_layers`).
+    around = f"{stage_path}/{stage.STAGED_ROOT}"
+    attach(clone(-1, stage_path, 0), os.open(around, os.O_PATH | os.O_DIRECTORY))
+    os.chdir(around)
+    try:
+        lowers = stage.LOWER[: len(lower_fds)]
+        staged = list(zip(lower_fds, lowers, strict=True))
+        layers = {"lowerdir": ":".join(lowers)} | _OVERLAY_OPTIONS
+        flags = []
+        if session_fd is not None:
+            staged.insert(0, (session_fd, stage.UPPER))
+            layers |= {"upperdir": f"{stage.UPPER}/{name}", "workdir": f"{stage.UPPER}/{name}-work"}
+            flags.append("volatile")
+        for layer_fd, point in staged:
+            target_fd = os.open(point, os.O_PATH | os.O_DIRECTORY)
+            syscalls.move_mount(layer_fd, target_fd)
+            os.close(target_fd)
+        options = [*(f"{key}={value}" for key, value in layers.items()), *flags]
+        syscalls.mount("sandkasten", stage.STAGED_ROOT, "overlay", k.MS_NOSUID | k.MS_NODEV, ",".join(options))
+        # The overlay holds its layers by itself: once it is cloned, the staged mounts can go.
+        return syscalls.open_tree(k.AT_FDCWD, stage.STAGED_ROOT, k.OPEN_TREE_CLONE)
+    finally:
+        os.chdir("/")
+        syscalls.umount2(around, k.MNT_DETACH)
 
 
 def filesystem(fstype: str, attributes: int, **options: str | int) -> int:

@@ -37,11 +37,11 @@ class Packing:
     session_jails: Jails
 
     def pack(self, request: PackLayer, fds: list[int]) -> Generator[Wait, bool, LayerPacked]:
-        """Pack a layer. `fds`: see `PackLayer`. Raises `StepFailed`, `OSError`."""
+        """Pack a layer, or an image's files. `fds`: see `PackLayer`. Raises `StepFailed`, `OSError`."""
         out_fd, asker_fd = fds
         yield from self.jails.admit()
         try:
-            with self.store.open_files(request.digest) as (files_fd, privileged_fd, opaque_fd):
+            with self.store.open_files(request.name) as (files_fd, privileged_fd, opaque_fd):
                 packed = yield from self.jails.run(
                     lambda verdict_fd: spawn_packer(
                         privileged_fd, verdict_fd, files_fd, out_fd, opaque_fd, arguments=_bounds(request)
@@ -58,7 +58,7 @@ class Packing:
     def pack_session(
         self, request: PackSession, fds: list[int], tree: Tree, features: Features
     ) -> Generator[Wait, bool, LayerPacked]:
-        """Pack what a session has changed. `fds`: see `PackSession`. Raises `StepFailed`."""
+        """Pack what a session has above some of its layers. `fds`: see `PackSession`. Raises `StepFailed`."""
         out_fd, asker_fd = fds
         yield from self.session_jails.admit()
         try:
@@ -78,8 +78,8 @@ class Packing:
                     raise failure_of(STAGE, error) from error
                 layout = self.store.layout
                 paths = (layout.layer_files(each) for each in reversed(below))
-                flags = (str(int(each)) for each in (request.is_whole, features.overlay_by_fd))
-                views = str(identity.base_uid), *flags, layout.stage, *paths
+                numbers = identity.base_uid, request.base_layers, features.overlay_by_fd
+                views = *(str(int(each)) for each in numbers), layout.stage, *paths
                 packed = yield from self.session_jails.run(
                     lambda verdict_fd: spawn_packer(None, verdict_fd, *files, arguments=(*_bounds(request), *views)),
                     asker_fd,

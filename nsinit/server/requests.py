@@ -26,6 +26,7 @@ from nsinit.wire import protocol as p
 from nsinit.wire.validate import (
     MIN_DISK_INODES,
     InvalidName,
+    check_base_layers,
     check_bridge_rules,
     check_bytes,
     check_certificate,
@@ -36,7 +37,7 @@ from nsinit.wire.validate import (
     check_grace,
     check_image_layers,
     check_image_name,
-    check_layer,
+    check_layer_or_image,
     check_limits,
     check_plan,
     check_run_cgroup_name,
@@ -312,7 +313,7 @@ def unpack_layer(node: StoreNode, request: p.UnpackLayer, fds: list[int]) -> Wor
 
 def pack_layer(node: StoreNode, request: p.PackLayer, fds: list[int]) -> Work:
     packed = yield from node.packing.pack(request, fds)
-    log("info", "packed", name=request.digest, entries=packed.entries, digest=packed.digest)
+    log("info", "packed", name=request.name, entries=packed.entries, digest=packed.digest)
     return packed, []
 
 
@@ -405,7 +406,7 @@ _COLLECT: dict[str, Check] = {"grace_s": check_grace, "kept": check_digests, "on
 
 _STORE_ROWS: tuple[Row[Any], ...] = (
     Row(p.UnpackLayer, _UNPACK, _of_layer, unpack_layer, fds=2),
-    Row(p.PackLayer, {**_PACKED, "digest": check_layer}, None, pack_layer, fds=2),
+    Row(p.PackLayer, {**_PACKED, "name": check_layer_or_image}, None, pack_layer, fds=2),
     Row(p.PublishImage, {**_IMAGE, "layers": check_image_layers}, _of_image, publish_image, fds=1),
     Row(p.DeleteImage, _IMAGE, _of_image, delete_image),
     Row(p.CollectLayers, _COLLECT, None, collect_layers),
@@ -437,7 +438,7 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(p.CloseBridge, _SESSION, _of_session, close_bridge),
     Row(p.TrustAuthority, {**_SESSION, "certificate": check_certificate}, _of_session, trust_authority),
     Row(p.OpenSockets, {**_SESSION, "count": check_socket_count}, _of_session, open_sockets),
-    Row(p.PackSession, {**_PACKED, **_SESSION}, None, pack_session, fds=2),
+    Row(p.PackSession, {**_PACKED, **_SESSION, "base_layers": check_base_layers}, None, pack_session, fds=2),
     Row(p.FindOomKills, _SESSION, None, find_oom_kills),
     Row(p.MakeWorkspace, {**_WORKSPACE, "quota": _quota}, _of_workspace, make_workspace),
     Row(p.GrowWorkspace, {**_WORKSPACE, "size_bytes": _size}, _of_workspace, grow_workspace),

@@ -75,7 +75,6 @@ class Plain(Mechanism):
         return UNKNOWN
 
 
-_TRIAL = DiskLimits(size_bytes=16 << 20, inodes=1024)
 _MAX_REASON_BYTES = 400
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -143,9 +142,9 @@ def _attempt(mechanism: Mechanism, place: DiskFacts, write_fd: int) -> None:
     try:
         syscalls.unshare(k.CLONE_NEWNS)
         capabilities.give_up(k.CAP_SYS_RESOURCE)
-        mechanism.make(place, _TRIAL)
-        mechanism.fit(place, _TRIAL)
-        _overfill(f"{mechanism.layers(place)}/{LAYERS[0]}/file")
+        mechanism.make(place, mechanism.trial)
+        mechanism.fit(place, mechanism.trial)
+        _overfill(f"{mechanism.layers(place)}/{LAYERS[0]}/file", mechanism.trial)
     except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
         reason = f"{getattr(error, 'errno', None) or 0} {error or type(error).__name__}"
         os.write(write_fd, reason.encode()[:_MAX_REASON_BYTES])
@@ -153,10 +152,10 @@ def _attempt(mechanism: Mechanism, place: DiskFacts, write_fd: int) -> None:
         os._exit(0)
 
 
-def _overfill(path: str) -> None:
+def _overfill(path: str, limits: DiskLimits) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, 2 * _TRIAL.size_bytes)
+        os.posix_fallocate(fd, 0, 2 * limits.size_bytes)
     except OSError as error:
         if error.errno not in _FULL:
             raise

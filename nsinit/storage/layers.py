@@ -112,9 +112,10 @@ class LayerDirectory:
         return LayerUnpacked(0, digest, entries, size_bytes, skipped, privileged, is_new=False)
 
     @contextlib.contextmanager
-    def open_files(self, digest: str) -> Iterator[tuple[int, int, int]]:
+    def open_files(self, name: str) -> Iterator[tuple[int, int, int]]:
         """Open a layer's directory of files and its lists, of privileged files and of opaque directories, and note that
-        it was asked for. Raises `FileNotFoundError`: there is none, or one of a version that kept no such lists."""
+        it was asked for. An image that is no list of layers has files alone: both lists are empty. Raises
+        `FileNotFoundError`: there is none, or one of a version that kept no such lists."""
         with contextlib.ExitStack() as opened:
 
             def open_in(path: str, flags: int, dir_fd: int | None = None) -> int:
@@ -122,8 +123,15 @@ class LayerDirectory:
                 opened.callback(os.close, fd)
                 return fd
 
+            if not is_digest(name):
+                files_fd = open_in(self.layout.image_rootfs(name), _DIRECTORY)
+                empty_fd, end = os.pipe2(os.O_CLOEXEC)
+                os.close(end)
+                opened.callback(os.close, empty_fd)
+                yield files_fd, empty_fd, empty_fd
+                return
             with self._shared():
-                fd = open_in(self.layout.layer(digest), _DIRECTORY)
+                fd = open_in(self.layout.layer(name), _DIRECTORY)
                 os.utime(fd)
                 files_fd = open_in("fs", _DIRECTORY, fd)
                 privileged_fd, opaque_fd = open_in(_PRIVILEGED, _READ, fd), open_in(_OPAQUE, _READ, fd)

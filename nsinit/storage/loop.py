@@ -31,6 +31,7 @@ class Loop(Mechanism):
     """The mechanism that this module is about."""
 
     mode: ClassVar[DiskMode] = "loop"
+    trial: ClassVar[DiskLimits] = DiskLimits(size_bytes=1 << 20, inodes=64)  # each block is written: it has no extents
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)

@@ -57,6 +57,8 @@ class Mechanism(ABC):
     """A mechanism that limits a session's disk."""
 
     mode: ClassVar[DiskMode]
+    trial: ClassVar[DiskLimits] = DiskLimits(size_bytes=16 << 20, inodes=1024)
+    """Limits of the disk that is filled to try the mechanism."""
 
     def __init__(self, layout: Layout) -> None:
         """Called while the whole machine is in sight; must not fail."""

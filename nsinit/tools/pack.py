@@ -1,6 +1,6 @@
 """Packs a tree of files into a tar archive in a jail, verdict on stdout: `python -I -S -B pack.py PARENT MAX_ENTRIES
-MAX_BYTES` packs a layer, and with `BASE WHOLE FEATURES STAGE LAYER...` what a session has changed above its layers, the
-topmost first; if WHOLE is 1, all that the session has.
+MAX_BYTES` packs a layer, and with `BASE KEPT FEATURES STAGE LAYER...` what a session has above the lowest KEPT of its
+layers, which are named from the topmost on: what it has changed, and what the layers between have.
 
 Descriptors of both: the verdict (1), the root of the tree (3), the archive (4). Of a layer: the lists of files with
 setuid or setgid (0) and of opaque directories (5), names with a NUL behind each. Of a session, which must stand still:
@@ -14,12 +14,13 @@ nanosecond, no names of users, and holes in units of `CHUNK_BYTES`, whatever the
 unpacked from an archive of this program is packed into the same bytes, and keeps its digest. Whiteouts and opaque
 directories become the marks of the OCI image specification (layer.md).
 
-The changes of a session are found by a comparison of two mounts, its root and its layers without it, and no mark of
+The changes of a session are found by a comparison of two mounts, its root and those layers without it, and no mark of
 overlayfs is read. An overlay copies up what changes, and all directories above it, and the copy has the time of its
 making (overlayfs.rst, "Non-directories"), which no program can set (inode(7), ctime). So a directory with the status of
-before has nothing that changed anywhere below, and what is new is read alone. What is mounted in the session, such as
-`/tmp` and `/workspace`, is not part of its root. Devices, FIFOs, sockets, names that would be
-read as marks, and attributes of others than users are counted and left out.
+before has nothing that changed anywhere below, and what is new is read alone. It is the same with what a layer has
+above others that were unpacked at another time. What is mounted in the session, such as `/tmp` and `/workspace`, is not
+part of its root. Devices, FIFOs, sockets, names that would be read as marks, and attributes of others than users are
+counted and left out.
 Sources: pax(1); GNU tar's manual, "PAX Format, Version 1.0" (sparse files); lseek(2) SEEK_DATA; xattr(7).
 """
 
@@ -385,10 +386,10 @@ def main() -> NoReturn:
     parent_pid, max_entries, max_bytes = (int(each) for each in sys.argv[1:4])
     packer = Packer(out := ArchiveOutput(_OUT_FD), max_entries=max_entries, max_bytes=max_bytes)
     if sys.argv[4:]:
-        base, whole, by_fd, stage_path, *layers = sys.argv[4:]
+        base, kept, by_fd, stage_path, *layers = sys.argv[4:]
         syscalls.end_with_parent(parent_pid)
-        privileged = _privileged_of(layers) if whole == "1" else {}
-        below = () if whole == "1" else tuple(layers)
+        at = max(0, len(layers) - int(kept))
+        privileged, below = _privileged_of(layers[:at]), tuple(layers[at:])
         root_fd = open_views(int(base), mounts.Features(by_fd == "1", False), stage_path, below)
         changes = Changes(has_layers=bool(below))
         rights = replace(JAIL, base=int(base))

@@ -46,23 +46,24 @@ class UnpackLayer(Request["LayerUnpacked"]):
 
 @dataclass(frozen=True, slots=True)
 class PackLayer(Request["LayerPacked"]):
-    """Write a layer as a tar archive, the same bytes each time.
+    """Write a layer as a tar archive, the same bytes each time. `name`: its digest; or that of an image that is no list
+    of layers, whose files are taken for one.
 
     Descriptors: that to write to, and the end of a pipe as with `UnpackLayer`. `Failed.stage`: `pack`, the sentence is
     about the layer and `path` is a name in it. `Failed` with `ENOENT`: there is no such layer; `EPIPE`: nobody reads.
     """
 
     seq: int
-    digest: str
+    name: str
     max_bytes: int
     max_entries: int
 
 
 @dataclass(frozen=True, slots=True)
 class PackSession(Request["LayerPacked"]):
-    """Write what a session has changed above its image as the tar archive of a layer; with `is_whole`, or of an image
-    that is no list of layers, all that the session sees. The session must stand still; a request that lets it go on, or
-    its teardown, ends the packing. Other requests about it do not wait.
+    """Write what a session has above the lowest `base_layers` of its layers as the tar archive of a layer: by default
+    what it has changed; with 0, or of an image that is no list of layers, all that it sees. The session must stand
+    still; a request that lets it go on, or its teardown, ends the packing. Other requests about it do not wait.
 
     Descriptors and `Failed` as with `PackLayer`; with `EBUSY`: the session runs; `ECANCELED`: it goes on, or has ended.
     """
@@ -71,7 +72,7 @@ class PackSession(Request["LayerPacked"]):
     session_id: str
     max_bytes: int
     max_entries: int
-    is_whole: bool = False
+    base_layers: int = MAX_IMAGE_LAYERS
 
 
 @dataclass(frozen=True, slots=True)

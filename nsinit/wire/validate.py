@@ -101,9 +101,15 @@ def check_digest(text: str) -> None:
     check_digests((text,) if text else ())
 
 
-def check_layer(text: str) -> None:
-    """Raise `InvalidName` unless `text` is a digest."""
-    check_digests((text,))
+def check_layer_or_image(text: str) -> None:
+    """Raise `InvalidName` unless `text` is a digest, or the name of an image."""
+    if not is_digest(text):
+        check_image_name(text)
+
+
+def check_base_layers(count: int) -> None:
+    """Raise `InvalidName` unless an image can have so many layers, or none."""
+    _range("layers", count, 0, MAX_IMAGE_LAYERS)
 
 
 def check_image_layers(digests: tuple[str, ...]) -> None:

@@ -4,7 +4,8 @@ A full collection looks at every object that may be part of a cycle, and nothing
 1000 sessions. So objects that have survived a full collection are taken out of what later ones look at
 (`gc.freeze`), and a full collection looks at no more than came since the last one. What is frozen is still freed with
 its last reference. Cycles that die after that are found by a *sweep*, which looks at everything: at a moment when the
-daemon does nothing, or when so much was frozen since the last sweep that memory could run out.
+daemon does nothing, or when as much was frozen since the last sweep as that one left. A daemon that is never quiet
+would grow otherwise: the cycles of a session that lives for a moment are frozen if a collection falls into it.
 
 The generations and their thresholds are CPython's; see the documentation of the module gc. Only `serve` uses this: the
 heap of a program that embeds the supervisor is that program's own.
@@ -29,8 +30,9 @@ QUIET_SHARE: Final = 0.02
 """The daemon is quiet when it has used less than this share of a processor for `QUIET_S`."""
 
 DUE: Final = 4
-OVERDUE: Final = 500
-"""Full collections after which a sweep is made at a quiet moment, or at any."""
+"""Full collections after which a sweep is made at a quiet moment."""
+OVERDUE: Final = 2
+"""Growth of what is frozen since the last sweep, as a factor, at which a sweep is made at any moment."""
 
 
 class Heap:
@@ -39,6 +41,8 @@ class Heap:
     def __init__(self) -> None:
         self.frozen = 0
         """Full collections since the last sweep, each with what it froze."""
+        self.left = 0
+        """Objects that the last sweep left."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -62,7 +66,7 @@ class Heap:
         gc.freeze()
         # A full one is put off until a quarter as much is new as the last one left: let that be nothing.
         gc.collect()
-        self.frozen = 0
+        self.frozen, self.left = 0, gc.get_freeze_count()
 
     async def run(self) -> NoReturn:
         """Make each sweep that is due."""
@@ -70,7 +74,7 @@ class Heap:
             used_s = time.thread_time()
             await trio.sleep(QUIET_S)
             is_quiet = time.thread_time() - used_s < QUIET_SHARE * QUIET_S
-            if self.frozen >= OVERDUE or (is_quiet and self.frozen >= DUE):
+            if (is_quiet and self.frozen >= DUE) or gc.get_freeze_count() >= OVERDUE * self.left:
                 self.sweep()
 
     def _note(self, phase: str, info: Mapping[str, Any]) -> None:  # the module gc's own

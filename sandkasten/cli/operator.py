@@ -147,7 +147,7 @@ def add_image(parser: argparse.ArgumentParser) -> None:
     add_session(commit)
     commit.add_argument("--name", required=True, help="the image's name, or NAME:TAG")
     commit.add_argument("--replace", action="store_true", help="take the place of an image of that name")
-    commit.add_argument("--squash", action="store_true", help="one layer of all files, without those of its image")
+    commit.add_argument("--squash", action="store_true", help="one layer of this and of earlier commits")
     add_client_options(commit)
     commit.set_defaults(command=lambda arguments: verb(import_module("sandkasten.cli.nodes").commit_session)(arguments))
     login = actions.add_parser("login", help="keep a name and a password for a registry; the password from stdin")

@@ -69,6 +69,13 @@ class Image:
     tags: Sequence[str] = attrs.field(default=(), converter=tuple)
     repository: str = ""
     """The name that its tag belongs to, of an image that was made here as NAME:TAG."""
+    base_layers: int = 0
+    """Number of its layers, from the lowest, that the image had which commits began with; 0: all of them."""
+
+    @property
+    def base(self) -> int:
+        """The number of layers, from the lowest, that no commit has made."""
+        return self.base_layers or len(self.layers)
 
     @property
     def is_cached_step(self) -> bool:
@@ -420,7 +427,7 @@ def _is_sound(image: Image) -> bool:
         image.kind in ("host", "rootfs", "layers")
         and all(isinstance(each, str) for each in (*texts, *image.tags, *image.layers))
         and all(LAYER_DIGEST.fullmatch(each) for each in image.layers)
-        and type(image.members) is type(image.size_bytes) is int
+        and type(image.members) is type(image.size_bytes) is type(image.base_layers) is int
     )
 
 

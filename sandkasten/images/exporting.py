@@ -2,7 +2,8 @@
 
 A jail of nsinit's writes each layer as a tar; here the bytes are compressed and hashed, and not read. The diff ids of
 the exported configuration are those of the tars that were written: of a layer that our own packer made, the same as
-before, and of another the digest of the same files in our order. Blocking: call it from a thread.
+before, and of another the digest of the same files in our order. An image that is no list of layers has one.
+Blocking: call it from a thread.
 Sources: the OCI image specification (image-layout.md, manifest.md, config.md, annotations.md).
 """
 
@@ -64,19 +65,17 @@ def export_image(
     `check` is called at each piece of a layer, and ends the export by what it raises.
 
     Raises:
-        InvalidImage: there is no image of that name, or it is none of layers.
+        InvalidImage: there is no image of that name, or it is the machine's own.
         LayerRefused, DiskReserve, NsinitLost.
         OSError: the file can't be written.
     """
     image = catalog.get(name)
     if image.name == HOST or image.kind == "host":
         raise InvalidImage(f"image {name!r} is this machine's own /usr, which is no image's to give away", image=name)
-    if image.kind != "layers":
-        raise InvalidImage(f"image {name!r} was made before there were layers: commit a session on it", image=name)
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         writer = _Writer(archive)
         # First: of an image whose first layer can't be packed no byte is written, and HTTP has a status for that.
-        found = [_add_layer(writer, store, blobs, each, compression, check) for each in image.layers]
+        found = [_add_layer(writer, store, blobs, each, compression, check) for each in image.layers or [image.name]]
         writer.add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
         diff_ids = [packed.diff_id for packed, _ in found]
         config = writer.add_blob(_config(image, diff_ids))
@@ -89,20 +88,20 @@ def export_image(
                 layers=[_descriptor(blob, kind) for _, blob in found],
             )
         )
-        if catalog.get(name).layers != image.layers:  # a layer that was removed meanwhile was packed in part
+        if catalog.get(name) != image:  # a layer that was removed meanwhile was packed in part
             raise InvalidImage(f"image {name!r} was replaced while it was exported", image=name)
         entry = _descriptor(manifest, _MANIFEST) | {"annotations": _names(image)}
         writer.add("index.json", _json(schemaVersion=2, manifests=[entry]))
-    is_repacked = diff_ids != list(image.layers)
+    is_repacked = bool(image.layers) and diff_ids != list(image.layers)
     return Exported(manifest.digest, is_repacked, sum(packed.skipped for packed, _ in found))
 
 
 def _add_layer(
-    writer: _Writer, store: Layers, blobs: Blobs, diff_id: str, compression: Compression, check: Callable[[], object]
+    writer: _Writer, store: Layers, blobs: Blobs, layer: str, compression: Compression, check: Callable[[], object]
 ) -> tuple[PackedLayer, Blob]:
     with blobs.unnamed() as file:
         digest, size = hashlib.sha256(), 0
-        with _packed(store, diff_id) as (source, packing):
+        with _packed(store, layer) as (source, packing):
             for piece in _compressed(source, compression):
                 check()
                 if size // _LOOK_BYTES != (size + len(piece)) // _LOOK_BYTES:
@@ -124,9 +123,9 @@ class _Packing:
     packed: PackedLayer | None = None
     error: SandkastenError | None = None
 
-    def run(self, store: Layers, diff_id: str, fd: int) -> None:
+    def run(self, store: Layers, layer: str, fd: int) -> None:
         try:
-            self.packed = store.pack_layer(diff_id, fd)
+            self.packed = store.pack_layer(layer, fd)
         except SandkastenError as error:
             self.error = error
         finally:
@@ -139,11 +138,11 @@ class _Packing:
 
 
 @contextlib.contextmanager
-def _packed(store: Layers, diff_id: str) -> Iterator[tuple[IO[bytes], _Packing]]:
+def _packed(store: Layers, layer: str) -> Iterator[tuple[IO[bytes], _Packing]]:
     """Have a layer packed into a pipe, and yield its other end; the packing has ended when the block is left."""
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     packing = _Packing()
-    thread = threading.Thread(target=packing.run, args=(store, diff_id, write_fd))
+    thread = threading.Thread(target=packing.run, args=(store, layer, write_fd))
     thread.start()
     try:
         with open(read_fd, "rb", buffering=0) as source:
@@ -198,15 +197,15 @@ def _path_of(blob: Blob) -> str:
 
 def _config(image: Image, diff_ids: list[str]) -> bytes:
     platform = Platform.parse(image.platform) if image.platform else Platform.own()
-    said = {name: value for name, value in attrs.asdict(platform).items() if value}
-    rootfs = {"type": "layers", "diff_ids": diff_ids}
-    return _json(**said, created=image.created_at, config=image.config.to_oci(), rootfs=rootfs, history=_history(image))
+    said: dict[str, Any] = {name: value for name, value in attrs.asdict(platform).items() if value}
+    said |= {"config": image.config.to_oci(), "rootfs": {"type": "layers", "diff_ids": diff_ids}}
+    return _json(**said, created=image.created_at, history=_history(image, len(diff_ids)))
 
 
-def _history(image: Image) -> list[dict[str, str]]:
-    """Return an entry for each layer, empty where nobody knows what has made it."""
-    made = image.config.history[-len(image.layers) :]
-    return [{} for _ in range(len(image.layers) - len(made))] + [{"created_by": each} if each else {} for each in made]
+def _history(image: Image, count: int) -> list[dict[str, str]]:
+    """Return an entry for each of the layers, empty where nobody knows what has made it."""
+    made = image.config.history[-count:]
+    return [{} for _ in range(count - len(made))] + [{"created_by": each} if each else {} for each in made]
 
 
 def _names(image: Image) -> dict[str, str]:

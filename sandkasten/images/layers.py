@@ -141,10 +141,10 @@ class Layers:
             return LayerMeta.of(self._link.ask(request, (blob_fd, asker_fd)))
 
     def pack_layer(
-        self, diff_id: str, out_fd: int, *, max_bytes: int = MAX_BYTES, max_entries: int = MAX_ENTRIES
+        self, name: str, out_fd: int, *, max_bytes: int = MAX_BYTES, max_entries: int = MAX_ENTRIES
     ) -> PackedLayer:
         """Write a layer as a tar archive to a file or a pipe: the same bytes each time, and those that it was unpacked
-        from if this wrote them.
+        from if this wrote them. `name`: the layer's digest, or the name of an image that is no list of layers.
 
         Raises:
             LayerRefused: the layer has what an archive can't hold.
@@ -153,7 +153,7 @@ class Layers:
             NsinitLost: nsinit died.
         """
         with asking() as asker_fd:
-            request = protocol.PackLayer(_UNSENT, diff_id, max_bytes, max_entries)
+            request = protocol.PackLayer(_UNSENT, name, max_bytes, max_entries)
             return PackedLayer.of(self._link.ask(request, (out_fd, asker_fd)))
 
     def publish_image(
@@ -168,8 +168,10 @@ class Layers:
         tags: Sequence[str] = (),
         repository: str = "",
         replace: bool = False,
+        base_layers: int = 0,
     ) -> None:
-        """Give layers, the lowest first, a name. The description has the sums of their files.
+        """Give layers, the lowest first, a name. The description has the sums of their files. `base_layers`: see
+        `catalog.Image`.
 
         Raises:
             InvalidImage: the name is malformed or taken, or a layer is missing.
@@ -177,7 +179,8 @@ class Layers:
         """
         found = [meta for each in set(layers) if (meta := self.find(each)) is not None]
         members, size_bytes = sum(meta.entries for meta in found), sum(meta.size_bytes for meta in found)
-        described = describe(layers, config, digest, source, platform, tags, members, size_bytes, repository)
+        said = members, size_bytes, repository, base_layers
+        described = describe(layers, config, digest, source, platform, tags, *said)
         with description(described) as fd:
             self._link.ask(protocol.PublishImage(_UNSENT, name, tuple(layers), replace), (fd,))
 
@@ -219,6 +222,7 @@ def describe(
     members: int = 0,
     size_bytes: int = 0,
     repository: str = "",
+    base_layers: int = 0,
 ) -> bytes:
     """Return the description of an image (`catalog.Image`, but for its name). Raises `InvalidImage`: too large."""
     said: dict[str, Any] = {
@@ -233,6 +237,7 @@ def describe(
         "platform": platform,
         "tags": list(tags),
         "repository": repository,
+        "base_layers": base_layers,
     }
     encoded = (json.dumps(said, indent=1) + "\n").encode()
     if len(encoded) > MAX_DESCRIPTION_BYTES:

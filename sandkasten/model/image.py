@@ -128,7 +128,7 @@ class ConfigChanges:
 class CommitSpec:
     """A commit that is asked for: the image's name, and what is other than in the session's image. `replace`: take the
     place of an image of that name. `created_by` is for the history: what has made the layer, if there is one. `squash`:
-    one layer of all that the session has, instead of one above those of its image."""
+    the layer has what earlier commits have added, too."""
 
     name: str
     config: ConfigChanges = attrs.field(factory=ConfigChanges)

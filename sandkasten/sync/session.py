@@ -564,7 +564,7 @@ class Session:
                 `labels`, `exposed_ports`.
             replace: take the place of an image of that name.
             created_by: what the image's history says of the layer.
-            squash: make one layer of all that the session has, instead of one above those of its image.
+            squash: make one layer of this and of what earlier commits have added to the image that they began with.
 
         Raises:
             InvalidImage: the name is taken, or the session's image is the machine's own.

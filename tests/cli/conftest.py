@@ -13,7 +13,6 @@ import select
 import signal
 import struct
 import subprocess
-import tempfile
 import termios
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ import attrs
 import httpx
 import pytest
 
+from tests.archives import lent_data_dir
 from tests.e2e import seed
 from tests.e2e.daemon import SCRIPT, Daemon, running_daemon
 from tests.waiting import patience
@@ -209,12 +209,9 @@ _PREVIEWS = {"SANDKASTEN_PREVIEW_LISTEN": "127.0.0.1:0", "SANDKASTEN_PREVIEW_PUB
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
+def daemon(images: Path) -> Iterator[Daemon]:
     """A daemon with a key of its own making, in its data directory."""
-    with (
-        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
-        running_daemon(Path(directory), SANDKASTEN_API_KEY="", **_PREVIEWS) as daemon,
-    ):
+    with lent_data_dir(images) as directory, running_daemon(directory, SANDKASTEN_API_KEY="", **_PREVIEWS) as daemon:
         daemon.wait_url()
         yield daemon
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.archives import lent_data_dir
 from tests.e2e.daemon import Daemon, running_daemon
 
 
@@ -18,17 +18,14 @@ def seeded(command_seed: None) -> None:
 
 
 @pytest.fixture
-def data_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
-        yield Path(directory)
+def data_dir(images: Path) -> Iterator[Path]:
+    with lent_data_dir(images) as directory:
+        yield directory
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with (
-        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
-        running_daemon(Path(directory)) as daemon,
-    ):
+def daemon(images: Path) -> Iterator[Daemon]:
+    with lent_data_dir(images) as directory, running_daemon(directory) as daemon:
         daemon.wait_url()
         yield daemon
 

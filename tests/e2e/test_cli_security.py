@@ -30,7 +30,7 @@ def test_what_holds_is_status_0_and_a_table(data_dir: Path) -> None:
     assert held == ["signals.kill-pid1", "signals.other-ways", "signals.owner", "kernel.filter"]
     assert lines[-1].startswith("4 attempts in ")
     assert lines[-1].endswith(" 4 held")
-    assert list(data_dir.iterdir()) == []
+    assert os.listdir(data_dir) == ["images"]
 
 
 def test_what_is_broken_is_status_1_and_says_what_was_seen(data_dir: Path) -> None:
@@ -50,4 +50,4 @@ def test_a_grave_finding_alone_is_status_1_and_json_has_it_all(data_dir: Path) -
     (found,) = [each for each in shown["findings"] if each["severity"] == "high"]
     assert found["id"] == "listen.plain-http"
     assert all(each["why"] and each["fix"] for each in shown["findings"])
-    assert list(data_dir.iterdir()) == []
+    assert os.listdir(data_dir) == ["images"]

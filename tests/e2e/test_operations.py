@@ -41,7 +41,8 @@ def test_a_backup_that_is_restored_is_what_was_backed_up(data_dir: Path) -> None
     """A backup of a killed daemon's data, whose last writes lie beside the database, restores it; workspace files stay
     as they are.
     """
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
+    no_images = {"SANDKASTEN_WORKSPACE_DEFAULT_QUOTA_MB": "0"}  # an image has a journal of 64 MiB
+    with running_daemon(data_dir, **no_images) as daemon, daemon.client() as client:
         assert client.put("/v1/workspaces/kept", json={"labels": {"of": "backup"}}).status_code == 201
         assert do(commands("console", "Back up"), data_dir) == "ok\n"
         assert (data_dir / "backup.db").stat().st_mode & 0o077 == 0
@@ -56,7 +57,7 @@ def test_a_backup_that_is_restored_is_what_was_backed_up(data_dir: Path) -> None
         daemon.process.wait()
     assert (data_dir / "sandkasten.db-wal").stat().st_size > 0
     do(commands("sh", "Back up"), data_dir)
-    with running_daemon(data_dir) as daemon, daemon.client() as client:
+    with running_daemon(data_dir, **no_images) as daemon, daemon.client() as client:
         found = labels(client)
         assert found == {"kept": {"of": "backup"}} | {f"later-{number}": {} for number in range(LATER)}
         read = client.get("/v1/workspaces/kept/fs/read", params={"path": "f"}).json()

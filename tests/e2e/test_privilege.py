@@ -329,7 +329,7 @@ def test_a_data_directory_behind_a_private_one_works_and_shows_no_neighbour(data
         assert sorted(os.listdir(f"/proc/{daemon.process.pid}/root{data_dir}")) == ["deeper"]
         assert uid_of(daemon) > 0
         assert daemon.stop() == 0
-    assert sorted(os.listdir(data_dir)) == ["deeper", "neighbour"]
+    assert sorted(os.listdir(data_dir)) == ["deeper", "images", "neighbour"]
 
 
 SERVE = ["python3", "-m", "http.server", "--bind", "127.0.0.1", "8000"]

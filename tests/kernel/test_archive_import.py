@@ -17,7 +17,7 @@ import trio
 
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
-from sandkasten.images.catalog import Catalog
+from sandkasten.images.catalog import Catalog, Image, now
 from sandkasten.images.exporting import Exported, export_image
 from sandkasten.images.layers import open_store
 from sandkasten.images.registry.blobs import Blobs
@@ -157,8 +157,8 @@ def exported(config: Config, name: str, path: Path, compression: Compression = "
 
 async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config: Config, tmp_path: Path) -> None:
     """The layers of another tool get other digests, of the same trees; from then on they are the same, whatever
-    compresses them. Two exports of one image are the same bytes, also by the daemon, whose reader may leave.
-    What is no image of layers is refused, and so is one that goes meanwhile."""
+    compresses them. Two exports of one image are the same bytes, also by the daemon, whose reader may leave. An image
+    that is no list of layers comes back as one. The machine's own is refused, and so is one that goes meanwhile."""
     catalog = Catalog(config.data_dir)
     saved = tar_of(docker_saved({"team/tools:v2": rich(busybox_tar(tmp_path / "base.tar").read_bytes())}))
     assert (await imported(supervisor, ImportSpec("tools"), saved)).state is JobState.DONE
@@ -174,6 +174,14 @@ async def test_an_export_comes_back_the_same(supervisor: LocalSupervisor, config
         assert (done.is_repacked, done.skipped) == (False, 0)
         back = await imported(supervisor, ImportSpec(compression), (tmp_path / compression).read_bytes())
         assert (back.digest, catalog.get(compression).layers) == (done.digest, again.layers)
+    with catalog.building("old") as directory:
+        with tarfile.open(tmp_path / "base.tar") as archive:
+            archive.extractall(directory / "rootfs", filter="tar")
+        catalog.publish(directory, Image("old", "rootfs", now(), "an archive"))
+    done = await trio.to_thread.run_sync(exported, config, "old", tmp_path / "old")
+    assert (done.is_repacked, done.skipped) == (False, 0)
+    assert (await imported(supervisor, ImportSpec("new"), (tmp_path / "old").read_bytes())).digest == done.digest
+    assert tree_of(catalog, "new") == [layer_tree(path) for path in catalog.trees("old")]
     pieces = []
     async with supervisor.export_image("again", "gzip") as read:
         while piece := await read():

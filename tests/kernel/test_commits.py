@@ -53,8 +53,7 @@ async def test_an_image_is_made_of_a_session_which_goes_on(
 ) -> None:
     """A session on the new image has the files, the deletions and the configuration; the committed one goes on with its
     shell. A commit of that session adds a layer, if it has changed something. A paused session stays paused. A taken
-    name is refused, and taken over on request. Layers become one on request, and where there can't be one more. A
-    second tag of a name is an image beside the first."""
+    name is refused, and taken over on request. A second tag of a name is an image beside the first."""
     session_id = await root_session(supervisor, image)
     await supervisor.exec(
         session_id, ExecSpec("cd /; kept=yes; busybox rm bin/id; echo made > made; echo no > /tmp/no")
@@ -83,16 +82,39 @@ async def test_an_image_is_made_of_a_session_which_goes_on(
     assert (same.layers, same.config.cmd) == (again.layers, ())
     await supervisor.exec(upper, ExecSpec("echo more > /more"))
     assert len((await supervisor.commit_session(upper, CommitSpec("upper"))).layers) == 3
-    squashed = await supervisor.commit_session(upper, CommitSpec("one", created_by="all", squash=True))
-    assert (len(squashed.layers), squashed.config.history) == (1, ("all",))
-    assert await told(supervisor, "one", "cat /made /more; ls /bin/id 2>&1 | busybox wc -l") == "made\nmore\n1\n"
     tagged = [await supervisor.commit_session(upper, CommitSpec(f"app:v{number}")) for number in (1, 2)]
     assert [(each.name, each.references) for each in tagged] == [("app", ["app:v1"]), ("app-v2", ["app:v2"])]
     with pytest.raises(InvalidImage, match="there is an image 'app-v2' already"):
         await supervisor.commit_session(upper, CommitSpec("app:v2"))
     assert (await supervisor.commit_session(upper, CommitSpec("app:v2", replace=True))).name == "app-v2"
-    monkeypatch.setattr(commits, "MAX_IMAGE_LAYERS", 2)
-    assert (await supervisor.commit_session(upper, CommitSpec("full"))).layers == squashed.layers
+
+
+async def test_a_chain_of_commits_goes_on_for_ever(
+    supervisor: LocalSupervisor, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an image can't have one layer more, and on request, what commits have added is one layer above those that
+    the first of them began with; sessions see what they saw, and the history has one entry for it. An image that came
+    with as many layers as there may be becomes one layer. Images and sessions on the layers of before stay."""
+    monkeypatch.setattr(commits, "MAX_IMAGE_LAYERS", 3)
+    (base,) = (await supervisor.image(image)).layers
+    counts, session_id = [], ""
+    for number in range(4):
+        session_id = await root_session(supervisor, f"chain{number}" if number else image)
+        command = f"echo {number} >> /all; echo > /only{number}; busybox rm -f /only{number - 1} /bin/id"
+        await supervisor.exec(session_id, ExecSpec(command))
+        made = await supervisor.commit_session(session_id, CommitSpec(f"chain{number + 1}", created_by=f"{number}"))
+        counts.append((len(made.layers), made.config.history))
+        assert made.layers[0] == base
+    assert counts == [(2, ("0",)), (3, ("0", "1")), (2, ("2",)), (3, ("2", "3"))]
+    look, seen = "cat /all; ls /only* /bin/id 2>&1 | busybox wc -l", "0\n1\n2\n3\n2\n"
+    squashed = await supervisor.commit_session(session_id, CommitSpec("squashed", created_by="all", squash=True))
+    assert (squashed.layers[0], len(squashed.layers), squashed.config.history) == (base, 2, ("all",))
+    assert (await supervisor.exec(session_id, ExecSpec(look))).output.decode() == seen
+    monkeypatch.setattr(commits, "MAX_IMAGE_LAYERS", 1)
+    full = await supervisor.commit_session(session_id, CommitSpec("full"))
+    assert (len(full.layers), full.config.history) == (1, ("commit",))
+    for name in ("chain4", "squashed", "full"):
+        assert await told(supervisor, name, look) == seen
 
 
 async def test_no_image_is_made_of_the_machines_own_or_of_another_than_the_sessions(

@@ -67,13 +67,12 @@ def build(server: Nsinit, name: str, layers: Sequence[str]) -> Sandbox:
     return server.build(plan, Setup(user="root"))
 
 
-def pack(server: Nsinit, session_id: str, *, is_whole: bool = False, **bounds: int) -> tuple[Any, bytes]:
+def pack(server: Nsinit, session_id: str, **asked: int) -> tuple[Any, bytes]:
     """Freeze a session, pack it and let it go on; return the answer and the archive."""
     asker, end = os.pipe()
     with tempfile.TemporaryFile() as file:
         assert isinstance(server.ask(SetFrozen, session_id=session_id, frozen=True)[0], Ok)
-        asked = {"session_id": session_id, "is_whole": is_whole, **BOUNDS, **bounds}
-        answer = ask(server, PackSession, file.fileno(), asker, **asked)
+        answer = ask(server, PackSession, file.fileno(), asker, **{"session_id": session_id, **BOUNDS, **asked})
         assert isinstance(server.ask(SetFrozen, session_id=session_id, frozen=False)[0], Ok)
         file.seek(0)
         for fd in (asker, end):
@@ -167,29 +166,49 @@ def test_an_image_that_is_no_list_becomes_one_layer(data_dir: Path, server: Nsin
 
 
 def test_layers_and_changes_become_one_layer_on_request(data_dir: Path, server: Nsinit) -> None:
-    """Another session on that one layer sees what the packed one saw. Files have the setuid bits that their own layer
-    says, the topmost that has them; what the session has put in their places has none of a layer's."""
+    """Another session sees what the packed one saw: on the one layer of all, and on that of what is above some layers,
+    with those. Files have the setuid bits that their own layer says, the topmost that has them; what the session has
+    put in their places has none of a layer's. Marks are for what the layers below have alone."""
     names = ("kept/su", "kept/over", "kept/mine")
     lower = tar_of({**LOWER, **dict.fromkeys(names, b"su")}, **{name: {"mode": 0o4755} for name in names})
-    layers = publish(data_dir, "parts", base_layer(), lower, tar_of({"kept": None, "kept/over": b"su"}))
+    middle = {"same": None, "same/.wh.x": b"", "one": None, "one/sub": None, "one/sub/.wh.f": b"", "one/g": b"middle"}
+    upper = tar_of(
+        {"kept": None, "kept/over": b"su", "kept/third": b"", "brief": b""}, **{"kept/third": {"mode": 0o4755}}
+    )
+    layers = publish(data_dir, "parts", base_layer(), lower, tar_of(middle), upper)
     box = build(server, "parts", layers)
-    told = box.run(f"{CHANGES}; echo su > kept/mine; echo mine > kept/own; chmod 755 kept/own")
+    told = box.run(f"{CHANGES}; rm brief; echo su > kept/mine; echo mine > kept/own; chmod 755 kept/own")
     assert (told.code, told.err) == (0, "")
     before = box.run(LISTING).out
     assert box.run("chmod 6755 /kept/own").code == 0
-    answer, archive = pack(server, box.session_id, is_whole=True)
-    assert isinstance(answer, LayerPacked), answer
-    assert unpack(server, archive).digest == answer.digest
+    packed = [pack(server, box.session_id, base_layers=kept) for kept in (0, 2, 4)]
     box.teardown()
-    with tarfile.open(fileobj=io.BytesIO(archive)) as read:
-        modes = {each.name: each.mode for each in read}
-    assert not [name for name in modes if "/.wh." in name or name.startswith((".wh.", "tmp/", "workspace/"))]
-    privileged = {name: mode for name, mode in modes.items() if mode & 0o6000}
-    assert privileged == {"kept/su": 0o4755, "kept/own": 0o6755}
-    publish_on(data_dir, "whole", (answer.digest,))
-    again = build(server, "whole", (answer.digest,))
-    assert again.run(LISTING).out == before
-    again.teardown()
+    own = {"kept/own": 0o6755}
+    gone = {".wh.deep", ".wh.gone", ".wh.two", "kept/.wh.b", "over/.wh.old"}
+    for kept, has, lacks, marks, privileged in (
+        (0, {"bin/busybox", "kept/a"}, {"brief"}, set(), {**own, "kept/su": 0o4755, "kept/third": 0o4755}),
+        (
+            2,
+            {"kept/over", "moved/deep/x"},
+            {"bin/busybox", "kept/su"},
+            {*gone, "same/.wh.x"},
+            {**own, "kept/third": 0o4755},
+        ),
+        (4, {"moved/deep/x"}, {"bin/busybox", "kept/third", "same"}, {*gone, ".wh.brief", "one/.wh.g"}, own),
+    ):
+        answer, archive = packed.pop(0)
+        assert isinstance(answer, LayerPacked), answer
+        assert unpack(server, archive).digest == answer.digest
+        with tarfile.open(fileobj=io.BytesIO(archive)) as read:
+            modes = {each.name: each.mode for each in read}
+        assert has <= modes.keys(), kept
+        assert not lacks & modes.keys(), kept
+        assert {name for name in modes if ".wh." in name} == marks
+        assert {name: mode for name, mode in modes.items() if mode & 0o6000} == privileged
+        publish_on(data_dir, f"kept-{kept}", (*layers[:kept], answer.digest))
+        again = build(server, f"kept-{kept}", (*layers[:kept], answer.digest))
+        assert again.run(LISTING).out == before
+        again.teardown()
 
 
 def test_a_session_that_runs_or_has_too_much_is_not_packed(data_dir: Path, server: Nsinit) -> None:

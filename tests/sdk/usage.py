@@ -204,8 +204,8 @@ async def files(client: SandboxClient, directory: Path) -> None:
 
 
 async def large_files(client: SandboxClient, directory: Path) -> None:
-    """A file and a directory of 256 MiB each, in and out, take less than 64 MiB of this process's memory."""
-    size = 256 * 1024 * 1024
+    """A file and a directory of 96 MiB each, in and out, take less than 32 MiB of this process's memory."""
+    size = 96 * 1024 * 1024
     (directory / "in").mkdir()
     with (directory / "in/large").open("wb") as file:
         file.truncate(size)
@@ -219,7 +219,7 @@ async def large_files(client: SandboxClient, directory: Path) -> None:
         await box.files.copy_in(directory / "in", "d")
         assert (await box.files.copy_out("d", directory / "out")).size_bytes == size
         took = _most_memory() - began
-        assert took < 64 * 1024 * 1024, took
+        assert took < 32 * 1024 * 1024, took
 
 
 def _most_memory() -> int:

@@ -53,6 +53,7 @@ BAD: dict[str, object] = {
     "only": ("",),
     "max_bytes": -1,
     "max_entries": 0,
+    "base_layers": 128,
     "reserve_bytes": -1,
     "grace_s": -1,
 }

@@ -1,7 +1,9 @@
 """Commits of sessions: what a session has changed becomes a layer, and that layer on those below an image. Of a session
 that has changed nothing the image has those below alone.
 
-With `squash`, or where an image can't have one layer more, all that the session has becomes the image's only layer.
+With `squash`, or where an image can't have one layer more, what earlier commits have added becomes part of that layer,
+above the layers that the first of them began with. So a chain of commits goes on for ever. An image that came with as
+many layers as there may be becomes one layer.
 nsinit packs the session and unpacks the layer, each in a jail; here are a pipe between the two, and the description.
 A commit is whole with the image's name: what fails or is cancelled before leaves a layer that nobody has, which a
 collection removes.
@@ -61,27 +63,31 @@ class Commits:
         if below.kind == "host":
             raise InvalidImage(f"image {below.name!r} is the machine's own /usr, of which no image can be made")
         config = spec.config.apply(below.config)
-        is_whole = spec.squash or len(below.layers) >= MAX_IMAGE_LAYERS
+        kept = len(below.layers)
+        if spec.squash or kept >= MAX_IMAGE_LAYERS:
+            kept = below.base if below.base < MAX_IMAGE_LAYERS else 0
         async with self._one, self._turns.unpacks:
             name, repository, tag = await trio.to_thread.run_sync(self._place, spec)
             async with still():
-                packed = await self._take(session_id, is_whole=is_whole)
+                packed = await self._take(session_id, kept)
             self._crash.passing(Point.COMMIT_PACKED)
             if packed.below != tuple(below.layers):
                 raise InvalidImage(f"image {image_name!r} is another one than when the session was made")
-            under = () if is_whole else packed.below
+            under = packed.below[:kept]
             changed = [packed.digest] if packed.entries or not under else []
-            history = (*(config.history if under else ()), spec.created_by) if changed else config.history
+            # It is that of the topmost layers, so those that became part of the new one are its last.
+            history = config.history[: max(0, len(config.history) - len(packed.below) + kept)]
             image = NewImage(
                 name=name,
                 tags=[tag] if tag else [],
                 repository=repository,
                 layers=[*under, *changed],
-                config=attrs.evolve(config, history=history),
+                config=attrs.evolve(config, history=(*history, spec.created_by) if changed else history),
                 digest="",
                 source=below.source if below.is_cached_step else f"commit of a session of {below.name}",
                 platform=below.platform,
                 replace=spec.replace,
+                base_layers=min(below.base, kept),
             )
             with self._turns.keeping(image.layers):
                 await publish(self._layers, image, self._crash)
@@ -95,8 +101,9 @@ class Commits:
             self._catalog.require_free(place[0])
         return place
 
-    async def _take(self, session_id: str, *, is_whole: bool) -> LayerPacked:
-        """Pack the session and unpack the archive, at the same time. Raises as `commit`."""
+    async def _take(self, session_id: str, kept: int) -> LayerPacked:
+        """Pack what the session has above the lowest `kept` layers, and unpack the archive, at the same time. Raises as
+        `commit`."""
         unpacked: list[str] = []
         with trio.move_on_after(COPY_S):
             try:
@@ -104,7 +111,7 @@ class Commits:
                     with _pipe() as (read_end, write_end):
                         await nursery.start(self._unpack, read_end, unpacked)
                         with write_end, asking() as asker_fd:
-                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES, is_whole)
+                            request = PackSession(_UNSENT, session_id, MAX_BYTES, MAX_ENTRIES, kept)
                             packed = await ask_store(self._nsinit, request, (write_end.fileno(), asker_fd))
             except* SandkastenError as group:
                 raise unwrap(group) from None

@@ -46,5 +46,6 @@ class NsinitLayers:
             tags=image.tags,
             repository=image.repository,
             replace=image.replace,
+            base_layers=image.base_layers,
         )
         await trio.to_thread.run_sync(publish)  # it reads and writes files

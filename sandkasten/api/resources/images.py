@@ -261,8 +261,8 @@ class ConfigRequest:
 @attrs.frozen
 class CommitImageRequest:
     """An image to make of a session. Its `name` may be NAME:TAG. With `replace` it takes the place of the image of that
-    name. `created_by` is for the history of its layers. With `squash` all that the session has is one layer, without
-    those of its image."""
+    name. `created_by` is for the history of its layers. With `squash` the layer has what earlier commits have added,
+    too, and is above the layers that they began with."""
 
     name: NewImageName
     config: ConfigRequest | None = None

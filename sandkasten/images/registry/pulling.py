@@ -50,6 +50,7 @@ class NewImage:
     platform: str
     replace: bool
     repository: str = ""
+    base_layers: int = 0
 
 
 class PullTarget(Protocol):
