@@ -6,11 +6,13 @@ Options: --only NAMES, --share SHARE, --seed N, --into DIR.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import secrets
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import trio
@@ -21,7 +23,9 @@ from bench.sections import SECTIONS, Bench
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 24 * 60
-"""No section begins after this."""
+"""Time of all loops of a whole run; no section begins after this."""
+AROUND_S = 1.5
+"""Time of a section beside its loops: daemons start and end."""
 GRACE_S = 60
 """A section that waits for something so long after its time fails."""
 
@@ -57,19 +61,26 @@ def _share(text: str) -> float:
     return share
 
 
+def ends_s(names: Sequence[str], share: float) -> Sequence[float]:
+    """Return the seconds of the run after which no round of each section begins. What a section leaves of its time is
+    the next one's."""
+    budgets = [SECTIONS[name].budget_s for name in names]
+    scale = share * min(1, BUDGET_S / sum(budgets))
+    return [*itertools.accumulate(AROUND_S + scale * budget for budget in budgets)]
+
+
 async def _run(report: Report, names: list[str]) -> None:
     began = time.monotonic()
     report.bench.peers = find_peers(report.bench.scratch / "peers")
-    for name in names:
+    for name, end_s in zip(names, ends_s(names, report.bench.share), strict=True):
         section_began = time.monotonic()
         if section_began - began > BUDGET_S:
             report.sections[name] = "not begun: out of time"
             continue
-        section = SECTIONS[name]
-        report.bench.deadline = section_began + section.budget_s
+        report.bench.deadline = began + end_s
         try:
-            with trio.fail_after(section.budget_s + GRACE_S):
-                await section.work(report.bench)
+            with trio.fail_after(max(0.0, began + end_s - section_began) + GRACE_S):
+                await SECTIONS[name].work(report.bench)
         except Exception as error:  # noqa: BLE001 - the others go on; the report tells
             traceback.print_exc()
             report.sections[name] = f"failed: {type(error).__name__}: {error}"[:300]

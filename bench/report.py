@@ -180,6 +180,7 @@ class Report:
         lines += [f"![{name}]({self.name}-{name}.svg)" for name in self._plots()]
         lines += ["", "## Sections", ""]
         lines += _table(("section", "seconds, or error"), [*self.sections.items()])
+        lines += ["", *(f"- Out of time: {each}" for each in self.bench.cut)] if self.bench.cut else []
         return lines
 
     def _line(self, name: str) -> Sequence[str]:

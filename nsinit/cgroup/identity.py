@@ -16,7 +16,7 @@ from nsinit.wire.protocol import Identity
 
 def find_identity(cgroup: SessionCgroup) -> Identity | None:
     """Return the identity of the session's PID 1, or None when no process of the session runs."""
-    for pid in cgroup.processes():
+    for pid in cgroup.listed():
         try:
             if _innermost_pid(pid) == 1:
                 return read_identity(pid)

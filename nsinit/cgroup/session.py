@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from nsinit.cgroup.tree import Tree
@@ -114,10 +114,15 @@ class SessionCgroup:
 
     def processes(self) -> tuple[int, ...]:
         """Return the host pids of every process in any of the directories, run cgroups included."""
-        pids: set[int] = set()
-        for directory in (*self.directories, *self.run_cgroup_directories()):
-            pids.update(read_processes(directory))
-        return tuple(pids)
+        return tuple({*self.listed()})
+
+    def listed(self) -> Iterator[int]:
+        """Yield the same, as the directories list them: PID 1 first as a rule, and each process once for each of its
+        hierarchies."""
+        for directory in self.directories:
+            yield from read_processes(directory)
+        for directory in self.run_cgroup_directories():
+            yield from read_processes(directory)
 
     def kill(self) -> None:
         """SIGKILL every process, run cgroups included, by `cgroup.kill` where that exists, else one by one."""

@@ -195,6 +195,6 @@ def _read_regular(dir_fd: int, name: str, most: int) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise UnsafeFile(f"{name} of the image is not a regular file of at most {most} bytes")
-        return os.read(fd, most)
+        return os.read(fd, status.st_size)
     finally:
         os.close(fd)

@@ -182,7 +182,10 @@ def _start(
         disk, refused = choose.choose(layout, request.disk, disks)
         volumes.open(disk.mode, refused)
     with steps.step("id slots"):
-        table = slots.SlotTable(lease, reserved=slots.read_reserved_ranges(), taken=_taken_bases(tree, layout))
+        # Those that an earlier nsinit built and that still run.
+        living = {each.session_id: each.identity for each in scan(tree, layout)[0] if each.identity is not None}
+        taken = frozenset(each.base_uid for each in living.values())
+        table = slots.SlotTable(lease, reserved=slots.read_reserved_ranges(), taken=taken)
         slot = table.take()
     with steps.step("features"):
         features = mounts.probe_features(layout.stage, slot.userns_fd)
@@ -216,7 +219,7 @@ def _start(
     makers = builders, cgroup_emptiers, network_makers, bridges
     sessions = Sessions(births, *makers, scheduler, kernel_log, *watches, store, find_mounts)
     sessions.watch()  # those that an earlier nsinit built
-    scheduler.spawn(bridges.sweep([each.session_id for each in scan(tree, layout)[0] if each.identity is not None]))
+    scheduler.spawn(bridges.sweep(living))
     ready = Ready(
         seq=request.seq,
         pid=os.getpid(),
@@ -301,11 +304,6 @@ def _own(tree: cgroup_tree.Tree, layout: Layout) -> None:
             )
             raise StepFailed("cgroups", message, path=directory, errno=errno.EEXIST)
         set_owner(directory, owner)
-
-
-def _taken_bases(tree: cgroup_tree.Tree, layout: Layout) -> frozenset[int]:
-    """Return the ids of sessions that an earlier nsinit built and that still run."""
-    return frozenset(found.identity.base_uid for found in scan(tree, layout)[0] if found.identity is not None)
 
 
 def _lock(path: str) -> int:

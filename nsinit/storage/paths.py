@@ -216,7 +216,10 @@ def open_directory(root_fd: int, path: str, *, owner: int, mode: int = 0o755) ->
 
     Each parent is a descriptor that was itself opened without following a link, so no directory is ever made elsewhere.
     """
-    current = os.dup(root_fd)
+    try:
+        return open_in_root(root_fd, path, os.O_PATH | os.O_DIRECTORY)  # mostly all of it is there
+    except OSError:
+        current = os.dup(root_fd)
     for name in path.strip("/").split("/"):
         try:
             os.mkdir(name, mode, dir_fd=current)

@@ -43,8 +43,8 @@ def keep(root_fd: int, directory: str) -> None:
             except OSError:
                 continue
             try:
-                if _is_program(os.fstat(found_fd)):
-                    _keep(found_fd, f"{directory}/{name}")
+                if _is_program(found := os.fstat(found_fd)):
+                    _keep(found_fd, found, f"{directory}/{name}")
                     break
             finally:
                 os.close(found_fd)
@@ -54,8 +54,7 @@ def _is_program(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_mode & 0o001 != 0 and 0 < found.st_size <= _MAX_BYTES
 
 
-def _keep(found_fd: int, path: str) -> None:
-    found = os.fstat(found_fd)
+def _keep(found_fd: int, found: os.stat_result, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         kept = os.lstat(path)
         if (kept.st_size, int(kept.st_mtime)) == (found.st_size, int(found.st_mtime)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from bench.__main__ import ends_s
 from bench.daemon import body_of
 from bench.plots import cdf, plot
 from bench.sampling import (
@@ -21,6 +24,7 @@ from bench.sampling import (
     percentile,
     ratio_interval,
 )
+from bench.sections import SECTIONS, Bench
 
 
 def test_intervals_hold_the_true_value_about_as_often_as_they_say() -> None:
@@ -52,6 +56,18 @@ def test_a_block_has_every_row_once() -> None:
     rounds = ["".join(first[at : at + 3]) for at in range(0, 150, 3)]
     assert {"".join(sorted(each)) for each in rounds} == {"abc"}
     assert len(set(rounds)) > 3
+
+
+def test_a_short_run_takes_three_minutes_and_a_whole_one_less_than_twenty_five(tmp_path: Path) -> None:
+    """The loops of all sections end by then, one behind the other. One that is late makes one round, and tells."""
+    short, whole = ends_s([*SECTIONS], 0.1), ends_s([*SECTIONS], 1)
+    assert [*short] == sorted(short)
+    assert max(short) <= 3 * 60
+    assert max(whole) <= 25 * 60
+    assert max(ends_s(["image"], 1)) < max(whole)
+    late = Bench(tmp_path, random.Random(1), 1, deadline=-math.inf)
+    assert [*late.rounds(["a"], 3)] == ["a"]
+    assert late.cut == ["a: 1 of 3 rounds"]
 
 
 def test_a_failure_is_counted_and_never_a_time() -> None:
