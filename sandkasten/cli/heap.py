@@ -30,9 +30,9 @@ QUIET_SHARE: Final = 0.02
 """The daemon is quiet when it has used less than this share of a processor for `QUIET_S`."""
 
 DUE: Final = 4
-"""Full collections after which a sweep is made at a quiet moment."""
+"""Full collections after which a sweep is made, at a quiet moment."""
 OVERDUE: Final = 2
-"""Growth of what is frozen since the last sweep, as a factor, at which a sweep is made at any moment."""
+"""Growth of what is frozen since the last sweep, as a factor, at which a sweep waits for no quiet moment."""
 
 
 class Heap:
@@ -74,7 +74,7 @@ class Heap:
             used_s = time.thread_time()
             await trio.sleep(QUIET_S)
             is_quiet = time.thread_time() - used_s < QUIET_SHARE * QUIET_S
-            if (is_quiet and self.frozen >= DUE) or gc.get_freeze_count() >= OVERDUE * self.left:
+            if self.frozen >= DUE and (is_quiet or gc.get_freeze_count() >= OVERDUE * self.left):
                 self.sweep()
 
     def _note(self, phase: str, info: Mapping[str, Any]) -> None:  # the module gc's own
