@@ -473,7 +473,8 @@ async def name_another_server(field: Field) -> Answers:
     network = Network(NetworkMode.ALLOW, allow=[f"{name}:443" for name in said])
     async with field.session(network=network) as session_id:
         answers = await _try(field, session_id, _SAY_FIRST, [texts], said)
-    if answers.get("localhost") in ("bad_address", "dialled"):  # the latter where the operator permits the loopback
+    # It is dialled where the operator permits the loopback, and a machine may know no address of that name.
+    if answers.get("localhost") in ("bad_address", "dialled", "resolver"):
         answers["localhost"] = "the right one passes"
     return answers
 
