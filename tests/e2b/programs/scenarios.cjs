@@ -155,7 +155,7 @@ async function* signed(box) {
   const answer = await fetch(await box.uploadUrl('sent.txt'), { method: 'POST', body: form })
   yield ['signed upload', [answer.status, await box.files.read('sent.txt')]]
   const statuses = []
-  for (const bad of [url.replace('=v1_', '=v1_A'), url.replace('ned', 'nee'), url.slice(0, -3) + '111']) {
+  for (const bad of [url.replace('=v1_', '=v1_A'), url.replace('ned', 'nee'), url.slice(0, -1) + (url.endsWith('1') ? '2' : '1')]) {
     statuses.push((await fetch(bad)).status)
   }
   yield ['badly signed', statuses]

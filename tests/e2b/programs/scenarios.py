@@ -197,7 +197,11 @@ async def signed(box):
     with urllib.request.urlopen(upload) as answer:
         yield "signed upload", [answer.status, await done(box.files.read("sent.txt"))]
     statuses = []
-    for bad in (url.replace("=v1_", "=v1_A"), url.replace("ned", "nee"), url[:-3] + "111"):
+    for bad in (
+        url.replace("=v1_", "=v1_A"),
+        url.replace("ned", "nee"),
+        url[:-1] + ("2" if url.endswith("1") else "1"),
+    ):
         try:
             urllib.request.urlopen(bad)
         except urllib.error.HTTPError as error:
