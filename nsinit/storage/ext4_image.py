@@ -29,6 +29,8 @@ _FEATURES = (
     "dir_nlink,extra_isize"
 )
 _MAX_GROWTH = 16
+_SMALL_BYTES, _JOURNAL_MIB = 1 << 30, 16
+"""Images from that size on have a journal of 16 MiB, as mke2fs gives to those of 128 MiB to 1 GiB."""
 _REPAIRED = 1
 """The status of e2fsck when it repaired the file system, and all is well."""
 _MAX_BLOCKS = (1 << 32) - 1
@@ -108,8 +110,10 @@ def make_image(mke2fs: str, limits: DiskLimits, path: str, *, has_journal: bool 
     extended = f"lazy_itable_init=1,nodiscard,root_owner=0:0,resize={min(blocks * _MAX_GROWTH, _MAX_BLOCKS)}"
     features = f"{_FEATURES},has_journal" if has_journal else _FEATURES
     command = [mke2fs, "-q", "-F", "-b", str(k.EXT4_BLOCK_BYTES), "-I", "256", "-m", "0", "-N", str(inodes)]
-    command += ["-O", features, "-E", extended, path, str(blocks)]
-    _run(command, path)
+    command += ["-O", features, "-E", extended]
+    if has_journal and limits.size_bytes >= _SMALL_BYTES:  # mke2fs writes all of it, and takes 64 MiB from 2 GiB on
+        command += ["-J", f"size={_JOURNAL_MIB}"]
+    _run([*command, path, str(blocks)], path)
 
 
 def enlarge(path: str, size_bytes: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsinit.steps import StepFailed
+from nsinit.storage.ext4_image import find_tool, make_image
 from nsinit.storage.paths import Layout
 from nsinit.storage.volumes import Volumes
 from nsinit.storage.workspaces import Workspaces
@@ -224,3 +225,9 @@ def test_a_copy_that_can_not_be_deleted_is_told_of(tmp_path: Path, capfd: pytest
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert f"{layout.volumes}/stuck/copy" in lines[0]
+
+
+def test_a_new_volume_writes_little_however_large_it_may_become(tmp_path: Path) -> None:
+    """Most of it is its journal, which mke2fs would write with 64 MiB for 10 GiB."""
+    make_image(find_tool("mke2fs"), DiskLimits(10 << 30, 1000), str(tmp_path / "image"), has_journal=True)
+    assert (tmp_path / "image").stat().st_blocks * 512 < 20 * MIB
