@@ -188,7 +188,7 @@ endef
 # What some tests compare with. They skip, and say why, where a tool is missing.
 TOOLS := ip:iproute2 busybox:busybox-static dash:dash bwrap:bubblewrap runc:runc mmdebstrap:mmdebstrap curl:curl \
          qemu-system-x86_64:qemu-system-x86 vim:vim chromium:chromium systemd-analyze:systemd \
-         mkfs.btrfs:btrfs-progs mkfs.xfs:xfsprogs psql:postgresql-client redis-cli:redis-tools
+         mkfs.btrfs:btrfs-progs mkfs.xfs:xfsprogs psql:postgresql-client redis-cli:redis-tools nft:nftables
 
 tools:
 	@missing=''; \
