@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -146,6 +147,8 @@ class Net:
         return in_thread(enter_and_work)
 
     def run(self, *command: str) -> str:
+        if not shutil.which(command[0]):
+            pytest.skip(f"{command[0]} is not installed")
         nsenter = "nsenter", f"--net=/proc/self/fd/{self.fd}"
         done = subprocess.run([*nsenter, *command], check=True, capture_output=True, text=True, pass_fds=[self.fd])
         return done.stdout

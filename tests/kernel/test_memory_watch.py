@@ -62,7 +62,8 @@ def test_a_session_over_the_bound_ends_and_its_neighbour_does_not(server: Nsinit
     assert (kills.name, kills.pids) == ("record locks", (box.pid,))
     assert box.teardown().oom_kills == 1
     assert sandbox.run("echo here").out == "here\n"
-    assert _locks(sandbox) >= MAX_LOCKS - 1024
+    # A reader of /proc/locks may miss one while others go: it finds its place again by their number.
+    wait_until(lambda: _locks(sandbox) >= MAX_LOCKS - 1024, "the neighbour has its locks")
     wait_until(lambda: _objects() - before < 2 * MAX_LOCKS, "the locks of the other are gone")
     assert server.ask(FindOomKills, session_id=sandbox.session_id)[0].kills == 0
 
