@@ -48,7 +48,8 @@ class Heap:
     def kept(self) -> Iterator[None]:
         """Freeze what there is, modules and classes first of all, and what survives from here on. Undone afterwards."""
         thresholds = gc.get_threshold()
-        self.sweep()
+        gc.freeze()  # no sweep, which would hold up the first answer by 0.1 s: what was imported lives on
+        self.frozen, self.left = DUE, gc.get_freeze_count()
         gc.set_threshold(*THRESHOLDS)
         gc.enable()
         gc.callbacks.append(self._note)
