@@ -32,6 +32,7 @@ _SHARES = "65536"
 singly.
 """
 _PREFIX = "tests-"
+_MEMORY = "memory"
 _GET_FLAGS, _SET_FLAGS, _TOP_DIRECTORY = 0x80086601, 0x40086602, 0x00020000
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.02
@@ -59,6 +60,9 @@ class Ground:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         directory.chmod(0o711)  # a daemon without root passes through
         _spread_below(directory)
+        memory = directory / _MEMORY
+        memory.mkdir(0o711)
+        _libc.mount(b"tmpfs", os.fsencode(memory), b"tmpfs", 0, b"mode=711")  # without root: a plain directory
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stay, to be looked at
         _set_temporary_directory(os.fspath(directory))
         return cls(directory, outer, (*made, *found), made)
@@ -73,6 +77,12 @@ class Ground:
         for point in _mounts_below(self.directory):
             _libc.umount2(os.fsencode(point), _MNT_DETACH)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def in_memory() -> Path | None:
+    """Return the ground's directory for what needs no kernel feature: nothing in it waits for a disk."""
+    path = Path(tempfile.gettempdir(), _MEMORY)
+    return path if path.is_dir() else None
 
 
 def _spread_below(directory: Path) -> None:

@@ -24,6 +24,7 @@ from sandkasten.supervisor import Files
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
 from tests.file_requests import listed, looked_at, written
+from tests.ground import in_memory
 from tests.waiting import until
 
 SLOW = 4
@@ -78,7 +79,7 @@ class Left:
 
 @pytest.fixture
 async def left(nursery: trio.Nursery) -> AsyncIterator[Left]:
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         server = ServerSettings(pool_sandboxes=0, max_sessions=COUNT)
         config = Config(data_dir=Path(directory) / "data", server=server, sessions_on_stop="keep")
         nsinit = FakeNsinit(config.data_dir, {}, nursery)
@@ -198,7 +199,7 @@ async def test_turns_are_few_and_those_that_are_called_come_first(nursery: trio.
 @pytest.mark.parametrize("version", [OLDEST_VERSION, FILES_VERSION - 1, FILES_VERSION, PROTOCOL_VERSION])
 async def test_a_pid_1_of_an_earlier_version_still_gives_and_takes_files(nursery: trio.Nursery, version: int) -> None:
     """Whole ones, if it is older than the requests for files; all others are refused then, and say why."""
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         config = Config(data_dir=Path(directory) / "data", server=ServerSettings(pool_sandboxes=0))
         config = attrs.evolve(config, sessions_on_stop="keep")
         nsinit = FakeNsinit(config.data_dir, {}, nursery)

@@ -28,6 +28,7 @@ from sandkasten.store.database import open_database
 from sandkasten.store.sessions import KernelIdentity, put_session
 from tests.api.harness import Steps
 from tests.fakes.nsinit import FakeNsinit, identities_of
+from tests.ground import in_memory
 from tests.strategies import make_record
 from tests.waiting import patience
 
@@ -44,7 +45,7 @@ PATIENCE_S = 25.0
 
 @pytest.fixture
 def data_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         yield Path(directory)
 
 

@@ -31,6 +31,7 @@ from sandkasten.model import (
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script
 from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.ground import in_memory
 from tests.waiting import patience, until
 
 FOREVER = "sleep 1000"
@@ -152,7 +153,7 @@ async def test_commands_of_one_shell_run_in_turn(tree: ScriptedTree, session_id:
 
 async def test_a_run_outlives_its_daemon() -> None:
     """The next daemon adopts the session and goes on with the run behind the output that is known."""
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         config = Config(
             data_dir=Path(directory) / "data", server=ServerSettings(pool_sandboxes=0), sessions_on_stop="keep"
         )

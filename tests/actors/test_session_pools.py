@@ -42,6 +42,7 @@ from sandkasten.model.node import PoolInfo
 from tests.api.keys import issue
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.ground import in_memory
 from tests.waiting import patience, until
 
 EVERYTHING = SessionSpec()
@@ -589,7 +590,7 @@ class Restart:
 
 @pytest.fixture
 async def restart(nursery: trio.Nursery) -> AsyncIterator[Restart]:
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         config = Config(
             data_dir=Path(directory) / "data",
             server=ServerSettings(pool_sandboxes=0),

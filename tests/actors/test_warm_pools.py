@@ -20,6 +20,7 @@ from tests.actors.test_session_pools import idle, pool_in, pool_of, rows, until_
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script
 from tests.fakes.tree import ScriptedTree, open_scripted
+from tests.ground import in_memory
 from tests.waiting import patience, until
 
 PROCESS = WarmProcess(ProcessSpec(command="serve", process_id="warm-1"), ready="^ready$")
@@ -142,7 +143,7 @@ async def test_a_member_that_is_not_ready_makes_room_for_a_create() -> None:
 async def test_the_next_daemon_has_members_with_their_processes(nursery: trio.Nursery) -> None:
     """One whose process was ready is handed out as before; one whose process was about to be is waited for. A process
     of another program, or none at all, and the members are replaced."""
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         config = Config(
             data_dir=Path(directory) / "data",
             server=ServerSettings(pool_sandboxes=0),

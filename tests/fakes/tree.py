@@ -23,6 +23,7 @@ from sandkasten.model import WarmProcess
 from sandkasten.model.node import Machine, System
 from tests.fakes.nsinit import FakeNsinit
 from tests.fakes.runner import Script, ScriptedRun, ScriptedRunner
+from tests.ground import in_memory
 
 
 @attrs.define
@@ -74,7 +75,7 @@ async def open_scripted(
     **changes: Any,  # Any: fields of Config
 ) -> AsyncIterator[ScriptedTree]:
     """Run the tree. With the `config` and the `nsinit` of a tree before, its sandboxes are adopted."""
-    with tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory:
         settings: dict[str, Any] = {
             "data_dir": Path(directory) / "data",
             "server": ServerSettings(pool_sandboxes=0),
