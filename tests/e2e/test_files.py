@@ -378,6 +378,97 @@ def _arrived(connection: socket.socket) -> bool:
         connection.settimeout(patience(PATIENCE_S))
 
 
+# Archives -------------------------------------------------------------------------------------------------------------
+
+
+FILE, DIRECTORY, LINK = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE
+
+
+def tar_of(**members: tuple[bytes, int, bytes]) -> bytes:
+    """Return an archive of members: type, mode, and content, of a link where it leads."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as made:
+        for name, (kind, mode, content) in members.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, mode
+            if kind == tarfile.REGTYPE:
+                member.size = len(content)
+            else:
+                member.linkname = content.decode()
+            made.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_an_archive_that_the_disk_has_no_room_for_leaves_the_old_files(client: httpx.Client) -> None:
+    """Those that it would have replaced, whole; what was written of the new one is given back."""
+    session = str(client.post("/v1/sessions", json={"limits": {"disk_mb": 64}}).json()["id"])
+    run(client, session, "printf old > f")
+    answer = client.post(f"/v1/sessions/{session}/fs/archive", content=tar_of(f=(FILE, 0o644, bytes(80 * MIB))))
+    assert (answer.status_code, answer.json()["error_code"]) == (507, "DISK_FULL"), answer.text
+    assert run(client, session, "cat f; ls -A") == "oldf\n"
+
+
+def test_a_client_that_leaves_an_archive_leaves_the_old_file(
+    daemon: Daemon, client: httpx.Client, session: str, place: str
+) -> None:
+    """In the midst of a file that it would have replaced."""
+    run(client, session, "printf old > f")
+    archive = tar_of(f=(FILE, 0o644, bytes(16 * MIB)))
+    with Wire(daemon) as wire:
+        wire.send_head("POST", f"{place}/archive", f"Content-Length: {len(archive)}")
+        wire.socket.sendall(archive[: 8 * MIB])
+        until(lambda: bool(workers(daemon)))
+    until(lambda: not workers(daemon))
+    assert run(client, session, "cat f; ls -A") == "oldf\n"
+
+
+def test_directories_of_others_keep_their_modes(client: httpx.Client, session: str, place: str) -> None:
+    """A member for one that is there changes it if it is the user's; the rest of the archive is unpacked as ever."""
+    there = {"path": "/tmp/theirs", "mode": "1777", "user": "root"}
+    assert client.post(f"{place}/mkdir", json=there).is_success
+    content = tar_of(theirs=(DIRECTORY, 0o755, b""), mine=(DIRECTORY, 0o755, b""), **{"theirs/f": (FILE, 0o600, b"x")})
+    answer = client.post(f"{place}/archive", params={"path": "/tmp"}, content=content)
+    assert (answer.status_code, answer.json().get("entries")) == (201, 3), answer.text
+    assert run(client, session, "cd /tmp; stat -c '%a %U' mine theirs theirs/f; cat theirs/f") == (
+        "755 sandbox\n1777 root\n600 sandbox\nx"
+    )
+
+
+def test_an_archive_is_given_to_whom_root_says(client: httpx.Client, session: str, place: str) -> None:
+    """Files, directories, links and what their paths imply; root's archive of `/tmp` leaves the sticky bit on it."""
+    members = {"tmp": (DIRECTORY, 0o1777, b""), "tmp/d": (DIRECTORY, 0o750, b""), "tmp/d/f": (FILE, 0o640, b"x")}
+    content = tar_of(**members, **{"tmp/d/link": (LINK, 0o777, b"f"), "tmp/implied/f": (FILE, 0o640, b"x")})
+    given = {"path": "/", "uid": 5, "gid": 6}
+    refused = client.post(f"{place}/archive", params={**given, "path": "d"}, content=content)
+    assert (refused.status_code, refused.json()["message"]) == (400, "operation not permitted: tmp"), refused.text
+    answer = client.post(f"{place}/archive", params={**given, "user": "root"}, content=content)
+    assert answer.status_code == 201, answer.text
+    answers = [
+        client.get(f"{place}/stat", params={"path": f"/tmp/{name}", "user": "root"}).json()
+        for name in ("d", "d/f", "d/link", "implied", "implied/f")
+    ]
+    assert [(each["uid"], each["gid"]) for each in answers] == [(5, 6)] * 5
+    assert run(client, session, "stat -c '%a %u:%g' /tmp") == "1777 0:0\n"
+
+
+def test_root_gives_files_away(client: httpx.Client, session: str, place: str) -> None:
+    """User and group as they are named, of a directory and all below; nobody else gives any."""
+    run(client, session, "mkdir -p d/e; touch d/e/f; ln -s /etc/passwd d/link")
+    body = {"path": "d", "uid": 5, "gid": 6, "recursive": True}
+    refused = client.post(f"{place}/chown", json=body)
+    assert (refused.status_code, refused.json()["error_code"]) == (403, "PERMISSION_DENIED")
+    assert client.post(f"{place}/chown", json={**body, "user": "root"}).json() == {"ok": True, "path": "/workspace/d"}
+    assert run(client, session, "stat -c %u:%g d d/e d/e/f") == "5:6\n" * 3
+    assert run(client, session, "stat -c %u:%g /etc/passwd") == "0:0\n"
+    alone = {"path": "d/e/f", "gid": 7, "user": "root"}
+    assert client.post(f"{place}/chown", json=alone).is_success
+    assert run(client, session, "stat -c %u:%g d/e/f") == "5:7\n"
+    mode = {"path": "d", "mode": "0701", "recursive": True}
+    assert client.post(f"{place}/chmod", json=mode).status_code == 403
+    assert client.post(f"{place}/chmod", json={**mode, "user": "root"}).json() == {"ok": True, "path": "/workspace/d"}
+    assert run(client, session, "stat -c %a d d/e d/e/f; stat -c %a /etc/passwd") == "701\n" * 3 + "644\n"
+
+
 # Names and places -----------------------------------------------------------------------------------------------------
 
 

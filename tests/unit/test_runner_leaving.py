@@ -49,20 +49,20 @@ def contents_of(top: Path) -> dict[str, bytes]:
     return {str(each.relative_to(top)): each.read_bytes() for each in top.rglob("*") if each.is_file()}
 
 
-def tar() -> bytes:
+def tar(contents: dict[str, bytes] = CONTENTS) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as made:
-        for name, content in CONTENTS.items():
+        for name, content in contents.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             made.addfile(member, io.BytesIO(content))
     return out.getvalue()
 
 
-def zipped() -> bytes:
+def zipped(contents: dict[str, bytes] = CONTENTS) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as made:
-        for name, content in CONTENTS.items():
+        for name, content in contents.items():
             made.writestr(name, content)
     return out.getvalue()
 
@@ -135,6 +135,22 @@ def test_what_was_unpacked_is_whole(kind: Literal["tar", "zip"]) -> None:
         assert found.items() <= whole.items()
         assert found.items() >= CONTENTS.items()
     assert after == whole
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+@pytest.mark.parametrize("is_nameless", [True, False], ids=["nameless", "named"])
+def test_what_is_unpacked_over_files_leaves_each_old_or_new(
+    monkeypatch: pytest.MonkeyPatch, is_nameless: bool, kind: Literal["tar", "zip"]
+) -> None:
+    """None is missing for a moment, and nothing is beside them."""
+    if not is_nameless:
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    new = {name: body.upper() for name, body in CONTENTS.items()}
+    *left, after = leave_everywhere(Unpack(100, 1 << 20, ".", kind), tar(new) if kind == "tar" else zipped(new))
+    for found in left:
+        assert found.keys() == CONTENTS.keys()
+        assert all(body in (CONTENTS[name], new[name]) for name, body in found.items())
+    assert after == new
 
 
 def test_a_removal_ends_where_it_is() -> None:
