@@ -31,14 +31,16 @@ async def test_the_routes_of_the_published_clients() -> None:
     """List, write, upload, list files, read, delete, with the fields that they look at."""
     async with running_front() as running, running.client() as client:
         assert (await client.get(TOP)).json() == {"workspaces": []}
-        written = await client.post(f"{TOP}/user-1/fs/write", json={"path": "a/b.txt", "text": "hi"})
-        assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
+        for path in ("/a/b.txt", "a/b.txt"):
+            written = await client.post(f"{TOP}/user-1/fs/write", json={"path": path, "text": "hi"})
+            assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
         sent = await client.post(f"{TOP}/user-1/fs/upload", files={"file": ("c.bin", b"\0")}, data={"path": "up"})
         assert sent.json() == {"ok": True, "paths": ["up/c.bin"]}
         entries = (await client.get(f"{TOP}/user-1/fs", params={"path": "/"})).json()["entries"]
         assert [(each["name"], each["is_dir"]) for each in entries] == [("a", True), ("up", True)]
-        read = (await client.get(f"{TOP}/user-1/fs/read", params={"path": "a/b.txt"})).json()
-        assert read == {"path": "/workspace/a/b.txt", "content_base64": "aGk=", "truncated": False}
+        for path in ("/a/b.txt", "a/b.txt"):
+            read = (await client.get(f"{TOP}/user-1/fs/read", params={"path": path})).json()
+            assert read == {"path": "/workspace/a/b.txt", "content_base64": "aGk=", "truncated": False}
         (listed,) = (await client.get(TOP)).json()["workspaces"]
         assert (listed["id"], listed["session_count"], listed["active_session_count"]) == ("user-1", 0, 0)
         assert (await client.delete(f"{TOP}/user-1")).json() == {"ok": True}

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from runner.files.worker import IDLE_S
-from tests.e2e.daemon import KEY, Daemon
+from tests.e2e.daemon import KEY, Daemon, running_daemon
 from tests.leaks import descendants
 from tests.waiting import patience
 
@@ -339,6 +339,36 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
     assert whole.hexdigest() == digest
     assert 0 < max(peaks) < 64, peaks
     assert _peak_mib(daemon.process.pid) - idle_mib < 64
+
+
+def test_an_upload_goes_on_after_the_daemon_was_killed(data_dir: Path) -> None:
+    """With what had come of the part that was under way."""
+    content = os.urandom(8 * MIB)
+    with running_daemon(data_dir) as first, first.client() as client:
+        place = f"/v1/sessions/{client.post('/v1/sessions', json={'ttl_seconds': 600}).json()['id']}/fs"
+        begun = client.post(
+            f"{place}/uploads", json={"path": "f", "sha256": hashlib.sha256(content).hexdigest()}
+        ).json()
+        upload = f"{place}/uploads/{begun['upload_id']}"
+        with Wire(first) as wire:
+            wire.send_head("PATCH", upload, "Upload-Offset: 0", f"Content-Length: {len(content)}")
+            wire.socket.sendall(content[: len(content) // 2])
+            until(lambda: _offset(client, upload) > 0)
+            first.process.kill()
+            first.process.wait()
+    with running_daemon(data_dir) as second, second.client() as client:
+
+        def is_taken() -> bool:
+            offset = int(client.head(upload).headers["upload-offset"])
+            assert 0 < offset <= len(content) // 2
+            rest = client.patch(upload, headers={"Upload-Offset": str(offset)}, content=content[offset:])
+            return rest.status_code == 200  # 409: the request of before has its last bytes still
+
+        until(is_taken)
+        assert client.post(f"{upload}/commit").status_code == 201
+        assert client.get(f"{place}/file?path=f").content == content
+        assert client.get(f"{place}/list").json()["entries"][0]["name"] == "f"
+        assert client.delete(place.removesuffix("/fs")).is_success
 
 
 def _offset(client: httpx.Client, upload: str) -> int:
