@@ -395,6 +395,11 @@ _OF_KIND: Mapping[object, Schema] = {
         "maxItems": MAX_EDITS,
         "items": {"oneOf": list(_edit_forms())},
     },
+    fields.Versions: {
+        "type": "object",
+        "additionalProperties": _of_check(fields.one_etag),
+        "maxProperties": MAX_EDITS,
+    },
     sessions.ListCursor: _STRING,
     run_output.OutputPosition: {"type": "string", "pattern": _POSITION},
     run_output.LastPosition: {"type": "string", "pattern": f"^$|{_POSITION}"},

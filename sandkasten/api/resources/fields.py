@@ -137,6 +137,7 @@ DigestName = NewType("DigestName", str)
 FileId = NewType("FileId", int)
 Line = NewType("Line", int)
 Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
+Versions = NewType("Versions", dict[str, str])
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
@@ -396,9 +397,9 @@ def edit_count(value: object) -> object:
 
 
 ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
-_one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
+one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
 
-_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _one_etag}
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": one_etag}
 EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
     "replace": {**_ANY_EDIT, "old": some_text, "new": encodable, "count": edit_count},
     "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": encodable},
@@ -433,6 +434,12 @@ def _edit(value: object, where: str) -> dict[str, Any]:  # JSON values
         except ValueError as error:
             raise ValueError(f"{where}{name} {error}") from None
     return checked
+
+
+def _versions(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_EDITS:
+        raise ValueError(f"must be an object of at most {MAX_EDITS} ETags by path")
+    return {file_path(path): str(one_etag(etag)) for path, etag in value.items()}
 
 
 def _glob(value: object) -> str:
@@ -564,6 +571,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FileId: Between(-1, MAX_FILE_ID),
     Line: Between(1, 2**31),
     Edits: _edits,
+    Versions: _versions,
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,
