@@ -430,7 +430,7 @@ def tar_of(**members: tuple[bytes, int, bytes]) -> bytes:
 
 
 def test_an_archive_that_the_disk_has_no_room_for_leaves_the_old_files(client: httpx.Client) -> None:
-    """Those that it would have replaced, whole; what was written of the new one is given back."""
+    """Files that the archive would have replaced stay whole, and nothing is left beside them."""
     session = str(client.post("/v1/sessions", json={"limits": {"disk_mb": 64}}).json()["id"])
     run(client, session, "printf old > f")
     answer = client.post(f"/v1/sessions/{session}/fs/archive", content=tar_of(f=(FILE, 0o644, bytes(80 * MIB))))
@@ -468,7 +468,7 @@ def test_an_archive_is_given_to_whom_root_says(client: httpx.Client, session: st
     """Files, directories, links and what their paths imply; root's archive of `/tmp` leaves the sticky bit on it."""
     members = {"tmp": (DIRECTORY, 0o1777, b""), "tmp/d": (DIRECTORY, 0o750, b""), "tmp/d/f": (FILE, 0o640, b"x")}
     content = tar_of(**members, **{"tmp/d/link": (LINK, 0o777, b"f"), "tmp/implied/f": (FILE, 0o640, b"x")})
-    given = {"path": "/", "uid": 5, "gid": 6}
+    given: dict[str, str | int] = {"path": "/", "uid": 5, "gid": 6}
     refused = client.post(f"{place}/archive", params={**given, "path": "d"}, content=content)
     assert (refused.status_code, refused.json()["message"]) == (400, "operation not permitted: tmp"), refused.text
     answer = client.post(f"{place}/archive", params={**given, "user": "root"}, content=content)

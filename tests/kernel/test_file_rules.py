@@ -196,7 +196,7 @@ async def test_mount_points_stay_where_they_are(supervisor: LocalSupervisor, req
 
 @needs_rules
 async def test_a_directory_that_can_not_be_removed_keeps_what_is_in_it(supervisor: LocalSupervisor) -> None:
-    """Those of file rules, and of the directory above: the directory's own user may write in it, and nobody else."""
+    """Neither where the file rules close the directory above, nor where its mode does."""
     await written(supervisor.workspace_files("given", make=True), "d/kept", b"x")
     rules = FileRules(readable=("/usr", "/workspace"), writable=("/tmp", "/workspace/d"))
     session = await supervisor.create(SessionSpec(filesystem=rules, workspace_id="given"))

@@ -137,7 +137,6 @@ DigestName = NewType("DigestName", str)
 FileId = NewType("FileId", int)
 Line = NewType("Line", int)
 Edits = NewType("Edits", list[dict[str, Any]])  # JSON values
-Versions = NewType("Versions", dict[str, str])
 Paths = NewType("Paths", tuple[str, ...])
 Depth = NewType("Depth", int)
 Glob = NewType("Glob", str)
@@ -436,12 +435,6 @@ def _edit(value: object, where: str) -> dict[str, Any]:  # JSON values
     return checked
 
 
-def _versions(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MAX_EDITS:
-        raise ValueError(f"must be an object of at most {MAX_EDITS} ETags by path")
-    return {file_path(path): str(one_etag(etag)) for path, etag in value.items()}
-
-
 def _glob(value: object) -> str:
     text = _text(value)
     if len(text.encode()) > MAX_PATH_BYTES or "\0" in text:
@@ -571,7 +564,6 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     FileId: Between(-1, MAX_FILE_ID),
     Line: Between(1, 2**31),
     Edits: _edits,
-    Versions: _versions,
     Paths: _paths,
     Depth: Between(1, MAX_DEPTH),
     Glob: _glob,

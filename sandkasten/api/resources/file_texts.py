@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NewType
 
 import attrs
 
 from runner.wire.protocol import (
+    MAX_EDITS,
     Edited,
     EditFiles,
     FileEntry,
@@ -24,9 +26,11 @@ from sandkasten.api.resources.fields import (
     Edits,
     FilePath,
     Line,
-    Versions,
+    add_kinds,
     bad_fields,
     bad_query,
+    file_path,
+    one_etag,
     read_query,
     read_request,
     spell_path,
@@ -39,6 +43,18 @@ _MAX_TEXT_BYTES = 2 * 1024 * 1024
 _MAX_PATHS = 1000
 _DEPTH = 2
 _EDIT_S = 600.0
+
+
+Versions = NewType("Versions", dict[str, str])
+
+
+def _versions(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_EDITS:
+        raise ValueError(f"must be an object of at most {MAX_EDITS} ETags by path")
+    return {file_path(path): str(one_etag(etag)) for path, etag in value.items()}
+
+
+add_kinds({Versions: _versions})
 
 
 @attrs.frozen(kw_only=True)
