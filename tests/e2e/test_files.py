@@ -299,9 +299,14 @@ def test_a_file_of_ten_gibibytes_goes_both_ways(daemon: Daemon, client: httpx.Cl
 def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
     daemon: Daemon, client: httpx.Client, place: str
 ) -> None:
-    """The client goes on where it was; the digest is that of the whole at the commit and after the last part, and the
-    daemon and the file workers hold some pieces of it at a time."""
-    block, count = os.urandom(MIB), 384
+    """The client goes on where it was, both ways. A campaign has a file of 5 GiB."""
+    send_and_fetch(daemon, client, place, 384)
+
+
+def send_and_fetch(daemon: Daemon, client: httpx.Client, place: str, count: int) -> None:
+    """Check a file of some MiB whose connection breaks three times each way: the digest is that of the whole at the
+    commit and after the last part, and the daemon and the file workers hold some pieces of it at a time."""
+    block, step = os.urandom(MIB), count // 4 - 6
     expected, whole = hashlib.sha256(), hashlib.sha256()
     for number in range(count):
         expected.update(number.to_bytes(8, "big") + block[8:])
@@ -315,7 +320,7 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
         with Wire(daemon) as wire:
             rest = count * MIB - offset
             wire.send_head("PATCH", upload, f"Upload-Offset: {offset}", f"Content-Length: {rest}")
-            for number in range(offset // MIB, count if part == 3 else 90 * (part + 1)):
+            for number in range(offset // MIB, count if part == 3 else step * (part + 1)):
                 piece = number.to_bytes(8, "big") + block[8:]
                 wire.socket.sendall(piece[offset % MIB if number == offset // MIB else 0 :])
             peaks += map(_peak_mib, workers(daemon))
@@ -331,7 +336,7 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
         with Wire(daemon) as wire:
             wire.send_head("GET", f"{place}/file?path=f", f"Range: bytes={offset}-")
             assert wire.head()[0] == 206
-            size = count * MIB - offset if part == 3 else 90 * MIB + 7
+            size = count * MIB - offset if part == 3 else step * MIB + 7
             for start in range(0, size, MIB):
                 whole.update(wire.body(min(MIB, size - start)))
             peaks += map(_peak_mib, workers(daemon))
