@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
+from runner.files.contents import drop, open_new, put_in_place, temporary_name
+from runner.files.paths import FileTarget
 from runner.files.tree import READ, Check, TreeFile, Walk, is_of_kernel
 from runner.loop.context import Refused
 from runner.loop.kernel import RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, Kernel
@@ -29,11 +31,12 @@ from runner.wire.tarheaders import TAPE_BYTES, StrictHeader
 
 _MAX_LINKED = 200_000
 """Most files with several names that are remembered. A further one is packed once for each name."""
-PERMISSIONS = 0o777
+PERMISSIONS = 0o1777
 _CHANGED = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
 """Errors of open(2) and readlink(2) for a name that is gone, or a link, a file or a socket by now."""
 _NOTHING: IO[bytes] = io.BytesIO()
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_OURS = frozenset({errno.EPERM, errno.EROFS, errno.EOVERFLOW})
+"""Errors of chmod(2) and utimensat(2) for a directory that was there and belongs to another user."""
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHIN = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
 _MAX_PARTS = 2048
@@ -174,8 +177,8 @@ def _content_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 class TreeMaker:
     """Makes the members of an archive below the directory `top_fd`, whose path is `real`, within the request's bounds.
-    Members are described as those of a tar archive are. Where `check` ends the work, the files that were made stay, and
-    none of them by halves."""
+    Members are described as those of a tar archive are. Each takes its place in one step, also that of a file which is
+    there: where an error or `check` ends the work, no file is there by halves and no old one is lost."""
 
     def __init__(self, top_fd: int, real: bytes, kernel: Kernel, request: Unpack, check: Check) -> None:
         self._top_fd, self._real, self._kernel, self._request = top_fd, real, kernel, request
@@ -214,10 +217,14 @@ class TreeMaker:
         # Not earlier: a directory that may not be written would have kept its own files out.
         for path in sorted(self._directories, reverse=True):
             mode, mtime_ns = self._directories[path]
-            fd = self._kernel.openat2(self._top_fd, path, os.O_RDONLY | _PARENT & ~os.O_PATH, 0, _WITHIN)
+            fd = self._kernel.openat2(self._top_fd, path, _PARENT, 0, _WITHIN)
+            place = b"/proc/self/fd/%d" % fd  # of a directory that may not be read, too
             try:
-                os.utime(fd, ns=(mtime_ns, mtime_ns))
-                os.fchmod(fd, mode)
+                os.utime(place, ns=(mtime_ns, mtime_ns))
+                os.chmod(place, mode)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
             finally:
                 os.close(fd)
         return Packed(self._entries, self._size, self._skipped)
@@ -231,25 +238,29 @@ class TreeMaker:
                     self._give(name, parent_fd)
                 self._directories[path] = member.mode & PERMISSIONS, _mtime_ns(member)
                 return
-            _make_way(parent_fd, name)
-            if member.issym():
-                os.symlink(os.fsencode(member.linkname), name, dir_fd=parent_fd)
-                self._give(name, parent_fd)
-                os.utime(name, ns=(_mtime_ns(member),) * 2, dir_fd=parent_fd, follow_symlinks=False)
-            elif member.islnk():
-                self._link(member, parent_fd, name)
-            else:
+            if member.isreg():
                 self._write(member, parent_fd, name, open_content)
+                return
+            temporary = temporary_name(os.getpid())
+            try:
+                if member.islnk():
+                    self._link(member, parent_fd, temporary)
+                else:
+                    os.symlink(os.fsencode(member.linkname), temporary, dir_fd=parent_fd)
+                    self._give(temporary, parent_fd)
+                    os.utime(temporary, ns=(_mtime_ns(member),) * 2, dir_fd=parent_fd, follow_symlinks=False)
+                os.rename(temporary, name, src_dir_fd=parent_fd, dst_dir_fd=parent_fd)
+            finally:
+                drop(temporary, parent_fd)  # it is there after an error, and where both were names of one file
         finally:
             os.close(parent_fd)
 
     def _write(
         self, member: tarfile.TarInfo, parent_fd: int, name: bytes, open_content: Callable[[], IO[bytes]]
     ) -> None:
-        with (
-            open_content() as source,
-            open(os.open(name, _CREATE, 0o600, dir_fd=parent_fd), "wb", buffering=0) as file,
-        ):
+        temporary, target = temporary_name(os.getpid()), FileTarget(parent_fd, b"", name, None)
+        with open_content() as source, open(open_new(parent_fd, temporary), "wb", buffering=0) as file:
+            fd = file.fileno()
             try:
                 while chunk := source.read(CHUNK_BYTES):
                     self._check()
@@ -257,18 +268,18 @@ class TreeMaker:
                     rest = memoryview(chunk)
                     while rest:
                         rest = rest[file.write(rest) :]
+                self._give(fd)
+                os.utime(fd, ns=(_mtime_ns(member),) * 2)
+                put_in_place(fd, temporary, target, syncs=False, mode=member.mode & PERMISSIONS)
             except BaseException:
-                _make_way(parent_fd, name)
+                drop(temporary, parent_fd)
                 raise
-            self._give(name, parent_fd)
-            os.fchmod(file.fileno(), member.mode & PERMISSIONS)
-            os.utime(file.fileno(), ns=(_mtime_ns(member),) * 2)
 
-    def _give(self, name: bytes, parent_fd: int) -> None:
-        """Give a file that was made to whom the request says."""
+    def _give(self, file: bytes | int, parent_fd: int | None = None) -> None:
+        """Give a file that was made, a name or a descriptor, to whom the request says."""
         owner, group = self._request.owner, self._request.group
         if (owner, group) != (-1, -1):
-            os.chown(name, owner, group, dir_fd=parent_fd, follow_symlinks=False)
+            os.chown(file, owner, group, dir_fd=parent_fd, follow_symlinks=isinstance(file, int))
 
     def check_size(self, size_bytes: int) -> None:
         """Raise `Refused`, TOO_LARGE, if that is more than the request allows."""
@@ -325,14 +336,6 @@ def _make_directory(parent_fd: int, name: bytes) -> bool:
             raise
         return False
     return True
-
-
-def _make_way(parent_fd: int, name: bytes) -> None:
-    """Remove a file that is there: of an earlier member, for the last one of a name stays, as in tar(1)."""
-    try:
-        os.unlink(name, dir_fd=parent_fd)
-    except FileNotFoundError:
-        pass
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from runner.files.contents import MAX_MODE, temporary_name
 from runner.files.paths import Resolver, parent_of, refusal, status_of
-from runner.files.tree import READ, Check, Walk, never_ends, open_directory
+from runner.files.tree import READ, Check, Walk, is_of_kernel, never_ends, open_directory
 from runner.loop.context import Refused
 from runner.loop.kernel import Kernel
 from runner.wire.protocol import ChangeMode, ChangeOwner, CopyFile, Done, MakeDirectory, MoveFile, RemoveFile
@@ -176,13 +176,21 @@ def _change_one(parent_fd: int, name: bytes, change: Callable[[bytes], None]) ->
 
 
 def _check_places(source: tuple[bytes, bytes], target: tuple[bytes, bytes]) -> bytes:
-    """Return the target's real path. Raises `Refused` for a root, and for a target in the source itself."""
-    if b"." in (source[1], target[1]):
-        raise Refused("PERMISSION_DENIED", "this directory itself can't be moved, copied or replaced by its own name")
-    begin, end = os.path.join(*source), os.path.join(*target)
+    """Return the target's real path. Raises `Refused` as `_place_of`, and for a target in the source itself."""
+    begin, end = _place_of(*source), _place_of(*target)
     if begin == end or end.startswith(begin + b"/"):
         raise Refused("INVALID_PATH", "the target is the source, or in it")
     return end
+
+
+def _place_of(directory: bytes, name: bytes) -> bytes:
+    """Return the real path of a file that is to be changed. Raises `Refused` for a root, and for the kernel's files."""
+    if name == b".":
+        raise Refused("PERMISSION_DENIED", "this directory itself can't be changed by its own name")
+    place = os.path.join(directory, name)
+    if is_of_kernel(place):
+        raise Refused("NOT_A_FILE", "the path leads to the kernel's own files")
+    return place
 
 
 def _rename(kernel: Kernel, source_fd: int, source: bytes, target_fd: int, target: bytes, *, overwrite: bool) -> None:
@@ -316,10 +324,9 @@ def _make_closed(parent_fd: int, name: bytes) -> int:
 def remove(request: RemoveFile, resolver: Resolver, check: Check) -> Done:
     """Remove a file, a link or a directory."""
     with parent_of(request.path, resolver) as (parent_fd, name, real):
-        if name == b".":
-            raise Refused("PERMISSION_DENIED", "this directory itself can't be removed by its own name")
+        place = _place_of(real, name)
         _Removal(check).remove(parent_fd, name, recursive=request.recursive)
-        return Done(os.fsdecode(os.path.join(real, name)))
+        return Done(os.fsdecode(place))
 
 
 class _Removal:
@@ -335,18 +342,18 @@ class _Removal:
         if not stat.S_ISDIR(status.st_mode):
             self._unlink(name, parent_fd)
             return
-        if recursive:
+        if not self._remove_directory(name, parent_fd, must=not recursive):
             self._empty(open_directory(parent_fd, name))
-        self._remove_directory(name, parent_fd)
+            self._remove_directory(name, parent_fd)
 
     def _empty(self, top_fd: int) -> None:
         """Remove everything below a directory, whose descriptor is closed."""
         try:
             for found in Walk(top_fd, check=self._check):
-                if not stat.S_ISDIR(found.status.st_mode):
+                if stat.S_ISDIR(found.status.st_mode):
+                    self._remove_directory(found.name, found.parent_fd, must=found.is_left)
+                else:
                     self._unlink(found.name, found.parent_fd)
-                elif found.is_left:
-                    self._remove_directory(found.name, found.parent_fd)
         finally:
             os.close(top_fd)
 
@@ -354,11 +361,17 @@ class _Removal:
         os.unlink(name, dir_fd=parent_fd)
         self.count += 1
 
-    def _remove_directory(self, name: bytes, parent_fd: int) -> None:
+    def _remove_directory(self, name: bytes, parent_fd: int, *, must: bool = True) -> bool:
+        """Remove a directory; unless that is a `must`, return False for one with entries."""
+        # Before the entries go, too: rmdir(2) looks for them last, behind the mount, the mode above, the sticky bit and
+        # Landlock, so a directory that has to stay keeps what is in it.
         try:
             os.rmdir(name, dir_fd=parent_fd)
         except OSError as error:
-            if error.errno == errno.ENOTEMPTY:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            if must:
                 raise Refused("NOT_EMPTY", f"the directory is not empty: {os.fsdecode(name)[:200]}") from None
-            raise
+            return False
         self.count += 1
+        return True

@@ -134,7 +134,7 @@ def put(request: PutFile, resolver: Resolver, source: RawIOBase, passing: Callab
             return FilePut(path, etag_of(os.fstat(fd)), size, created=target.mode is None)
         finally:
             if os.fstat(fd).st_nlink:
-                _drop(temporary, target)
+                drop(temporary, target.directory_fd)
             os.close(fd)
     except OSError as error:
         raise refusal(error, request.path) from None
@@ -142,9 +142,10 @@ def put(request: PutFile, resolver: Resolver, source: RawIOBase, passing: Callab
         os.close(target.directory_fd)
 
 
-def _drop(temporary: bytes, target: FileTarget) -> None:
+def drop(temporary: bytes, directory_fd: int) -> None:
+    """Remove a temporary file that is there still."""
     try:
-        os.unlink(temporary, dir_fd=target.directory_fd)
+        os.unlink(temporary, dir_fd=directory_fd)
     except FileNotFoundError:  # it has another name by now
         pass
 

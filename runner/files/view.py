@@ -32,7 +32,8 @@ def view(request: ViewFile, resolver: Resolver, raw: RawIOBase) -> Viewed:
             is_begin = piece.endswith(b"\n")
             if total < request.first or truncated or (request.last is not None and total > request.last):
                 continue
-            piece = piece[: MAX_VIEW_BYTES - sent]
-            sent += out.write(piece)
-            last, truncated = total, sent == MAX_VIEW_BYTES
+            room = MAX_VIEW_BYTES - sent
+            truncated = len(piece) > room
+            if room:
+                sent, last = sent + out.write(piece[:room]), total
     return Viewed(os.fsdecode(part.path), part.etag, request.first, last, total, truncated)

@@ -34,7 +34,7 @@ from sandkasten.api.http.auth import Reach
 from sandkasten.api.http.errors import INTERNAL_CODE, INTERNAL_MESSAGE, STATUS, ErrorBody
 from sandkasten.api.http.json import Body, is_optional
 from sandkasten.api.http.routing import Messages, Route, RouteKind
-from sandkasten.api.resources import fields, file_contents, network, run_output, secrets, sessions
+from sandkasten.api.resources import fields, file_contents, file_texts, network, run_output, secrets, sessions
 from sandkasten.api.resources.events import EventBody
 from sandkasten.api.resources.fields import Between, Choice, CommaList, Matching, check_of, is_strict
 from sandkasten.api.websocket.messages import MAX_PING_CHARS, PingText
@@ -394,6 +394,11 @@ _OF_KIND: Mapping[object, Schema] = {
         "minItems": 1,
         "maxItems": MAX_EDITS,
         "items": {"oneOf": list(_edit_forms())},
+    },
+    file_texts.Versions: {
+        "type": "object",
+        "additionalProperties": _of_check(fields.one_etag),
+        "maxProperties": MAX_EDITS,
     },
     sessions.ListCursor: _STRING,
     run_output.OutputPosition: {"type": "string", "pattern": _POSITION},

@@ -14,7 +14,7 @@ from datetime import datetime
 
 import attrs
 
-from sandkasten.model.workspace import MAX_UPLOADS, Upload, UploadSpec
+from sandkasten.model.workspace import MAX_UPLOADS, UPLOAD_S, Upload, UploadSpec
 from sandkasten.store.rows import Column, DamagedRow, column, json_column, named, read_row, write_row
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,9 @@ _COLUMNS: Mapping[str, Column] = {
 
 
 def begin_upload(database: sqlite3.Connection, place: str, upload: Upload) -> bool:
-    """Insert a row; return whether there was room for one more at that place."""
-    count: int = database.execute("SELECT COUNT(*) FROM uploads WHERE place = ?", (place,)).fetchone()[0]
+    """Insert a row; return whether there was room for one more at that place, beside those that are not too old."""
+    query = "SELECT COUNT(*) FROM uploads WHERE place = ? AND begun_at >= ?"
+    count: int = database.execute(query, (place, upload.begun_at.timestamp() - UPLOAD_S)).fetchone()[0]
     if count < MAX_UPLOADS:
         values = {**write_row(attrs.asdict(upload, recurse=False), _COLUMNS), "place": place}
         database.execute("INSERT INTO uploads VALUES (:id, :place, :begun_at, :spec)", values)

@@ -29,8 +29,13 @@ async def test_files_are_edited_together(kind: str) -> None:
         assert (absent.status_code, absent.json()["error_code"]) == (409, "CONFLICT")
         stale = await client.post(f"{url}/fs/edit", json={"edits": [{**once, "if_match": '"x"'}]})
         assert (stale.status_code, stale.json()["error_code"]) == (412, "PRECONDITION_FAILED")
+        unnamed = await client.post(f"{url}/fs/edit", json={"edits": [create], "if_match": {"f": "*"}})
+        assert (unnamed.status_code, unnamed.json()["details"].keys()) == (400, {"if_match"})
+        other = await client.post(f"{url}/fs/edit", json={"edits": [create, once], "if_match": {"f": '"x"'}})
+        assert (other.status_code, other.json()["details"]["edit"]) == (412, 1)
         assert (await client.get(f"{url}/fs/file?path=d/g")).status_code == 404
-        made = await client.post(f"{url}/fs/edit", json={"edits": [create, once]})
+        version = {"f": other.json()["details"]["etag"]}
+        made = await client.post(f"{url}/fs/edit", json={"edits": [create, once], "if_match": version})
         assert (made.status_code, [each["path"] for each in made.json()["files"]]) == (200, ["d/g", "f"])
         assert made.json()["files"][1]["diff"].endswith("@@ -1,3 +1,3 @@\n-one\n+1\n two\n two\n")
         assert (await client.get(f"{url}/fs/file?path=f")).content == b"1\ntwo\ntwo\n"
@@ -61,7 +66,7 @@ async def test_what_is_no_edit_is_refused(edits: object) -> None:
     ("route", "body", "field", "nearest"),
     [
         ("write", {"path": "f", "text": "x"}, "mod", "mode"),
-        ("edit", {"edits": [{"path": "f", "op": "create", "text": "x"}]}, "if_match", ""),
+        ("edit", {"edits": [{"path": "f", "op": "create", "text": "x"}]}, "if_matches", "if_match"),
         ("mkdir", {"path": "f"}, "parent", "parents"),
         ("uploads", {"path": "f"}, "sha265", "sha256"),
         ("uploads/0/commit", {}, "mode", "has no fields"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
@@ -115,7 +116,7 @@ async def test_a_commit_is_for_a_version() -> None:
 
 
 async def test_uploads_are_bounded() -> None:
-    """One that ends, or that can't begin, makes room."""
+    """One that ends, that can't begin, or that nobody may go on with makes room."""
     async with running_front() as running, running.client() as client:
         url = await make_session(running, client)
         await client.post(f"{url}/fs/mkdir", json={"path": "taken"})
@@ -126,6 +127,13 @@ async def test_uploads_are_bounded() -> None:
         assert (full.status_code, full.json()["error_code"]) == (503, "CAPACITY")
         await client.delete(uploads[0])
         await begin(client, url)
+        await running.supervisor._store.ask(do(make_old, uploads[1].rpartition("/")[2]))
+        await begin(client, url)
+
+
+def make_old(database: sqlite3.Connection, upload_id: str) -> None:
+    """Have an upload begin a day sooner."""
+    database.execute("UPDATE uploads SET begun_at = begun_at - ? WHERE id = ?", (UPLOAD_S + 1, upload_id))
 
 
 @pytest.mark.parametrize("kind", ["session", "workspace"])

@@ -11,9 +11,12 @@ from typing import IO, cast
 
 import httpx
 import pytest
+import trio
 from backports.zstd import ZstdCompressor, compress, decompress
 
-from sandkasten.actors.workspaces.files import LocalFileStream
+from sandkasten.actors.workspaces.files import FileSandboxes, LocalFileStream
+from sandkasten.crash import Crash
+from sandkasten.host.paths import DataPaths
 from tests.api.harness import running_front
 
 TOP = "/v1/workspaces"
@@ -28,14 +31,16 @@ async def test_the_routes_of_the_published_clients() -> None:
     """List, write, upload, list files, read, delete, with the fields that they look at."""
     async with running_front() as running, running.client() as client:
         assert (await client.get(TOP)).json() == {"workspaces": []}
-        written = await client.post(f"{TOP}/user-1/fs/write", json={"path": "a/b.txt", "text": "hi"})
-        assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
+        for path in ("/a/b.txt", "a/b.txt"):
+            written = await client.post(f"{TOP}/user-1/fs/write", json={"path": path, "text": "hi"})
+            assert written.json() == {"ok": True, "path": "/workspace/a/b.txt"}
         sent = await client.post(f"{TOP}/user-1/fs/upload", files={"file": ("c.bin", b"\0")}, data={"path": "up"})
         assert sent.json() == {"ok": True, "paths": ["up/c.bin"]}
         entries = (await client.get(f"{TOP}/user-1/fs", params={"path": "/"})).json()["entries"]
         assert [(each["name"], each["is_dir"]) for each in entries] == [("a", True), ("up", True)]
-        read = (await client.get(f"{TOP}/user-1/fs/read", params={"path": "a/b.txt"})).json()
-        assert read == {"path": "/workspace/a/b.txt", "content_base64": "aGk=", "truncated": False}
+        for path in ("/a/b.txt", "a/b.txt"):
+            read = (await client.get(f"{TOP}/user-1/fs/read", params={"path": path})).json()
+            assert read == {"path": "/workspace/a/b.txt", "content_base64": "aGk=", "truncated": False}
         (listed,) = (await client.get(TOP)).json()["workspaces"]
         assert (listed["id"], listed["session_count"], listed["active_session_count"]) == ("user-1", 0, 0)
         assert (await client.delete(f"{TOP}/user-1")).json() == {"ok": True}
@@ -222,3 +227,27 @@ async def test_names_that_are_no_text_have_their_bytes() -> None:
         (running.tree.nsinit.workspace("ws") / "\udcff").touch()
         (entry,) = json.loads((await client.get(f"{TOP}/ws/fs")).content)["entries"]
         assert (entry["name"], base64.b64decode(entry["name_base64"])) == ("\ufffd", b"\xff")
+
+
+async def test_file_sandboxes_are_ended_twice_at_once() -> None:
+    """Each waits for those that are there; one that the other has ended is no error."""
+    async with running_front() as running, trio.open_nursery() as nursery:
+        tree = running.supervisor
+        sandboxes = FileSandboxes(
+            nursery.start_soon,
+            nsinit=tree._nsinit,
+            directory=tree._directory,
+            paths=DataPaths(tree._config.data_dir),
+            new_id=tree._node.new_session_id,
+            crash=Crash(),
+        )
+        async with running.client() as client:
+            assert (await client.post(TOP, json={"id": "work-1"})).status_code == 201
+        (tree._config.data_dir / "drafts/work-1").mkdir()
+        for is_draft in (False, True):
+            await sandboxes.lend(("work-1", is_draft), trio.Event())
+        async with trio.open_nursery() as ends:
+            ends.start_soon(sandboxes.end, "work-1")
+            ends.start_soon(sandboxes.end, "work-1")
+        assert len(set(running.tree.nsinit.torn_down)) == 2
+        nursery.cancel_scope.cancel()

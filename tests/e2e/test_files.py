@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from runner.files.worker import IDLE_S
-from tests.e2e.daemon import KEY, Daemon
+from tests.e2e.daemon import KEY, Daemon, running_daemon
 from tests.leaks import descendants
 from tests.waiting import patience
 
@@ -299,9 +299,14 @@ def test_a_file_of_ten_gibibytes_goes_both_ways(daemon: Daemon, client: httpx.Cl
 def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
     daemon: Daemon, client: httpx.Client, place: str
 ) -> None:
-    """The client goes on where it was; the digest is that of the whole at the commit and after the last part, and the
-    daemon and the file workers hold some pieces of it at a time."""
-    block, count = os.urandom(MIB), 384
+    """The client goes on where it was, both ways. A campaign has a file of 5 GiB."""
+    send_and_fetch(daemon, client, place, 384)
+
+
+def send_and_fetch(daemon: Daemon, client: httpx.Client, place: str, count: int) -> None:
+    """Check a file of some MiB whose connection breaks three times each way: the digest is that of the whole at the
+    commit and after the last part, and the daemon and the file workers hold some pieces of it at a time."""
+    block, step = os.urandom(MIB), count // 4 - 6
     expected, whole = hashlib.sha256(), hashlib.sha256()
     for number in range(count):
         expected.update(number.to_bytes(8, "big") + block[8:])
@@ -315,7 +320,7 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
         with Wire(daemon) as wire:
             rest = count * MIB - offset
             wire.send_head("PATCH", upload, f"Upload-Offset: {offset}", f"Content-Length: {rest}")
-            for number in range(offset // MIB, count if part == 3 else 90 * (part + 1)):
+            for number in range(offset // MIB, count if part == 3 else step * (part + 1)):
                 piece = number.to_bytes(8, "big") + block[8:]
                 wire.socket.sendall(piece[offset % MIB if number == offset // MIB else 0 :])
             peaks += map(_peak_mib, workers(daemon))
@@ -331,7 +336,7 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
         with Wire(daemon) as wire:
             wire.send_head("GET", f"{place}/file?path=f", f"Range: bytes={offset}-")
             assert wire.head()[0] == 206
-            size = count * MIB - offset if part == 3 else 90 * MIB + 7
+            size = count * MIB - offset if part == 3 else step * MIB + 7
             for start in range(0, size, MIB):
                 whole.update(wire.body(min(MIB, size - start)))
             peaks += map(_peak_mib, workers(daemon))
@@ -339,6 +344,36 @@ def test_a_file_whose_connection_breaks_three_times_each_way_arrives_whole(
     assert whole.hexdigest() == digest
     assert 0 < max(peaks) < 64, peaks
     assert _peak_mib(daemon.process.pid) - idle_mib < 64
+
+
+def test_an_upload_goes_on_after_the_daemon_was_killed(data_dir: Path) -> None:
+    """With what had come of the part that was under way."""
+    content = os.urandom(8 * MIB)
+    with running_daemon(data_dir) as first, first.client() as client:
+        place = f"/v1/sessions/{client.post('/v1/sessions', json={'ttl_seconds': 600}).json()['id']}/fs"
+        begun = client.post(
+            f"{place}/uploads", json={"path": "f", "sha256": hashlib.sha256(content).hexdigest()}
+        ).json()
+        upload = f"{place}/uploads/{begun['upload_id']}"
+        with Wire(first) as wire:
+            wire.send_head("PATCH", upload, "Upload-Offset: 0", f"Content-Length: {len(content)}")
+            wire.socket.sendall(content[: len(content) // 2])
+            until(lambda: _offset(client, upload) > 0)
+            first.process.kill()
+            first.process.wait()
+    with running_daemon(data_dir) as second, second.client() as client:
+
+        def is_taken() -> bool:
+            offset = int(client.head(upload).headers["upload-offset"])
+            assert 0 < offset <= len(content) // 2
+            rest = client.patch(upload, headers={"Upload-Offset": str(offset)}, content=content[offset:])
+            return rest.status_code == 200  # 409: the request of before has its last bytes still
+
+        until(is_taken)
+        assert client.post(f"{upload}/commit").status_code == 201
+        assert client.get(f"{place}/file?path=f").content == content
+        assert client.get(f"{place}/list").json()["entries"][0]["name"] == "f"
+        assert client.delete(place.removesuffix("/fs")).is_success
 
 
 def _offset(client: httpx.Client, upload: str) -> int:
@@ -376,6 +411,97 @@ def _arrived(connection: socket.socket) -> bool:
         return _has_answer(connection)
     finally:
         connection.settimeout(patience(PATIENCE_S))
+
+
+# Archives -------------------------------------------------------------------------------------------------------------
+
+
+FILE, DIRECTORY, LINK = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE
+
+
+def tar_of(**members: tuple[bytes, int, bytes]) -> bytes:
+    """Return an archive of members: type, mode, and content, of a link where it leads."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as made:
+        for name, (kind, mode, content) in members.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, mode
+            if kind == tarfile.REGTYPE:
+                member.size = len(content)
+            else:
+                member.linkname = content.decode()
+            made.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_an_archive_that_the_disk_has_no_room_for_leaves_the_old_files(client: httpx.Client) -> None:
+    """Files that the archive would have replaced stay whole, and nothing is left beside them."""
+    session = str(client.post("/v1/sessions", json={"limits": {"disk_mb": 64}}).json()["id"])
+    run(client, session, "printf old > f")
+    answer = client.post(f"/v1/sessions/{session}/fs/archive", content=tar_of(f=(FILE, 0o644, bytes(80 * MIB))))
+    assert (answer.status_code, answer.json()["error_code"]) == (507, "DISK_FULL"), answer.text
+    assert run(client, session, "cat f; ls -A") == "oldf\n"
+
+
+def test_a_client_that_leaves_an_archive_leaves_the_old_file(
+    daemon: Daemon, client: httpx.Client, session: str, place: str
+) -> None:
+    """In the midst of a file that it would have replaced."""
+    run(client, session, "printf old > f")
+    archive = tar_of(f=(FILE, 0o644, bytes(16 * MIB)))
+    with Wire(daemon) as wire:
+        wire.send_head("POST", f"{place}/archive", f"Content-Length: {len(archive)}")
+        wire.socket.sendall(archive[: 8 * MIB])
+        until(lambda: bool(workers(daemon)))
+    until(lambda: not workers(daemon))
+    assert run(client, session, "cat f; ls -A") == "oldf\n"
+
+
+def test_directories_of_others_keep_their_modes(client: httpx.Client, session: str, place: str) -> None:
+    """A member for one that is there changes it if it is the user's; the rest of the archive is unpacked as ever."""
+    there = {"path": "/tmp/theirs", "mode": "1777", "user": "root"}
+    assert client.post(f"{place}/mkdir", json=there).is_success
+    content = tar_of(theirs=(DIRECTORY, 0o755, b""), mine=(DIRECTORY, 0o755, b""), **{"theirs/f": (FILE, 0o600, b"x")})
+    answer = client.post(f"{place}/archive", params={"path": "/tmp"}, content=content)
+    assert (answer.status_code, answer.json().get("entries")) == (201, 3), answer.text
+    assert run(client, session, "cd /tmp; stat -c '%a %U' mine theirs theirs/f; cat theirs/f") == (
+        "755 sandbox\n1777 root\n600 sandbox\nx"
+    )
+
+
+def test_an_archive_is_given_to_whom_root_says(client: httpx.Client, session: str, place: str) -> None:
+    """Files, directories, links and what their paths imply; root's archive of `/tmp` leaves the sticky bit on it."""
+    members = {"tmp": (DIRECTORY, 0o1777, b""), "tmp/d": (DIRECTORY, 0o750, b""), "tmp/d/f": (FILE, 0o640, b"x")}
+    content = tar_of(**members, **{"tmp/d/link": (LINK, 0o777, b"f"), "tmp/implied/f": (FILE, 0o640, b"x")})
+    given: dict[str, str | int] = {"path": "/", "uid": 5, "gid": 6}
+    refused = client.post(f"{place}/archive", params={**given, "path": "d"}, content=content)
+    assert (refused.status_code, refused.json()["message"]) == (400, "operation not permitted: tmp"), refused.text
+    answer = client.post(f"{place}/archive", params={**given, "user": "root"}, content=content)
+    assert answer.status_code == 201, answer.text
+    answers = [
+        client.get(f"{place}/stat", params={"path": f"/tmp/{name}", "user": "root"}).json()
+        for name in ("d", "d/f", "d/link", "implied", "implied/f")
+    ]
+    assert [(each["uid"], each["gid"]) for each in answers] == [(5, 6)] * 5
+    assert run(client, session, "stat -c '%a %u:%g' /tmp") == "1777 0:0\n"
+
+
+def test_root_gives_files_away(client: httpx.Client, session: str, place: str) -> None:
+    """User and group as they are named, of a directory and all below; nobody else gives any."""
+    run(client, session, "mkdir -p d/e; touch d/e/f; ln -s /etc/passwd d/link")
+    body = {"path": "d", "uid": 5, "gid": 6, "recursive": True}
+    refused = client.post(f"{place}/chown", json=body)
+    assert (refused.status_code, refused.json()["error_code"]) == (403, "PERMISSION_DENIED")
+    assert client.post(f"{place}/chown", json={**body, "user": "root"}).json() == {"ok": True, "path": "/workspace/d"}
+    assert run(client, session, "stat -c %u:%g d d/e d/e/f") == "5:6\n" * 3
+    assert run(client, session, "stat -c %u:%g /etc/passwd") == "0:0\n"
+    alone = {"path": "d/e/f", "gid": 7, "user": "root"}
+    assert client.post(f"{place}/chown", json=alone).is_success
+    assert run(client, session, "stat -c %u:%g d/e/f") == "5:7\n"
+    mode = {"path": "d", "mode": "0701", "recursive": True}
+    assert client.post(f"{place}/chmod", json=mode).status_code == 403
+    assert client.post(f"{place}/chmod", json={**mode, "user": "root"}).json() == {"ok": True, "path": "/workspace/d"}
+    assert run(client, session, "stat -c %a d d/e d/e/f; stat -c %a /etc/passwd") == "701\n" * 3 + "644\n"
 
 
 # Names and places -----------------------------------------------------------------------------------------------------

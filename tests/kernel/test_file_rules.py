@@ -141,21 +141,17 @@ async def test_requests_for_files_keep_to_the_rules(
 
 
 @needs_rules
-async def test_a_move_of_what_can_not_be_removed_is_undone_or_told(supervisor: LocalSupervisor) -> None:
-    """Only the kernel knows the rules. Where nothing could be removed the copy is gone again; else it is whole, and the
-    error says what is left."""
+async def test_a_move_of_what_can_not_be_removed_is_undone(supervisor: LocalSupervisor) -> None:
+    """Only the kernel knows the rules: the copy is gone again, and all of the original is there."""
     for name in ("kept/f", "half/d/f"):
         await written(supervisor.workspace_files("given", make=True), name, b"x")
     rules = FileRules(readable=("/usr", "/workspace"), writable=("/tmp", "/workspace/half/d"))
     session = await supervisor.create(SessionSpec(filesystem=rules, workspace_id="given"))
     files = supervisor.files(session.id)
-    assert await refusal_of(files, MoveFile("kept", "/tmp/kept")) == "PERMISSION_DENIED"
-    with pytest.raises(PermissionDenied, match="copied whole, and not all of the original could be removed"):
-        await files.ask(MoveFile("half", "/tmp/half"), Done)
-    found = await output(supervisor, session.id, "cd /workspace; find . -mindepth 1; cd /tmp; find half kept 2>&1")
-    assert sorted(found[:4]) == ["./half", "./half/d", "./kept", "./kept/f"]
-    assert found[4:7] == ["half", "half/d", "half/d/f"]
-    assert "No such file" in " ".join(found[7:])
+    for name in ("kept", "half"):
+        assert await refusal_of(files, MoveFile(name, f"/tmp/{name}")) == "PERMISSION_DENIED"
+    found = await output(supervisor, session.id, "cd /workspace; find . -mindepth 1; find /tmp -mindepth 1")
+    assert sorted(found) == ["./half", "./half/d", "./half/d/f", "./kept", "./kept/f"]
     await supervisor.destroy(session.id)
 
 
@@ -177,14 +173,41 @@ async def test_a_file_can_be_written_where_none_can_be_read(supervisor: LocalSup
 
 
 @pytest.mark.parametrize(
-    "request_", [RemoveFile("/tmp", recursive=True, user="root"), MoveFile("/tmp", "/t", user="root")]
+    "request_",
+    [
+        RemoveFile("/tmp", recursive=True, user="root"),
+        RemoveFile("/workspace", recursive=True),
+        RemoveFile("/home/sandbox", recursive=True),
+        MoveFile("/tmp", "/t", user="root"),
+    ],
 )
 async def test_mount_points_stay_where_they_are(supervisor: LocalSupervisor, request_: RemoveFile | MoveFile) -> None:
-    """Not even the session's root removes or moves one, and is told so."""
+    """Not even the session's root removes or moves one, and is told so before anything in it is gone. The user's home
+    may be none, and is as safe in a directory of root."""
     session = await supervisor.create(SessionSpec())
+    files = supervisor.files(session.id)
+    kept = [await written(files, f"{top}/d/kept", b"x") for top in ("/tmp", "/workspace", "/home/sandbox")]
     with pytest.raises(PermissionDenied):
-        await supervisor.files(session.id).ask(request_, Done)
+        await files.ask(request_, Done)
     assert await output(supervisor, session.id, "stat -c %m /tmp") == ["/tmp"]
+    assert [await read(files, each) for each in kept] == [b"x"] * 3
+    await supervisor.destroy(session.id)
+
+
+@needs_rules
+async def test_a_directory_that_can_not_be_removed_keeps_what_is_in_it(supervisor: LocalSupervisor) -> None:
+    """Neither where the file rules close the directory above, nor where its mode does."""
+    await written(supervisor.workspace_files("given", make=True), "d/kept", b"x")
+    rules = FileRules(readable=("/usr", "/workspace"), writable=("/tmp", "/workspace/d"))
+    session = await supervisor.create(SessionSpec(filesystem=rules, workspace_id="given"))
+    files = supervisor.files(session.id)
+    assert await refusal_of(files, RemoveFile("d", recursive=True)) == "PERMISSION_DENIED"
+    assert await read(files, "d/kept") == b"x"
+    await supervisor.exec(
+        session.id, ExecSpec("mkdir -p /tmp/above/d; echo x > /tmp/above/d/kept; chmod 555 /tmp/above")
+    )
+    assert await refusal_of(files, RemoveFile("/tmp/above/d", recursive=True)) == "PERMISSION_DENIED"
+    assert await read(files, "/tmp/above/d/kept") == b"x\n"
     await supervisor.destroy(session.id)
 
 

@@ -282,7 +282,7 @@ def test_commands_find_the_installation_that_make_run_made(
     made = tmp_path / ".sandkasten"
     assert main(["init", "--config", str(made / "sandkasten.yaml"), "--data-dir", str(made)]) == 0
     capsys.readouterr()
-    for command in (["key", "create", "--name", "ci"], ["key", "list"], ["image", "list"], ["security"]):
+    for command in (["key", "create", "--name", "ci"], ["key", "list"], ["image", "list"], ["security"], ["doctor"]):
         main(command)
         first = capsys.readouterr().err.splitlines()[0]
         assert first == f"sandkasten: configuration .sandkasten/sandkasten.yaml, data directory {made}"

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -109,14 +110,14 @@ def test_what_becomes_something_else_costs_nothing_but_itself(
 # Zip ------------------------------------------------------------------------------------------------------------------
 
 
-def zipped(top: Path, path: str = ".") -> tuple[Packed, bytes]:
+def zipped(top: Path, path: str = ".", *, kind: Literal["tar", "zip"] = "zip") -> tuple[Packed, bytes]:
     """Return the counts and an archive that went through a pipe."""
     read_fd, write_fd = os.pipe()
     with subprocess.Popen(["cat"], stdin=read_fd, stdout=subprocess.PIPE) as reader:
         os.close(read_fd)
         assert reader.stdout is not None
         try:
-            answer = perform(Pack(path, "zip"), work_in(top, anywhere=True, out_fd=write_fd))
+            answer = perform(Pack(path, kind), work_in(top, anywhere=True, out_fd=write_fd))
         finally:
             os.close(write_fd)
         content = reader.stdout.read()
@@ -124,13 +125,21 @@ def zipped(top: Path, path: str = ".") -> tuple[Packed, bytes]:
     return answer, content
 
 
-def unzipped(top: Path, content: bytes, *, path: str = ".", entries: int = 100, size: int = 10_000_000) -> Packed:
+def unzipped(
+    top: Path,
+    content: bytes,
+    *,
+    path: str = ".",
+    entries: int = 100,
+    size: int = 10_000_000,
+    kind: Literal["tar", "zip"] = "zip",
+) -> Packed:
     """Unpack an archive below `top`."""
     spool = top.parent / "spool"
     spool.write_bytes(content)
     with spool.open("rb") as source:
         work = work_in(top, anywhere=True, source_fd=source.fileno())
-        answer = perform(Unpack(entries, size, path, "zip"), work)
+        answer = perform(Unpack(entries, size, path, kind), work)
     assert isinstance(answer, Packed)
     return answer
 
@@ -222,6 +231,31 @@ def test_a_bomb_is_stopped_at_its_bound(tmp_path: Path) -> None:
         unzipped(top, out.getvalue(), size=1_000_000)
     assert refused.value.error.code == "TOO_LARGE"
     assert os.listdir(top) == []
+
+
+def test_a_link_over_a_file_takes_its_place_or_leaves_it(tmp_path: Path) -> None:
+    """One to itself changes nothing; one that leads nowhere is refused, and the old file stays."""
+    (tmp_path / "f").write_text("old")
+    fd = os.open(tmp_path, os.O_RDONLY)
+    maker = TreeMaker(fd, os.fsencode(tmp_path), RunnerKernel(filters_commands=False), Unpack(10, 10), never_ends)
+    member = tarfile.TarInfo("f")
+    member.type, member.linkname = tarfile.LNKTYPE, "f"
+    maker.take(member, io.BytesIO)
+    member.linkname = "missing"
+    with pytest.raises(Refused, match="no such file"):
+        maker.take(member, io.BytesIO)
+    os.close(fd)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("f", "old")]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_directory_keeps_its_sticky_bit(tmp_path: Path, kind: Literal["tar", "zip"]) -> None:
+    """Out and in, over one that is there: what many may write in must not lose it."""
+    (tmp_path / "top/d").mkdir(parents=True)
+    (tmp_path / "top/d").chmod(0o1777)
+    _, content = zipped(tmp_path / "top", kind=kind)
+    unzipped(tmp_path / "top", content, kind=kind)
+    assert (tmp_path / "top/d").stat().st_mode & 0o7777 == 0o1777
 
 
 def test_an_absolute_name_and_a_missing_directory_are_below(tmp_path: Path) -> None:

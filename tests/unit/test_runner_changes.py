@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runner.files.operations import perform
 from runner.loop.context import Refused
-from runner.wire.protocol import ChangeMode, CopyFile, Done, FileRequest, MakeDirectory, MoveFile
+from runner.wire.protocol import ChangeMode, CopyFile, Done, FileRequest, MakeDirectory, MoveFile, RemoveFile
 from tests.file_requests import waits_for_disk
 from tests.unit.test_runner_entries import make_tree, work_in
 
@@ -53,6 +55,26 @@ def test_a_name_that_is_taken_is_kept(tmp_path: Path, kind: type[MoveFile | Copy
     perform(kind("a", "b.x", overwrite=True), work_in(tmp_path))
     assert (tmp_path / "b.x").read_text() == "a"
     assert (tmp_path / "a").exists() is (kind is CopyFile)
+
+
+@pytest.mark.parametrize("path", ["/proc", "/sys"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: CopyFile(path, "new"),
+        lambda path: MoveFile(path, "new"),
+        lambda path: MoveFile("a", path, overwrite=True),
+        lambda path: RemoveFile(path, recursive=True),
+    ],
+)
+def test_the_kernels_own_files_are_refused_by_their_kind(
+    tmp_path: Path, change: Callable[[str], FileRequest], path: str
+) -> None:
+    """At once: before any of them is opened."""
+    make_tree(tmp_path)
+    with pytest.raises(Refused) as raised:
+        perform(change(path), work_in(tmp_path, anywhere=True))
+    assert raised.value.error.code == "NOT_A_FILE"
 
 
 def test_a_copy_is_the_same_tree(tmp_path: Path) -> None:
@@ -113,3 +135,20 @@ def test_what_is_moved_between_file_systems_is_on_the_disk(tmp_path: Path) -> No
         assert os.listdir(memory) == []
     perform(CopyFile("f", "control"), work_in(tmp_path))
     assert [waits_for_disk(tmp_path / each) for each in ("d/f", "f", "control")] == [False, False, True]
+
+
+def test_a_move_whose_original_goes_by_halves_says_so(tmp_path: Path) -> None:
+    """The kernel alone knows that a file may not be removed, and says it after others are gone: the copy is whole."""
+    (tmp_path / "d").mkdir()
+    for name in ("one", "two", "three"):
+        (tmp_path / "d" / name).touch()
+    first, *_, last = os.listdir(tmp_path / "d")
+    subprocess.run(["chattr", "+i", tmp_path / "d" / last], check=True)
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            with pytest.raises(Refused, match="copied whole, and not all of the original could be removed"):
+                perform(MoveFile("d", f"{memory}/d"), work_in(tmp_path, anywhere=True))
+            assert sorted(os.listdir(f"{memory}/d")) == ["one", "three", "two"]
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path / "d" / last], check=True)
+    assert not (tmp_path / "d" / first).exists()

@@ -307,3 +307,7 @@ def test_a_view_has_the_lines_that_are_wanted(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * (2 * MAX_VIEW_BYTES) + b"\nend")
     text, seen = see(tmp_path, 1, None)
     assert (len(text), seen.last, seen.total, seen.truncated) == (MAX_VIEW_BYTES, 1, 2, True)
+    (tmp_path / "f").write_bytes(b"x" * (MAX_VIEW_BYTES - 1) + b"\nend")
+    for last, truncated in ((1, False), (None, True)):  # as many as there is room for, and one byte more
+        text, seen = see(tmp_path, 1, last)
+        assert (len(text), seen.last, seen.total, seen.truncated) == (MAX_VIEW_BYTES, 1, 2, truncated)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +86,23 @@ def test_a_directory_with_more_names_than_are_read_at_once_is_listed_whole(
     assert pages(tmp_path, ListFiles(".", limit=limit)) == names
     assert pages(tmp_path, ListFiles(".", limit=limit, depth=2)) == [*names[:11], *below, *names[11:]]
     assert pages(tmp_path, ListFiles(".", limit=limit, glob="?[05]")) == ["a0", "a5", "b0", "b5", "c0", "c5"]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_entries_are_listed_in_pages() -> None:
+    """Each once and in order; a page holds some thousands of names, not all."""
+    names = [f"{number:06d}" for number in range(100_000)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        top = Path(directory)
+        for name in names:
+            os.mknod(top / name)
+        tracemalloc.start()
+        for after in ("", names[50_000]):
+            perform(ListFiles(".", after), work_in(top))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 << 20
+        assert pages(top, ListFiles(".", limit=1000)) == names
 
 
 def test_a_cursor_of_an_entry_that_is_gone_goes_on_behind_it(tmp_path: Path) -> None:

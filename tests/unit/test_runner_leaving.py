@@ -49,20 +49,20 @@ def contents_of(top: Path) -> dict[str, bytes]:
     return {str(each.relative_to(top)): each.read_bytes() for each in top.rglob("*") if each.is_file()}
 
 
-def tar() -> bytes:
+def tar(contents: dict[str, bytes] = CONTENTS) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as made:
-        for name, content in CONTENTS.items():
+        for name, content in contents.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             made.addfile(member, io.BytesIO(content))
     return out.getvalue()
 
 
-def zipped() -> bytes:
+def zipped(contents: dict[str, bytes] = CONTENTS) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as made:
-        for name, content in CONTENTS.items():
+        for name, content in contents.items():
             made.writestr(name, content)
     return out.getvalue()
 
@@ -97,6 +97,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "CHUNK_BYTES", 1000)
 
 
+def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no file made without a name. `tempfile` would keep what it finds out, for all later tests."""
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as an older kernel takes it: EISDIR
+
+
 def test_of_a_copy_nothing_is_left() -> None:
     """Neither under its name nor beside it."""
     *left, after = leave_everywhere(CopyFile("from", "to"))
@@ -116,7 +122,7 @@ def test_a_move_between_file_systems_is_made_or_not() -> None:
 def test_edits_are_all_made_or_none(monkeypatch: pytest.MonkeyPatch, is_nameless: bool) -> None:
     """Also where the file system can't make a file without a name."""
     if not is_nameless:
-        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as an older kernel takes it: EISDIR
+        refuse_nameless(monkeypatch)
     *left, after = leave_everywhere(EditFiles(), json.dumps(EDITS).encode())
     assert left == [CONTENTS] * len(left)
     assert after == {
@@ -135,6 +141,22 @@ def test_what_was_unpacked_is_whole(kind: Literal["tar", "zip"]) -> None:
         assert found.items() <= whole.items()
         assert found.items() >= CONTENTS.items()
     assert after == whole
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+@pytest.mark.parametrize("is_nameless", [True, False], ids=["nameless", "named"])
+def test_what_is_unpacked_over_files_leaves_each_old_or_new(
+    monkeypatch: pytest.MonkeyPatch, is_nameless: bool, kind: Literal["tar", "zip"]
+) -> None:
+    """None is missing for a moment, and nothing is beside them."""
+    if not is_nameless:
+        refuse_nameless(monkeypatch)
+    new = {name: body.upper() for name, body in CONTENTS.items()}
+    *left, after = leave_everywhere(Unpack(100, 1 << 20, ".", kind), tar(new) if kind == "tar" else zipped(new))
+    for found in left:
+        assert found.keys() == CONTENTS.keys()
+        assert all(body in (CONTENTS[name], new[name]) for name, body in found.items())
+    assert after == new
 
 
 def test_a_removal_ends_where_it_is() -> None:

@@ -439,7 +439,9 @@ class FileSandboxes:
     async def end(self, workspace_id: str) -> None:
         """End the file sandboxes of a workspace, in use or not; return when they are gone."""
         for key in [each for each in self._sandboxes if each[0] == workspace_id]:
-            sandbox = self._sandboxes[key]
+            sandbox = self._sandboxes.get(key)
+            if sandbox is None:  # another task has ended it meanwhile
+                continue
             await sandbox.made.wait()
             await self._end(key, sandbox)
 

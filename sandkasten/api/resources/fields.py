@@ -396,9 +396,9 @@ def edit_count(value: object) -> object:
 
 
 ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"|\*')
-_one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
+one_etag = Matching(re.compile(rf"(?:{ETAG.pattern})\Z"), "must be an ETag, or *")
 
-_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": _one_etag}
+_ANY_EDIT: Mapping[str, Callable[[object], object]] = {"path": file_path, "if_match": one_etag}
 EDITS: Mapping[str, Mapping[str, Callable[[object], object]]] = {
     "replace": {**_ANY_EDIT, "old": some_text, "new": encodable, "count": edit_count},
     "insert": {**_ANY_EDIT, "line": Between(0, 2**31), "text": encodable},

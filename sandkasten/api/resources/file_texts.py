@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NewType
 
 import attrs
 
 from runner.wire.protocol import (
+    MAX_EDITS,
     Edited,
     EditFiles,
     FileEntry,
@@ -20,7 +22,19 @@ from runner.wire.protocol import (
 from sandkasten.api.http.errors import Answer, json_answer
 from sandkasten.api.http.exchange import Exchange
 from sandkasten.api.http.json import Body
-from sandkasten.api.resources.fields import Edits, FilePath, Line, bad_query, read_query, read_request, spell_path
+from sandkasten.api.resources.fields import (
+    Edits,
+    FilePath,
+    Line,
+    add_kinds,
+    bad_fields,
+    bad_query,
+    file_path,
+    one_etag,
+    read_query,
+    read_request,
+    spell_path,
+)
 from sandkasten.api.resources.file_entries import HERE, Placed, entries_at
 from sandkasten.model.errors import Ambiguous, Conflict, PreconditionFailed, RunnerProtocolError
 
@@ -29,6 +43,18 @@ _MAX_TEXT_BYTES = 2 * 1024 * 1024
 _MAX_PATHS = 1000
 _DEPTH = 2
 _EDIT_S = 600.0
+
+
+Versions = NewType("Versions", dict[str, str])
+
+
+def _versions(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_EDITS:
+        raise ValueError(f"must be an object of at most {MAX_EDITS} ETags by path")
+    return {file_path(path): str(one_etag(etag)) for path, etag in value.items()}
+
+
+add_kinds({Versions: _versions})
 
 
 @attrs.frozen(kw_only=True)
@@ -56,10 +82,12 @@ class ViewBody(Body):
 
 @attrs.frozen(kw_only=True)
 class EditRequest(Placed):
-    """Edits that are made in order, all or none; `dry_run`: none, but answered as if."""
+    """Edits that are made in order, all or none; `dry_run`: none, but answered as if; `if_match`: versions of files, by
+    the paths that the edits have."""
 
     edits: Edits
     dry_run: bool = False
+    if_match: Versions = attrs.field(factory=lambda: Versions({}))
 
 
 @attrs.frozen
@@ -124,7 +152,10 @@ async def _view_lines(exchange: Exchange, query: ViewQuery, path: str) -> ViewBo
 async def edit(exchange: Exchange) -> Answer:
     """Edit text files: all edits are made, or none."""
     request = await read_request(exchange, EditRequest, limit_bytes=exchange.settings.max_json_bytes)
-    edits = [{**each, "path": request.at(each["path"])} for each in request.edits]
+    versions = {path: {"if_match": etag} for path, etag in request.if_match.items()}
+    if versions.keys() - {each["path"] for each in request.edits}:
+        raise bad_fields(if_match="has a path that no edit has")
+    edits = [{**versions.get(each["path"], {}), **each, "path": request.at(each["path"])} for each in request.edits]
     # Not as ASCII, which would be three times as long as what came; names of any bytes hold surrogates.
     text = json.dumps(edits, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     answer = await exchange.until_disconnect(lambda: _edit(exchange, request, text))
