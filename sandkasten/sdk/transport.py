@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from sandkasten import errors
@@ -93,7 +93,7 @@ class Transport:
         self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
         self._pool = httpcore2.AsyncConnectionPool(
-            proxy=None if proxy is None else httpcore2.Proxy(proxy),
+            proxy=None if proxy is None else httpcore2.Proxy(*proxy),
             max_connections=_CONNECTIONS,
             keepalive_expiry=_IDLE_S,
             uds=unix_path,
@@ -503,10 +503,16 @@ class Pump:
             self.failure = error
 
 
-def _proxy(scheme: str, host: str) -> str | None:
-    """Return the proxy that the environment names for a server; none for this machine itself."""
+def _proxy(scheme: str, host: str) -> tuple[str, tuple[str, str] | None] | None:
+    """Return the proxy that the environment names for a server, with name and password; none for this machine itself."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return None
     import urllib.request
 
-    return None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+    url = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+    if not url:
+        return None
+    kind, mark, place = url.rpartition("://")
+    userinfo, at, place = place.rpartition("@")
+    name, _, password = map(unquote, userinfo.partition(":"))
+    return f"{kind}{mark}{place}", (name, password) if at else None

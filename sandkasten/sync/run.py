@@ -213,13 +213,14 @@ class Run:
 
         Raises:
             Uncertain: the connection was lost; `acknowledged` bytes were taken before, and perhaps more.
+            SandkastenError: the input was refused, or not sent; exactly `acknowledged` bytes were taken before.
         """
         content = data.encode() if isinstance(data, str) else data
         for start in range(0, len(content), SEND_BYTES):
             text = base64.b64encode(content[start : start + SEND_BYTES]).decode("ascii")
             try:
                 self._order("stdin", {"content_base64": text})
-            except errors.Uncertain as error:
+            except errors.SandkastenError as error:
                 error.acknowledged = start
                 raise
 

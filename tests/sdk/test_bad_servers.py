@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -34,10 +35,13 @@ SESSION = "0123456789abcdef"
 
 
 @asynccontextmanager
-async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str, list[float]]]:
+async def answering(
+    answers: Sequence[bytes | None], heads: list[bytes] | None = None
+) -> AsyncIterator[tuple[str, list[float]]]:
     """Serve these answers, one to each request, the last one for ever; None is silence. Yield the URL and the times.
 
-    In an answer to a WebSocket's handshake `ACCEPT-KEY` stands for what accepts its key (RFC 6455 §4.2.2).
+    In an answer to a WebSocket's handshake `ACCEPT-KEY` stands for what accepts its key (RFC 6455 §4.2.2). `heads` gets
+    what began each request.
     """
     times: list[float] = []
 
@@ -50,6 +54,8 @@ async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str,
                     left -= len(await stream.receive_some(64 * 1024))
                 answer = answers[min(len(times), len(answers) - 1)]
                 times.append(time.monotonic())
+                if heads is not None:
+                    heads.append(head)
                 if answer is None:
                     await trio.sleep_forever()
                 else:
@@ -85,6 +91,15 @@ async def test_input_is_waited_for_as_long_as_the_program_reads_none() -> None:
         with trio.move_on_after(1) as scope:
             await Session(client, SESSION).run("late").send("x")
         assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("said", [refusal(409, "EXEC_ENDED"), refusal(429, "QUOTA_EXCEEDED")])
+async def test_input_that_is_refused_on_the_way_says_how_much_was_taken(said: bytes) -> None:
+    """By the parts that were acknowledged, so that nobody sends these twice."""
+    async with answering([answer(200, b"{}"), said]) as (url, _), SandboxClient(base_url=url) as client:
+        with pytest.raises(errors.SandkastenAPIError) as raised:
+            await Session(client, SESSION).run("late").send(bytes(300_000))
+        assert raised.value.acknowledged == 256 * 1024
 
 
 @pytest.mark.parametrize(
@@ -255,6 +270,20 @@ async def test_a_proxy_is_used_where_the_caller_allows_it(monkeypatch: pytest.Mo
                 else:
                     with pytest.raises(errors.ConnectionFailed):
                         await client.healthz()
+
+
+async def test_a_proxy_gets_the_name_and_password_of_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Percent signs decoded; of a request and of a tunnel, and never as a part of the address."""
+    heads: list[bytes] = []
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with answering([answer(407, b"")], heads) as (proxy, _):
+        for scheme, userinfo in (("http", "me:a%40b%3A"), ("https", "me:a%40b%3A"), ("http", "me")):
+            monkeypatch.setenv(f"{scheme}_proxy", proxy.replace("://", f"://{userinfo}@"))
+            async with SandboxClient(base_url=f"{scheme}://0.0.0.0:9", timeout=0.2) as client:
+                with pytest.raises(errors.SandkastenError):
+                    await client.healthz()
+    sent = [re.findall(rb"proxy-authorization: basic (\S+)", head, re.IGNORECASE) for head in heads]
+    assert [[base64.b64decode(each) for each in found] for found in sent] == [[b"me:a@b:"], [b"me:a@b:"], [b"me:"]]
 
 
 class _GivesUp(trio.abc.Instrument):
