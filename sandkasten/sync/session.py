@@ -285,12 +285,14 @@ class Session:
         merged: bool | None = None,
         keep_alive: bool = False,
         raw: bool = False,
+        timeout_ms: int | None = None,
+        stdin: bool = True,
     ) -> Run:
-        """Start a process in the background, beside the shells and without a limit in time, and return its run.
+        """Start a process in the background, beside the shells, and return its run.
 
-        Without `cmd` the process is the command that the session's image has. Its input is open. It ends with the
-        session, or by `Run.cancel`; `keep_alive` makes it hold off the session's idle timeout. Used in
-        `with`, the process goes on when the block is left.
+        Without `cmd` the process is the command that the session's image has. Its input is open, or with `stdin=False`
+        empty. It ends with the session, by `Run.cancel`, or after `timeout_ms`, None for never; `keep_alive` makes it
+        hold off the session's idle timeout. Used in `with`, the process goes on when the block is left.
         """
         chosen = process_id or new_id()
         body = (
@@ -302,6 +304,8 @@ class Session:
                 user=user,
                 tty=_size(tty),
                 streams=_streams(merged),
+                timeout_ms=timeout_ms,
+                stdin=None if stdin else False,
             )
         )
         try:
