@@ -75,9 +75,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Tool:
-    """A row of the table. `properties` are the parameters as JSON Schema; `reads`: the tool changes nothing.
+    """A row of the table. `properties` are the parameters as JSON Schema; `reads`: the tool changes nothing, and
+    `is_additive`: it only adds.
 
-    `is_default`: the tool is there unless a client chooses.
+    `is_open`: programs reach by it what the sandbox's network lets them reach. `is_default`: the tool is there unless a
+    client chooses.
     """
 
     name: str
@@ -88,6 +90,8 @@ class Tool:
     reads: bool = False
     output: Schema | None = None
     is_default: bool = True
+    is_additive: bool = False
+    is_open: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:  # JSON values
@@ -465,6 +469,7 @@ TOOLS: Mapping[str, Tool] = {
             "return its exec_id. restart: begin a fresh shell. shell: the name of another shell, beside the first.",
             {"command": _TEXT, "timeout_ms": _MS, "restart": _YES, "background": _YES, "shell": _RUN},
             _bash,
+            is_open=True,
             output=_output("output", **_ENDED, cwd=_TEXT),
         ),
         Tool(
@@ -482,6 +487,7 @@ TOOLS: Mapping[str, Tool] = {
             {"exec_id": _RUN, "text": _TEXT, "close": _YES},
             _write_stdin,
             required=("exec_id",),
+            is_open=True,
         ),
         Tool("kill", "End a run and all that it started.", {"exec_id": _RUN}, _kill, required=("exec_id",)),
         Tool(
@@ -551,6 +557,7 @@ TOOLS: Mapping[str, Tool] = {
             {"port": _PORT},
             _preview,
             required=("port",),
+            is_additive=True,
         ),
         Tool(
             "sandboxes",

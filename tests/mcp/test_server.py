@@ -537,6 +537,12 @@ def test_the_list_of_tools_is_short() -> None:
     ]
     assert len(json.dumps(described, separators=(",", ":"))) < 10_000
     assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]
+    hints = {each["name"]: each["annotations"] for each in described}
+    reads = {name for name, each in hints.items() if each["readOnlyHint"]}
+    assert reads == {"bash_output", "read", "glob", "grep", "ports"}
+    assert {name for name, each in hints.items() if each["openWorldHint"]} == {"bash", "write_stdin"}
+    destroys = {name for name, each in hints.items() if each.get("destructiveHint", name not in reads)}
+    assert destroys == hints.keys() - reads - {"preview"}
 
 
 async def test_without_the_extra_the_answer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
