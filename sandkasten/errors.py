@@ -21,13 +21,14 @@ class SandkastenError(Exception):
 
     `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` is the extent of
     the failure: `task`, `session`, `node` or `cluster`. `acknowledged` is the number of bytes of input that the server
-    had taken before, of an error of `Run.send`.
+    had taken before, of an error of `Run.send`. `may_have_begun`: an earlier attempt of the call may have had its effect.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
     retryable: bool = False
     scope: ClassVar[str] = "task"
     acknowledged: int = 0
+    may_have_begun: bool = False
 
     def __init__(self, message: str, /, **details: Any) -> None:  # details are JSON values
         super().__init__(message)

@@ -102,15 +102,17 @@ class Tool:
 
 
 async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply:
-    """Run a tool; a sandbox that has ended is made anew once, and errors become replies that say what would work."""
+    """Run a tool; errors become replies that say what would work. A sandbox that has ended is made anew once, unless the
+    tool may have begun its work in it."""
     for has_ended in (False, True):
         try:
             reply = await tool.run(call, arguments)
             break
         except (errors.SessionExpired, errors.SessionNotFound) as error:
             call.forget()
-            if has_ended:
+            if has_ended or error.may_have_begun:
                 reply = ToolReply(_in_words(error), is_error=True)
+                break
         except NoSandbox as error:
             reply = ToolReply(str(error), is_error=True)
             break
@@ -135,7 +137,8 @@ _ADVICE: Mapping[type[errors.SandkastenError], str] = {
 
 
 def _in_words(error: errors.SandkastenError) -> str:
-    advice = next((text for cls, text in _ADVICE.items() if isinstance(error, cls)), "")
+    cause = errors.Uncertain("") if error.may_have_begun else error
+    advice = next((text for cls, text in _ADVICE.items() if isinstance(cause, cls)), "")
     details = "; ".join(f"{name}: {value}" for name, value in error.details.items() if name != "request_id")
     return ". ".join(part for part in (error.message.rstrip("."), details, advice) if part)[:2000]
 

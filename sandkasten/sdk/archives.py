@@ -108,7 +108,7 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
 
     Raises:
         ConnectionFailed: the archive is damaged.
-        OSError: a file can't be written, or a local directory is in its way. A local file or link in the way is replaced.
+        OSError: a file can't be written, or a local directory is in its way; a file or link in the way is replaced.
     """
     root.mkdir(parents=True, exist_ok=True)
     entries = size = skipped = 0

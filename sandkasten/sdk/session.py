@@ -14,7 +14,7 @@ from sandkasten import errors
 from sandkasten.sdk import waiting
 from sandkasten.sdk.channels import RunLink, without_id
 from sandkasten.sdk.files import Files, Progress
-from sandkasten.sdk.run import CANCEL_S, Run, give_up
+from sandkasten.sdk.run import CANCEL_S, Run, give_up, may_go_on
 from sandkasten.sdk.streams import Events
 from sandkasten.sdk.terminal import Terminal
 from sandkasten.sdk.transport import Endpoint, HasTransport
@@ -185,10 +185,8 @@ class Session:
                 if exec_id is not None or chosen is None:
                     raise
                 self._link.go_on_without_ids()
-            except errors.SandkastenAPIError:
-                raise
-            except BaseException:
-                if chosen is not None:
+            except BaseException as error:
+                if chosen is not None and may_go_on(error):
                     await give_up(self._endpoint, chosen)
                 raise
 
@@ -311,10 +309,9 @@ class Session:
         )
         try:
             await self._endpoint.ask("POST", "/processes", body)
-        except errors.SandkastenAPIError:
-            raise
-        except BaseException:
-            await give_up(self._endpoint, chosen)
+        except BaseException as error:
+            if may_go_on(error):
+                await give_up(self._endpoint, chosen)
             raise
         return Run(self._link, chosen, begin=None, raw=raw, detach=True)
 

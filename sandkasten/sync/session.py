@@ -43,7 +43,7 @@ from sandkasten.sdk.wire import (
 from sandkasten.sync import waiting
 from sandkasten.sync.channels import RunLink, without_id
 from sandkasten.sync.files import Files, Progress
-from sandkasten.sync.run import CANCEL_S, Run, give_up
+from sandkasten.sync.run import CANCEL_S, Run, give_up, may_go_on
 from sandkasten.sync.streams import Events
 from sandkasten.sync.terminal import Terminal
 from sandkasten.sync.transport import Endpoint, HasTransport
@@ -184,10 +184,8 @@ class Session:
                 if exec_id is not None or chosen is None:
                     raise
                 self._link.go_on_without_ids()
-            except errors.SandkastenAPIError:
-                raise
-            except BaseException:
-                if chosen is not None:
+            except BaseException as error:
+                if chosen is not None and may_go_on(error):
                     give_up(self._endpoint, chosen)
                 raise
 
@@ -310,10 +308,9 @@ class Session:
         )
         try:
             self._endpoint.ask("POST", "/processes", body)
-        except errors.SandkastenAPIError:
-            raise
-        except BaseException:
-            give_up(self._endpoint, chosen)
+        except BaseException as error:
+            if may_go_on(error):
+                give_up(self._endpoint, chosen)
             raise
         return Run(self._link, chosen, begin=None, raw=raw, detach=True)
 

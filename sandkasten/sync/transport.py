@@ -42,6 +42,8 @@ _SILENT = "nothing came for too long: the connection is half open, or a proxy on
 READ_BYTES = 64 * 1024
 _STRANGERS_LOSSES = 3
 """Connections after which a port that takes them, and has never answered, counts as no server of ours."""
+_GATEWAY_LOST = (502, 504)
+"""Answers of a proxy that may have passed the request on."""
 _CONNECTIONS = 1000
 _IDLE_S = 30.0
 
@@ -139,6 +141,7 @@ class Transport:
         deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
         lost_at: float | None = None
         losses = 0
+        may_have_begun = False
         wait_s = FIRST_WAIT_S
         while True:
             error: errors.SandkastenError
@@ -152,7 +155,8 @@ class Transport:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
                     ) from lost
-                losses += lost.was_sent  # after which the server may have done the call
+                losses += lost.was_sent
+                may_have_begun |= lost.was_sent
                 is_known = self._was_reached or 0 < losses < _STRANGERS_LOSSES
                 if not is_known or (not lost.was_sent and not request.repeat):
                     raise
@@ -165,7 +169,10 @@ class Transport:
                 if losses and request.method == "DELETE" and answer.status == 404:
                     return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
                 error, advice_s = answer.error, answer.retry_after_s
-                if not (request.repeat and may_pass(answer)):
+                is_passing = request.repeat and may_pass(answer)
+                may_have_begun |= is_passing and answer.status in _GATEWAY_LOST
+                error.may_have_begun = may_have_begun
+                if not is_passing:
                     raise error
                 lost_at = None
             until = deadline
@@ -505,7 +512,7 @@ class Pump:
 
 
 def _proxy(scheme: str, host: str) -> tuple[str, tuple[str, str] | None] | None:
-    """Return the proxy that the environment names for a server, with name and password; none for this machine itself."""
+    """Return the proxy that the environment names for a server, and its credentials; none for this machine itself."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return None
     import urllib.request

@@ -192,6 +192,27 @@ def _noted(waited: list[float]) -> Callable[[float], Awaitable[None]]:
     return sleep
 
 
+@pytest.mark.parametrize("first", [b"no HTTP at all\r\n\r\n", PAGE], ids=["lost", "bad gateway"])
+@pytest.mark.parametrize("use", ["exec", "process", "create"])
+async def test_what_may_have_begun_is_ended_when_its_repetitions_are_refused(use: str, first: bytes) -> None:
+    """The run, or the session, of the first attempt, of whose effect nobody knows; a refusal alone has none."""
+    late = refusal(503, "CAPACITY", "Retry-After: 3000")
+    made = answer(200, json.dumps({"id": SESSION}).encode())
+    for begun in (True, False):
+        heads: list[bytes] = []
+        answers = [*([first] if begun else []), late, made]
+        async with answering(answers, heads) as (url, _), SandboxClient(base_url=url) as client:
+            box = Session(client, SESSION)
+            with pytest.raises(errors.Capacity) as raised:
+                await {"exec": box.exec, "process": box.process, "create": lambda _: client.create_session()}[use]("x")
+            assert raised.value.may_have_begun == begun
+        last = heads[-1].partition(b" HTTP")[0]
+        if begun:
+            assert last.startswith(b"DELETE ") if use == "create" else last.endswith(b"/cancel"), last
+        else:
+            assert len(heads) == 1
+
+
 async def test_advice_beyond_the_calls_time_ends_it_at_once() -> None:
     """With the advice, which the caller may follow."""
     late = refusal(503, "CAPACITY", "Retry-After: 3000")
