@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # Short forms of what is long by its nature: the benchmark, the attacks, the walk of the crash points, random histories
 # and requests, hostile input, the soak, agent frameworks and SDKs of others. The one that takes longest is the first.
 CAMPAIGNS := $(patsubst %,tests/%.py,kernel/test_attacks e2e/test_schemathesis e2e/test_bench adapters/test_frameworks \
-             e2b/test_sdks e2e/test_crash_walk e2e/test_state_machine e2e/test_soak fuzz/test_targets)
+             e2b/test_sdks e2e/test_crash_walk e2e/test_state_machine e2e/test_soak sdk/test_every_byte fuzz/test_targets)
 
 OF_campaigns := $(CAMPAIGNS)
 OF_test := $(addprefix --ignore=,tests/vm $(CAMPAIGNS))

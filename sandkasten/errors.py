@@ -21,7 +21,8 @@ class SandkastenError(Exception):
 
     `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` is the extent of
     the failure: `task`, `session`, `node` or `cluster`. `acknowledged` is the number of bytes of input that the server
-    had taken before, of an error of `Run.send`. `may_have_begun`: an earlier attempt of the call may have had its effect.
+    had taken before, of an error of `Run.send`. `may_have_begun`: an earlier attempt of the call may have had its
+    effect.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"

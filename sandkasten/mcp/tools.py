@@ -102,8 +102,8 @@ class Tool:
 
 
 async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply:
-    """Run a tool; errors become replies that say what would work. A sandbox that has ended is made anew once, unless the
-    tool may have begun its work in it."""
+    """Run a tool; errors become replies that say what would work. A sandbox that has ended is made anew once, unless
+    the tool may have begun its work in it."""
     for has_ended in (False, True):
         try:
             reply = await tool.run(call, arguments)

@@ -241,8 +241,8 @@ class Transport:
         import httpcore2
 
         if isinstance(error, httpcore2.ConnectError | httpcore2.ConnectTimeout):
-            return f"no server answers at {self.base_url} ({error or type(error).__name__})"
-        return f"the connection to {self.base_url} was lost ({error or type(error).__name__})"
+            return f"no server answers at {self.base_url} ({_words(error)})"
+        return f"the connection to {self.base_url} was lost ({_words(error)})"
 
     def websocket(self, request: HttpCall, protocol: str) -> WebSocket:
         """Open a WebSocket, at one attempt; the caller closes it. `request` is without the headers of the handshake.
@@ -322,7 +322,7 @@ class HttpStream:
         except httpcore2.TimeoutException as error:
             raise Silent(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
         self._is_broken = False
         return data
 
@@ -362,7 +362,7 @@ class WebSocket:
             try:
                 data = self._stream.read(READ_BYTES, timeout=SILENCE_S)
             except (httpcore2.NetworkError, httpcore2.TimeoutException) as error:
-                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+                raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
             if not data:
                 raise Lost("the connection was lost (the server's side ended)", was_sent=True)
             self._take(data)
@@ -426,7 +426,7 @@ class WebSocket:
                     self._stream.write(data, timeout=WRITE_S)
                     self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
-                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+                raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
             if self._is_closed:
                 raise Lost("the connection took no message in time", was_sent=True)
 
@@ -509,6 +509,14 @@ class Pump:
                 self._turns.tell()
         except (errors.ConnectionFailed, SocketClosed) as error:
             self.failure = error
+
+
+def _words(error: BaseException) -> str:
+    """Return the text of the first error of a chain that has one: a certificate's is below an empty one of trio."""
+    each: BaseException | None = error
+    while each is not None and not str(each):
+        each = each.__cause__ or each.__context__
+    return str(each or type(error).__name__)
 
 
 def _proxy(scheme: str, host: str) -> tuple[str, tuple[str, str] | None] | None:

@@ -250,7 +250,7 @@ async def test_a_sandbox_that_ended_is_made_anew_and_the_answer_says_so(daemon: 
 
 
 async def test_a_command_that_may_have_begun_is_not_repeated() -> None:
-    """By a request that was lost, in a sandbox that has ended when it is sent again; a command that was only refused is."""
+    """By a request that was lost, in a sandbox that has ended when it is sent again; one that was only refused is."""
     ended = refusal(410, "SESSION_EXPIRED", retryable=False)
     for answers, is_error in (([b"no HTTP\r\n\r\n", ended, DONE], True), ([ended, DONE], False)):
         heads: list[bytes] = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import gc
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,10 +30,13 @@ from sandkasten.sdk import files as files_module
 from sandkasten.sdk import run as run_module
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk.proxy import Cut, running_proxy
 from tests.sdk.twin import FLAVOURS
 from tests.waiting import patience, until
 
 SESSION = "0123456789abcdef"
+TURNS = 7
+"""Turns of asyncio's loop between two moments at which callers give up; `test_every_byte` takes each."""
 
 
 @asynccontextmanager
@@ -82,6 +87,11 @@ def refusal(status: int, code: str, *headers: str, retryable: bool = True) -> by
 
 
 DONE = answer(200, b'{"exit_code":0,"cwd":"/","output":"done","truncated":false,"duration_ms":1}')
+MADE = answer(201, json.dumps({"id": SESSION}).encode())
+STREAM = answer(
+    200, b'event: done\ndata: {"exit_code":0,"cwd":"/","duration_ms":1}\n\n', "Content-Type: text/event-stream"
+)
+WRITTEN = answer(200, b'{"path":"/workspace/f","etag":"e","size":1}')
 PAGE = answer(502, b"<html>bad gateway</html>", "Content-Type: text/html")
 
 
@@ -113,11 +123,22 @@ async def test_input_that_is_refused_on_the_way_says_how_much_was_taken(said: by
     ],
     ids=["capacity", "quota", "bad gateway", "unavailable", "gateway timeout"],
 )
-async def test_a_refusal_that_may_pass_is_waited_for(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's own and a proxy's."""
+@pytest.mark.parametrize("call", ["exec", "create", "stream", "write"])
+async def test_a_refusal_that_may_pass_is_waited_for(call: str, first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own and a proxy's. A stream is refused as a WebSocket, then as events."""
     monkeypatch.setattr(transport, "FIRST_WAIT_S", 0.01)
-    async with answering([first, first, DONE]) as (url, times), SandboxClient(base_url=url) as client:
-        assert (await Session(client, SESSION).exec("x")).output == "done"
+    last = {"exec": DONE, "create": MADE, "stream": STREAM, "write": WRITTEN}[call]
+    async with answering([first, first, last]) as (url, times), SandboxClient(base_url=url) as client:
+        box = Session(client, SESSION)
+        match call:
+            case "exec":
+                assert (await box.exec("x")).output == "done"
+            case "create":
+                assert (await client.create_session()).id == SESSION
+            case "stream":
+                assert [each.done async for each in box.exec_stream("x")] == [True]
+            case "write":
+                assert (await box.files.write("f", "x")).size == 1
         assert len(times) == 3
 
 
@@ -197,10 +218,9 @@ def _noted(waited: list[float]) -> Callable[[float], Awaitable[None]]:
 async def test_what_may_have_begun_is_ended_when_its_repetitions_are_refused(use: str, first: bytes) -> None:
     """The run, or the session, of the first attempt, of whose effect nobody knows; a refusal alone has none."""
     late = refusal(503, "CAPACITY", "Retry-After: 3000")
-    made = answer(200, json.dumps({"id": SESSION}).encode())
     for begun in (True, False):
         heads: list[bytes] = []
-        answers = [*([first] if begun else []), late, made]
+        answers = [*([first] if begun else []), late, MADE]
         async with answering(answers, heads) as (url, _), SandboxClient(base_url=url) as client:
             box = Session(client, SESSION)
             with pytest.raises(errors.Capacity) as raised:
@@ -237,6 +257,52 @@ async def test_a_silent_server_is_given_up_in_time(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(client_module, "CANCEL_S", 0.2)
         with trio.fail_after(patience()), pytest.raises(TimeoutError):
             await client.create_session()
+
+
+async def test_transfers_and_terminals_of_a_silent_server_are_given_up() -> None:
+    """Within the client's timeout, if the server does not answer at all."""
+    async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.2) as client:
+        box = Session(client, SESSION)
+        for use in (box.files.write("f", bytes(300_000)), box.files.read_bytes("f"), box.terminal().__aenter__()):
+            with trio.fail_after(patience()), pytest.raises(errors.DeadlineExceeded):
+                await use
+
+
+async def test_transfers_and_terminals_over_a_connection_that_falls_silent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload with an error in time, a download by another connection, and a terminal as lost."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.3)
+    async with running_front() as running, running_proxy(running.port) as proxy:
+        running.tree.scripts[""] = Script(echo=True)
+        async with SandboxClient(base_url=running.url, api_key=KEY) as steady:
+            box = await steady.create_session()
+            await box.files.write("f", bytes(1 << 20))
+            await trio.sleep(0.05)  # a file that changed just now has no version to go on with
+        for of_request in (True, False):
+            proxy.cuts = [Cut(100_000, of_request, is_silent=True)]
+            async with SandboxClient(base_url=proxy.url, api_key=KEY, timeout=0.3) as client:
+                files = client.session(box.id).files
+                with trio.fail_after(patience()):
+                    if of_request:
+                        with pytest.raises(errors.DeadlineExceeded):
+                            await files.write("g", bytes(32 << 20))
+                    else:
+                        async with files.open("f") as stream:
+                            assert sum([len(piece) async for piece in stream]) == 1 << 20
+        async with SandboxClient(base_url=proxy.url, api_key=KEY, timeout=0.3) as client:
+            before = proxy.answered
+            async with client.session(box.id).terminal():
+                opened = proxy.answered - before
+            proxy.cuts = [Cut(opened, of_request=False, is_silent=True)]
+            await client._transport._pool.aclose()
+            with trio.fail_after(patience()), pytest.raises(errors.ConnectionFailed):
+                await _type_and_read(client.session(box.id))
+
+
+async def _type_and_read(box: Session) -> None:
+    async with box.terminal() as viewer:
+        await viewer.send("x")
+        while True:
+            await anext(viewer)
 
 
 async def test_no_server_is_said_at_once() -> None:
@@ -458,7 +524,7 @@ async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
 
     async def give_up_everywhere(url: str, session: str) -> int:
         gave_up = 0
-        for turns in range(0, 150, 7):
+        for turns in range(0, 150, TURNS):
             async with SandboxClient(base_url=url, api_key=KEY) as client:
                 await client.healthz()
                 task = asyncio.ensure_future(use(client.session(session), tmp_path))
@@ -474,7 +540,7 @@ async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
 
     async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
         gave_up = await trio.to_thread.run_sync(lambda: asyncio.run(give_up_everywhere(url, session)))
-        assert gave_up == 22 if use in HELD else gave_up > 5
+        assert gave_up == len(range(0, 150, TURNS)) if use in HELD else gave_up > 5
 
 
 _PROGRAM = """
@@ -530,6 +596,42 @@ async def test_a_program_that_gives_up_ends_without_a_warning(
         with trio.fail_after(patience(20)):
             done = await trio.run_process(command, capture_stderr=True, check=False)
         assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+_INTERRUPTED = """
+import sys
+from sandkasten import sync
+
+use, url, key, session = sys.argv[1:]
+with sync.SandboxClient(base_url=url, api_key=key) as client:
+    try:
+        box = client.session(session)
+        box.exec("held") if use == "exec" else list(box.exec_stream("held"))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("use", ["exec", "stream"])
+async def test_ctrl_c_in_the_blocking_client_ends_the_run(
+    use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the program goes on, and nobody is warned."""
+    async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
+        command = [sys.executable, "-X", "dev", "-W", "error", "-c", _INTERRUPTED, use, url, KEY, session]
+        async with SandboxClient(base_url=url, api_key=KEY) as client, trio.open_nursery() as nursery:
+            box = client.session(session)
+            start = functools.partial(trio.run_process, command, capture_stdout=True, capture_stderr=True)
+            program: trio.Process = await nursery.start(start)
+
+            async def runs() -> bool:
+                return bool(await box.runs(state="running"))
+
+            await until(runs)
+            program.send_signal(signal.SIGINT)
+            with trio.fail_after(patience(20)):
+                assert await program.wait() == 0
+            assert await box.runs(state="running") == []
 
 
 async def _nothing_is_left(running: RunningTree) -> bool:
