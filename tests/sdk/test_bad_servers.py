@@ -36,7 +36,7 @@ from tests.waiting import patience, until
 
 SESSION = "0123456789abcdef"
 TURNS = 7
-"""Turns of asyncio's loop between two moments at which callers give up; `test_every_byte` takes each."""
+"""Turns of asyncio's loop between two moments at which callers give up; fewer in `test_every_byte`."""
 
 
 @asynccontextmanager

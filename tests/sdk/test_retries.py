@@ -27,8 +27,8 @@ from tests.sdk.proxy import Cut, Proxy, running_proxy
 from tests.sdk.twin import run
 from tests.waiting import patience, until
 
-EVERY_BYTE = False
-"""Whether connections are cut at each byte, as in `test_every_byte`, or at samples."""
+FINER = 1
+"""Times by which the cuts are closer: the campaign `test_every_byte` has a greater number."""
 OUTPUT = "grüße aus dem Sandkasten\n"
 HELLO = Script([(Stream.STDOUT, OUTPUT[:3].encode()), (Stream.STDOUT, OUTPUT[3:].encode())])
 Use = Callable[[SandboxClient], Awaitable[None]]
@@ -58,7 +58,7 @@ def client_of(proxy: Proxy) -> SandboxClient:
 
 async def cut_everywhere(proxy: Proxy, use: Use, *, step: int) -> None:
     """Use fresh clients whose first connection is cut after every `step` bytes of the request, then of the answer."""
-    step = 1 if EVERY_BYTE else step
+    step = max(step // FINER, 1)
     async with client_of(proxy) as client:
         requested, answered = proxy.requested, proxy.answered
         await use(client)

@@ -326,7 +326,7 @@ async def one_command(client: SandboxClient, session: str) -> None:
 
 
 async def one_stream(client: SandboxClient, session: str) -> None:
-    """Its output as it comes."""
+    """The same command, with its output as it comes."""
     text = "".join([chunk.output async for chunk in client.session(session).exec_stream("hello")])
     assert text.endswith("Sandkasten\n")
     assert text.count("Sandkasten") == 1
