@@ -11,7 +11,9 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -288,7 +290,8 @@ async def test_a_run_that_ended_while_logs_began_is_followed(daemon: Daemon, ses
     async with SandboxClient(base_url=daemon.wait_url(), api_key=key) as client:
         box = client.session(session)
         await box.exec("echo missed", exec_id="missed")
-        async with contextlib.aclosing(runs._new_runs(box, argparse.Namespace(run=None, since=None))) as ids:
+        ids = runs._new_runs(box, argparse.Namespace(run=None, since=None))
+        async with contextlib.aclosing(cast("AsyncGenerator[str]", ids)):
             with trio.fail_after(patience()):
                 assert await anext(ids) == "missed"
 

@@ -223,8 +223,13 @@ async def test_what_may_have_begun_is_ended_when_its_repetitions_are_refused(use
         answers = [*([first] if begun else []), late, MADE]
         async with answering(answers, heads) as (url, _), SandboxClient(base_url=url) as client:
             box = Session(client, SESSION)
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "exec": functools.partial(box.exec, "x"),
+                "process": functools.partial(box.process, "x"),
+                "create": client.create_session,
+            }
             with pytest.raises(errors.Capacity) as raised:
-                await {"exec": box.exec, "process": box.process, "create": lambda _: client.create_session()}[use]("x")
+                await calls[use]()
             assert raised.value.may_have_begun == begun
         last = heads[-1].partition(b" HTTP")[0]
         if begun:

@@ -175,8 +175,7 @@ def test_an_archive_of_a_sandbox_leads_nowhere(
     before = sorted(path.name for path in tmp_path.iterdir())
     outside = str(tmp_path)
     members = [
-        tuple(each.replace("OUTSIDE", outside) if isinstance(each, str) else each for each in member)
-        for member in members
+        (name.replace("OUTSIDE", outside), kind, text.replace("OUTSIDE", outside)) for name, kind, text in members
     ]
     found = unpack(archive_of(*members), root)
     assert found.skipped == left
