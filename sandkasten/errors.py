@@ -20,12 +20,16 @@ class SandkastenError(Exception):
     """Base of every error that the supervisor raises on purpose.
 
     `code` is the stable wire code; `retryable` says whether the same call may succeed later; `scope` is the extent of
-    the failure: `task`, `session`, `node` or `cluster`.
+    the failure: `task`, `session`, `node` or `cluster`. `acknowledged` is the number of bytes of input that the server
+    had taken before, of an error of `Run.send`. `may_have_begun`: an earlier attempt of the call may have had its
+    effect.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
     retryable: bool = False
     scope: ClassVar[str] = "task"
+    acknowledged: int = 0
+    may_have_begun: bool = False
 
     def __init__(self, message: str, /, **details: Any) -> None:  # details are JSON values
         super().__init__(message)
@@ -527,14 +531,7 @@ class DeadlineExceeded(SandkastenError, TimeoutError):
 
 
 class Uncertain(SandkastenError):
-    """The connection was lost before the answer to a request that is not repeated: its effect is unknown.
-
-    `acknowledged` is the number of bytes of input that the server had taken before, for a request that sends input.
-    """
-
-    def __init__(self, message: str, /, *, acknowledged: int = 0, **details: Any) -> None:  # details are JSON values
-        super().__init__(message, **details)
-        self.acknowledged = acknowledged
+    """The connection was lost before the answer to a request that is not repeated: its effect is unknown."""
 
 
 class CommandFailed(SandkastenError):

@@ -36,7 +36,9 @@ function Initialize-Distribution {
     }
     Invoke-Linux 'case $(uname -r) in *WSL2*) ;; *) echo this is not WSL 2 >&2; exit 1;; esac'
     Invoke-Linux 'grep -qs ^systemd=true /etc/wsl.conf || printf ''\n[boot]\nsystemd=true\n'' >> /etc/wsl.conf'
-    wsl.exe --terminate $Distribution  # wsl.conf is read at the next start
+    # wsl.conf is read at the next start. A distribution that systemd runs already is left alone, with what runs in it.
+    $isOld = Invoke-Linux 'test -d /run/systemd/system || echo without systemd'
+    if ($isOld) { wsl.exe --terminate $Distribution }
     Invoke-Linux 'apt-get update -qq && apt-get install -qq -y python3-venv e2fsprogs curl'
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sandkasten import errors
-from sandkasten.mcp.tools import TOOLS, Tool, ToolCall, perform
+from sandkasten.mcp.tools import TOOLS, Schema, Tool, ToolCall, perform
 from sandkasten.sdk import Session
 from sandkasten.sdk.waiting import Lock
 
@@ -31,6 +31,32 @@ Input = Mapping[str, Any]  # JSON values of a tool use
 
 class ToolFailed(Exception):
     """The tool could not do it; the text is for the model, as a result with `is_error`."""
+
+
+_TYPES = {"string": str, "boolean": bool, "integer": int, "array": list}
+_TEXT: Schema = {"type": "string"}
+_EDITOR: Mapping[str, Schema] = {
+    **dict.fromkeys(("command", "path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    "insert_line": {"type": "integer"},
+    "view_range": TOOLS["read"].properties["view_range"],
+}
+
+
+def _checked(properties: Mapping[str, Schema], input: Input) -> Input:
+    """Return the parameters that have a value, each of the type of its schema; bounds are the server's to check.
+
+    Raises:
+        ToolFailed: a value is of another type.
+    """
+    found = {name: value for name, value in input.items() if name in properties and value is not None}
+    for name, value in found.items():
+        schema = properties[name]
+        is_good = type(value) is _TYPES[schema["type"]]
+        if is_good and "items" in schema:
+            is_good = len(value) == schema["minItems"] and all(type(each) is int for each in value)
+        if not is_good:
+            raise ToolFailed(f"{name}: {value!r} is no {schema['type']}"[:500])
+    return found
 
 
 class Bash:
@@ -112,6 +138,7 @@ class TextEditor:
         Raises:
             ToolFailed: it could not be done; nothing was changed.
         """
+        input = _checked(_EDITOR, input)
         commands: dict[Any, Callable[[Input], Awaitable[str]]] = {
             "view": self._view,
             "create": self._create,
@@ -139,7 +166,7 @@ class TextEditor:
         return text or "[the file is empty]"
 
     async def _create(self, input: Input) -> str:
-        written = await self._files.write(input["path"], str(input["file_text"]))
+        written = await self._files.write(input["path"], input["file_text"])
         return f"wrote {written.size} bytes to {written.path}"
 
     async def _replace(self, input: Input) -> str:
@@ -147,7 +174,7 @@ class TextEditor:
         return await self._edit(edit)
 
     async def _insert(self, input: Input) -> str:
-        text = str(input["insert_text"])
+        text = input["insert_text"]
         text += "" if text.endswith("\n") else "\n"
         return await self._edit({"path": input["path"], "op": "insert", "line": input["insert_line"], "text": text})
 
@@ -215,8 +242,11 @@ def agent_toolset(session: Session) -> list[Any]:  # tools of the package's runn
 
         async def call(self, input: object) -> Any:  # text, or the runner's type of a list of content
             given = input if isinstance(input, Mapping) else {}
-            arguments = {name: each for name, each in given.items() if name in self._properties}
-            if missing := [name for name in self._tool.required if arguments.get(name) is None]:
+            try:
+                arguments = _checked(self._properties, given)
+            except ToolFailed as error:
+                raise ToolError(str(error)) from error
+            if missing := [name for name in self._tool.required if name not in arguments]:
                 raise ToolError(f"{self._tool.name} needs `{missing[0]}`")
             reply = await perform(self._tool, _CallIn(session), arguments)
             if reply.is_error:

@@ -594,10 +594,13 @@ class SandkastenEditor:
                 version = stream.etag
                 text = b"".join([piece async for piece in stream]).decode("utf-8")
             changed = apply_diff(text, operation.diff or "")
-            await self._files.write(operation.path, changed, if_match=version)
-            if operation.move_to:
-                await self._files.mkdir(posixpath.dirname(operation.move_to) or ".")
-                await self._files.move(operation.path, operation.move_to)
+            if operation.move_to and operation.move_to != operation.path:
+                mode = int((await self._files.stat(operation.path, follow=True)).mode, 8)
+                made = {"path": operation.move_to, "op": "create", "text": changed}
+                await self._files.edit([made, {"path": operation.path, "op": "delete", "if_match": version}])
+                await self._files.chmod(operation.move_to, mode)
+            else:
+                await self._files.write(operation.path, changed, if_match=version)
         return failed or ApplyPatchResult("completed", f"Updated {operation.path}")
 
     async def delete_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:

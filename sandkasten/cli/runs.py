@@ -52,6 +52,8 @@ _CAUSES = {
 _BEGINS = ("exec.started", "process.started", "terminal.opened")
 _ENDED = ("destroyed", "expired", "crashed", "lost")
 _SESSION_ENDS = tuple(f"session.{status}" for status in _ENDED)
+_MOST_RUNS = 10_000
+"""Runs that the server lists at most."""
 _LONGEST_LINE = 64 * 1024
 _LAST_KEYS_S = 1.0
 _END_S = 5.0
@@ -229,9 +231,12 @@ async def run(arguments: argparse.Namespace, client: SandboxClient) -> int:
         words = await _command_of_image(client, arguments.image)
     options: dict[str, Any] = {"user": arguments.user, "cwd": arguments.workdir}
     if arguments.detach:
+        _refuse("with -d", {"-t": arguments.tty})
+        if not words:
+            _refuse("without a command", {"--timeout": arguments.timeout})
         async with passing(client, arguments) as made:
             if words:
-                await made.session.process(words, keep_alive=True, **options)
+                await _leave(made.session, words, arguments, **options)
             made.stays, made.is_told = True, False
         return _print_id(arguments, "id", made.session.id)
     tty = _terminal_size(arguments)
@@ -256,11 +261,13 @@ async def execute(arguments: argparse.Namespace, client: SandboxClient) -> int:
     words = _words(arguments, needed=True)
     # One word is a script; of several each is an argument, whatever signs it has.
     script = words[0] if len(words) == 1 else shlex.join(words)
+    if arguments.detach:
+        _refuse("with -d", {"-t": arguments.tty, "--shell": arguments.shell})
     tty = _terminal_size(arguments)
     session = await find_session(client, arguments.session)
     options: dict[str, Any] = {"user": arguments.user, "cwd": arguments.workdir, "env": env_of(arguments.env) or None}
     if arguments.detach:
-        began = await session.process(script, keep_alive=True, **options)
+        began = await _leave(session, script, arguments, **options)
         return _print_id(arguments, "exec_id", began.id)
     options |= {"shell": arguments.shell, "stateless": True if arguments.stateless or arguments.user else None}
     if arguments.json:
@@ -276,6 +283,23 @@ async def execute(arguments: argparse.Namespace, client: SandboxClient) -> int:
     if status is None:
         tell(f"detached; `sandkasten logs -f {session.id} {began.id}` follows")
     return status or 0
+
+
+async def _leave(
+    session: Session,
+    command: str | list[str],
+    arguments: argparse.Namespace,
+    **options: Any,  # of Session.process
+) -> Run:
+    """Start a command that is left running. Its input is open with -i, for others to send."""
+    limit_ms = arguments.timeout and arguments.timeout * 1000
+    return await session.process(command, keep_alive=True, timeout_ms=limit_ms, stdin=arguments.interactive, **options)
+
+
+def _refuse(where: str, options: dict[str, object]) -> None:
+    """Raise `Stop` for an option that has a value."""
+    for name in filter(options.get, options):
+        raise Stop(f"there is no {name} {where}", BAD_ARGUMENTS)
 
 
 def _words(arguments: argparse.Namespace, *, needed: bool) -> list[str]:
@@ -548,7 +572,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 async def logs(arguments: argparse.Namespace, client: SandboxClient) -> int:
     """Print the kept output of runs; of several, each line behind the id of its run."""
     session = await find_session(client, arguments.session, ended=True)
-    infos = [each for each in await session.runs() if _is_wanted(each, arguments)]
+    infos = [each for each in await _runs(session, arguments.run) if _is_wanted(each, arguments)]
     if arguments.run is not None and len(infos) != 1:
         raise Stop(
             f"{len(infos)} kept runs fit {printable_line(arguments.run)!r}: give another beginning of an id", FAULT
@@ -566,18 +590,29 @@ async def logs(arguments: argparse.Namespace, client: SandboxClient) -> int:
         for info in infos:
             tasks.start_soon(_follow, session, printers[info.exec_id])
         if not is_one:
-            async for exec_id in _new_runs(session):
+            async for exec_id in _new_runs(session, arguments):
                 if exec_id not in printers:
                     printers[exec_id] = _Printer(arguments, exec_id, is_one)
                     tasks.start_soon(_follow, session, printers[exec_id])
     return 0
 
 
-async def _new_runs(session: Session) -> AsyncIterator[str]:
-    """Yield the ids of runs that begin, and of those that began since they were listed, until the session ends."""
+async def _runs(session: Session, exec_id: str | None) -> list[RunInfo]:
+    """Return the run of that id, if there is one, else all runs that the server lists."""
+    from sandkasten import errors
+
+    if exec_id is not None:
+        with contextlib.suppress(errors.ExecNotFound, errors.ExecGone, errors.InvalidRequest):
+            return [await session.run(exec_id).info()]
+    return await session.runs(limit=_MOST_RUNS)
+
+
+async def _new_runs(session: Session, arguments: argparse.Namespace) -> AsyncIterator[str]:
+    """Yield the ids of runs that are there, and of those that begin, until the session ends."""
     async with session.watch_events(types=[*_BEGINS, *_SESSION_ENDS]) as events:
-        for each in await session.runs(state="running"):
-            yield each.exec_id
+        for each in await _runs(session, None):  # also what began behind an earlier list, and has ended by now
+            if _is_wanted(each, arguments):
+                yield each.exec_id
         if (await session.info()).status in _ENDED:
             return
         async for event in events:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anyio.abc import SocketStream
 
     from sandkasten.sdk import FileStream, Run, SandboxClient, Session
-    from sandkasten.sdk.types import FileInfo, Preview
+    from sandkasten.sdk.types import FileInfo, Preview, UnpackedArchive
 
 _PLACE = re.compile(r"(?P<session>|[^/:.][^/:]*):(?P<path>.*)", re.DOTALL)
 """A path in a session; without a name the last one used, since a word that begins with - would be an option."""
@@ -73,7 +73,7 @@ async def cp(arguments: argparse.Namespace, client: SandboxClient) -> int:
 
 async def _into(session: Session, source: str, target: str, user: str | None, progress: Progress) -> str:
     if source == _PIPE:
-        await session.files.unpack(pipe(), target, user=user, progress=progress)
+        _say_skipped(await session.files.unpack(pipe(), target, user=user, progress=progress), progress)
         return target
     name, is_content = _local_name(source)
     there = await _remote(session, target, user)
@@ -108,8 +108,14 @@ async def _out_of(session: Session, source: str, target: str, user: str | None, 
                 await _save_as_tar(stream, found, _name_of(source), progress)
         return _PIPE
     target = _local_target(target, source)
-    await session.files.copy_out(source, target, user=user, progress=progress)
+    _say_skipped(await session.files.copy_out(source, target, user=user, progress=progress), progress)
     return target
+
+
+def _say_skipped(made: UnpackedArchive, progress: Progress) -> None:
+    if made.skipped:
+        progress.close()
+        tell(f"{made.skipped} left out: what is neither a file, a directory nor a link, or leads out of the directory")
 
 
 def _local_target(target: str, source: str) -> str:

@@ -143,7 +143,11 @@ def make_server(caller_of: Callable[[Context], ToolCaller]) -> Server[Any]:
 
 
 def _described(tool: Tool) -> types.Tool:
-    hints = types.ToolAnnotations(read_only_hint=tool.reads, open_world_hint=False)  # a session's network is its own
+    hints = types.ToolAnnotations(
+        read_only_hint=tool.reads,
+        destructive_hint=None if tool.reads else not tool.is_additive,  # says nothing of a tool that reads
+        open_world_hint=tool.is_open,
+    )
     return types.Tool(
         name=tool.name,
         description=tool.description,

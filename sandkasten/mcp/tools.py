@@ -75,9 +75,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Tool:
-    """A row of the table. `properties` are the parameters as JSON Schema; `reads`: the tool changes nothing.
+    """A row of the table. `properties` are the parameters as JSON Schema; `reads`: the tool changes nothing, and
+    `is_additive`: it only adds.
 
-    `is_default`: the tool is there unless a client chooses.
+    `is_open`: programs reach by it what the sandbox's network lets them reach. `is_default`: the tool is there unless a
+    client chooses.
     """
 
     name: str
@@ -88,6 +90,8 @@ class Tool:
     reads: bool = False
     output: Schema | None = None
     is_default: bool = True
+    is_additive: bool = False
+    is_open: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:  # JSON values
@@ -98,15 +102,17 @@ class Tool:
 
 
 async def perform(tool: Tool, call: ToolCall, arguments: Arguments) -> ToolReply:
-    """Run a tool; a sandbox that has ended is made anew once, and errors become replies that say what would work."""
+    """Run a tool; errors become replies that say what would work. A sandbox that has ended is made anew once, unless
+    the tool may have begun its work in it."""
     for has_ended in (False, True):
         try:
             reply = await tool.run(call, arguments)
             break
         except (errors.SessionExpired, errors.SessionNotFound) as error:
             call.forget()
-            if has_ended:
+            if has_ended or error.may_have_begun:
                 reply = ToolReply(_in_words(error), is_error=True)
+                break
         except NoSandbox as error:
             reply = ToolReply(str(error), is_error=True)
             break
@@ -131,7 +137,8 @@ _ADVICE: Mapping[type[errors.SandkastenError], str] = {
 
 
 def _in_words(error: errors.SandkastenError) -> str:
-    advice = next((text for cls, text in _ADVICE.items() if isinstance(error, cls)), "")
+    cause = errors.Uncertain("") if error.may_have_begun else error
+    advice = next((text for cls, text in _ADVICE.items() if isinstance(cause, cls)), "")
     details = "; ".join(f"{name}: {value}" for name, value in error.details.items() if name != "request_id")
     return ". ".join(part for part in (error.message.rstrip("."), details, advice) if part)[:2000]
 
@@ -465,6 +472,7 @@ TOOLS: Mapping[str, Tool] = {
             "return its exec_id. restart: begin a fresh shell. shell: the name of another shell, beside the first.",
             {"command": _TEXT, "timeout_ms": _MS, "restart": _YES, "background": _YES, "shell": _RUN},
             _bash,
+            is_open=True,
             output=_output("output", **_ENDED, cwd=_TEXT),
         ),
         Tool(
@@ -482,6 +490,7 @@ TOOLS: Mapping[str, Tool] = {
             {"exec_id": _RUN, "text": _TEXT, "close": _YES},
             _write_stdin,
             required=("exec_id",),
+            is_open=True,
         ),
         Tool("kill", "End a run and all that it started.", {"exec_id": _RUN}, _kill, required=("exec_id",)),
         Tool(
@@ -551,6 +560,7 @@ TOOLS: Mapping[str, Tool] = {
             {"port": _PORT},
             _preview,
             required=("port",),
+            is_additive=True,
         ),
         Tool(
             "sandboxes",

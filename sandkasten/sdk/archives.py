@@ -108,7 +108,7 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
 
     Raises:
         ConnectionFailed: the archive is damaged.
-        OSError: a file can't be written, or a name leads through a local link.
+        OSError: a file can't be written, or a local directory is in its way; a file or link in the way is replaced.
     """
     root.mkdir(parents=True, exist_ok=True)
     entries = size = skipped = 0
@@ -116,10 +116,10 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=_TAPE_BYTES) as tar:
             for member in tar:
-                parts = [part for part in PurePosixPath(member.name).parts if part != "."]
-                if not parts:
+                parts = _names(member.name)
+                if parts == []:
                     continue
-                if ".." in parts or parts[0] == "/" or not _write(tar, member, root, parts, modes):
+                if parts is None or not _write(tar, member, root, parts, modes):
                     skipped += 1
                     continue
                 entries, size = entries + 1, size + member.size
@@ -128,6 +128,12 @@ def unpack(archive: BinaryIO, root: Path) -> UnpackedArchive:
     for path, mode in reversed(modes):  # last, since a directory may be closed to its owner
         path.chmod(mode)
     return UnpackedArchive(entries, size, skipped)
+
+
+def _names(path: str) -> list[str] | None:
+    """Return the names of a path below the directory; None: it may lead elsewhere, as `//etc` does, too."""
+    pure = PurePosixPath(path)
+    return None if pure.is_absolute() or ".." in pure.parts else list(pure.parts)
 
 
 def _write(
@@ -186,11 +192,12 @@ def _stays(root: Path, parts: list[str], target: str) -> bool:
 
 def _link(root: Path, place: Path, target: str) -> bool:
     """Link a name to a file that was unpacked before; tell whether there is one."""
-    parts = [part for part in PurePosixPath(target).parts if part != "."]
-    found = root.joinpath(*parts)
-    if ".." in parts or any(each.is_symlink() for each in (found, *found.parents) if each.is_relative_to(root)):
-        return False
-    if not found.is_file():
+    found = root
+    for part in (parts := _names(target)) or ():
+        found /= part
+        if found.is_symlink():
+            return False
+    if parts is None or not found.is_file():
         return False
     _remove(place)
     os.link(found, place)

@@ -11,7 +11,7 @@ from sandkasten import errors
 from sandkasten.contexts import choose_server
 from sandkasten.sdk import waiting
 from sandkasten.sdk.files import Files, FileStream, Progress, Source, send_content
-from sandkasten.sdk.run import CANCEL_S
+from sandkasten.sdk.run import CANCEL_S, may_go_on
 from sandkasten.sdk.session import Session
 from sandkasten.sdk.streams import Events, JobEvents
 from sandkasten.sdk.transport import Endpoint, HasTransport, Transport
@@ -221,10 +221,8 @@ class SandboxClient:
         request = call("POST", "/v1/sessions", body, headers=headers)
         try:
             return Session(self, (await self._transport.send(request)).value["id"])
-        except errors.SandkastenAPIError:
-            raise
-        except BaseException:
-            if idempotency_key is None:
+        except BaseException as error:
+            if idempotency_key is None and may_go_on(error):
                 await self._take_back(request)
             raise
 

@@ -132,7 +132,7 @@ class Terminal:
             try:
                 await self._socket.send(content[start : start + _INPUT_BYTES])
             except Lost as lost:
-                raise errors.Uncertain(f"{lost.message}; what was typed may have arrived", acknowledged=0) from lost
+                raise errors.Uncertain(f"{lost.message}; what was typed may have arrived") from lost
 
     async def resize(self, cols: int, rows: int) -> None:
         """Give the terminal another size in character cells, for all viewers."""

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from sandkasten import errors
@@ -41,6 +41,8 @@ _SILENT = "nothing came for too long: the connection is half open, or a proxy on
 READ_BYTES = 64 * 1024
 _STRANGERS_LOSSES = 3
 """Connections after which a port that takes them, and has never answered, counts as no server of ours."""
+_GATEWAY_LOST = (502, 504)
+"""Answers of a proxy that may have passed the request on."""
 _CONNECTIONS = 1000
 _IDLE_S = 30.0
 
@@ -93,7 +95,7 @@ class Transport:
         self._headers += [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         proxy = None if unix_path or not use_proxy else _proxy(server.scheme, server.hostname)
         self._pool = httpcore2.AsyncConnectionPool(
-            proxy=None if proxy is None else httpcore2.Proxy(proxy),
+            proxy=None if proxy is None else httpcore2.Proxy(*proxy),
             max_connections=_CONNECTIONS,
             keepalive_expiry=_IDLE_S,
             uds=unix_path,
@@ -138,6 +140,7 @@ class Transport:
         deadline = began + (timeout or 0) + (request.patience_s or 0) if has_limit else None
         lost_at: float | None = None
         losses = 0
+        may_have_begun = False
         wait_s = FIRST_WAIT_S
         while True:
             error: errors.SandkastenError
@@ -151,7 +154,8 @@ class Transport:
                     raise errors.Uncertain(
                         f"{lost.message}; {request.method} {request.path} may have had its effect"
                     ) from lost
-                losses += lost.was_sent  # after which the server may have done the call
+                losses += lost.was_sent
+                may_have_begun |= lost.was_sent
                 is_known = self._was_reached or 0 < losses < _STRANGERS_LOSSES
                 if not is_known or (not lost.was_sent and not request.repeat):
                     raise
@@ -164,7 +168,10 @@ class Transport:
                 if losses and request.method == "DELETE" and answer.status == 404:
                     return WholeAnswer(200, {}, b'{"ok":true}'), None  # the lost request had its effect
                 error, advice_s = answer.error, answer.retry_after_s
-                if not (request.repeat and may_pass(answer)):
+                is_passing = request.repeat and may_pass(answer)
+                may_have_begun |= is_passing and answer.status in _GATEWAY_LOST
+                error.may_have_begun = may_have_begun
+                if not is_passing:
                     raise error
                 lost_at = None
             until = deadline
@@ -233,8 +240,8 @@ class Transport:
         import httpcore2
 
         if isinstance(error, httpcore2.ConnectError | httpcore2.ConnectTimeout):
-            return f"no server answers at {self.base_url} ({error or type(error).__name__})"
-        return f"the connection to {self.base_url} was lost ({error or type(error).__name__})"
+            return f"no server answers at {self.base_url} ({_words(error)})"
+        return f"the connection to {self.base_url} was lost ({_words(error)})"
 
     async def websocket(self, request: HttpCall, protocol: str) -> WebSocket:
         """Open a WebSocket, at one attempt; the caller closes it. `request` is without the headers of the handshake.
@@ -314,7 +321,7 @@ class HttpStream:
         except httpcore2.TimeoutException as error:
             raise Silent(_SILENT, was_sent=True) from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+            raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
         self._is_broken = False
         return data
 
@@ -354,7 +361,7 @@ class WebSocket:
             try:
                 data = await self._stream.read(READ_BYTES, timeout=SILENCE_S)
             except (httpcore2.NetworkError, httpcore2.TimeoutException) as error:
-                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+                raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
             if not data:
                 raise Lost("the connection was lost (the server's side ended)", was_sent=True)
             await self._take(data)
@@ -418,7 +425,7 @@ class WebSocket:
                     await self._stream.write(data, timeout=WRITE_S)
                     self._is_closed = False
             except (httpcore2.NetworkError, httpcore2.TimeoutException, LocalProtocolError) as error:
-                raise Lost(f"the connection was lost ({error or type(error).__name__})", was_sent=True) from error
+                raise Lost(f"the connection was lost ({_words(error)})", was_sent=True) from error
             if self._is_closed:
                 raise Lost("the connection took no message in time", was_sent=True)
 
@@ -503,10 +510,24 @@ class Pump:
             self.failure = error
 
 
-def _proxy(scheme: str, host: str) -> str | None:
-    """Return the proxy that the environment names for a server; none for this machine itself."""
+def _words(error: BaseException) -> str:
+    """Return the text of the first error of a chain that has one: a certificate's is below an empty one of trio."""
+    each: BaseException | None = error
+    while each is not None and not str(each):
+        each = each.__cause__ or each.__context__
+    return str(each or type(error).__name__)
+
+
+def _proxy(scheme: str, host: str) -> tuple[str, tuple[str, str] | None] | None:
+    """Return the proxy that the environment names for a server, and its credentials; none for this machine itself."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return None
     import urllib.request
 
-    return None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+    url = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+    if not url:
+        return None
+    kind, mark, place = url.rpartition("://")
+    userinfo, at, place = place.rpartition("@")
+    name, _, password = map(unquote, userinfo.partition(":"))
+    return f"{kind}{mark}{place}", (name, password) if at else None

@@ -26,7 +26,7 @@ from sandkasten.sdk.types import (
 from sandkasten.sdk.wire import HttpCall, call, given, key_id_of, new_id, part, set_values
 from sandkasten.sync import waiting
 from sandkasten.sync.files import Files, FileStream, Progress, Source, send_content
-from sandkasten.sync.run import CANCEL_S
+from sandkasten.sync.run import CANCEL_S, may_go_on
 from sandkasten.sync.session import Session
 from sandkasten.sync.streams import Events, JobEvents
 from sandkasten.sync.transport import Endpoint, HasTransport, Transport
@@ -222,10 +222,8 @@ class SandboxClient:
         request = call("POST", "/v1/sessions", body, headers=headers)
         try:
             return Session(self, (self._transport.send(request)).value["id"])
-        except errors.SandkastenAPIError:
-            raise
-        except BaseException:
-            if idempotency_key is None:
+        except BaseException as error:
+            if idempotency_key is None and may_go_on(error):
                 self._take_back(request)
             raise
 

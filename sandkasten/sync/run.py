@@ -103,10 +103,8 @@ class Run:
             begin, self._begin = self._begin, None
             try:
                 self._feed = self._link.open(self._chosen_id, begin, has_own_id=self._has_own_id)
-            except errors.SandkastenAPIError:
-                raise
-            except BaseException:
-                if begin is not None:
+            except BaseException as error:
+                if begin is not None and may_go_on(error):
                     give_up(self._link.session, self._chosen_id)
                 raise
         return self._feed
@@ -213,13 +211,14 @@ class Run:
 
         Raises:
             Uncertain: the connection was lost; `acknowledged` bytes were taken before, and perhaps more.
+            SandkastenError: the input was refused, or not sent; exactly `acknowledged` bytes were taken before.
         """
         content = data.encode() if isinstance(data, str) else data
         for start in range(0, len(content), SEND_BYTES):
             text = base64.b64encode(content[start : start + SEND_BYTES]).decode("ascii")
             try:
                 self._order("stdin", {"content_base64": text})
-            except errors.Uncertain as error:
+            except errors.SandkastenError as error:
                 error.acknowledged = start
                 raise
 
@@ -246,6 +245,11 @@ class Run:
 
 _CANCEL_WAITS_S = (0.05, 0.15, 0.3)
 """Waits for a run that is to be cancelled and is not there yet: its request may still be on the way."""
+
+
+def may_go_on(error: BaseException) -> bool:
+    """Return whether what a failed call was to begin may go on: a call that was only refused has begun nothing."""
+    return not isinstance(error, errors.SandkastenAPIError) or error.may_have_begun
 
 
 def give_up(session: Endpoint, exec_id: str) -> None:

@@ -43,7 +43,7 @@ from sandkasten.sdk.wire import (
 from sandkasten.sync import waiting
 from sandkasten.sync.channels import RunLink, without_id
 from sandkasten.sync.files import Files, Progress
-from sandkasten.sync.run import CANCEL_S, Run, give_up
+from sandkasten.sync.run import CANCEL_S, Run, give_up, may_go_on
 from sandkasten.sync.streams import Events
 from sandkasten.sync.terminal import Terminal
 from sandkasten.sync.transport import Endpoint, HasTransport
@@ -184,10 +184,8 @@ class Session:
                 if exec_id is not None or chosen is None:
                     raise
                 self._link.go_on_without_ids()
-            except errors.SandkastenAPIError:
-                raise
-            except BaseException:
-                if chosen is not None:
+            except BaseException as error:
+                if chosen is not None and may_go_on(error):
                     give_up(self._endpoint, chosen)
                 raise
 
@@ -285,12 +283,14 @@ class Session:
         merged: bool | None = None,
         keep_alive: bool = False,
         raw: bool = False,
+        timeout_ms: int | None = None,
+        stdin: bool = True,
     ) -> Run:
-        """Start a process in the background, beside the shells and without a limit in time, and return its run.
+        """Start a process in the background, beside the shells, and return its run.
 
-        Without `cmd` the process is the command that the session's image has. Its input is open. It ends with the
-        session, or by `Run.cancel`; `keep_alive` makes it hold off the session's idle timeout. Used in
-        `with`, the process goes on when the block is left.
+        Without `cmd` the process is the command that the session's image has. Its input is open, or with `stdin=False`
+        empty. It ends with the session, by `Run.cancel`, or after `timeout_ms`, None for never; `keep_alive` makes it
+        hold off the session's idle timeout. Used in `with`, the process goes on when the block is left.
         """
         chosen = process_id or new_id()
         body = (
@@ -302,14 +302,15 @@ class Session:
                 user=user,
                 tty=_size(tty),
                 streams=_streams(merged),
+                timeout_ms=timeout_ms,
+                stdin=None if stdin else False,
             )
         )
         try:
             self._endpoint.ask("POST", "/processes", body)
-        except errors.SandkastenAPIError:
-            raise
-        except BaseException:
-            give_up(self._endpoint, chosen)
+        except BaseException as error:
+            if may_go_on(error):
+                give_up(self._endpoint, chosen)
             raise
         return Run(self._link, chosen, begin=None, raw=raw, detach=True)
 

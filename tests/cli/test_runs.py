@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -10,12 +11,18 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
+import httpx
 import pytest
+import trio
 
+from sandkasten.cli import runs
+from sandkasten.sdk import SandboxClient
 from tests.cli.conftest import Command
-from tests.e2e.daemon import KEY, SCRIPT, running_daemon
+from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.waiting import patience
 
 pytestmark = pytest.mark.e2e
@@ -104,6 +111,37 @@ def test_json_is_one_object_with_the_output(command: Command, session: str) -> N
         assert (done.returncode, said in done.stdout + done.stderr, "Traceback" in done.stderr) == (status, True, False)
     assert command.json("run", "-d", "--", "true")["id"] != session
     command.out("rm", "-")
+
+
+def test_a_detached_command_has_its_options_or_they_are_refused(
+    command: Command, session: str, api: httpx.Client
+) -> None:
+    """A time limit counts, input is empty unless it is to stay open, and what no process has is said."""
+
+    def ends(session: str, run: str, limit_ms: int = 20_000) -> str | None:
+        api.post(f"/v1/sessions/{session}/execs/{run}/wait", json={"for": "exit", "timeout_ms": limit_ms})
+        info = api.get(f"/v1/sessions/{session}/execs/{run}").json()
+        return info["end"]["cause"] if info["state"] == "ended" else None
+
+    for options, words, cause in (
+        (("--timeout", "1s"), ("sleep", "60"), "timed_out"),
+        ((), ("cat",), "exited"),
+        (("--stateless",), ("exit 3",), "exited"),
+        (("-i",), ("cat",), None),
+    ):
+        run = command.out("exec", "-d", *options, session, "--", *words).strip()
+        assert ends(session, run, 20_000 if cause else 300) == cause, words
+    made = command.out("run", "-d", "--timeout", "1s", "--", "sleep", "60").strip()
+    (run,) = api.get(f"/v1/sessions/{made}/execs").json()["execs"]
+    assert ends(made, run["exec_id"]) == "timed_out"
+    for arguments, option in (
+        (("exec", "-dt", session), "-t"),
+        (("exec", "-d", "--shell", "x", session), "--shell"),
+        (("run", "-dt"), "-t"),
+        (("run", "-d", "--timeout", "1s"), "--timeout"),
+    ):
+        done = command.run(*arguments, *(() if "--timeout" in arguments else ("--", "true")))
+        assert (done.returncode, f" {option} " in done.stderr) == (2, True), done
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -232,6 +270,30 @@ def test_logs_have_the_output_of_all_runs_or_of_one(command: Command) -> None:
         assert process.stdout.readline().endswith(b" | new\n")
         command.out("rm", session)
         assert process.wait() == 0
+
+
+def test_logs_find_each_of_many_runs(command: Command, session: str, api: httpx.Client) -> None:
+    """Beyond the thousand that a list of the API has by default; one run is found by its whole id, or its beginning."""
+    first = api.post(f"/v1/sessions/{session}/exec", json={"cmd": "echo first", "exec_id": "first"}).json()
+    for _ in range(1001):
+        assert api.post(f"/v1/sessions/{session}/exec", json={"cmd": ":"}).status_code == 200
+    assert first["output"] == "first\n"
+    assert command.out("logs", session) == "first | first\n"
+    for name in ("first", "firs"):
+        assert command.out("logs", session, name) == "first\n"
+    assert "0 kept runs fit" in command.run("logs", session, "none").stderr
+
+
+async def test_a_run_that_ended_while_logs_began_is_followed(daemon: Daemon, session: str) -> None:
+    """One that began behind the list of runs, and ended before the events were open."""
+    key = (daemon.data_dir / "api-key").read_text().strip()
+    async with SandboxClient(base_url=daemon.wait_url(), api_key=key) as client:
+        box = client.session(session)
+        await box.exec("echo missed", exec_id="missed")
+        ids = runs._new_runs(box, argparse.Namespace(run=None, since=None))
+        async with contextlib.aclosing(cast("AsyncGenerator[str]", ids)):
+            with trio.fail_after(patience()):
+                assert await anext(ids) == "missed"
 
 
 def test_a_server_may_be_started_anew_meanwhile(tmp_path: Path) -> None:

@@ -88,6 +88,14 @@ def test_a_directory_is_copied_both_ways(command: Command, session: str, tmp_pat
     assert command.json("cp", f"{session}:src", f"{tmp_path}/out")["path"] == f"{tmp_path}/out/src"
 
 
+def test_what_is_left_out_of_a_copy_is_said(command: Command, session: str, tmp_path: Path) -> None:
+    """A link that leads out of the directory, to a person and to a program; nothing is said of a whole copy."""
+    command.out("exec", session, "--", "mkdir -p odd whole; echo a > whole/a; ln -s /etc/passwd odd/l")
+    done = command.run("cp", f"{session}:odd", tmp_path)
+    assert (done.returncode, done.stderr.startswith("sandkasten: 1 left out: ")) == (0, True), done
+    command.out("cp", f"{session}:whole", tmp_path)
+
+
 def test_what_is_no_file_here_is_written_to(command: Command, session: str, tmp_path: Path) -> None:
     """A FIFO, or a device such as /dev/null, is not replaced."""
     os.mkfifo(tmp_path / "fifo")

@@ -109,6 +109,8 @@ def _check_program(program: str, shown: str, data_dir: Path) -> None:
 def test_the_lines_for_linux_in_the_script_for_windows_are_bash() -> None:
     """bash takes each as PowerShell hands it over, and none has double quotes, which Windows PowerShell drops."""
     found = re.findall(r"Invoke-Linux (['\"])(.*)\1$", WINDOWS.read_text(), re.MULTILINE)
+    stops = [each.strip() for each in WINDOWS.read_text().splitlines() if "--terminate" in each]
+    assert [each for each in stops if not each.startswith("if ")] == []  # nobody's programs end at a second `ensure`
     assert len(found) > 8
     for quote, text in found:
         line = text.replace("''", "'") if quote == "'" else re.sub(r"\$\{?\w+\}?", "x", text)

@@ -11,15 +11,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from trio_websocket import open_websocket_url
 
 from sandkasten.api.websocket.exec_messages import PROTOCOL
+from sandkasten.errors import ConnectionFailed
 from tests import debian
 from tests.api.ws_client import Talk, output_of
 from tests.e2e.daemon import KEY, Daemon
+from tests.sdk import usage
+from tests.sdk.twin import FLAVOURS, run
 from tests.waiting import patience
 
 PAGE = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
@@ -129,6 +133,18 @@ def through(url: str, context: ssl.SSLContext) -> Iterator[httpx.Client]:
 def session(through: httpx.Client) -> str:
     """The path of a session."""
     return f"/v1/sessions/{through.post('/v1/sessions', json={}).json()['id']}"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_the_sdk_trusts_the_authority_that_the_environment_names(
+    flavour: str, url: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SSL_CERT_FILE`, for requests and for the WebSocket of streams; without it the server is refused."""
+    make: Any = lambda cls: cls(base_url=url, api_key=KEY, timeout=patience(20))  # noqa: E731 - of either client
+    with pytest.raises(ConnectionFailed, match="certificate"):
+        run(flavour, usage.streams, make)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "fullchain.pem"))
+    run(flavour, usage.streams, make)
 
 
 def test_each_event_of_a_stream_comes_at_once(through: httpx.Client, session: str) -> None:

@@ -31,15 +31,17 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.server.auth.middleware.bearer_auth import AuthorizationContext
 from mcp.shared.exceptions import MCPError
 
+from sandkasten.adapters.anthropic import _CallIn
 from sandkasten.api.http import mcp as front
 from sandkasten.api.http.mcp import McpCall
 from sandkasten.errors import NotInstalled
 from sandkasten.mcp import server
 from sandkasten.mcp.sandboxes import Sandboxes
-from sandkasten.mcp.tools import TOOLS, chosen
-from sandkasten.sdk import SandboxClient
+from sandkasten.mcp.tools import TOOLS, chosen, perform
+from sandkasten.sdk import SandboxClient, Session
 from tests.e2e.daemon import KEY, SCRIPT, Daemon, running_daemon
 from tests.e2e.test_keys import key
+from tests.sdk.test_bad_servers import DONE, answering, refusal
 from tests.waiting import patience
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("command_seed")]
@@ -245,6 +247,17 @@ async def test_a_sandbox_that_ended_is_made_anew_and_the_answer_says_so(daemon: 
         text = await talk.call("bash", command="ls")
         assert text.startswith("[the sandbox 'default' had ended (user); this is a new one: files are gone]\n[exit 0")
         assert "had ended" not in await talk.call("bash", command="ls")
+
+
+async def test_a_command_that_may_have_begun_is_not_repeated() -> None:
+    """By a request that was lost, in a sandbox that has ended when it is sent again; one that was only refused is."""
+    ended = refusal(410, "SESSION_EXPIRED", retryable=False)
+    for answers, is_error in (([b"no HTTP\r\n\r\n", ended, DONE], True), ([ended, DONE], False)):
+        heads: list[bytes] = []
+        async with answering(answers, heads) as (url, _), SandboxClient(base_url=url) as client:
+            reply = await perform(TOOLS["bash"], _CallIn(Session(client, "0" * 16)), {"command": "x"})
+            assert (reply.is_error, sum(b"/exec HTTP" in head for head in heads)) == (is_error, 2)
+            assert ("look whether it had its effect" in reply.text) == is_error
 
 
 @on_asyncio
@@ -537,6 +550,12 @@ def test_the_list_of_tools_is_short() -> None:
     ]
     assert len(json.dumps(described, separators=(",", ":"))) < 10_000
     assert [tool.name for tool in chosen(None)] == [tool.name for tool in TOOLS.values() if tool.name != "apply_patch"]
+    hints = {each["name"]: each["annotations"] for each in described}
+    reads = {name for name, each in hints.items() if each["readOnlyHint"]}
+    assert reads == {"bash_output", "read", "glob", "grep", "ports"}
+    assert {name for name, each in hints.items() if each["openWorldHint"]} == {"bash", "write_stdin"}
+    destroys = {name for name, each in hints.items() if each.get("destructiveHint", name not in reads)}
+    assert destroys == hints.keys() - reads - {"preview"}
 
 
 async def test_without_the_extra_the_answer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
 import gc
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,17 +30,23 @@ from sandkasten.sdk import files as files_module
 from sandkasten.sdk import run as run_module
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk.proxy import Cut, running_proxy
 from tests.sdk.twin import FLAVOURS
 from tests.waiting import patience, until
 
 SESSION = "0123456789abcdef"
+TURNS = 7
+"""Turns of asyncio's loop between two moments at which callers give up; fewer in `test_every_byte`."""
 
 
 @asynccontextmanager
-async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str, list[float]]]:
+async def answering(
+    answers: Sequence[bytes | None], heads: list[bytes] | None = None
+) -> AsyncIterator[tuple[str, list[float]]]:
     """Serve these answers, one to each request, the last one for ever; None is silence. Yield the URL and the times.
 
-    In an answer to a WebSocket's handshake `ACCEPT-KEY` stands for what accepts its key (RFC 6455 §4.2.2).
+    In an answer to a WebSocket's handshake `ACCEPT-KEY` stands for what accepts its key (RFC 6455 §4.2.2). `heads` gets
+    what began each request.
     """
     times: list[float] = []
 
@@ -50,6 +59,8 @@ async def answering(answers: Sequence[bytes | None]) -> AsyncIterator[tuple[str,
                     left -= len(await stream.receive_some(64 * 1024))
                 answer = answers[min(len(times), len(answers) - 1)]
                 times.append(time.monotonic())
+                if heads is not None:
+                    heads.append(head)
                 if answer is None:
                     await trio.sleep_forever()
                 else:
@@ -76,6 +87,11 @@ def refusal(status: int, code: str, *headers: str, retryable: bool = True) -> by
 
 
 DONE = answer(200, b'{"exit_code":0,"cwd":"/","output":"done","truncated":false,"duration_ms":1}')
+MADE = answer(201, json.dumps({"id": SESSION}).encode())
+STREAM = answer(
+    200, b'event: done\ndata: {"exit_code":0,"cwd":"/","duration_ms":1}\n\n', "Content-Type: text/event-stream"
+)
+WRITTEN = answer(200, b'{"path":"/workspace/f","etag":"e","size":1}')
 PAGE = answer(502, b"<html>bad gateway</html>", "Content-Type: text/html")
 
 
@@ -85,6 +101,15 @@ async def test_input_is_waited_for_as_long_as_the_program_reads_none() -> None:
         with trio.move_on_after(1) as scope:
             await Session(client, SESSION).run("late").send("x")
         assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("said", [refusal(409, "EXEC_ENDED"), refusal(429, "QUOTA_EXCEEDED")])
+async def test_input_that_is_refused_on_the_way_says_how_much_was_taken(said: bytes) -> None:
+    """By the parts that were acknowledged, so that nobody sends these twice."""
+    async with answering([answer(200, b"{}"), said]) as (url, _), SandboxClient(base_url=url) as client:
+        with pytest.raises(errors.SandkastenAPIError) as raised:
+            await Session(client, SESSION).run("late").send(bytes(300_000))
+        assert raised.value.acknowledged == 256 * 1024
 
 
 @pytest.mark.parametrize(
@@ -98,11 +123,22 @@ async def test_input_is_waited_for_as_long_as_the_program_reads_none() -> None:
     ],
     ids=["capacity", "quota", "bad gateway", "unavailable", "gateway timeout"],
 )
-async def test_a_refusal_that_may_pass_is_waited_for(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's own and a proxy's."""
+@pytest.mark.parametrize("call", ["exec", "create", "stream", "write"])
+async def test_a_refusal_that_may_pass_is_waited_for(call: str, first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own and a proxy's. A stream is refused as a WebSocket, then as events."""
     monkeypatch.setattr(transport, "FIRST_WAIT_S", 0.01)
-    async with answering([first, first, DONE]) as (url, times), SandboxClient(base_url=url) as client:
-        assert (await Session(client, SESSION).exec("x")).output == "done"
+    last = {"exec": DONE, "create": MADE, "stream": STREAM, "write": WRITTEN}[call]
+    async with answering([first, first, last]) as (url, times), SandboxClient(base_url=url) as client:
+        box = Session(client, SESSION)
+        match call:
+            case "exec":
+                assert (await box.exec("x")).output == "done"
+            case "create":
+                assert (await client.create_session()).id == SESSION
+            case "stream":
+                assert [each.done async for each in box.exec_stream("x")] == [True]
+            case "write":
+                assert (await box.files.write("f", "x")).size == 1
         assert len(times) == 3
 
 
@@ -177,6 +213,31 @@ def _noted(waited: list[float]) -> Callable[[float], Awaitable[None]]:
     return sleep
 
 
+@pytest.mark.parametrize("first", [b"no HTTP at all\r\n\r\n", PAGE], ids=["lost", "bad gateway"])
+@pytest.mark.parametrize("use", ["exec", "process", "create"])
+async def test_what_may_have_begun_is_ended_when_its_repetitions_are_refused(use: str, first: bytes) -> None:
+    """The run, or the session, of the first attempt, of whose effect nobody knows; a refusal alone has none."""
+    late = refusal(503, "CAPACITY", "Retry-After: 3000")
+    for begun in (True, False):
+        heads: list[bytes] = []
+        answers = [*([first] if begun else []), late, MADE]
+        async with answering(answers, heads) as (url, _), SandboxClient(base_url=url) as client:
+            box = Session(client, SESSION)
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "exec": functools.partial(box.exec, "x"),
+                "process": functools.partial(box.process, "x"),
+                "create": client.create_session,
+            }
+            with pytest.raises(errors.Capacity) as raised:
+                await calls[use]()
+            assert raised.value.may_have_begun == begun
+        last = heads[-1].partition(b" HTTP")[0]
+        if begun:
+            assert last.startswith(b"DELETE ") if use == "create" else last.endswith(b"/cancel"), last
+        else:
+            assert len(heads) == 1
+
+
 async def test_advice_beyond_the_calls_time_ends_it_at_once() -> None:
     """With the advice, which the caller may follow."""
     late = refusal(503, "CAPACITY", "Retry-After: 3000")
@@ -201,6 +262,52 @@ async def test_a_silent_server_is_given_up_in_time(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(client_module, "CANCEL_S", 0.2)
         with trio.fail_after(patience()), pytest.raises(TimeoutError):
             await client.create_session()
+
+
+async def test_transfers_and_terminals_of_a_silent_server_are_given_up() -> None:
+    """Within the client's timeout, if the server does not answer at all."""
+    async with answering([None]) as (url, _), SandboxClient(base_url=url, timeout=0.2) as client:
+        box = Session(client, SESSION)
+        for use in (box.files.write("f", bytes(300_000)), box.files.read_bytes("f"), box.terminal().__aenter__()):
+            with trio.fail_after(patience()), pytest.raises(errors.DeadlineExceeded):
+                await use
+
+
+async def test_transfers_and_terminals_over_a_connection_that_falls_silent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload with an error in time, a download by another connection, and a terminal as lost."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.3)
+    async with running_front() as running, running_proxy(running.port) as proxy:
+        running.tree.scripts[""] = Script(echo=True)
+        async with SandboxClient(base_url=running.url, api_key=KEY) as steady:
+            box = await steady.create_session()
+            await box.files.write("f", bytes(1 << 20))
+            await trio.sleep(0.05)  # a file that changed just now has no version to go on with
+        for of_request in (True, False):
+            proxy.cuts = [Cut(100_000, of_request, is_silent=True)]
+            async with SandboxClient(base_url=proxy.url, api_key=KEY, timeout=0.3) as client:
+                files = client.session(box.id).files
+                with trio.fail_after(patience()):
+                    if of_request:
+                        with pytest.raises(errors.DeadlineExceeded):
+                            await files.write("g", bytes(32 << 20))
+                    else:
+                        async with files.open("f") as stream:
+                            assert sum([len(piece) async for piece in stream]) == 1 << 20
+        async with SandboxClient(base_url=proxy.url, api_key=KEY, timeout=0.3) as client:
+            before = proxy.answered
+            async with client.session(box.id).terminal():
+                opened = proxy.answered - before
+            proxy.cuts = [Cut(opened, of_request=False, is_silent=True)]
+            await client._transport._pool.aclose()
+            with trio.fail_after(patience()), pytest.raises(errors.ConnectionFailed):
+                await _type_and_read(client.session(box.id))
+
+
+async def _type_and_read(box: Session) -> None:
+    async with box.terminal() as viewer:
+        await viewer.send("x")
+        while True:
+            await anext(viewer)
 
 
 async def test_no_server_is_said_at_once() -> None:
@@ -255,6 +362,20 @@ async def test_a_proxy_is_used_where_the_caller_allows_it(monkeypatch: pytest.Mo
                 else:
                     with pytest.raises(errors.ConnectionFailed):
                         await client.healthz()
+
+
+async def test_a_proxy_gets_the_name_and_password_of_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Percent signs decoded; of a request and of a tunnel, and never as a part of the address."""
+    heads: list[bytes] = []
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with answering([answer(407, b"")], heads) as (proxy, _):
+        for scheme, userinfo in (("http", "me:a%40b%3A"), ("https", "me:a%40b%3A"), ("http", "me")):
+            monkeypatch.setenv(f"{scheme}_proxy", proxy.replace("://", f"://{userinfo}@"))
+            async with SandboxClient(base_url=f"{scheme}://0.0.0.0:9", timeout=0.2) as client:
+                with pytest.raises(errors.SandkastenError):
+                    await client.healthz()
+    sent = [re.findall(rb"proxy-authorization: basic (\S+)", head, re.IGNORECASE) for head in heads]
+    assert [[base64.b64decode(each) for each in found] for found in sent] == [[b"me:a@b:"], [b"me:a@b:"], [b"me:"]]
 
 
 class _GivesUp(trio.abc.Instrument):
@@ -408,7 +529,7 @@ async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
 
     async def give_up_everywhere(url: str, session: str) -> int:
         gave_up = 0
-        for turns in range(0, 150, 7):
+        for turns in range(0, 150, TURNS):
             async with SandboxClient(base_url=url, api_key=KEY) as client:
                 await client.healthz()
                 task = asyncio.ensure_future(use(client.session(session), tmp_path))
@@ -424,7 +545,7 @@ async def test_a_caller_on_asyncio_may_give_up_at_any_moment(
 
     async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
         gave_up = await trio.to_thread.run_sync(lambda: asyncio.run(give_up_everywhere(url, session)))
-        assert gave_up == 22 if use in HELD else gave_up > 5
+        assert gave_up == len(range(0, 150, TURNS)) if use in HELD else gave_up > 5
 
 
 _PROGRAM = """
@@ -480,6 +601,42 @@ async def test_a_program_that_gives_up_ends_without_a_warning(
         with trio.fail_after(patience(20)):
             done = await trio.run_process(command, capture_stderr=True, check=False)
         assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+_INTERRUPTED = """
+import sys
+from sandkasten import sync
+
+use, url, key, session = sys.argv[1:]
+with sync.SandboxClient(base_url=url, api_key=key) as client:
+    try:
+        box = client.session(session)
+        box.exec("held") if use == "exec" else list(box.exec_stream("held"))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("use", ["exec", "stream"])
+async def test_ctrl_c_in_the_blocking_client_ends_the_run(
+    use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the program goes on, and nobody is warned."""
+    async with _session_to_leave(tmp_path, monkeypatch) as (url, session):
+        command = [sys.executable, "-X", "dev", "-W", "error", "-c", _INTERRUPTED, use, url, KEY, session]
+        async with SandboxClient(base_url=url, api_key=KEY) as client, trio.open_nursery() as nursery:
+            box = client.session(session)
+            start = functools.partial(trio.run_process, command, capture_stdout=True, capture_stderr=True)
+            program: trio.Process = await nursery.start(start)
+
+            async def runs() -> bool:
+                return bool(await box.runs(state="running"))
+
+            await until(runs)
+            program.send_signal(signal.SIGINT)
+            with trio.fail_after(patience(20)):
+                assert await program.wait() == 0
+            assert await box.runs(state="running") == []
 
 
 async def _nothing_is_left(running: RunningTree) -> bool:

@@ -7,10 +7,12 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
+import sandkasten.sync.transport
 from sandkasten import errors
 from sandkasten.config.values import RunsSettings
 from sandkasten.model import SessionSpec, Stream
@@ -20,9 +22,13 @@ from sandkasten.sdk.files import Files
 from sandkasten.sdk.terminal import Terminal
 from tests.api.harness import KEY, RunningTree, running_front
 from tests.fakes.runner import Script
+from tests.sdk import usage
 from tests.sdk.proxy import Cut, Proxy, running_proxy
+from tests.sdk.twin import run
 from tests.waiting import patience, until
 
+FINER = 1
+"""Times by which the cuts are closer: the campaign `test_every_byte` has a greater number."""
 OUTPUT = "grüße aus dem Sandkasten\n"
 HELLO = Script([(Stream.STDOUT, OUTPUT[:3].encode()), (Stream.STDOUT, OUTPUT[3:].encode())])
 Use = Callable[[SandboxClient], Awaitable[None]]
@@ -31,8 +37,9 @@ Use = Callable[[SandboxClient], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for milliseconds between attempts: the waits themselves are not what is tested here."""
-    monkeypatch.setattr(transport, "FIRST_WAIT_S", 0.002)
-    monkeypatch.setattr(transport, "LONGEST_WAIT_S", 0.01)
+    for module in (transport, sandkasten.sync.transport):
+        monkeypatch.setattr(module, "FIRST_WAIT_S", 0.002)
+        monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.01)
 
 
 @asynccontextmanager
@@ -51,6 +58,7 @@ def client_of(proxy: Proxy) -> SandboxClient:
 
 async def cut_everywhere(proxy: Proxy, use: Use, *, step: int) -> None:
     """Use fresh clients whose first connection is cut after every `step` bytes of the request, then of the answer."""
+    step = max(step // FINER, 1)
     async with client_of(proxy) as client:
         requested, answered = proxy.requested, proxy.answered
         await use(client)
@@ -112,6 +120,29 @@ async def test_a_create_makes_one_session_wherever_its_connection_is_cut() -> No
 
         await cut_everywhere(proxy, use, step=23)
         assert len(running.tree.runners) == 1 + uses > 50
+
+
+@pytest.mark.parametrize("flavour", ["asyncio", "sync"])
+@pytest.mark.parametrize(
+    "call", [usage.one_command, usage.one_stream, usage.one_session], ids=lambda call: call.__name__
+)
+async def test_the_other_clients_repeat_as_well(call: Callable[..., Any], flavour: str) -> None:
+    """On asyncio and in a thread: what runs, and what is made, is there once."""
+    async with behind_proxy() as (running, proxy, session):
+        uses = 0
+
+        def make(cls: Any) -> Any:  # of either client
+            return cls(base_url=proxy.url, api_key=KEY, timeout=patience(5))
+
+        async def use(_client: SandboxClient) -> None:
+            nonlocal uses
+            uses += 1
+            await trio.to_thread.run_sync(run, flavour, call, make, session)
+
+        await cut_everywhere(proxy, use, step=61)
+        counts = len(running.tree.runs), len(running.tree.runners)
+        assert counts == ((0, 1 + uses) if call is usage.one_session else (uses, 1))
+        assert uses > 10
 
 
 Call = Callable[[Session, Session], Awaitable[None]]

@@ -155,6 +155,8 @@ FILE, LINK, HARD, FIFO, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTY
         ([("here", LINK, "d"), ("here/out", FILE, "x")], 0),
         ([("a", HARD, "../secret")], 1),
         ([("a", HARD, "l/secret")], 1),
+        ([("a", HARD, "OUTSIDE/secret")], 1),
+        ([("/OUTSIDE/out", FILE, "x")], 1),
         ([("a", FIFO, "")], 1),
         ([("d1/d2", FOLDER, ""), ("d1/d2/l", LINK, "../.."), ("s", LINK, "d1/d2/l/..")], 1),
         ([("s", LINK, "d1/d2/l/.."), ("d1/d2", FOLDER, ""), ("d1/d2/l", LINK, "../..")], 1),
@@ -171,6 +173,10 @@ def test_an_archive_of_a_sandbox_leads_nowhere(
     root.mkdir()
     (root / "l").symlink_to(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
+    outside = str(tmp_path)
+    members = [
+        (name.replace("OUTSIDE", outside), kind, text.replace("OUTSIDE", outside)) for name, kind, text in members
+    ]
     found = unpack(archive_of(*members), root)
     assert found.skipped == left
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -179,6 +185,22 @@ def test_an_archive_of_a_sandbox_leads_nowhere(
             assert path.read_text() == "x"
             assert path.stat().st_mode & 0o7777 == 0o755
         assert path == root / "l" or Path(os.path.realpath(path)).is_relative_to(root)
+
+
+def test_a_directory_may_be_named_by_a_link_of_the_user(tmp_path: Path) -> None:
+    """Hard links of the archive are made all the same; a link below it is replaced, as any file in the way is."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "root").symlink_to("there")
+    (tmp_path / "there/l").symlink_to(tmp_path)
+    (tmp_path / "there/p").write_text("plain")
+    found = unpack(
+        archive_of(("a", FILE, "x"), ("d/b", HARD, "a"), ("l/f", FILE, "x"), ("p/f", FILE, "x")), tmp_path / "root"
+    )
+    assert (found.entries, found.skipped) == (4, 0)
+    assert (tmp_path / "there/a").samefile(tmp_path / "there/d/b")
+    assert not (tmp_path / "there/l").is_symlink()
+    assert (tmp_path / "there/p").is_dir()
+    assert not (tmp_path / "f").exists()
 
 
 def test_a_damaged_archive_is_said(tmp_path: Path) -> None:

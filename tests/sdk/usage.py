@@ -320,6 +320,24 @@ async def the_rest(client: SandboxClient) -> None:
         await client.get_session("0123456789abcdef")
 
 
+async def one_command(client: SandboxClient, session: str) -> None:
+    """A command of the tests of repetitions."""
+    assert (await client.session(session).exec("hello")).output.endswith("Sandkasten\n")
+
+
+async def one_stream(client: SandboxClient, session: str) -> None:
+    """The same command, with its output as it comes."""
+    text = "".join([chunk.output async for chunk in client.session(session).exec_stream("hello")])
+    assert text.endswith("Sandkasten\n")
+    assert text.count("Sandkasten") == 1
+
+
+async def one_session(client: SandboxClient, _session: str) -> None:
+    """A session that is made and ended."""
+    async with await client.create_session() as made:
+        assert made.id
+
+
 USES = (commands, runs_that_are_left, streams, runs, terminals, the_rest)
 
 

@@ -69,6 +69,13 @@ async def files_are_viewed_and_edited() -> None:
             {"command": "undo_edit", "path": path},
             {"command": "insert", "path": path, "insert_line": 99, "insert_text": "x"},
             {"command": "create", "path": "/etc/x", "file_text": ""},
+            {"command": "view", "path": path, "view_range": 7},
+            {"command": "view", "path": path, "view_range": ["1", {}]},
+            {"command": "view", "path": ["x"]},
+            {"command": ["view"], "path": path},
+            {"command": "str_replace", "path": path, "old_str": 1, "new_str": []},
+            {"command": "insert", "path": path, "insert_line": None, "insert_text": "x"},
+            {"command": "create", "path": "none.txt", "file_text": None},
             {},
         ):
             await raises(ToolFailed, edit(given))
@@ -110,6 +117,15 @@ async def the_agent_toolset_works_in_a_session() -> None:
         await session.files.write("dot.png", b"\x89PNG")
         text, image = await tools[1].call({"file_path": "dot.png"})
         assert (text["type"], image["source"]["media_type"]) == ("text", "image/png")
+        for number, given in (
+            (0, {"command": 7}),
+            (0, {"command": "true", "timeout_ms": "soon"}),
+            (1, {"file_path": "a.txt", "view_range": 7}),
+            (2, {"file_path": "a.txt", "content": {}}),
+            (3, {"file_path": "a.txt", "old_string": None, "new_string": "x"}),
+            (4, {"pattern": [1]}),
+        ):
+            await raises(ToolError, tools[number].call(given))
         await session.destroy()
         await raises(ToolError, tools[0].call({"command": "true"}))
 

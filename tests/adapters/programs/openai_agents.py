@@ -355,24 +355,28 @@ async def hosted_tools_work_on_a_session() -> None:
     script = Script(
         _shell(["cd /tmp; echo one >/workspace/a.txt", "pwd; echo err >&2; exit 3"]),
         _shell(["sleep 600"], timeout_ms=300),
-        _shell(["seq 1 100000"], max_output_length=100),
+        _shell(["seq 1 100000; chmod 755 /workspace/a.txt"], max_output_length=100),
         _operation(**diff),
         _operation(**diff),
         _operation(type="create_file", path="new/b.txt", diff="+fresh\n"),
         _operation(type="create_file", path="a.txt", diff="+fresh\n"),
+        _operation(type="update_file", path="a.txt", move_to="new/b.txt", diff="@@\n-two\n+three\n"),
+        _operation(type="update_file", path="a.txt", move_to="moved/c.txt", diff="@@\n-two\n+three\n"),
         _operation(type="delete_file", path="new/b.txt"),
     )
     async with box() as session:
         agent = Agent(name="coder", model=script, tools=[shell_tool(session), apply_patch_tool(session)])
-        await Runner.run(agent, "go")
+        await Runner.run(agent, "go", max_turns=20)
         both, late, cut, *patches = script.outputs()
         assert "/tmp" in both and "err" in both and "'exit_code': 3" in both, both
         assert "timeout" in late, late
         assert len(cut) < 1000, cut
         assert [each["status"] for each in script.seen if each.get("type") == "apply_patch_call_output"] == [
-            *("completed", "failed", "completed", "failed", "completed")
+            *("completed", "failed", "completed", "failed", "failed", "completed", "completed")
         ], patches
-        assert (await session.read("a.txt")).content == b"two\n"
+        assert (await session.read("moved/c.txt")).content == b"three\n"
+        assert int((await session.files.stat("moved/c.txt")).mode, 8) == 0o755
+        assert not await session.files.exists("a.txt")
         assert not await session.files.exists("new/b.txt")
 
 
