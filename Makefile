@@ -19,8 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONWARNINGS
 # and requests, hostile input, cut connections, the soak, a file of 5 GiB, agent frameworks and SDKs of others. The one
 # that takes longest is the first.
 CAMPAIGNS := $(patsubst %,tests/%.py,kernel/test_attacks e2e/test_schemathesis e2e/test_bench adapters/test_frameworks \
-             e2b/test_sdks e2e/test_crash_walk sdk/test_every_byte e2e/test_large_files e2e/test_state_machine \
-             e2e/test_soak fuzz/test_targets sdk/test_retries kernel/test_hostile_archives \
+             e2b/test_sdks e2e/test_crash_walk sdk/test_every_byte e2e/test_soak e2e/test_state_machine \
+             fuzz/test_targets sdk/test_retries kernel/test_hostile_archives \
              kernel/test_hostile_images kernel/test_layer_histories kernel/test_fuzz_live)
 
 OF_campaigns := $(CAMPAIGNS)
