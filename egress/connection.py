@@ -106,8 +106,8 @@ class CarriedConnection:
 
     def judge_again(self) -> None:
         """Cut the connection if the session's policy, which has changed, no longer allows it."""
-        if self._held or self._literal == OWN_ADDRESS:
-            return  # it judges for itself when it goes on, or the proxy was not asked for anything yet
+        if self._held or (self._entry is None and self._destination in RANGE):
+            return  # it judges for itself when it goes on, or has not begun, or the proxy was not asked for anything yet
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:
@@ -301,6 +301,7 @@ class CarriedConnection:
         refused = is_local_name(host) if isinstance(host, str) else self._state.machine.check.refusal(host) is not None
         if refused:
             raise Refusal(Reason.BAD_ADDRESS)
+        self._state.spend(len(self._name or ""), 0)  # the proxy looks it up outside
         try:
             with trio.move_on_after(self._state.limits.dial_s):
                 return await tunnel(proxy, host, self._port)

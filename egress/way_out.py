@@ -321,7 +321,8 @@ class WayOut:
         if self._reported[0] != question.name or self._reported[1] + _REPEATED_S < now:
             self._reported = question.name, now
             self._report(reason, "dns", question.name, DNS_PORT, rule)
-        return dns.answer_error(question, dns.Rcode.NXDOMAIN, ede=ede, text=f"the session's network policy: {reason}")
+        rcode = dns.Rcode.REFUSED if reason is Reason.LIMIT else dns.Rcode.NXDOMAIN  # the name may exist
+        return dns.answer_error(question, rcode, ede=ede, text=f"the session's network policy: {reason}")
 
     def _report(
         self, reason: Reason, kind: Literal["tcp", "dns"], host: str, port: int, rule: str | None = None
