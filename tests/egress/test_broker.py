@@ -187,13 +187,13 @@ async def test_an_echo_is_cut(tmp_path: Path, body: bytes) -> None:
 
 
 async def test_credentials_that_come_back_are_cut(tmp_path: Path) -> None:
-    """The value in the base64 that it was sent in is known, too."""
+    """The value in the base64 that it was sent in is known, too: three signs of it at most come through."""
     coded = base64.b64encode(f"git:{VALUE}".encode())
     async with scene(tmp_path) as world:
         world.api.answer = lambda _head: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(coded), coded)
         sent = base64.b64encode(f"git:{PLACEHOLDER}".encode()).decode()
         answer = await world.ask(f"GET / HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Basic {sent}".encode())
-    assert coded[:8] not in answer
+    assert coded[: len("git:") * 8 // 6 + 5] not in answer
 
 
 async def test_a_body_that_begins_like_the_value_comes_through(tmp_path: Path) -> None:
