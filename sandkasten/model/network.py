@@ -207,11 +207,13 @@ class EgressEntry:
 @attrs.frozen
 class EgressPage:
     """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
-    were lost before they could be kept: of all sessions, so at most that many of this one."""
+    were lost before they could be kept: of all sessions, so at most that many of this one. `missed`: entries behind the
+    cursor that was asked for, and before the last one here, that are kept no more."""
 
     entries: Sequence[EgressEntry]
     cursor: str
     dropped: int = 0
+    missed: int = 0
 
 
 @attrs.frozen
