@@ -56,8 +56,11 @@ _FAREWELL_S = 2.0
 class CarriedConnection:
     """A connection from its accept(2) to its end. `ended` is set when both sockets are closed and it is reported."""
 
-    def __init__(self, state: WayOutState, client: socket.socket, destination: IPv4Address, port: int) -> None:
+    def __init__(
+        self, state: WayOutState, client: socket.socket, destination: IPv4Address, port: int, *, is_narrow: bool = False
+    ) -> None:
         self.ended = trio.Event()
+        self._is_narrow = is_narrow
         self._state = state
         self._client = client
         self._server: socket.socket | None = None
@@ -159,6 +162,8 @@ class CarriedConnection:
     async def _connect(self) -> None:
         began = trio.current_time()
         self._server = await self._dial()
+        if self._is_narrow:
+            relay.narrow(self._server)
         self._state.pacing.add(self._client, self._server)
         self._dial_ms = round((trio.current_time() - began) * 1000, 3)
 
