@@ -110,7 +110,7 @@ class CarriedConnection:
     def judge_again(self) -> None:
         """Cut the connection if the session's policy, which has changed, no longer allows it."""
         if self._held or (self._entry is None and self._destination in RANGE):
-            return  # it judges for itself when it goes on, or has not begun, or the proxy was not asked for anything yet
+            return  # it judges for itself when it begins or goes on, or the proxy was not asked for anything yet
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:

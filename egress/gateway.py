@@ -447,8 +447,10 @@ class Gateway:
 
     @contextmanager
     def _counted(self, session_id: str, port: int, lasts_s: float) -> Iterator[None]:
-        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound: a session
-        has at most as many as are left for all, so that there is some left for one that has none."""
+        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound.
+
+        A session has at most as many as are left for all, so that there is some left for one that has none.
+        """
         left = int(self._room.total_tokens) - self._of_session.total()
         if self._of_session[session_id] >= min(MAX_OF_SESSION, left):
             raise VisitRefused(503, "CAPACITY", "too many requests of this session are under way")

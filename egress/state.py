@@ -127,7 +127,7 @@ class WayOutState:
     cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
     secrets: tuple[HostSecret, ...] = ()
     is_spent: bool = False
-    """More bytes were wanted than the limits allow: until there are other limits no connection is opened, and no name is
+    """More bytes were wanted than the limits allow: until there are other limits no connection is opened, and no name
     looked up, for a name carries bytes to who answers for it."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
     share: LookupShare = attrs.field(
@@ -213,7 +213,7 @@ class WayOutState:
         entry.pinned, entry.pinned_until = addresses, trio.current_time() + PINNED_S
 
     async def find(self, name: str) -> Sequence[Address]:
-        """Return the addresses of a name that may be dialled; none if the name has no address at all. Raises as `pin`."""
+        """Return the addresses of a name that may be dialled; none if it has no address at all. Raises as `pin`."""
         if self.is_spent:
             raise Refusal(Reason.LIMIT)
         found = await self.machine.resolver.resolve(name, self.share)

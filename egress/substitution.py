@@ -2,8 +2,8 @@
 
 A value goes into the values of header fields, and into `Basic` credentials (RFC 7617), which are decoded for it; never
 into a target or a body. Values are searched for in all that the server says, as they are and in base64 wherever they
-stand in it: in the head of an answer and its trailer, in a body, and in the bytes after a 101. Requests ask for no content coding (RFC 9110, 12.5.3), so that a body
-can be searched; a body that has one all the same passes.
+stand in it: in the head of an answer and its trailer, in a body, and in the bytes after a 101. Requests ask for no
+content coding (RFC 9110, 12.5.3), so that a body can be searched; a body that has one all the same passes.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class SecretGuard(HttpGuard):
 
 
 def _forms(value: bytes) -> Iterable[bytes]:
-    """Return a value, and what is in the base64 of every text that has it (RFC 4648, 4 and 5): the signs of which no bit
-    is a neighbour's, for each place in a group of three bytes."""
+    """Return a value, and what is in the base64 of every text that has it (RFC 4648, 4 and 5): the signs that have no
+    bit of a neighbour, for each place in a group of three bytes."""
     yield value
     for before, first in enumerate((0, 2, 3)):
         for sign in (b"+/", b"-_"):

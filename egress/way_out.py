@@ -50,8 +50,8 @@ _PAUSE_S = 0.1
 
 _SOCKET_BYTES = 1024 * 1024
 _WIDE = 8
-"""Open connections of a session whose buffers the kernel may grow to some MiB. In a v2 tree all of it is charged to this
-process, whose memory one session could fill by hundreds of connections that nobody reads."""
+"""Open connections of a session whose buffers the kernel may grow to some MiB. In a v2 tree all of it is charged to
+this process, whose memory one session could fill by hundreds of connections that nobody reads."""
 _REPEATED_S = 0.1
 """A refused name is reported once in this time: the C library asks for A and for AAAA, and again."""
 

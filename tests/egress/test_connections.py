@@ -523,7 +523,7 @@ async def test_no_byte_more_than_allowed(limit: str) -> None:
         inside = await daemon.attach("good.example:5000")
         synthetic = await inside.address_of("good.example")
         before = getattr(await daemon.counters(), limit)
-        await daemon.set_policy("good.example:5000", **{limit: before + 20})  # type: ignore[arg-type]
+        await daemon.set_policy("good.example:5000", **{limit: before + 20})
         assert await echoes(inside, synthetic, 5000)
         stream, silent = [await inside.connect(synthetic, 5000) for _ in range(2)]
         async with stream, silent:

@@ -66,7 +66,7 @@ def let_out(data: list[bytes]) -> bytes:
 
 @given(st.binary(max_size=9), st.binary(max_size=9), st.sampled_from([b"+/", b"-_"]))
 def test_a_value_in_base64_is_found(before: bytes, after: bytes, signs: bytes) -> None:
-    """Wherever it stands in the text, on a connection that has sent no credentials."""
+    """The place in the text does not matter, nor whether credentials were sent."""
     guard = SecretGuard("a.example", 443, {b"placeholder": b"~~~?>?value"})
     guard.from_client(b"GET / HTTP/1.1\r\nHost: a.example\r\n\r\n")
     coded = base64.b64encode(before + b"~~~?>?value" + after, signs)
