@@ -61,7 +61,8 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process.
+    session, in names that were looked up outside as well, and `bytes_down` reached it since its way out was opened, or
+    opened again by a next daemon or process.
     `mbit_up` and `mbit_down` are Mbit/s of all connections together, each of which has an equal share."""
 
     connections: int | None = None
