@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nsinit.kernel.seccomp.table import NUMBERS
+from egress.confinement import ARCHITECTURES, REFUSED
 from sandkasten.host.checks import CATALOGUE
 from sandkasten.model.node import PROTECTIONS, Need
 from tests.waiting import patience
@@ -131,7 +131,7 @@ def test_what_is_listed_as_required_must_be_there(tmp_path: Path) -> None:
 
 def test_without_bpf_a_way_out_is_told_to_be_less(tmp_path: Path) -> None:
     """Nothing that sessions without a network need is missing; the rows say the loss and the fix."""
-    numbers = [NUMBERS[platform.machine()]["bpf"]]
+    numbers = [REFUSED["bpf"][ARCHITECTURES[platform.machine()][0]]]
     done = run(*without(numbers), SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path))
     checks, _, lacks = found_by(done)
     assert (done.returncode, lacks) == (0, []), done.stdout
