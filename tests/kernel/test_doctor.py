@@ -131,8 +131,9 @@ def test_what_is_listed_as_required_must_be_there(tmp_path: Path) -> None:
 
 def test_without_bpf_a_way_out_is_told_to_be_less(tmp_path: Path) -> None:
     """Nothing that sessions without a network need is missing; the rows say the loss and the fix."""
-    numbers = [REFUSED["bpf"][ARCHITECTURES[platform.machine()][0]]]
-    done = run(*without(numbers), SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path))
+    bpf = REFUSED["bpf"][ARCHITECTURES[platform.machine()][0]]
+    assert bpf is not None
+    done = run(*without([bpf]), SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path))
     checks, _, lacks = found_by(done)
     assert (done.returncode, lacks) == (0, []), done.stdout
     for check_id, loss, fix in (
