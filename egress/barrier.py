@@ -31,7 +31,7 @@ from egress.policy import Address, Network
 from egress.resolver import Lookup, LookupFailed
 from egress.server import log
 
-MEMORY_BYTES = 256 * 1024**2
+MEMORY_BYTES = 384 * 1024**2
 _LIMITS = {
     "memory limit": {"memory.max": str(MEMORY_BYTES), "memory.limit_in_bytes": str(MEMORY_BYTES)},
     "processor weight": {"cpu.weight": "50", "cpu.shares": "512"},

@@ -17,6 +17,7 @@ import errno
 import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -115,6 +116,7 @@ class Broker:
         self._most = max(1, min(MAX_CONNECTIONS, (descriptors - _OWN_DESCRIPTORS) // 2))
         self._connections: dict[trio.CancelScope, frozenset[str]] = {}
         """Open connections, with the names of the secrets that they may use."""
+        self._of_session: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Serve until the daemon closes its socket. Raises `ProtocolError`."""
@@ -210,11 +212,15 @@ class Broker:
         await channel.send(b.CarryEnded(carry.seq, reason))
 
     async def _carry(self, carry: b.Carry, client_end: socket.socket, server_end: socket.socket) -> Reason | None:
-        """Carry a connection; return the reason of the check that ended it, if one did."""
-        if len(self._connections) >= self._most:
+        """Carry a connection; return the reason of the check that ended it, if one did.
+
+        A session has at most as many as are left for all, so that there is some left for one that has none.
+        """
+        if self._of_session[carry.session_id] >= self._most - len(self._connections):
             return Reason.LIMIT
         with trio.CancelScope() as scope:
             self._connections[scope] = frozenset(use.name for use in carry.uses)
+            self._of_session[carry.session_id] += 1
             try:
                 server = await _opened(server_end, self._outward, carry.host, Reason.CERTIFICATE)
                 client = await _opened(client_end, self._authority.context_for(carry.host), None, Reason.UNTRUSTED)
@@ -228,6 +234,9 @@ class Broker:
                 return ended.reason
             finally:
                 del self._connections[scope]
+                self._of_session[carry.session_id] -= 1
+                if not self._of_session[carry.session_id]:
+                    del self._of_session[carry.session_id]
         return None
 
 

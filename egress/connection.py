@@ -56,8 +56,11 @@ _FAREWELL_S = 2.0
 class CarriedConnection:
     """A connection from its accept(2) to its end. `ended` is set when both sockets are closed and it is reported."""
 
-    def __init__(self, state: WayOutState, client: socket.socket, destination: IPv4Address, port: int) -> None:
+    def __init__(
+        self, state: WayOutState, client: socket.socket, destination: IPv4Address, port: int, *, is_narrow: bool = False
+    ) -> None:
         self.ended = trio.Event()
+        self._is_narrow = is_narrow
         self._state = state
         self._client = client
         self._server: socket.socket | None = None
@@ -106,8 +109,8 @@ class CarriedConnection:
 
     def judge_again(self) -> None:
         """Cut the connection if the session's policy, which has changed, no longer allows it."""
-        if self._held or self._literal == OWN_ADDRESS:
-            return  # it judges for itself when it goes on, or the proxy was not asked for anything yet
+        if self._held or (self._entry is None and self._destination in RANGE):
+            return  # it judges for itself when it begins or goes on, or the proxy was not asked for anything yet
         try:
             self._state.judge(self._name, self._address if self._entry else self._literal, self._port)
         except Refusal:
@@ -159,6 +162,8 @@ class CarriedConnection:
     async def _connect(self) -> None:
         began = trio.current_time()
         self._server = await self._dial()
+        if self._is_narrow:
+            relay.narrow(self._server)
         self._state.pacing.add(self._client, self._server)
         self._dial_ms = round((trio.current_time() - began) * 1000, 3)
 
@@ -301,6 +306,7 @@ class CarriedConnection:
         refused = is_local_name(host) if isinstance(host, str) else self._state.machine.check.refusal(host) is not None
         if refused:
             raise Refusal(Reason.BAD_ADDRESS)
+        self._state.spend(len(self._name or ""), 0)  # the proxy looks it up outside
         try:
             with trio.move_on_after(self._state.limits.dial_s):
                 return await tunnel(proxy, host, self._port)

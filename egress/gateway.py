@@ -6,7 +6,8 @@ sides are parsed, and what goes on is written anew (`preview`); after a WebSocke
 So are those of a published port, which has a listener of its own and no HTTP: each connection is one request.
 
 Every wait for a client has a deadline, every buffer is one portion of `_READ_BYTES` or one head, and the numbers of
-connections and of requests of one session are bounded.
+connections and of requests of one session are bounded. When all places are taken, a connection more ends the one that
+has gone longest without a request that was let in.
 
 Sources: RFC 9112; RFC 6455, 4; tcp(7) (keep-alive of connections whose other end went away).
 """
@@ -200,6 +201,7 @@ class _Visitor(_Side):
         self.address = address
         self.is_head = False
         """Whether the present request is HEAD, whose answer has no body."""
+        self.scope = trio.CancelScope()
         self._held: list[bytes] = []
 
     async def next(self, within_s: float) -> Any:  # as above
@@ -294,6 +296,8 @@ class Gateway:
         # the daemon's would be lost (unix(7)).
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_DESCRIPTORS - k.MAX_PUBLISHED
         self._room = trio.CapacityLimiter(max(2, min(MAX_CONNECTIONS, descriptors // 3)))
+        self._waiting: dict[_Visitor, None] = {}
+        """Clients that no session has a request of at present; who has waited longest is the first."""
         self._plain = set[object]()
         """Connections to published ports, which have half of the room at most."""
 
@@ -331,8 +335,12 @@ class Gateway:
         with listener:
             while True:
                 owner = object()
-                await self._room.acquire_on_behalf_of(owner)
                 sock, address = await _next_client(listener)
+                if self._waiting and self._room.available_tokens < 1:  # whoever has no token keeps nobody out
+                    oldest = next(iter(self._waiting))
+                    del self._waiting[oldest]
+                    oldest.scope.cancel()
+                await self._room.acquire_on_behalf_of(owner)
                 self._nursery.start_soon(self._serve, sock, partial(self._serve_requests, sock, address), owner)
 
     async def _accept_plain(self, listener: socket.socket, place: tuple[str, int], scope: trio.CancelScope) -> None:
@@ -381,9 +389,14 @@ class Gateway:
 
     async def _serve_requests(self, sock: socket.socket, address: str) -> bool:
         client = _Visitor(sock, address)
-        while await self._serve_request(client):
-            client.http.start_next_cycle()
-        return True
+        self._waiting[client] = None
+        try:
+            with client.scope:
+                while await self._serve_request(client):
+                    client.http.start_next_cycle()
+        finally:
+            self._waiting.pop(client, None)
+        return not client.scope.cancelled_caught
 
     async def _serve_request(self, client: _Visitor) -> bool:
         """Serve one request; tell whether another may follow."""
@@ -404,7 +417,7 @@ class Gateway:
                 if visit.redirect is not None:
                     await self._redirect(client, visit, lasts_s)
                     return False
-                with self._counted(visit.session_id, visit.port, lasts_s):
+                with self._counted(visit.session_id, visit.port, lasts_s), self._let_in(client):
                     may_follow = await _carry(client, _Side(sock, h11.CLIENT), visit)
                     is_whole = True
                     return may_follow
@@ -424,9 +437,22 @@ class Gateway:
         await client.answer(303, "", headers)
 
     @contextmanager
+    def _let_in(self, client: _Visitor) -> Iterator[None]:
+        """Have a client keep its place, whoever else comes."""
+        self._waiting.pop(client, None)
+        try:
+            yield
+        finally:
+            self._waiting[client] = None
+
+    @contextmanager
     def _counted(self, session_id: str, port: int, lasts_s: float) -> Iterator[None]:
-        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound."""
-        if self._of_session[session_id] >= MAX_OF_SESSION:
+        """Have a request known as under way; it ends with its preview. Raises `VisitRefused` beyond the bound.
+
+        A session has at most as many as are left for all, so that there is some left for one that has none.
+        """
+        left = int(self._room.total_tokens) - self._of_session.total()
+        if self._of_session[session_id] >= min(MAX_OF_SESSION, left):
             raise VisitRefused(503, "CAPACITY", "too many requests of this session are under way")
         place = session_id, port
         self._of_session[session_id] += 1

@@ -33,6 +33,9 @@ _BODY_FIELDS = frozenset({b"content-length", b"transfer-encoding"})
 _FRAMING = _BODY_FIELDS | {b"host"}
 """Fields that `Connection` can't name away: two readers would see two requests."""
 
+_OF_SITE = frozenset({b"clear-site-data", b"x-robots-tag"})
+"""Fields of answers that hold for more than the one preview: the first empties the browser's cookies of all of them."""
+
 _OF_PROXIES = frozenset({b"forwarded", b"x-real-ip", TOKEN_HEADER, E2B_TOKEN_HEADER})
 
 Headers = list[tuple[bytes, bytes]]
@@ -166,7 +169,7 @@ def answer_outside(answer: h11.Response | h11.InformationalResponse) -> h11.Resp
     headers = [
         (name, value)
         for name, value in headers
-        if name.lower() != b"x-robots-tag" and not (name.lower() == b"set-cookie" and _reaches_others(value))
+        if name.lower() not in _OF_SITE and not (name.lower() == b"set-cookie" and _reaches_others(value))
     ]
     if isinstance(answer, h11.Response):
         headers.append((b"X-Robots-Tag", b"noindex"))

@@ -24,6 +24,8 @@ from egress.policy import Address
 
 CHUNK_BYTES = 256 * 1024
 SMALL_CHUNK_BYTES = 16 * 1024
+NARROW_BYTES = 64 * 1024
+"""Bytes that each buffer of a socket has beyond a session's first connections; the kernel doubles it (socket(7))."""
 _MUCH_KEPT_BYTES = 64 * 1024 * 1024
 _TURNS = 8
 """Portions that a connection copies before others get their turn."""
@@ -242,6 +244,12 @@ async def dial(address: Address, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def narrow(sock: socket.socket) -> None:
+    """Have a socket hold little, whether its other end reads or not."""
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, NARROW_BYTES)
 
 
 async def connect(sock: socket.socket, address: str, port: int) -> None:

@@ -70,8 +70,10 @@ def ask_machine(name: str) -> Sequence[Address]:
 @attrs.define(eq=False)
 class LookupShare:
     """A session's share of the threads. `waiting`: its look-ups that have not ended; `running`: those with a thread;
-    `queue`: the others, in order. `is_quick`: the one that ended last took less than `_QUICK_S`; None before any."""
+    `queue`: the others, in order. `is_quick`: the one that ended last took less than `_QUICK_S`; None before any.
+    `spend` accounts for the bytes of a name that goes outside, and may raise."""
 
+    spend: Callable[[int], None] = attrs.field(default=lambda _size: None)
     waiting: int = 0
     running: int = 0
     queue: deque[trio.Event] = attrs.field(factory=deque)
@@ -113,12 +115,14 @@ class NameResolver:
         Raises:
             NoSuchName: there is no such name.
             LookupFailed: nobody could say within `DEADLINE_S`, or too many look-ups of the session have not ended.
+            Refusal: as `share.spend` says.
         """
         asked = self._asked.get(name)
         is_over = asked is not None and asked.ended.is_set() and asked.until <= trio.current_time()
         if asked is None or is_over or asked.queued_by not in (None, share):
             if share.waiting >= MAX_WAITING_OF_SESSION:
                 raise LookupFailed("too many look-ups at once")
+            share.spend(len(name))
             asked = self._asked[name] = _Asked(share)
             share.waiting += 1
             self._nursery.start_soon(self._ask, name, asked, share)

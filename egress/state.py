@@ -127,9 +127,12 @@ class WayOutState:
     cut_all: Callable[[str], None] = attrs.field(default=lambda _cause: None)
     secrets: tuple[HostSecret, ...] = ()
     is_spent: bool = False
-    """More bytes were wanted than the limits allow: no connection is opened until there are other limits."""
+    """More bytes were wanted than the limits allow: until there are other limits no connection is opened, and no name
+    looked up, for a name carries bytes to who answers for it."""
     names: SyntheticNames = attrs.field(factory=SyntheticNames)
-    share: LookupShare = attrs.field(factory=LookupShare)
+    share: LookupShare = attrs.field(
+        default=attrs.Factory(lambda self: LookupShare(lambda size: self.spend(size, 0)), takes_self=True)
+    )
     prompt: RateBucket = attrs.field(factory=lambda: RateBucket(PROMPT_RATE, PROMPT_BURST))
     """Refusals that are told at once; the others are told with all that come within a moment."""
     turn: trio.Lock = attrs.field(factory=trio.Lock)
@@ -199,7 +202,7 @@ class WayOutState:
 
         Raises:
             NoSuchName, LookupFailed: as the resolver says.
-            Refusal: the name has addresses, and none may be dialled.
+            Refusal: the name has addresses, and none may be dialled; or the session has used up its bytes.
         """
         if entry.pinned_until <= trio.current_time():
             self.keep(entry, await self.find(entry.name))
@@ -210,7 +213,9 @@ class WayOutState:
         entry.pinned, entry.pinned_until = addresses, trio.current_time() + PINNED_S
 
     async def find(self, name: str) -> Sequence[Address]:
-        """Return the addresses of a name that may be dialled; none if the name has no address at all."""
+        """Return the addresses of a name that may be dialled; none if it has no address at all. Raises as `pin`."""
+        if self.is_spent:
+            raise Refusal(Reason.LIMIT)
         found = await self.machine.resolver.resolve(name, self.share)
         good = tuple(address for address in found if self.machine.check.refusal(address) is None)
         if found and not good:
@@ -227,7 +232,7 @@ class WayOutState:
         return self.counters.connections_open < min(self.limits.connections, left) and not self.is_spent
 
     def spend(self, up: int, down: int) -> None:
-        """Account for bytes that are about to be written; beyond the session's limits raise Refusal and cut all."""
+        """Account for bytes that are about to go; beyond the session's limits raise Refusal and cut all."""
         for limit, bytes_then in (
             (self.limits.bytes_up, self.counters.bytes_up + up),
             (self.limits.bytes_down, self.counters.bytes_down + down),

@@ -49,6 +49,9 @@ _PAUSE_S = 0.1
 """Time without accepting when the process, or the machine, has no descriptor or memory for a connection."""
 
 _SOCKET_BYTES = 1024 * 1024
+_WIDE = 8
+"""Open connections of a session whose buffers the kernel may grow to some MiB. In a v2 tree all of it is charged to
+this process, whose memory one session could fill by hundreds of connections that nobody reads."""
 _REPEATED_S = 0.1
 """A refused name is reported once in this time: the C library asks for A and for AAAA, and again."""
 
@@ -163,7 +166,10 @@ class WayOut:
         try:
             client.setblocking(False)
             # Not inherited from the listener, as the others are: what waits in the backlog would have that room, too.
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+            if is_narrow := self.state.counters.connections_open >= _WIDE:
+                relay.narrow(client)
+            else:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
             host, port = client.getsockname()
             destination = IPv4Address(host)
         except OSError:  # reset by the client already
@@ -181,7 +187,7 @@ class WayOut:
             nursery.start_soon(self._answer_stream, client)
         else:
             self.state.counters.connections += 1
-            connection = CarriedConnection(self.state, client, destination, port)
+            connection = CarriedConnection(self.state, client, destination, port, is_narrow=is_narrow)
             self._open.add(connection)  # here, for what cuts all may come before its task's first step
             nursery.start_soon(self._carry, connection)
 
@@ -321,7 +327,8 @@ class WayOut:
         if self._reported[0] != question.name or self._reported[1] + _REPEATED_S < now:
             self._reported = question.name, now
             self._report(reason, "dns", question.name, DNS_PORT, rule)
-        return dns.answer_error(question, dns.Rcode.NXDOMAIN, ede=ede, text=f"the session's network policy: {reason}")
+        rcode = dns.Rcode.REFUSED if reason is Reason.LIMIT else dns.Rcode.NXDOMAIN  # the name may exist
+        return dns.answer_error(question, rcode, ede=ede, text=f"the session's network policy: {reason}")
 
     def _report(
         self, reason: Reason, kind: Literal["tcp", "dns"], host: str, port: int, rule: str | None = None

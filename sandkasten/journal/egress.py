@@ -1,5 +1,8 @@
 """The log of what sessions reached for: the newest entries of each, numbered in memory. Does no I/O.
 
+Refusals are kept apart from the rest: a program can have itself refused as often as it likes, and would push out the
+entry of what it sent before.
+
 Numbers begin at the microsecond in which a session's log was opened, so a cursor of an earlier daemon is behind every
 entry of this one, and its reader misses none that is kept.
 """
@@ -10,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from heapq import merge
+from operator import itemgetter
 from typing import Protocol
 
 import attrs
@@ -27,10 +32,11 @@ from sandkasten.model.network import (
 )
 
 KEPT = 1000
-"""Entries that are kept of each session."""
+"""Refusals that are kept of each session, and as many other entries."""
 
 KEPT_OF_ALL = 50_000
-"""Entries that are kept of all sessions together, some tens of MiB; beyond it, the longest log loses its older half."""
+"""Entries that are kept of all sessions together, some tens of MiB; beyond it, the longest log loses the older half
+of its refusals or of the rest, of which it has more."""
 
 
 KEPT_RUNS = 32
@@ -53,20 +59,22 @@ class SessionEgressLog:
     def __init__(self, logging: EgressLogging) -> None:
         self.logging = logging
         self.runs: deque[RunTime] = deque(maxlen=KEPT_RUNS)
-        self._entries: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
-        self._last = time.time_ns() // 1000
+        self._refused: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
+        self._others: deque[tuple[int, EgressEntry]] = deque(maxlen=KEPT)
+        self._first = self._last = time.time_ns() // 1000
         self._dropped = 0
 
     @property
     def kept(self) -> int:
         """The number of entries."""
-        return len(self._entries)
+        return len(self._refused) + len(self._others)
 
     def halve(self) -> int:
-        """Drop the older half of the entries; return their number."""
-        count = (len(self._entries) + 1) // 2
+        """Drop the older half of the refusals, or of the rest if there are more of it; return their number."""
+        longest = max(self._refused, self._others, key=len)
+        count = (len(longest) + 1) // 2
         for _ in range(count):
-            self._entries.popleft()
+            longest.popleft()
         return count
 
     @property
@@ -89,7 +97,7 @@ class SessionEgressLog:
             "exec_id": next((each.exec_id for each in self.runs if _is_of(entry, each)), None),
         }
         kept = EgressEntry(**shown)
-        self._entries.append((self._last, kept))
+        (self._refused if kept.verdict is EgressVerdict.DENIED else self._others).append((self._last, kept))
         return kept
 
     def note_dropped(self, count: int) -> None:
@@ -100,27 +108,28 @@ class SessionEgressLog:
         """Return the entries behind a cursor. Raises `InvalidRequest` for a malformed one."""
         if after is not None and not (after.isascii() and after.isdigit() and len(after) <= 20):
             raise InvalidRequest("malformed cursor", after="must be the cursor of an entry or of a page")
-        place = int(after or 0)
+        place = max(int(after or 0), self._first)
         found: list[EgressEntry] = []
-        for number, entry in self._entries:
+        missed = 0
+        for number, entry in merge(self._refused, self._others, key=itemgetter(0)):
             if number <= place:
                 continue
             if len(found) == limit:
                 break
+            missed += number - place - 1
             place = number
             if verdict in (None, entry.verdict) and host in (None, entry.host):
                 found.append(entry)
-        return EgressPage(found, str(place), self._dropped)
+        return EgressPage(found, str(place), self._dropped, missed)
 
     def denied_since(self, number: int) -> Sequence[EgressDenial]:
         """Return the refusals behind an entry's number, equal ones counted, at most `MAX_DENIALS`."""
         counts: dict[tuple[str, int | None, str], int] = {}
-        for at, entry in reversed(self._entries):
+        for at, entry in reversed(self._refused):
             if at <= number:
                 break
-            if entry.verdict is EgressVerdict.DENIED:
-                key = entry.host, entry.port, entry.reason or ""
-                counts[key] = counts.get(key, 0) + 1
+            key = entry.host, entry.port, entry.reason or ""
+            counts[key] = counts.get(key, 0) + 1
         newest_last = list(counts.items())[::-1]
         return tuple(EgressDenial(*key, count) for key, count in newest_last[:MAX_DENIALS])
 

@@ -61,7 +61,8 @@ NETWORK_LIMIT_BOUNDS: Mapping[str, tuple[int, int]] = MappingProxyType(
 @attrs.frozen
 class NetworkLimits:
     """Limits of a session's way out; None is the default. `connections` are open at one time. `bytes_up` left the
-    session and `bytes_down` reached it since its way out was opened, or opened again by a next daemon or process.
+    session, in names that were looked up outside as well, and `bytes_down` reached it since its way out was opened, or
+    opened again by a next daemon or process.
     `mbit_up` and `mbit_down` are Mbit/s of all connections together, each of which has an equal share."""
 
     connections: int | None = None
@@ -207,11 +208,13 @@ class EgressEntry:
 @attrs.frozen
 class EgressPage:
     """Entries of a log, oldest first. `cursor` is the place behind the last one that was looked at; `dropped` entries
-    were lost before they could be kept: of all sessions, so at most that many of this one."""
+    were lost before they could be kept: of all sessions, so at most that many of this one. `missed`: entries behind the
+    cursor that was asked for, and before the last one here, that are kept no more."""
 
     entries: Sequence[EgressEntry]
     cursor: str
     dropped: int = 0
+    missed: int = 0
 
 
 @attrs.frozen

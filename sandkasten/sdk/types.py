@@ -435,11 +435,12 @@ class EgressEntry(Taken):
 @dataclass
 class EgressPage(Taken):
     """Part of a session's log of its way out, oldest first. The next part is behind `cursor`; `dropped` entries were
-    lost."""
+    lost, `missed` ones behind the cursor that was asked for are kept no more."""
 
     entries: list[EgressEntry]
     cursor: str
     dropped: int = 0
+    missed: int = 0
 
     @classmethod
     def take(cls, data: Mapping[str, Any], **others: Any) -> Self:

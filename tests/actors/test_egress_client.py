@@ -16,6 +16,7 @@ import pytest
 import trio
 import trio.testing
 
+from egress.protocol import EgressTotals, Entries
 from nsinit.wire.protocol import NETWORK_STAGE, CloseBridge, OpenBridge
 from sandkasten.actors import core
 from sandkasten.actors.core import Actor, Ref
@@ -30,6 +31,7 @@ from sandkasten.journal.egress import EgressLogs
 from sandkasten.journal.ring import Journal
 from sandkasten.links.fds import OwnedFd
 from sandkasten.links.processes import ChildProcess, Role, StartEgress
+from sandkasten.model import EventType
 from sandkasten.model.errors import BuildFailed, EgressUnavailable, NetworkNotSupported, NsinitLost, SandkastenError
 from sandkasten.model.network import Network, NetworkMode
 from tests.strategies import make_record
@@ -126,6 +128,24 @@ async def test_a_bridge_that_may_have_been_made_is_closed_however_long_nsinit_is
         with trio.fail_after(patience(20)):
             await nsinit.closed.wait()
         nursery.cancel_scope.cancel()
+
+
+async def test_pauses_are_told_of_once_and_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process tells of all its pauses so far; an event has those that no event had before."""
+    monkeypatch.setattr(egress, "_REFUSALS_EVERY_S", 0.05)
+    client = _client(Ref("nsinit"), _never)
+    client._journal.open(1, None)
+    client._take(Entries(1, (), EgressTotals(pauses=1)))
+    client._take(Entries(2, (), EgressTotals(pauses=3)))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(client.run)
+        await trio.sleep(0.2)
+        nursery.cancel_scope.cancel()
+    told = [dict(each.data) for each in client._journal.recent("", limit=9) if each.type is EventType.EGRESS_LIMITED]
+    assert [each["count"] for each in told] == [2, 1]  # newest first
+    counts = {each.name: each.value for family in client._metrics.read() for each in family.samples}
+    assert counts["sandkasten_egress_pauses_total"] == 3
+    assert counts["sandkasten_egress_entries_dropped_total"] == 3
 
 
 class RefusingEgress(Actor):

@@ -61,6 +61,8 @@ SHORT = (
 
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.02
+_NETWORK = {"network": {"mode": "allow", "allow": ["never.example"]}}
+"""Sessions of the walk have a way out. The process that serves it outlives the daemon that is killed."""
 _NEED_POOL_SANDBOX = ("nsinit.create.limits", "cgroup_maker.raise_limits")
 """Points that are reached only with a pool sandbox made with other limits than the session wants."""
 _OF_PULLS = "image.pull."
@@ -110,6 +112,11 @@ class Daemon:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status == -signal.SIGKILL
+
+    def end(self) -> None:
+        """End the daemon as an operator does, and wait for it."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
         """Kill the daemon as a crash would. Its nsinit ends when it notices, and the next daemon waits for that."""
@@ -178,7 +185,8 @@ class Walk:
                 archive.addfile(member)
         with self.daemon() as daemon, daemon.client() as client:
             self.workspaces.begin(client)
-            self.kept = client.post("/v1/sessions", json={"ttl_seconds": 3600, "workspace_id": KEPT}).json()["id"]
+            wanted = {"ttl_seconds": 3600, "workspace_id": KEPT, **_NETWORK}
+            self.kept = client.post("/v1/sessions", json=wanted).json()["id"]
             assert run(client, self.kept, "n=kept") == ""
 
     @contextlib.contextmanager
@@ -277,7 +285,7 @@ class Walk:
                 if needs_pool_sandbox:
                     until(lambda: client.get("/v1/node").json()["pool_sandboxes"] > 0, "there is a pool sandbox")
                 self.untold = 1
-                wanted = {"ttl_seconds": 600, "limits": {"pids": 99}, "workspace_id": KEPT}
+                wanted = {"ttl_seconds": 600, "limits": {"pids": 99}, "workspace_id": KEPT, **_NETWORK}
                 made = client.post("/v1/sessions", json=wanted)
                 self.untold = 0
                 if made.status_code != 201:
@@ -325,6 +333,7 @@ class Walk:
         self.unsure.clear()
         self.untold = 0
         until(lambda: self._owned() == {self.kept}, "what was ended is gone")
+        until(lambda: client.get(f"/v1/sessions/{self.kept}/network").status_code == 200, "its way out is served")
         images = os.listdir(self.data_dir / "images")
         assert not [name for name in images if name.startswith(".new-")], images
         layers = os.listdir(self.data_dir / "layers")
@@ -336,6 +345,7 @@ class Walk:
             self.account(client)
             assert client.delete(f"/v1/sessions/{self.kept}").status_code == 200
             until(lambda: self._owned() == set(), "the last session is gone")
+            daemon.end()  # and with it the process that carries, which a killed daemon leaves
         left = {name: os.listdir(self.data_dir / name) for name in ("sessions", "run", "trash")}
         assert left == {"sessions": [], "run": [], "trash": []}
         assert self._cgroups() == set()

@@ -137,7 +137,7 @@ async def test_totals_of_all_sessions_are_told() -> None:
         await daemon.until(lambda: daemon.totals.connections_open == 0)
         asked = daemon.totals.dns_allowed  # once for each kind of address
         assert asked >= 1
-        assert daemon.totals == p.EgressTotals(0, 1, 1, 1, 1, asked, 1, 0)
+        assert daemon.totals == p.EgressTotals(0, 1, 1, len("good.example") + 1, 1, asked, 1, 0)
         carried = await daemon.entry(verdict="allowed")
         assert carried.dial_ms is not None
         assert 0 < carried.dial_ms < 60_000

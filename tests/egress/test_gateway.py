@@ -29,6 +29,7 @@ class Daemon:
     """The port of the server inside, which the name of its preview has."""
     knocks: list[knocking.Knock] = attrs.field(factory=list)
     lasts_s: float | None = 60.0
+    sessions: tuple[str, ...] = (SESSION,)
 
     @property
     def host(self) -> str:
@@ -45,7 +46,7 @@ class Daemon:
                 return
             knock = knocking.decode_knock(data)
             self.knocks.append(knock)
-            if (knock.is_plain or TOKEN in knock.tokens) and knock.session_id == SESSION:
+            if (knock.is_plain or TOKEN in knock.tokens) and knock.session_id in self.sessions:
                 with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door:
                     self.say(knocking.Admitted(knock.seq, self.lasts_s), door.fileno())
             else:
@@ -221,6 +222,7 @@ async def test_cookies_for_other_names_are_taken_off() -> None:
     """Cookies with a Domain, and those that would replace the token, stay behind; the others reach the browser."""
     cookies = ["a=1", "b=2; Domain=localhost", "c=3; path=/; dOmAiN =.localhost", "_sandkasten_preview=x", "d=domain"]
     lines = "".join(f"Set-Cookie: {each}\r\n" for each in cookies)
+    lines += 'Clear-Site-Data: "cookies"\r\n'  # of all previews below one domain
     said = f"HTTP/1.1 200 OK\r\n{lines}X-Robots-Tag: all\r\nContent-Length: 0\r\n\r\n".encode()
     async with gate() as daemon, inside(daemon, says(said)):
         answer = (await talk(daemon, get(daemon))).decode()
@@ -229,6 +231,7 @@ async def test_cookies_for_other_names_are_taken_off() -> None:
         "Set-Cookie: d=domain",
     ]
     assert "all" not in answer
+    assert "Clear" not in answer
 
 
 async def test_a_port_on_which_nothing_listens_is_told() -> None:
@@ -386,9 +389,6 @@ async def test_a_revoked_preview_ends_what_is_under_way(port: int | None) -> Non
 async def test_a_request_ends_with_its_preview() -> None:
     """A server that does not answer is waited for until then, and no longer."""
 
-    async def never(_stream: trio.SocketStream) -> None:
-        await trio.sleep_forever()
-
     async with gate() as daemon, inside(daemon, never):
         daemon.lasts_s = 0.1
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 401")
@@ -417,6 +417,56 @@ async def test_requests_of_one_session_are_bounded(monkeypatch: pytest.MonkeyPat
         may_answer.set()
         await has_answer.wait()
         assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
+
+
+async def never(_stream: trio.SocketStream) -> None:
+    """Answer nothing."""
+    await trio.sleep_forever()
+
+
+async def test_sessions_that_never_answer_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has at most as many requests as it leaves to others, so a session that has none yet has its answer."""
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(gateway, "MAX_OF_SESSION", 4)
+    others = "a" * 24, "b" * 24
+    async with AsyncExitStack() as held:
+        daemon = await held.enter_async_context(gate())
+        daemon.sessions = SESSION, *others
+        await held.enter_async_context(inside(daemon, never))
+        for number in range(8):
+            stream = await held.enter_async_context(await trio.open_tcp_stream(*daemon.address))
+            await stream.send_all(get(daemon).replace(SESSION.encode(), others[number % 2].encode()))
+        async with inside(daemon, says(OK)):
+            assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
+
+
+async def test_who_has_no_token_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was let in keeps its place; of those that wait with a request, the oldest has to go."""
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 4)
+    is_asked = trio.Event()
+
+    async def wait(stream: trio.SocketStream) -> None:
+        is_asked.set()
+        await seen.wait()
+        await stream.send_all(OK)
+
+    seen = trio.Event()
+    async with AsyncExitStack() as held:
+        daemon = await held.enter_async_context(gate())
+        await held.enter_async_context(inside(daemon, wait))
+        first = await held.enter_async_context(await trio.open_tcp_stream(*daemon.address))
+        await first.send_all(get(daemon))
+        await is_asked.wait()
+        idle = [await held.enter_async_context(await trio.open_tcp_stream(*daemon.address)) for _ in range(6)]
+        for each in idle:
+            with suppress(trio.BrokenResourceError):
+                await each.send_all(b"G")
+        async with inside(daemon, says(OK)):
+            assert (await talk(daemon, get(daemon))).startswith(b"HTTP/1.1 200")
+        with suppress(trio.BrokenResourceError):  # reset, which the sending may have been told of
+            assert await idle[0].receive_some(1) == b""
+        seen.set()
+        assert (await to_the_end(first)).startswith(b"HTTP/1.1 200")
 
 
 @asynccontextmanager

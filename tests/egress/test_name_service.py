@@ -206,3 +206,19 @@ async def test_questions_have_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         codes = [(await inside.ask("good.example")).code for _ in range(3)]
         answer = await inside.ask("good.example")
         assert (codes, answer.code, answer.extended) == ([0, 0, 5], 5, 14)
+
+
+async def test_names_that_go_outside_count_as_bytes() -> None:
+    """A name that a program makes up carries its bytes to who answers for it: beyond the limit nobody outside is asked,
+    by a question or by the proxy, until there is another limit. What is known already counts once."""
+    outside = names()
+    async with egress(outside) as daemon:
+        inside = await daemon.attach("*.example", bytes_up=2 * len("data0.example"))
+        codes = [(await inside.ask(f"data{number}.example", kind)).code for number in range(3) for kind in (A, AAAA)]
+        assert codes == [3, 3, 3, 3, 5, 5]
+        entry = await daemon.entry(kind="dns")
+        assert (entry.host, entry.reason) == ("data2.example", "limit")
+        assert await is_refused(inside, "198.18.0.1", 3128)
+        assert outside.asked == ["data0.example", "data1.example"]
+        await daemon.set_policy("*.example")
+        assert (await inside.ask("good.example")).address

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
 
-from egress import relay
-from tests.egress.harness import PUBLIC, Inside, Names, egress, is_reset, program, read_all, server
+from egress import barrier, relay
+from tests.egress.harness import PUBLIC, Inside, Names, Program, egress, is_reset, program, read_all, server
 from tests.waiting import patience, until
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -251,3 +252,45 @@ async def test_bandwidth_is_what_the_limits_say() -> None:
             nursery.cancel_scope.cancel()
     for quick, slow in ((down, up), (up_then, down_then), (down, down_then), (up_then, up)):
         assert 2.5 < quick / slow < 6
+
+
+def _memory_of(process: Program) -> tuple[Path, Path | None]:
+    """Return the files with the memory of a process, and with that of its sockets where they are counted apart."""
+    for cgroup in map(Path, process.cgroups):
+        if (cgroup / "memory.current").exists():
+            return cgroup / "memory.current", None
+        if (cgroup / "memory.kmem.tcp.limit_in_bytes").exists():
+            (cgroup / "memory.kmem.tcp.limit_in_bytes").write_text(str(1 << 40))  # without a limit nothing is counted
+            return cgroup / "memory.usage_in_bytes", cgroup / "memory.kmem.tcp.usage_in_bytes"
+    pytest.skip("no cgroup counts memory here")
+
+
+async def test_what_nobody_reads_leaves_memory_for_others() -> None:
+    """All connections of a session, with servers that take nothing and send without an end, don't fill the memory of
+    the process, in a v1 tree not even if that of sockets is added."""
+
+    async def send(stream: trio.SocketStream) -> None:
+        while True:
+            await stream.send_all(bytes(1 << 16))
+
+    async def hold(inside: Inside, address: str) -> None:
+        async with await inside.connect(address, 5000) as stream:
+            await send(stream)
+
+    async with program("127.0.0.0/8", descriptors=4096) as process, server("127.0.0.1", 5000, send):
+        memory, of_sockets = _memory_of(process)
+        inside = await process.daemon.attach("localhost:5000")
+        address = await inside.address_of("localhost")
+        async with trio.open_nursery() as nursery:
+            for _ in range(256):
+                nursery.start_soon(hold, inside, address)
+            carried = -1
+            while True:
+                counters = await process.daemon.counters()
+                if counters.connections_open == 256 and carried == counters.bytes_up + counters.bytes_down:
+                    break
+                carried = counters.bytes_up + counters.bytes_down
+                await trio.sleep(0.5)
+            held = sum(int(file.read_text()) for file in (memory, of_sockets) if file is not None)
+            nursery.cancel_scope.cancel()
+    assert held < barrier.MEMORY_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from egress.confinement import ARCHITECTURES, REFUSED
 from sandkasten.host.checks import CATALOGUE
 from sandkasten.model.node import PROTECTIONS, Need
 from tests.waiting import patience
@@ -125,6 +127,24 @@ def test_what_is_listed_as_required_must_be_there(tmp_path: Path) -> None:
     (lack,) = found_by(done)[2]
     assert lack.startswith("landlock is required and missing: ")
     assert "isolation.required" in lack
+
+
+def test_without_bpf_a_way_out_is_told_to_be_less(tmp_path: Path) -> None:
+    """Nothing that sessions without a network need is missing; the rows say the loss and the fix."""
+    bpf = REFUSED["bpf"][ARCHITECTURES[platform.machine()][0]]
+    assert bpf is not None
+    done = run(*without([bpf]), SCRIPT, "doctor", "--json", "--data-dir", str(tmp_path))
+    checks, _, lacks = found_by(done)
+    assert (done.returncode, lacks) == (0, []), done.stdout
+    for check_id, loss, fix in (
+        ("sk_lookup", "has a proxy", "CONFIG_BPF_SYSCALL"),
+        ("address_programs", "not by the kernel", "CONFIG_CGROUP_BPF"),
+    ):
+        check = checks[check_id]
+        assert (check["verdict"], check["required"]) == ("falls_back", False)
+        assert "Function not implemented" in check["seen"]
+        assert loss in check["consequence"]
+        assert fix in check["fix"] or "outside of its container" in check["fix"]
 
 
 def test_a_forbidden_namespace_is_found_by_trying_and_names_its_sysctl(tmp_path: Path) -> None:

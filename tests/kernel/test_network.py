@@ -310,3 +310,20 @@ async def test_a_member_of_a_pool_is_given_its_way_out_when_it_is_claimed(config
                 break
         assert session.acquire_source == "pool"
         assert (await python(supervisor, session, FETCH.format("site.example"))).stdout == b"hello\n"
+
+
+async def test_a_session_without_a_network_sees_nothing_of_ways_out(config: Config, outside: World) -> None:
+    """Files, tables of the kernel and variables are to the byte those of a daemon that lets no session have one."""
+    look = (
+        "{ find /etc -type f ! -name 'host*' | sort | xargs sha256sum 2>&1; cat /etc/host* /etc/resolv.conf;"
+        " cd /proc/net; cat route fib_trie if_inet6 tcp udp arp; env | sort; } | sed s/$(hostname)/NAME/"
+    )
+    seen = []
+    for mode in ("open", "none"):
+        async with served(config, outside, max_mode=mode) as supervisor:
+            if mode != "none":
+                other = await supervisor.create(SessionSpec(network=ALLOWED))
+                assert (await python(supervisor, other, FETCH.format("site.example"))).stdout == b"hello\n"
+            session = await supervisor.create(SessionSpec())
+            seen.append((await supervisor.exec(session.id, ExecSpec(look))).output.decode().splitlines())
+    assert seen[0] == seen[1]

@@ -157,10 +157,49 @@ while True:
 """
 
 
+_CONNECT = """
+import pathlib, socket, time
+turns = 0
+while True:
+    with socket.create_connection(("site.example", 80), timeout=20) as connection:
+        try:
+            connection.sendall(b"GET / HTTP/1.1\\r\\nHost: site.example\\r\\n\\r\\n")
+            turns += connection.recv(1) == b"H"
+        except ConnectionResetError:
+            pass  # it was open
+    pathlib.Path("turns").write_text(str(turns))
+    time.sleep(0.005)
+"""
+
+
+async def _start(supervisor: LocalSupervisor, session: Session, program: str) -> None:
+    """Have a program go round in the background, until something fails."""
+    await supervisor.exec(session.id, ExecSpec(f"cat >go-on.py <<'END'{program}END\npython3 go-on.py >failure 2>&1 &"))
+
+    async def goes_on() -> bool:
+        return await _turns(supervisor, session) > 2
+
+    try:
+        await until(goes_on)
+    except trio.TooSlowError:
+        raise AssertionError((await supervisor.exec(session.id, ExecSpec("ls -la; cat failure"))).output) from None
+
+
 async def _turns(supervisor: LocalSupervisor, session: Session) -> int:
-    """Return how often `_GO_ON` has gone round, which goes on until something fails."""
+    """Return how often the program has gone round."""
     result = await supervisor.exec(session.id, ExecSpec(argv=("cat", "/workspace/turns")))
     return int(result.stdout or b"0")
+
+
+async def _has_gone_on(supervisor: LocalSupervisor, session: Session) -> None:
+    """Wait for some rounds more, before which nothing has failed."""
+    before = await _turns(supervisor, session)
+
+    async def has_gone_on() -> bool:
+        return await _turns(supervisor, session) > before + 5
+
+    await until(has_gone_on)
+    assert (await supervisor.exec(session.id, ExecSpec(argv=("cat", "/workspace/failure")))).stdout == b""
 
 
 async def test_connections_go_on_while_the_daemon_is_replaced(config: Config, outside: World) -> None:
@@ -169,25 +208,11 @@ async def test_connections_go_on_while_the_daemon_is_replaced(config: Config, ou
     """
     async with served(config, outside, ends_sessions=False) as first:
         session = await first.create(SessionSpec(network=ALLOWED))
-        await first.exec(session.id, ExecSpec(f"cat >go-on.py <<'END'{_GO_ON}END\npython3 go-on.py >failure 2>&1 &"))
-
-        async def goes_on() -> bool:
-            return await _turns(first, session) > 2
-
-        try:
-            await until(goes_on)
-        except trio.TooSlowError:
-            raise AssertionError((await first.exec(session.id, ExecSpec("ls -la; cat failure"))).output) from None
+        await _start(first, session, _GO_ON)
     pid = outside.egress_pid
     async with served(config, outside) as second:
-        before = await _turns(second, session)
-
-        async def has_gone_on() -> bool:
-            return await _turns(second, session) > before + 5
-
-        await until(has_gone_on)
+        await _has_gone_on(second, session)
         assert outside.egress_pid == pid
-        assert (await second.exec(session.id, ExecSpec(argv=("cat", "/workspace/failure")))).stdout == b""
         assert (await python(second, session, FETCH.format("secret.example"))).end.egress_denied
         os.kill(pid, signal.SIGKILL)
         assert (await python(second, session, FETCH.format("site.example"))).stdout == b"hello\n"
@@ -221,6 +246,17 @@ async def test_a_daemon_with_another_configuration_replaces_the_process(config: 
 
         await until(is_refused)
         assert (outside.heard, outside.egress_pid != pid) == ([], True)
+
+
+async def test_no_connect_fails_while_the_process_is_replaced(config: Config, outside: World) -> None:
+    """By a daemon with another configuration: connects wait, though what is open is reset."""
+    async with served(config, outside, ends_sessions=False) as first:
+        session = await first.create(SessionSpec(network=ALLOWED))
+        await _start(first, session, _CONNECT)
+    pid = outside.egress_pid
+    async with served(config, outside, always_deny=("denied.example",)) as second:
+        await _has_gone_on(second, session)
+        assert outside.egress_pid != pid
 
 
 @pytest.mark.parametrize("network", [Network("none"), Network("allow", allow=["other.example:7"])])

@@ -241,12 +241,36 @@ async def test_the_next_broker_has_the_values(supervisor: LocalSupervisor, outsi
     assert VALUE.encode() in outside.heads["api.example"][-1]
 
 
+HOLD = """
+import socket, ssl
+tcp = socket.create_connection(("api.example", 443))
+with ssl.create_default_context().wrap_socket(tcp, server_hostname="api.example") as tls:
+    print("open", flush=True)
+    try:
+        tls.recv(1)
+    except OSError:
+        pass
+    print("ended")
+"""
+
+
+async def _held(supervisor: LocalSupervisor, session: Session) -> bytes:
+    return (await supervisor.exec(session.id, ExecSpec(argv=("cat", "/workspace/held")))).stdout
+
+
 async def test_the_next_daemon_goes_on_with_a_secret(config: Config, outside: Outside) -> None:
-    """With the same egress process and another broker, which the process is brought together with."""
+    """With the same egress process and another broker, which the process is brought together with. A connection that
+    the first broker had opened breaks with it."""
     async with served(config, outside, ends_sessions=False) as first:
         await first.put_secret(NewSecret("key", VALUE, ["api.example"]))
         session = await first.create(SPEC)
         assert (await python(first, session, "print(ask('https://api.example/'))")).stdout == b"ok\n"
+        await first.exec(session.id, ExecSpec(f"cat >hold.py <<'END'{HOLD}END\npython3 hold.py >held 2>&1 &"))
+
+        async def is_held() -> bool:
+            return await _held(first, session) == b"open\n"
+
+        await until(is_held)
     before = dict(outside.world.pids)
     async with served(config, outside) as second:
 
@@ -254,6 +278,7 @@ async def test_the_next_daemon_goes_on_with_a_secret(config: Config, outside: Ou
             return (await python(second, session, "print(ask('https://api.example/'))")).stdout == b"ok\n"
 
         await until(works)
+        assert await _held(second, session) == b"open\nended\n"
     assert outside.world.pids["egress"] == before["egress"]
     assert outside.world.pids["broker"] != before["broker"]
     assert all(VALUE.encode() in head for head in outside.heads["api.example"])

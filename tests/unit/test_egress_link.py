@@ -14,7 +14,7 @@ from sandkasten.journal import egress as egress_log
 from sandkasten.journal.egress import EgressLogs
 from sandkasten.links.egress import EgressLink
 from sandkasten.model.errors import EgressUnavailable
-from sandkasten.model.network import EgressLogging
+from sandkasten.model.network import EgressLogging, EgressVerdict
 from tests.waiting import patience
 
 
@@ -105,3 +105,21 @@ def test_lost_entries_are_in_every_log() -> None:
         logs.open(session_id, EgressLogging.ALL)
     logs.note_dropped(3)
     assert [logs.page(each, None, None, None, 10).dropped for each in logs] == [3, 3]
+
+
+def test_refusals_push_out_no_other_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has itself refused washes nothing out; a reader is told how much it has missed."""
+    monkeypatch.setattr(egress_log, "KEPT", 5)
+    monkeypatch.setattr(egress_log, "KEPT_OF_ALL", 6)
+    logs = EgressLogs()
+    logs.open("s-1", EgressLogging.ALL)
+    logs.add(protocol.EgressEntry("s-1", 1.5, "tcp", "upload.example", 1, "allowed"))
+    for number in range(8):
+        logs.add(protocol.EgressEntry("s-1", 1.5, "tcp", f"h{number}.example", 1, "denied"))
+    page = logs.page("s-1", None, None, None, 10)
+    assert [each.host for each in page.entries] == ["upload.example", *(f"h{number}.example" for number in range(3, 8))]
+    assert page.missed == 3
+    assert logs.page("s-1", page.entries[1].cursor, None, None, 10).missed == 0
+    logs.add(protocol.EgressEntry("s-1", 1.5, "tcp", "late.example", 1, "allowed"))
+    page = logs.page("s-1", None, EgressVerdict.ALLOWED, None, 10)
+    assert ([each.host for each in page.entries], page.missed) == (["upload.example", "late.example"], 6)

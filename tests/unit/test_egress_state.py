@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from egress import state
 from egress.addresses import AddressCheck
+from egress.connection import CarriedConnection
 from egress.pacing import Pacing
 from egress.policy import Reason, parse_policy
 from egress.protocol import EgressEntry, WayOutLimits
@@ -120,3 +121,18 @@ def test_nobody_is_asked_twice_or_too_much(steps: list[str | float | tuple[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "MAX_ASKED", MOST)
         trio.run(main, clock=clock)
+
+
+async def test_a_policy_cuts_no_connection_that_has_not_begun() -> None:
+    """One that was accepted right before a change has no name yet, and its address is not judged as a literal."""
+    async with trio.open_nursery() as nursery:
+        resolver = NameResolver(nursery)
+        machine = state.SharedState(resolver, AddressCheck([], set()), lambda _entry: None, lambda _id, error: None)
+        policy = parse_policy("allow", ["good.example"], [])
+        session = state.WayOutState("s-1", policy, WayOutLimits(), machine)
+        entry = session.names.give("good.example")
+        assert entry is not None
+        with socket.socket() as client:
+            connection = CarriedConnection(session, client, entry.address, 443)
+            connection.judge_again()
+            assert not connection.is_cut

@@ -103,6 +103,9 @@ def confined(_: World) -> None:
 def session_runs(world: World) -> None:
     world.session = world.client.create_session(network={"mode": "allow", "allow": []})
     assert world.session.exec("export KEPT=here; cat /etc/hostname >/dev/null; id -u").output != "0\n"
+    assert world.client.system().features["steering"] is True
+    ask = "import socket; socket.getaddrinfo('denied.example', 80)"
+    assert "[Errno -2]" in world.session.exec(f'python3 -c "{ask}" 2>&1').output  # EAI_NONAME: the way out has answered
     sandboxes = Path("/sys/fs/cgroup/system.slice", SANDBOXES)
     assert any(path.read_text().strip() for path in sandboxes.glob("*/**/cgroup.procs"))
     said = run("sandkasten", "run", "--", "sh", "-c", "echo $((6 * 7))")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, assert_never
@@ -617,8 +617,8 @@ class EgressClient(Actor):
             self._logs.note_dropped(notice.dropped)
             self._metrics.egress_dropped.inc(notice.dropped)
             log.warning("egress_entries_dropped", extra={"dropped": notice.dropped})
-        if notice.totals.pauses > self._totals.pauses:
-            self._journal.emit(EventType.EGRESS_LIMITED, "", reason="descriptors", count=notice.totals.pauses)
+        if (pauses := notice.totals.pauses - self._totals.pauses) > 0:
+            self._tell_of_refusals(EventType.EGRESS_LIMITED, "", pauses, reason="descriptors")
         self._note_totals(notice.totals)
 
     def _note_totals(self, totals: protocol.EgressTotals) -> None:
@@ -627,8 +627,12 @@ class EgressClient(Actor):
 
     def _note_refusal(self, session_id: str, entry: EgressEntry) -> None:
         type = EventType.EGRESS_LIMITED if entry.reason == Reason.LIMIT else EventType.EGRESS_DENIED
+        self._tell_of_refusals(type, session_id, 1, host=entry.host, port=entry.port, reason=entry.reason)
+
+    def _tell_of_refusals(self, type: EventType, session_id: str, count: int, **fields: object) -> None:
+        """Tell of refusals now, or some seconds later together with others."""
         refusals = self._refusals.setdefault((type, session_id), _Refusals())
-        refusals.add(entry)
+        refusals.add(count, fields)
         if refusals.told_at + _REFUSALS_EVERY_S <= trio.current_time():
             self._journal.emit(type, session_id, **refusals.told())
 
@@ -684,20 +688,18 @@ async def _read_upstream(settings: EgressSettings) -> protocol.UpstreamProxy | N
 
 @attrs.define
 class _Refusals:
-    """Refusals of one session that no event told of: their number and the last one."""
+    """Refusals of one session, or pauses of all, that no event told of: their number and the fields of the last."""
 
     count: int = 0
     told_at: float = float("-inf")
-    last: EgressEntry | None = None
+    last: Mapping[str, object] = attrs.field(factory=dict)
 
-    def add(self, entry: EgressEntry) -> None:
-        self.count, self.last = self.count + 1, entry
+    def add(self, count: int, last: Mapping[str, object]) -> None:
+        self.count, self.last = self.count + count, last
 
     def told(self) -> dict[str, object]:
         """Return the fields of an event about them, and begin to count anew."""
-        assert self.last is not None, "an event tells of a refusal"
-        names = ("host", "port", "reason")
-        fields = {name: getattr(self.last, name) for name in names} | {"count": self.count}
+        fields = {**self.last, "count": self.count}
         self.count, self.told_at = 0, trio.current_time()
         return fields
 

@@ -234,11 +234,13 @@ class NetworkInfoBody(NetworkBody):
 
 @attrs.frozen(kw_only=True)
 class EgressBody(Body):
-    """A page of a log, oldest first. `cursor` is `after` of the next page; `dropped` entries were lost."""
+    """A page of a log, oldest first. `cursor` is `after` of the next page; `dropped` entries were lost, `missed` ones
+    behind `after` are kept no more."""
 
     entries: Sequence[EgressEntry]
     cursor: str
     dropped: int
+    missed: int
 
 
 # Handlers -------------------------------------------------------------------------------------------------------------

@@ -417,8 +417,13 @@ async def reach_unanswered(field: Field) -> Answers:
 @attempt("egress.other-addresses", "reach addresses without a rule, and those that stand for another session's names",
          "leak between sessions", ("unknown_address", "not_allowed"))  # fmt: skip
 async def reach_unruled(field: Field) -> Answers:
-    async with field.session(network=Network(NetworkMode.ALLOW, allow=["never.example"])) as session_id:
-        return await _reach(field, session_id, [*_NEVER_GIVEN, "10.0.0.1:80", "127.0.0.53.example:80"])
+    """One of the addresses stands for a name that a neighbour has just asked for."""
+    ruled = Network(NetworkMode.ALLOW, allow=["never.example"])
+    async with field.session(network=Network(NetworkMode.ASK)) as other, field.session(network=ruled) as session_id:
+        given = f"{place_of('neighbour.example')}:80"
+        answer = await field.python(other, f"{_TOOLS}print(socket.inet_ntoa(ask('neighbour.example')[-4:]), end=':80')")
+        found = await _reach(field, session_id, [given, *_NEVER_GIVEN, "10.0.0.1:80", "127.0.0.53.example:80"])
+        return found if answer.stdout.decode() == given else {**found, given: "the neighbour has no such address"}
 
 
 def _vector(data: bytes, length_bytes: int) -> bytes:
