@@ -18,7 +18,7 @@ import trio
 
 from sandkasten.config import MIB
 from sandkasten.images.archives import ArchiveKind, ImageArchive, Stretch, look
-from sandkasten.images.registry.blobs import Blobs, OnBytes
+from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
     MAX_DOCUMENT_BYTES,
@@ -74,7 +74,7 @@ class ArchiveSource:
         """See `PullSource`: there is nothing."""
 
     @asynccontextmanager
-    async def loaded(self, blob: Blob, on_bytes: OnBytes) -> AsyncIterator[int]:
+    async def loaded(self, blob: Blob, on_bytes: OnBytes, is_needed: IsNeeded) -> AsyncIterator[int]:
         """See `PullSource`. Whoever reads may end before the layer does."""
         is_named = self.archive.kind is ArchiveKind.OCI
         with self.archive.opened(self._file_of(blob)) as part:

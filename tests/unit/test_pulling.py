@@ -221,6 +221,41 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
         assert (turns.layers, turns.kept) == ({}, ())
 
 
+async def test_two_processes_load_each_layer_once(tmp_path: Path) -> None:
+    """Of two that have a directory of blobs and a store alone in common, the second waits for the first's file, and
+    finds the layer in the store by then."""
+    async with serving() as registry:
+        registry.push([BIG])
+        looked, unpacking, goes_on = trio.Event(), trio.Event(), trio.Event()
+
+        class SlowStore(MemoryStore):
+            async def has_layer(self, diff_id: str) -> bool:
+                if unpacking.is_set():
+                    looked.set()
+                return await super().has_layer(diff_id)
+
+            async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
+                unpacking.set()
+                await goes_on.wait()
+                return await super().unpack_layer(blob_fd, diff_id)
+
+        store = SlowStore()
+        async with (
+            pulling(tmp_path, registry.reference(), store=store) as first,
+            pulling(tmp_path, registry.reference(), store=store) as second,
+        ):
+            with trio.fail_after(patience(20)):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(first.run)
+                    await unpacking.wait()
+                    nursery.start_soon(second.run)
+                    await looked.wait()
+                    goes_on.set()
+        assert registry.count(f"blobs/{digest_of(BIG)}") == 1
+        assert [work.progress[0].phase for work in (first, second)] == [LayerPhase.DONE, LayerPhase.PRESENT]
+        assert parts(tmp_path) == []
+
+
 async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path: Path) -> None:
     """No image has a layer before the pull's end; an unused one may be deleted then."""
 
@@ -271,15 +306,18 @@ async def test_old_part_files_go_unless_somebody_has_them(tmp_path: Path) -> Non
     _leave_part(tmp_path, SMALL, b"y")
     blobs = Blobs(tmp_path / "blobs")
     (tmp_path / "blobs" / "other").touch()
+    (tmp_path / "blobs" / "lost+found").mkdir()
+    (tmp_path / "blobs" / "link").symlink_to("other")
+    (tmp_path / "blobs" / f"{'0' * 64}.part").mkdir()
     assert blobs.sweep(3600) == (0, 0)
     async with serving() as registry:
         registry.push([SMALL])
         async with (
             pulling(tmp_path, registry.reference()) as work,
-            work.source.loaded(_blob(SMALL), lambda _: None),
+            work.source.loaded(_blob(SMALL), lambda _: None, needed),
         ):
             assert blobs.sweep(0, dry_run=True) == blobs.sweep(0) == (1, 1)
-    assert parts(tmp_path) == ["other"]
+    assert parts(tmp_path) == [f"{'0' * 64}.part", "link", "lost+found", "other"]
 
 
 # What lies ----------------------------------------------------------------------------------------------------------
@@ -335,6 +373,11 @@ def _lies() -> Mapping[str, tuple[Answering, type[SandkastenError]]]:
         "redirects in a circle": (lambda asked: Said(302, headers={"location": asked.path + "x"}), RegistryRefused),
         "a redirect to nowhere": (lambda _: Said(302), RegistryRefused),
         "a redirect to no URL": (lambda _: Said(302, headers={"location": "http://[::1/"}), RegistryRefused),
+        "advice in other digits": (lambda _: Said(503, headers={"retry-after": "\xb2"}), RegistryRefused),
+        "a token server at no URL": (
+            lambda _: Said(401, headers={"www-authenticate": 'Bearer realm="http://[::1/"'}),
+            RegistryRefused,
+        ),
         "a redirect to a file": (lambda _: Said(302, headers={"location": "file:///etc/passwd"}), RegistryRefused),
         "a redirect with a password": (
             lambda _: Said(302, headers={"location": "https://a:b@example.invalid/"}),
@@ -639,3 +682,8 @@ def _blob(data: bytes) -> Blob:
 def _leave_part(tmp_path: Path, data: bytes, content: bytes) -> None:
     (tmp_path / "blobs").mkdir(exist_ok=True)
     (tmp_path / "blobs" / f"{digest_of(data)[7:]}.part").write_bytes(content)
+
+
+async def needed() -> bool:
+    """Say that a blob is still needed."""
+    return True

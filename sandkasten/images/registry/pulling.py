@@ -207,7 +207,13 @@ class Pull:
             def on_bytes(done: int) -> None:
                 self._note(number, done, LayerPhase.DOWNLOADING)
 
-            async with self.source.loaded(blob, on_bytes) as fd:
+            async def is_needed() -> bool:
+                return not await self.terms.store.has_layer(diff_id)
+
+            async with self.source.loaded(blob, on_bytes, is_needed) as fd:
+                if fd is None:
+                    self._note(number, blob.size, LayerPhase.PRESENT)
+                    return
                 self.terms.crash.passing(Point.PULL_BLOB)
                 self.terms.turns.downloads.release_on_behalf_of(turn)
                 is_loading = False
