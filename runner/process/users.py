@@ -24,6 +24,7 @@ MAX_ID = 65534
 MAX_FILE_BYTES = 1024 * 1024
 MAX_GROUPS = 64
 
+_DIGITS = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(rb"[0-9]{1,10}")
 _PASSWD_FIELDS = 7
 _GROUP_FIELDS = 4
@@ -51,7 +52,7 @@ def resolve(user: str, passwd: bytes, group: bytes) -> UserAccount | None:
     number (root's `root`).
     """
     name, colon, group_name = user.partition(":")
-    if _NUMBER.fullmatch(os.fsencode(name)) is None:
+    if _DIGITS.fullmatch(name) is None:
         account = _find(passwd, lambda each: each.name == name)
     else:
         uid = int(name)
@@ -68,10 +69,12 @@ def resolve(user: str, passwd: bytes, group: bytes) -> UserAccount | None:
 
 def _gid_of(name: str, group: bytes) -> int | None:
     """Return the id of a group by its name or number."""
-    own = os.fsencode(name)
-    named = (fields[2] for fields in _lines(group, _GROUP_FIELDS) if fields[0] == own and _NUMBER.fullmatch(fields[2]))
-    found = own if _NUMBER.fullmatch(own) else next(named, None) if own else None
-    return None if found is None else int(found)
+    if _DIGITS.fullmatch(name):
+        return int(name)
+    for fields in _lines(group, _GROUP_FIELDS):
+        if fields[0] and os.fsdecode(fields[0]) == name and _NUMBER.fullmatch(fields[2]):
+            return int(fields[2])
+    return None
 
 
 def names_of(content: bytes, *, is_group: bool = False) -> dict[int, str]:
