@@ -230,8 +230,8 @@ class ArchiveImport:
             raise InvalidImage("the tar of a root file system has no images to choose from")
         os.lseek(self.fd, 0, os.SEEK_SET)  # where the look left it, nobody knows
         terms = self.terms
-        async with terms.turns.unpacks:
-            diff_id = await terms.store.unpack_layer(self.fd, "")
-        image = NewImage(terms.name, [], [diff_id], ImageConfig(), "", self.title, str(terms.platform), terms.replace)
-        await publish(terms.store, image, terms.crash)
+        async with terms.turns.making():
+            layers = [await terms.store.unpack_layer(self.fd, "")]
+            image = NewImage(terms.name, [], layers, ImageConfig(), "", self.title, str(terms.platform), terms.replace)
+            await publish(terms.store, image, terms.crash)
         return image
