@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import socket
 import ssl
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import trio
 
+from sandkasten.cli.pull_child import ParentStore
 from sandkasten.images.registry import blobs, source
 from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
@@ -33,7 +36,7 @@ from sandkasten.model.errors import (
     SandkastenError,
     TooLarge,
 )
-from sandkasten.model.job import LayerPhase
+from sandkasten.model.job import LayerPhase, LayerProgress
 from tests.registry import REPOSITORY, Asked, MemoryStore, Registry, Said, digest_of, layer, serving, settings_of
 from tests.waiting import patience
 
@@ -43,7 +46,7 @@ QUICK = Patience(tries=3, first_wait_s=0.001, silence_s=0.3)
 Answering = Callable[[Asked], Said | None]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def pulling(
     tmp_path: Path,
     reference: str,
@@ -318,6 +321,26 @@ async def test_old_part_files_go_unless_somebody_has_them(tmp_path: Path) -> Non
         ):
             assert blobs.sweep(0, dry_run=True) == blobs.sweep(0) == (1, 1)
     assert parts(tmp_path) == [f"{'0' * 64}.part", "link", "lost+found", "other"]
+
+
+def test_progress_waits_for_nobody() -> None:
+    """The process that it is told to reads nothing while it unpacks a layer. What it could not take is told later."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@qq", 1, 0))
+        store = ParentStore(ours)
+        phases = [LayerPhase.DOWNLOADING, LayerPhase.UNPACKING]
+
+        async def show() -> None:
+            for count in range(1000):
+                store.show([LayerProgress("x", count, 1000, phases[count % 2])] * 100)
+            for _ in range(1000):
+                with contextlib.suppress(BlockingIOError):
+                    theirs.recv(1 << 20, socket.MSG_DONTWAIT)
+            store.show([LayerProgress("x", 1000, 1000, LayerPhase.DONE)])
+
+        trio.run(show)
+        assert json.loads(theirs.recv(1 << 20))["layers"] == [["x", 1000, 1000, "done"]]
 
 
 # What lies ----------------------------------------------------------------------------------------------------------
