@@ -38,7 +38,7 @@ from sandkasten.model.errors import (
 )
 from sandkasten.model.job import LayerPhase, LayerProgress
 from tests.registry import REPOSITORY, Asked, MemoryStore, Registry, Said, digest_of, layer, serving, settings_of
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 BIG = layer({"file": bytes(range(256)) * 4000})
 SMALL = layer({"other": b"x"})
@@ -224,6 +224,48 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
         assert (turns.layers, turns.kept) == ({}, ())
 
 
+async def test_three_blobs_come_and_two_layers_are_unpacked_at_a_time(tmp_path: Path) -> None:
+    """Of five, the others wait for their turn."""
+    tars = [layer({f"file-{number}": b"x"}) for number in range(5)]
+    goes_on, turns = trio.Event(), PullTurns()
+
+    class HeldStore(MemoryStore):
+        inside = 0
+
+        async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
+            self.inside += 1
+            await goes_on.wait()
+            return await super().unpack_layer(blob_fd, diff_id)
+
+    async def wait(limiter: trio.CapacityLimiter, count: int) -> None:
+        async def is_so() -> bool:
+            return limiter.statistics().tasks_waiting == count
+
+        await until(is_so)
+
+    async def are_three_asked() -> bool:
+        return sum(registry.count(digest_of(each)) > 0 for each in tars) == 3
+
+    async with serving() as registry:
+        registry.push(tars)
+        silence = Said(200, b"", length=len(tars[0]), hold=True)
+        registry.answer = lambda asked: silence if any(digest_of(each) in asked.path for each in tars) else None
+        store = HeldStore()
+        limits = Patience(1000, 0.001, 0.3)
+        async with (
+            pulling(tmp_path, registry.reference(), store=store, turns=turns, limits=limits) as work,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(work.run)
+            await wait(turns.downloads, 2)
+            await until(are_three_asked)
+            registry.answer = lambda _: None
+            await wait(turns.unpacks, 3)
+            assert store.inside == 2
+            goes_on.set()
+        assert (store.inside, len(store.layers)) == (5, 5)
+
+
 async def test_two_processes_load_each_layer_once(tmp_path: Path) -> None:
     """Of two that have a directory of blobs and a store alone in common, the second waits for the first's file, and
     finds the layer in the store by then."""
@@ -360,6 +402,7 @@ def _lies() -> Mapping[str, tuple[Answering, type[SandkastenError]]]:
             lambda asked: _of_blob(asked, BIG, Said(200, b"", length=len(BIG), hold=True)),
             RegistryRefused,
         ),
+        "a short length": (lambda asked: _of_blob(asked, BIG, Said(200, BIG, length=1000)), RegistryRefused),
         "a huge length": (lambda asked: _of_blob(asked, BIG, Said(200, b"x", length=1 << 60)), DigestMismatch),
         "another manifest": (
             lambda asked: _of_manifest(asked, Said(200, b"{}", {"docker-content-digest": digest_of(b"x")})),
@@ -622,6 +665,19 @@ async def test_wrong_or_missing_credentials_are_told_without_the_password(tmp_pa
         assert base64.b64encode(b"me:hunter2-secret").decode() not in said
         assert "secret text" not in said
     assert "hunter2" not in repr(secret)
+
+
+async def test_a_configuration_has_bounds(tmp_path: Path) -> None:
+    """One that is larger is refused before a layer is asked for, and before it itself is where its size says so."""
+    own = {"os": "linux", "architecture": Platform.own().architecture, "rootfs": {"diff_ids": [digest_of(SMALL)]}}
+    large = json.dumps({**own, "config": {"Labels": {"a": "x" * (256 << 10)}}}).encode()
+    huge = json.dumps({**own, "a": "x" * (1 << 20)}).encode()
+    async with serving() as registry:
+        for config, error, asked in ((large, InvalidImage, 1), (huge, TooLarge, 0)):
+            registry.push_manifest(registry.add(config), [registry.add(SMALL)], "latest")
+            with pytest.raises(error, match=r"configuration"):
+                await pull(tmp_path, registry.reference())
+            assert (registry.count(digest_of(config)), registry.count(digest_of(SMALL))) == (asked, 0)
 
 
 # Mirrors, tries, room -----------------------------------------------------------------------------------------------
