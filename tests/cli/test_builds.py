@@ -210,6 +210,11 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
     assert (failed.returncode, failed.stdout) == (1, "")
     assert f"{tmp_path}/Dockerfile:3: ended with signal 9" in failed.stderr.splitlines()[-1]
     assert len(steps_of(daemon.data_dir) - kept) == 1
+    debugged = built(command, tmp_path, text, "--name", "failed", "--debug")
+    (left,) = api.get("/v1/sessions").json()
+    assert f"the session is left for 10 minutes: sandkasten shell {left['id']}" in debugged.stderr
+    assert command.out("exec", left["id"], "--", "cat", "/one") == "one\n"
+    command.out("rm", left["id"])
     (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
     with command.started("image", "build", "--name", "failed", str(tmp_path)) as process:
         assert process.stderr is not None
