@@ -102,7 +102,7 @@ def test_a_layer_becomes_an_archive_and_the_same_layer_again(tmp_path: Path) -> 
         assert after[name] == before[name], name
     assert after.keys() == before.keys()
     assert [(tmp_path / "layers" / each[7:] / "privileged").read_bytes() for each in (first, second)] == [
-        b"6755 run/su\06755 tied\0"
+        b"6755 run/su\x006755 tied\0"
     ] * 2
     with tarfile.open(fileobj=BytesIO(archive)) as read:
         names = [os.fsencode(each.name) for each in read]
