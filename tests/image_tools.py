@@ -68,8 +68,9 @@ class Tools:
 
 
 @contextmanager
-def running(directory: Path) -> Iterator[Tools]:
-    """Run the registry, whose files are in `directory`. Raises `debian.Unavailable`."""
+def running(directory: Path, *, users: str = "") -> Iterator[Tools]:
+    """Run the registry, whose files are in `directory`. `users`: a file of htpasswd(1), with bcrypt, whose names and
+    passwords it wants. Raises `debian.Unavailable`."""
     libraries = f"usr/lib/{os.uname().machine}-linux-gnu"
     server = debian.program("docker-registry", "usr/bin/docker-registry")
     umoci, skopeo = debian.program("umoci", "usr/bin/umoci"), debian.program("skopeo", "usr/bin/skopeo")
@@ -82,6 +83,9 @@ def running(directory: Path) -> Iterator[Tools]:
         "http": {"addr": place},
         "log": {"level": "error"},
     }
+    if users:
+        (directory / "users").write_text(users)
+        config["auth"] = {"htpasswd": {"realm": "x", "path": str(directory / "users")}}
     (directory / "config.yml").write_text(json.dumps(config))
     with (directory / "registry.log").open("wb") as log:
         process = subprocess.Popen([server, "serve", directory / "config.yml"], stdout=log, stderr=log)

@@ -41,7 +41,8 @@ class Asked:
 @attrs.frozen
 class Said:
     """An answer. `length`: what Content-Length says, None for the truth; `cut`: bytes of the body that are sent before
-    the connection is reset; `endless`: the body is sent again and again; `hold`: the connection is left open."""
+    the connection is reset; `endless`: the body is sent again and again, after each pause of `pause_s`; `hold`: the
+    connection is left open."""
 
     status: int = 200
     body: bytes = b""
@@ -50,6 +51,7 @@ class Said:
     cut: int | None = None
     endless: bool = False
     hold: bool = False
+    pause_s: float = 0.0
 
 
 def digest_of(data: bytes) -> str:
@@ -175,6 +177,7 @@ async def _say(stream: trio.abc.Stream, said: Said) -> None:
     body = said.body if said.cut is None else said.body[: said.cut]
     await stream.send_all(body)
     while said.endless:
+        await trio.sleep(said.pause_s)
         await stream.send_all(said.body)
     while said.hold and await stream.receive_some(1):
         pass

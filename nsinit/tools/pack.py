@@ -62,6 +62,7 @@ JAIL = jail.Jail(CALLS, CAPABILITIES, MEMORY_BYTES, KEPT_FDS, read_only=True)
 HIDDEN, _HIDES_ALL = b".wh.", b".wh..wh..opq"
 _ATTRIBUTE, _OWN, _NOT_OWN = "SCHILY.xattr.", "user.", "user.overlay."
 _MAX_ATTRIBUTE_BYTES = 64 * 1024
+_BENEATH = k.RESOLVE_BENEATH | k.RESOLVE_NO_SYMLINKS | k.RESOLVE_NO_XDEV
 _LAST_S = 2**33
 _SECOND_NS = 1_000_000_000
 MADE = frozenset({b"etc/hostname", b"etc/hosts", b"etc/resolv.conf"})
@@ -389,7 +390,7 @@ def main() -> NoReturn:
         base, kept, by_fd, stage_path, *layers = sys.argv[4:]
         syscalls.end_with_parent(parent_pid)
         at = max(0, len(layers) - int(kept))
-        privileged, below = _privileged_of(layers[:at]), tuple(layers[at:])
+        privileged, below = privileged_of(layers[:at]), tuple(layers[at:])
         root_fd = open_views(int(base), mounts.Features(by_fd == "1", False), stage_path, below)
         changes = Changes(has_layers=bool(below))
         rights = replace(JAIL, base=int(base))
@@ -436,16 +437,22 @@ def judge(packer: Packer, out: ArchiveOutput, pack: Callable[[], str]) -> bytes:
     return verdict.Unpacked(Counts(packer.entries, out.size_bytes, packer.skipped), digest).encode()
 
 
-def _privileged_of(layers: Sequence[str]) -> dict[bytes, int | None]:
+def privileged_of(layers: Sequence[str]) -> dict[bytes, int | None]:
     """Return what layers, the topmost first, have to restore. An overlay shows the change time of a layer's file, and
     what took the file's place, in another layer or in the session, has a change time of its own (overlayfs.rst)."""
     found: dict[bytes, int | None] = {}
     for files in layers:
         with suppress(FileNotFoundError), open(f"{os.path.dirname(files)}/privileged", "rb") as file:
+            files_fd = os.open(files, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             for line in file.read().split(b"\0")[:-1]:
                 with suppress(OSError):
-                    path = os.fsencode(files) + b"/" + line.partition(b" ")[2]
-                    found.setdefault(line, os.lstat(path).st_ctime_ns)
+                    # The layer's links are its author's, and this is no jail yet: none is followed.
+                    fd = syscalls.openat2(
+                        files_fd, line.partition(b" ")[2], os.O_PATH | os.O_NOFOLLOW, resolve=_BENEATH
+                    )
+                    found.setdefault(line, os.fstat(fd).st_ctime_ns)
+                    os.close(fd)
+            os.close(files_fd)
     return found
 
 

@@ -186,19 +186,40 @@ class TarStream:
 
 
 class NameList:
-    """NameList for the verdict, bounded."""
+    """Names for the verdict, bounded: paths without links and without a leading `/`, each with a note."""
 
     def __init__(self, most: int, what: str) -> None:
         self._room, self._most, self._what = verdict.MAX_NAMES_BYTES // 2, most, what
-        self.names: dict[bytes, None] = {}
+        self._notes: dict[bytes, bytes] = {}
 
-    def add(self, name: str, prefix: str = "") -> None:
-        """Add a path, without its leading `/`."""
-        encoded = os.fsencode(prefix + name.removeprefix("/") or ".")
-        self.names[encoded] = None
-        self._room -= len(encoded) + 1
-        if self._room < 0 or len(self.names) > self._most:
+    def add(self, name: bytes, note: bytes = b"") -> None:
+        self.drop(name)
+        self._notes[name] = note
+        self._room -= len(note) + len(name) + 1
+        if self._room < 0 or len(self._notes) > self._most:
             raise ArchiveRefused(f"too many {self._what}")
+
+    def note(self, name: bytes) -> bytes | None:
+        """Return the note of a name, None if there is no such name."""
+        return self._notes.get(name)
+
+    def drop(self, name: bytes) -> None:
+        """Take a name away, if it is there."""
+        if (note := self._notes.pop(name, None)) is not None:
+            self._room += len(note) + len(name) + 1
+
+    def still(self, is_kind: Callable[[int], bool]) -> tuple[bytes, ...]:
+        """Return notes and names of what is there at the end, as that kind and through no link: a later member may have
+        taken the place of a directory above."""
+        return tuple(note + name for name, note in self._notes.items() if _is_still(name, is_kind))
+
+
+def _is_still(name: bytes, is_kind: Callable[[int], bool]) -> bool:
+    path = b"/" + name
+    try:
+        return is_kind(os.lstat(path).st_mode) and os.path.realpath(path) == os.path.normpath(path)
+    except OSError:  # nothing is there, or a circle of links is above
+        return False
 
 
 class Unpacker:
@@ -265,7 +286,11 @@ class Unpacker:
             self._make_way(path)
             target = _path_of(member.linkname)
             os.link(target, path, follow_symlinks=False)
-            self._listed.write(listing.link_field(self._real_path(path), self._real_path(target)))
+            real, real_target = self._real_path(path), self._real_path(target)
+            self._listed.write(listing.link_field(real, real_target))
+            self.privileged.drop(real)
+            if (note := self.privileged.note(real_target)) is not None:
+                self.privileged.add(real, note)
         else:
             self.skipped += 1
             return
@@ -297,11 +322,11 @@ class Unpacker:
             above = above.rpartition("/")[0]
         self._make_way(f"{directory}/{name}")
         if name == _HIDES_ALL:
-            self.opaque.add(os.path.realpath(directory or "/"))
+            self.opaque.add(_real(directory or "/"))
         elif name.startswith(_NOT_OURS):
             self.skipped += 1  # aufs' own
         elif os.path.isdir(path := f"{directory}/{name.removeprefix(_HIDDEN)}") and not os.path.islink(path):
-            self.opaque.add(os.path.realpath(path))
+            self.opaque.add(_real(path))
         elif path != f"{directory}/" and not os.path.lexists(path):
             # mknod(2): a device 0:0, which overlayfs takes for a whiteout, needs no capability. No other can be made.
             os.mknod(path, stat.S_IFCHR, 0)
@@ -310,7 +335,7 @@ class Unpacker:
     def _make_directory(self, path: str, member: tarfile.TarInfo) -> None:
         if not os.path.isdir(path):  # a link to a directory stays, as with merged /usr
             if _is_whiteout(path):
-                self.opaque.add(path)
+                self.opaque.add(_real(path))
             self._make_way(path)
             os.mkdir(path)
         self._own(path, member)
@@ -375,7 +400,7 @@ class Unpacker:
                 if not os.path.isdir(parent):
                     if _is_whiteout(parent):
                         os.unlink(parent)
-                        self.opaque.add(parent)
+                        self.opaque.add(_real(parent))
                     elif os.path.lexists(parent):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                     os.mkdir(parent, 0o755)
@@ -400,9 +425,12 @@ class Unpacker:
     def _own(self, path: str, member: tarfile.TarInfo) -> None:
         os.chown(path, member.uid, member.gid)
         mode = member.mode & 0o7777
-        if member.isreg() and mode & _PRIVILEGED:
-            self.privileged.add(path, f"{mode:04o} ")
-            mode &= ~_PRIVILEGED
+        if member.isreg():
+            real = self._real_path(path)
+            self.privileged.drop(real)
+            if mode & _PRIVILEGED:
+                self.privileged.add(real, b"%04o " % mode)
+                mode &= ~_PRIVILEGED
         os.chmod(path, mode)  # setgid of a directory gives no privilege, but its files the right group (inode(7))
 
     def _set_attributes(self, path: str, member: tarfile.TarInfo) -> None:
@@ -425,6 +453,11 @@ class Unpacker:
             path = os.fsdecode(bytes(self._directory_times[at - length : at]))
             if os.path.isdir(path):
                 _set_time(path, time_ns)
+
+
+def _real(path: str) -> bytes:
+    """Return where something is, without links and without the leading `/`; `.` for the top."""
+    return os.fsencode(os.path.realpath(path)[1:] or ".")
 
 
 def _path_of(name: str) -> str:
@@ -527,7 +560,8 @@ def _unpack(bounds: Mapping[str, int]) -> bytes:
     except Exception as error:  # noqa: BLE001  # a decoder met bytes its author did not think of: the archive's fault
         return verdict.refused(ArchiveRefused(f"the archive is broken ({type(error).__name__})"))
     counts = Counts(unpacker.entries, unpacker.size_bytes, unpacker.skipped)
-    return verdict.Unpacked(counts, digest, tuple(unpacker.opaque.names), tuple(unpacker.privileged.names)).encode()
+    opaque, privileged = unpacker.opaque.still(stat.S_ISDIR), unpacker.privileged.still(stat.S_ISREG)
+    return verdict.Unpacked(counts, digest, opaque, privileged).encode()
 
 
 if __name__ == "__main__":

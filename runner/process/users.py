@@ -24,7 +24,7 @@ MAX_ID = 65534
 MAX_FILE_BYTES = 1024 * 1024
 MAX_GROUPS = 64
 
-_NUMBERS = re.compile(r"([0-9]{1,10})(?::([0-9]{1,10}))?")
+_DIGITS = re.compile(r"[0-9]{1,10}")
 _NUMBER = re.compile(rb"[0-9]{1,10}")
 _PASSWD_FIELDS = 7
 _GROUP_FIELDS = 4
@@ -45,25 +45,36 @@ def look_up(context: Context, user: str) -> UserAccount:
 
 
 def resolve(user: str, passwd: bytes, group: bytes) -> UserAccount | None:
-    """Return the account of a name or of `UID[:GID]`, None if there is none or no run may have it. Root's is returned.
+    """Return the account of `USER[:GROUP]`, each a name or a number, None if there is none or no run may have it.
+    Root's is returned.
 
     Numbers need no account; then the group has the same number, the home is `/` (root's `/root`) and the name is the
     number (root's `root`).
     """
-    numbers = _NUMBERS.fullmatch(user)
-    if numbers is None:
-        account = _find(passwd, lambda each: each.name == user)
+    name, colon, group_name = user.partition(":")
+    if _DIGITS.fullmatch(name) is None:
+        account = _find(passwd, lambda each: each.name == name)
     else:
-        uid = int(numbers[1])
+        uid = int(name)
         account = _find(passwd, lambda each: each.uid == uid) or _unlisted(uid)
     if account is None:
         return None
-    gid = account.gid if numbers is None or numbers[2] is None else int(numbers[2])
+    gid = _gid_of(group_name, group) if colon else account.gid
     is_root = account.uid == ROOT_ID
-    if not account.uid <= MAX_ID or not _is_group(gid, is_root=is_root):
+    if gid is None or not account.uid <= MAX_ID or not _is_group(gid, is_root=is_root):
         return None
     groups = [each for each in _groups_of(account.name, group, is_root=is_root) if each != gid]
     return UserAccount(account.uid, gid, tuple(groups[:MAX_GROUPS]), account.name, account.home)
+
+
+def _gid_of(name: str, group: bytes) -> int | None:
+    """Return the id of a group by its name or number."""
+    if _DIGITS.fullmatch(name):
+        return int(name)
+    for fields in _lines(group, _GROUP_FIELDS):
+        if fields[0] and os.fsdecode(fields[0]) == name and _NUMBER.fullmatch(fields[2]):
+            return int(fields[2])
+    return None
 
 
 def names_of(content: bytes, *, is_group: bool = False) -> dict[int, str]:

@@ -357,10 +357,10 @@ class RunProgram:
 
     Exactly one of `argv` (searched for in its PATH, no shell) and `command` (given to a fresh shell of the session's
     kind; with `interactive` that shell is an interactive one, and `command` empty). `cwd` is relative to the
-    workspace. `user` is a name of the image's `/etc/passwd` or `UID[:GID]`; not PID 1's, and root only in a sandbox
-    that was built for it. `stdin`, `terminal`, `timeout_ms`, `merged` and `ticket` as in `Exec`; the terminal is the
-    program's controlling terminal. It ends when the program itself has; what it left running lives on, unless it was
-    cancelled or timed out.
+    workspace. `user` is `USER[:GROUP]`, names of the image's account files or numbers; not PID 1's, and root only in
+    a sandbox that was built for it. `stdin`, `terminal`, `timeout_ms`, `merged` and `ticket` as in `Exec`; the terminal
+    is the program's controlling terminal. It ends when the program itself has; what it left running lives on, unless it
+    was cancelled or timed out.
     """
 
     exec_id: str

@@ -59,7 +59,8 @@ _KEY_DIGITS = 48
 class BuildTerms:
     """Terms of a build beside its Dockerfile. `arguments` are values for ARG. `network` and `limits` are of the
     sessions. `target` is a stage's name or number, by default the last. `has_cache` is whether steps are taken from the
-    cache and kept there; with `squash` all steps have one session, and the image one layer more than that below."""
+    cache and kept there; with `squash` all steps have one session, and the image one layer more than that below. With
+    `debug` the session of a step that failed is left to the person."""
 
     name: str
     title: str
@@ -70,6 +71,7 @@ class BuildTerms:
     has_cache: bool = True
     squash: bool = False
     replace: bool = False
+    debug: bool = False
 
 
 class BuildWatch:
@@ -515,6 +517,10 @@ class Builder:
         sessions = _Sessions(self._client, self._terms, self._own)
         try:
             yield sessions
+        except BuildError:
+            if self._terms.debug and (left := sessions.leave()):
+                self._watch.told(f"the session is left for {_IDLE_S // 60} minutes: sandkasten shell {left}")
+            raise
         finally:
             await sessions.end()
 
@@ -576,6 +582,11 @@ class _Sessions:
         made = await session.commit(name, config=config, replace=self._terms.replace, created_by=_BUILD)
         await self.end()
         return made.name
+
+    def leave(self) -> str:
+        """Let the session be; return its id, empty where there is none."""
+        session, self._session = self._session, None
+        return "" if session is None else session.id
 
     async def end(self) -> None:
         """End the session, if there is one; within a bounded time for a caller that is cancelled."""

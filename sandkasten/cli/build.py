@@ -32,6 +32,7 @@ def add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     by_file.add_argument("--target", default="", metavar="STAGE", help="a stage's name; by default the last one")
     by_file.add_argument("--no-cache", action="store_true", help="perform all steps, and keep none for later builds")
     by_file.add_argument("--squash", action="store_true", help="make one layer of all steps, without the cache")
+    by_file.add_argument("--debug", action="store_true", help="leave the session of a step that failed, and say its id")
     add_session_bounds(by_file)
     by_file.add_argument("--disk", type=memory_mb, metavar="SIZE", help="of the files that one step changes: 4g")
     by_file.add_argument("--context", metavar="NAME", help="a server of `sandkasten context list`")

@@ -56,6 +56,7 @@ async def build_by_file(arguments: argparse.Namespace, client: SandboxClient) ->
             has_cache=not (arguments.no_cache or arguments.squash),
             squash=arguments.squash,
             replace=arguments.replace,
+            debug=arguments.debug,
         )
         made = await Builder(client, dockerfile, context, terms, _ToStandardError()).build()
     except BuildError as error:

@@ -3,6 +3,7 @@ has given root away before this is imported."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -59,9 +60,12 @@ class ParentStore:
         phases, now = [each.phase for each in layers], trio.current_time()
         if phases == self._phases and now < self._next_show:
             return
-        self._phases, self._next_show = phases, now + _SHOW_S
         rows = [(each.layer, each.done_bytes, each.total_bytes, each.phase) for each in layers]
-        self.tell(kind="progress", layers=rows)
+        said = json.dumps({"kind": "progress", "layers": rows}).encode()
+        # While the other process unpacks a layer, it reads nothing: downloads go on, and a later look tells of them.
+        with contextlib.suppress(BlockingIOError):
+            self._sock.send(said, socket.MSG_DONTWAIT)
+            self._phases, self._next_show = phases, now + _SHOW_S
 
     async def _ask(self, said: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:  # JSON values
         async with self._turn:

@@ -18,7 +18,7 @@ import trio
 
 from sandkasten.config import MIB
 from sandkasten.images.archives import ArchiveKind, ImageArchive, Stretch, look
-from sandkasten.images.registry.blobs import Blobs, OnBytes
+from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import (
     MAX_CONFIG_BYTES,
     MAX_DOCUMENT_BYTES,
@@ -74,7 +74,7 @@ class ArchiveSource:
         """See `PullSource`: there is nothing."""
 
     @asynccontextmanager
-    async def loaded(self, blob: Blob, on_bytes: OnBytes) -> AsyncIterator[int]:
+    async def loaded(self, blob: Blob, on_bytes: OnBytes, is_needed: IsNeeded) -> AsyncIterator[int]:
         """See `PullSource`. Whoever reads may end before the layer does."""
         is_named = self.archive.kind is ArchiveKind.OCI
         with self.archive.opened(self._file_of(blob)) as part:
@@ -230,8 +230,8 @@ class ArchiveImport:
             raise InvalidImage("the tar of a root file system has no images to choose from")
         os.lseek(self.fd, 0, os.SEEK_SET)  # where the look left it, nobody knows
         terms = self.terms
-        async with terms.turns.unpacks:
-            diff_id = await terms.store.unpack_layer(self.fd, "")
-        image = NewImage(terms.name, [], [diff_id], ImageConfig(), "", self.title, str(terms.platform), terms.replace)
-        await publish(terms.store, image, terms.crash)
+        async with terms.turns.making():
+            layers = [await terms.store.unpack_layer(self.fd, "")]
+            image = NewImage(terms.name, [], layers, ImageConfig(), "", self.title, str(terms.platform), terms.replace)
+            await publish(terms.store, image, terms.crash)
         return image

@@ -93,8 +93,8 @@ class ExecSpec:
 
     A command runs in the persistent shell named `shell`, behind the shell's earlier commands. With `stateless` (None:
     as the session's `exec_mode` says, but never in a shell that is not the default one) a command, like `argv`, is a
-    process of its own beside the shells, and may have another `user` (a name of the image's `/etc/passwd` or
-    `UID[:GID]`; root where the session allows it).
+    process of its own beside the shells, and may have another `user` (`USER[:GROUP]`, names of
+    the image's account files or numbers; root where the session allows it).
 
     `timeout_ms` None or 0 means the configured maximum, `unlimited` no limit (where the configuration allows it). A
     command that is still behind others of its shell after `queue_timeout_ms` is refused as `ShellBusy`; None or 0:

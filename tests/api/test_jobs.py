@@ -8,14 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+import trio
 
 from sandkasten import errors
 from sandkasten.config import ImagesSettings
+from sandkasten.images.registry.documents import Platform
 from sandkasten.sdk import SandboxClient
 from tests.actors.test_jobs import silent
 from tests.api.harness import KEY, running_front
 from tests.archives import docker_saved, tar_of
-from tests.registry import serving
+from tests.registry import Said, digest_of, serving
 
 
 async def events_of(client: httpx.AsyncClient, job_id: str) -> list[dict[str, Any]]:
@@ -57,6 +59,32 @@ async def test_a_pull_is_begun_followed_listed_and_cancelled() -> None:
         listed = await client.get("/v1/jobs", params={"limit": 10})
         assert [each["id"] for each in listed.json()["jobs"]] == [second, job_id]
         assert "hunter2" not in listed.text + begun.text + json.dumps(told)
+
+
+async def test_the_events_of_a_pull_tell_its_progress_four_times_a_second_at_most() -> None:
+    """By layers: the bytes that came, all of them, and the phase."""
+    piece, size = b"x" * (1 << 20), 1 << 30
+    async with serving() as registry, running_front() as running, running.client() as client:
+        digest = digest_of(piece)
+        config = {"os": "linux", "architecture": Platform.own().architecture, "rootfs": {"diff_ids": [digest]}}
+        blob = {"digest": digest, "size": size}
+        registry.push_manifest(registry.add(json.dumps(config).encode()), [blob], "latest")
+        drip = Said(200, piece, endless=True, pause_s=0.02)
+        registry.answer = lambda asked: drip if digest in asked.path else None
+        begun = (await client.post("/v1/images/pull", json={"reference": registry.reference()})).json()["job_id"]
+        rows: list[dict[str, Any]] = []
+        began, took_s = trio.current_time(), 0.0
+        async with client.stream("GET", f"/v1/jobs/{begun}/events") as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    rows += json.loads(line.removeprefix("data: "))["progress"]
+                    if not took_s and sum(row["done_bytes"] > 0 for row in rows) == 4:
+                        took_s = trio.current_time() - began
+                        await client.delete(f"/v1/jobs/{begun}")
+        assert took_s > 3 * 0.25 - 0.05
+        assert {(row["layer"], row["total_bytes"]) for row in rows} == {(digest, size)}
+        came = [row["done_bytes"] for row in rows]
+        assert (came, rows[-1]["phase"]) == (sorted(came), "downloading")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def base(daemon: Daemon) -> None:
         store.publish_image("base", layers=[unpack(store, base_layer())], config=config)
 
 
+@pytest.fixture(scope="module")
+def _way_out(command: Command) -> None:
+    """The daemon's helpers for networks, which are there from the first session with one on and are no leak of a
+    test."""
+    command.out("run", "--allow", "a.example", "--", "true")
+
+
 def built(command: Command, directory: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Build an image by a Dockerfile in a directory that its files come from."""
     (directory / "Dockerfile").write_text(text)
@@ -203,6 +210,11 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
     assert (failed.returncode, failed.stdout) == (1, "")
     assert f"{tmp_path}/Dockerfile:3: ended with signal 9" in failed.stderr.splitlines()[-1]
     assert len(steps_of(daemon.data_dir) - kept) == 1
+    debugged = built(command, tmp_path, text, "--name", "failed", "--debug")
+    (left,) = api.get("/v1/sessions").json()
+    assert f"the session is left for 10 minutes: sandkasten shell {left['id']}" in debugged.stderr
+    assert command.out("exec", left["id"], "--", "cat", "/one") == "one\n"
+    command.out("rm", left["id"])
     (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
     with command.started("image", "build", "--name", "failed", str(tmp_path)) as process:
         assert process.stderr is not None
@@ -239,6 +251,25 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
     assert counted == pruned
     assert (pruned["images"] > 0, steps_of(daemon.data_dir)) == (True, set())
     assert inside(command, "base", "echo still") == "still\n"
+
+
+@pytest.mark.usefixtures("_way_out")
+def test_a_build_has_the_network_and_the_limits_that_are_asked_for(
+    command: Command, api: httpx.Client, tmp_path: Path
+) -> None:
+    """Each of its sessions, as `sandkasten run` has them."""
+    (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
+    asked = ("--allow", "pypi.example", "--deny", "bad.example", "-m", "64m", "--cpus", "0.5")
+    with command.started("image", "build", "--name", "asked", *asked, str(tmp_path)) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != b"begun\n":
+            pass
+        (session,) = api.get("/v1/sessions", params={"label": "sandkasten.build=asked"}).json()
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    network, limits = session["network"], session["limits"]
+    assert (network["mode"], network["allow"], network["deny"]) == ("allow", ["pypi.example"], ["bad.example"])
+    assert (limits["memory_mb"], limits["cpu"]) == (64, 0.5)
 
 
 def test_two_builds_of_one_file_at_once_make_the_same_image(

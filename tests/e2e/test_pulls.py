@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import json
 import os
+import re
+import signal
 import stat
 import subprocess
 from functools import partial
@@ -14,16 +18,20 @@ import httpx
 import pytest
 import trio
 
+from sandkasten.crash import Point
 from sandkasten.host.account import find_account
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.registry.documents import Platform
+from tests.cli.conftest import Command
 from tests.e2e.daemon import KEY, running_daemon
 from tests.e2e.seed import SCRIPT, completed
+from tests.e2e.seed import Command as Forked
 from tests.kernel.test_images_foreign import busybox_tar
 from tests.registry import Asked, Registry, Said, digest_of, layer, serving
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 PASSWORD = "hunter2-secret"
+PULL_POINTS = [point for point in Point if point.startswith("image.pull.")]
 
 
 async def command(
@@ -159,9 +167,138 @@ async def test_root_changes_images_beside_a_daemon_that_may_not(
             assert [each.name for each in Catalog(data_dir).images()] == ["host"]
 
 
-@pytest.mark.parametrize(
-    "point", ["image.pull.begun", "image.pull.blob", "image.pull.layer.named", "image.pull.published"]
-)
+def half(registry: Registry, tar: bytes) -> None:
+    """Have a registry send half of a blob, and then nothing."""
+    said = Said(200, tar[: len(tar) // 2], length=len(tar), hold=True)
+    registry.answer = lambda asked: said if digest_of(tar) in asked.path else None
+
+
+async def come(data_dir: Path, tar: bytes) -> None:
+    """Wait until some of a blob is on the disk."""
+    part = data_dir / "blobs" / f"{digest_of(tar)[7:]}.part"
+
+    async def has_come() -> bool:
+        return part.exists() and part.stat().st_size > 0
+
+    await until(has_come)
+
+
+async def test_a_pull_on_a_terminal_shows_a_bar_and_ends_by_a_key(tmp_path: Path) -> None:
+    """Without a daemon. What came is kept, nothing else is left, and the same pull goes on with the rest."""
+    data_dir = tmp_path / "data"
+    data_dir.mkdir(mode=0o755)
+    tar = layer({"large": os.urandom(4 << 20)})
+    person = Command.of(tmp_path, data_dir)
+    async with serving() as registry:
+        registry.push([tar])
+        half(registry, tar)
+        words = ("image", "pull", registry.reference())
+
+        def ended(*, by_key: bool) -> tuple[int, str]:
+            with person.terminal(*words, cols=120) as screen:
+                if by_key:
+                    screen.wait_for("░ +0 %  0 B of 4.0 MiB")
+                    trio.from_thread.run(come, data_dir, tar)
+                    screen.type("\x03")
+                return screen.wait(), screen.seen.decode()
+
+        status, seen = await trio.to_thread.run_sync(partial(ended, by_key=True))
+        assert (status, "interrupted; the same pull goes on" in seen) == (130, True), seen
+        assert os.listdir(data_dir / "blobs") == [f"{digest_of(tar)[7:]}.part"]
+        assert (os.listdir(data_dir / "layers"), Catalog(data_dir).images()) == ([], [])
+        registry.answer = lambda _: None
+        status, seen = await trio.to_thread.run_sync(partial(ended, by_key=False))
+        assert status == 0, seen
+        assert re.search("█ 100 %  4.0 MiB of 4.0 MiB.*image: sha256:", seen, re.DOTALL) is not None, seen
+        assert "range" in registry.asked[-1].headers
+
+
+async def test_an_interrupted_pull_beside_a_daemon_cancels_its_job(tmp_path: Path) -> None:
+    """The job has ended when the command has."""
+    data_dir = tmp_path / "data"
+    tar = layer({"large": os.urandom(4 << 20)})
+    async with serving() as registry:
+        registry.push([tar])
+        half(registry, tar)
+        with running_daemon(data_dir) as daemon, daemon.client() as client:
+            await trio.to_thread.run_sync(daemon.wait_url)
+            words = ("image", "pull", registry.reference(), "--data-dir", data_dir)
+            env, pipe = os.environ | {"SANDKASTEN_API_KEY": KEY}, subprocess.PIPE
+            with Forked(words, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+                await come(data_dir, tar)
+                process.send_signal(signal.SIGINT)
+                said = await trio.to_thread.run_sync(partial(process.communicate, timeout=patience(20)))
+            assert process.returncode == 130, said
+            (job,) = (await trio.to_thread.run_sync(client.get, "/v1/jobs")).json()["jobs"]
+            assert (job["state"], job["name"]) == ("cancelled", "image")
+            assert [each.name for each in Catalog(data_dir).images()] == ["host"]
+            assert os.listdir(data_dir / "layers") == []
+
+
+async def test_a_download_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    """The process that loads does not go on by itself, with the file locked against the next pull."""
+    data_dir = tmp_path / "data"
+    data_dir.mkdir(mode=0o755)
+    async with serving() as registry:
+        registry.push([b""])
+        config = json.loads(registry.manifests["latest"])["config"]
+        registry.push_manifest(config, [{"digest": digest_of(b""), "size": 1 << 30}], "latest")
+        drip = Said(200, bytes(64 << 10), endless=True, pause_s=0.02)
+        registry.answer = lambda asked: drip if digest_of(b"") in asked.path else None
+        words = ("image", "pull", registry.reference(), "--data-dir", data_dir)
+        with Forked(words, env=os.environ, stdin=subprocess.DEVNULL) as process:
+            await come(data_dir, b"")
+            process.kill()
+
+        async def is_free() -> bool:
+            with (data_dir / "blobs" / f"{digest_of(b'')[7:]}.part").open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+            return True
+
+        await until(is_free)
+
+
+@pytest.mark.parametrize("point", [*PULL_POINTS, ""])
+async def test_a_pull_of_a_daemon_that_is_killed_goes_on_in_the_next(tmp_path: Path, point: str) -> None:
+    """At each crash point, and in a download: the job is failed as interrupted, no image is there before it has its
+    name, and what came is not loaded again."""
+    data_dir = tmp_path / "data"
+    crash = {"SANDKASTEN_CRASH_AT": point, "SANDKASTEN_CRASH_POINTS": "true"} if point else {}
+    async with serving() as registry:
+        tar = layer({"large": os.urandom(4 << 20)})
+        registry.push([tar])
+        if not point:
+            half(registry, tar)
+        with running_daemon(data_dir, **crash) as daemon, daemon.client() as client:
+            await trio.to_thread.run_sync(daemon.wait_url)
+            body = {"reference": registry.reference()}
+            with contextlib.suppress(httpx.TransportError):  # the daemon may be gone before it answers
+                await trio.to_thread.run_sync(partial(client.post, "/v1/images/pull", json=body))
+            if not point:
+                await come(data_dir, tar)
+                daemon.process.kill()
+            status = await trio.to_thread.run_sync(partial(daemon.process.wait, patience(20)))
+            assert status == -signal.SIGKILL, daemon.log
+        registry.answer = lambda _: None
+        with running_daemon(data_dir) as daemon, daemon.client() as client:
+            await trio.to_thread.run_sync(daemon.wait_url)
+            (job,) = (await trio.to_thread.run_sync(client.get, "/v1/jobs")).json()["jobs"]
+            assert (job["state"], job["error"]["error_code"]) == ("failed", "INTERRUPTED")
+            is_there = point.endswith("published")
+            assert ("image" in [each.name for each in Catalog(data_dir).images()]) == is_there
+            done = await command(data_dir, "pull", registry.reference(), "--replace")
+            assert done.returncode == 0, done.stderr
+        blobs = [each for each in registry.asked if digest_of(tar) in each.path]
+        assert len(blobs) == (1 if point else 2)
+        assert [each for each in blobs[1:] if "range" not in each.headers] == []
+    assert os.listdir(data_dir / "blobs") == []
+    assert [name for name in os.listdir(data_dir / "layers") if name.startswith("+")] == []
+
+
+@pytest.mark.parametrize("point", PULL_POINTS)
 async def test_a_pull_that_is_killed_goes_on_in_the_next(tmp_path: Path, point: str) -> None:
     """At each crash point: no image is there before it has its name, no draft stays, and what came is not loaded
     again."""

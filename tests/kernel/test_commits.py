@@ -9,12 +9,15 @@ import pytest
 import trio
 
 from sandkasten.actors.services import commits
+from sandkasten.actors.services.layers import NsinitLayers
 from sandkasten.actors.tree import LocalSupervisor
 from sandkasten.config import Config
 from sandkasten.images.layers import open_store
 from sandkasten.model import ExecSpec, PauseSpec, SessionSpec, Status
 from sandkasten.model.errors import Conflict, InvalidImage, SessionPaused
 from sandkasten.model.image import CommitSpec, ConfigChanges, ImageConfig
+from sandkasten.model.job import ImportSpec
+from tests.kernel.test_archive_import import imported
 from tests.kernel.test_layers import base_layer
 from tests.waiting import until
 
@@ -87,6 +90,25 @@ async def test_an_image_is_made_of_a_session_which_goes_on(
     with pytest.raises(InvalidImage, match="there is an image 'app-v2' already"):
         await supervisor.commit_session(upper, CommitSpec("app:v2"))
     assert (await supervisor.commit_session(upper, CommitSpec("app:v2", replace=True))).name == "app-v2"
+
+
+async def test_a_prune_leaves_the_layer_of_a_commit_or_an_import(
+    supervisor: LocalSupervisor, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that comes as soon as the layer has its name, which nobody knows before, and takes layers of any age."""
+    unpack_layer, counts = NsinitLayers.unpack_layer, []
+
+    async def then_prune(self: NsinitLayers, blob_fd: int, diff_id: str) -> str:
+        made = await unpack_layer(self, blob_fd, diff_id)
+        counts.append((await supervisor.prune_images(older_than_s=0)).layers)
+        return made
+
+    monkeypatch.setattr(NsinitLayers, "unpack_layer", then_prune)
+    session_id = await root_session(supervisor, image)
+    await supervisor.exec(session_id, ExecSpec("echo made > /made"))
+    await supervisor.commit_session(session_id, CommitSpec("made"))
+    done = await imported(supervisor, ImportSpec("imported"), base_layer() + b"\0" * 512)
+    assert (done.error, counts) == (None, [0, 0])
 
 
 async def test_a_chain_of_commits_goes_on_for_ever(

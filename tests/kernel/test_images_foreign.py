@@ -109,7 +109,7 @@ async def test_a_session_begins_as_its_image_says(supervisor: LocalSupervisor, c
     """Variables, user and directory of an image's configuration hold where the create asks for no others, for the shell
     and for programs; a directory that is not there is the workspace. The daemon's own nsinit takes layers and publishes
     the image."""
-    accounts = {"etc/passwd": b"app:x:70:71::/srv:/bin/sh\n", "srv/here": b""}
+    accounts = {"etc/passwd": b"app:x:70:71::/srv:/bin/sh\n", "etc/group": b"web:x:72:\nzero:x:0:\n", "srv/here": b""}
     with tarfile.open(tmp_path / "top.tar", "w") as archive:
         for name, content in accounts.items():
             info = tarfile.TarInfo(name)
@@ -129,11 +129,14 @@ async def test_a_session_begins_as_its_image_says(supervisor: LocalSupervisor, c
 
     await trio.to_thread.run_sync(publish, "said", said)
     await trio.to_thread.run_sync(publish, "root", attrs.evolve(said, user="root", working_dir="/gone"))
+    await trio.to_thread.run_sync(publish, "group", attrs.evolve(said, user="app:web"))
     script = "echo $BOTH $ONE $BASH_ENV; id -u; id -g; pwd"
     spec = SessionSpec(image="said", env={"BOTH": "session"}, root_inside=False)
     for asked, expected in (
         (spec, "session image /nowhere 70 71 /srv"),
         (attrs.evolve(spec, user="sandbox"), "session image /nowhere 1000 1000 /srv"),
+        (attrs.evolve(spec, image="group"), "session image /nowhere 70 72 /srv"),
+        (attrs.evolve(spec, user="70:web"), "session image /nowhere 70 72 /srv"),
         (attrs.evolve(spec, image="root"), "session image /nowhere 1000 1000 /workspace"),
     ):
         session = await supervisor.create(asked)

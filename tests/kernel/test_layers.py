@@ -189,6 +189,30 @@ def test_a_file_takes_the_place_of_a_directory_and_ids_end_at_65535(tmp_path: Pa
     assert len(list((tmp_path / "layers").iterdir())) == 1
 
 
+def test_a_mark_is_that_of_the_directory_that_is_there_at_the_end(tmp_path: Path) -> None:
+    """None of a directory that a later member has replaced, by a file, or by a link to another one; and one that was
+    met through a link is the directory that the link leads to."""
+    tar = tar_of(
+        {
+            "a/.wh..wh..opq": b"",
+            "./a": b"file",
+            "b/.wh..wh..opq": b"",
+            "c": None,
+            "./b": "c",
+            "usr/lib": None,
+            "lib": "/usr/lib",
+            "lib/.wh.one": b"",
+            "lib/one": None,
+            "lib/.wh.two": b"",
+            "lib/two/below": b"",
+        }
+    )
+    with open_store(tmp_path) as store:
+        digest = unpack(store, tar)
+    listed = (tmp_path / "layers" / digest.removeprefix("sha256:") / "opaque").read_bytes()
+    assert listed == b"usr/lib/one\0usr/lib/two\0"
+
+
 def test_no_member_changes_the_top_of_a_layer(tmp_path: Path) -> None:
     """A link to the top, and a directory of the link's name: the top stays root's, closed and without attributes."""
     mine: dict[str, Any] = {"mode": 0o777, "uid": 1234, "gid": 1234, "pax_headers": {"SCHILY.xattr.user.mine": "1"}}

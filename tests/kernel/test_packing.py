@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nsinit.tools.pack import privileged_of
 from sandkasten.images.layers import Layers, PackedLayer, open_store
 from sandkasten.model.errors import InvalidImage, LayerRefused
 from tests import canary
@@ -101,7 +102,7 @@ def test_a_layer_becomes_an_archive_and_the_same_layer_again(tmp_path: Path) -> 
         assert after[name] == before[name], name
     assert after.keys() == before.keys()
     assert [(tmp_path / "layers" / each[7:] / "privileged").read_bytes() for each in (first, second)] == [
-        b"6755 run/su\0"
+        b"6755 run/su\x006755 tied\0"
     ] * 2
     with tarfile.open(fileobj=BytesIO(archive)) as read:
         names = [os.fsencode(each.name) for each in read]
@@ -133,6 +134,39 @@ def test_what_no_archive_can_hold_is_left_out_or_refused(tmp_path: Path) -> None
             store.pack_layer(digest, file.fileno(), max_entries=1)
         with pytest.raises(InvalidImage, match="no such layer"):
             pack(store, f"sha256:{'0' * 64}")
+
+
+def test_privilege_is_that_of_the_file_that_is_there_at_the_end(tmp_path: Path) -> None:
+    """A later member takes it from a name, whatever that member is, and no other file gets it. A further name keeps it,
+    and so does a file that was met through a link, even an absolute one: its list has the place without links."""
+    tied, su = {"type": tarfile.LNKTYPE, "linkname": "su", "size": 0}, {"mode": 0o4755}
+    over = {**tied, "linkname": "other"}
+    with open_store(tmp_path) as store:
+        for tar, privileged in (
+            (tar_of({"su": b"1", "./su": b"2"}, su=su), []),
+            (tar_of({"d": None, "d/su": b"1", "e": None, "e/su": b"2", "./d": "e"}, **{"d/su": su}), []),
+            (tar_of({"su": b"1", "also": b"", "./su": b"2"}, su=su, also=tied), ["also"]),
+            (tar_of({"other": b"1", "su": b"2", "./su": b""}, su=su, **{"./su": over}), []),
+            (tar_of({"etc": None, "lib": "/etc", "lib/passwd": b"x"}, **{"lib/passwd": su}), ["etc/passwd"]),
+        ):
+            digest = unpack(store, tar)
+            listed = (layer_files(tmp_path, digest).parent / "privileged").read_bytes()
+            assert listed == b"".join(b"4755 %b\0" % each.encode() for each in privileged)
+            with tarfile.open(fileobj=BytesIO(pack(store, digest)[0])) as read:
+                assert [each.name for each in read if each.mode & 0o6000] == privileged
+
+
+def test_nothing_outside_of_a_layer_is_looked_at_for_its_list(tmp_path: Path) -> None:
+    """A list of an older version may lead through a link of the layer, which is absolute or has `..`."""
+    files = tmp_path / "layer" / "fs"
+    files.mkdir(parents=True)
+    (files / "file").touch()
+    (files / "absolute").symlink_to("/etc")
+    (files / "relative").symlink_to("../..")
+    (tmp_path / "outside").touch()
+    names = ("file", "absolute/passwd", "relative/outside", "../../outside", "/etc/passwd")
+    (tmp_path / "layer" / "privileged").write_bytes(b"".join(b"4755 %b\0" % each.encode() for each in names))
+    assert list(privileged_of([str(files)])) == [b"4755 file"]
 
 
 def test_a_reader_that_leaves_ends_the_packing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sandkasten.config import Config, ServerSettings
 from sandkasten.images.catalog import Catalog
 from sandkasten.images.importing import import_tar
 from sandkasten.model import SessionSpec
-from sandkasten.model.errors import DiskFull, ImageInUse, InvalidImage
+from sandkasten.model.errors import DiskFull, ImageInUse, InvalidImage, SandboxError
 from sandkasten.model.job import ImageJob, JobState, LayerPhase, PullSpec
 from tests.kernel.test_images_foreign import busybox_tar, run
 from tests.registry import Asked, Said, digest_of, layer, serving
@@ -124,6 +124,23 @@ async def test_a_collection_keeps_the_layers_of_a_pull_that_is_under_way(
         assert kept.is_dir()
         await supervisor.cancel_job(job.id)
         assert (await supervisor.prune_images(older_than_s=0)).layers == 1
+
+
+async def test_a_prune_outlives_what_is_no_download(supervisor: LocalSupervisor, config: Config) -> None:
+    """A directory, such as `lost+found`, or a link among the downloads is left alone; a directory of downloads that
+    can't be read is an error of that request alone."""
+    blobs = config.data_dir / "blobs"
+    (blobs / "lost+found").mkdir(parents=True)
+    (blobs / "link").symlink_to("/nowhere")
+    (part := blobs / f"{'0' * 64}.part").write_bytes(b"x")
+    assert (await supervisor.prune_images(older_than_s=0)).blobs == 1
+    assert (part.exists(), sorted(os.listdir(blobs))) == (False, ["link", "lost+found"])
+    blobs.rename(blobs.with_name("elsewhere"))
+    blobs.touch()
+    with pytest.raises(SandboxError, match="downloads"):
+        await supervisor.prune_images(older_than_s=0)
+    blobs.unlink()
+    assert (await supervisor.prune_images(older_than_s=0)).blobs == 0
 
 
 async def test_a_disk_that_others_fill_ends_a_pull_and_an_export(config: Config, tmp_path: Path) -> None:

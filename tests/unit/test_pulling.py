@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import socket
 import ssl
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import trio
 
+from sandkasten.cli.pull_child import ParentStore
 from sandkasten.images.registry import blobs, source
 from sandkasten.images.registry import pulling as pulling_module
 from sandkasten.images.registry.blobs import Blobs
@@ -33,9 +36,9 @@ from sandkasten.model.errors import (
     SandkastenError,
     TooLarge,
 )
-from sandkasten.model.job import LayerPhase
+from sandkasten.model.job import LayerPhase, LayerProgress
 from tests.registry import REPOSITORY, Asked, MemoryStore, Registry, Said, digest_of, layer, serving, settings_of
-from tests.waiting import patience
+from tests.waiting import patience, until
 
 BIG = layer({"file": bytes(range(256)) * 4000})
 SMALL = layer({"other": b"x"})
@@ -43,7 +46,7 @@ QUICK = Patience(tries=3, first_wait_s=0.001, silence_s=0.3)
 Answering = Callable[[Asked], Said | None]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def pulling(
     tmp_path: Path,
     reference: str,
@@ -221,6 +224,83 @@ async def test_two_pulls_of_one_image_load_each_layer_once(tmp_path: Path) -> No
         assert (turns.layers, turns.kept) == ({}, ())
 
 
+async def test_three_blobs_come_and_two_layers_are_unpacked_at_a_time(tmp_path: Path) -> None:
+    """Of five, the others wait for their turn."""
+    tars = [layer({f"file-{number}": b"x"}) for number in range(5)]
+    goes_on, turns = trio.Event(), PullTurns()
+
+    class HeldStore(MemoryStore):
+        inside = 0
+
+        async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
+            self.inside += 1
+            await goes_on.wait()
+            return await super().unpack_layer(blob_fd, diff_id)
+
+    async def wait(limiter: trio.CapacityLimiter, count: int) -> None:
+        async def is_so() -> bool:
+            return limiter.statistics().tasks_waiting == count
+
+        await until(is_so)
+
+    async def are_three_asked() -> bool:
+        return sum(registry.count(digest_of(each)) > 0 for each in tars) == 3
+
+    async with serving() as registry:
+        registry.push(tars)
+        silence = Said(200, b"", length=len(tars[0]), hold=True)
+        registry.answer = lambda asked: silence if any(digest_of(each) in asked.path for each in tars) else None
+        store = HeldStore()
+        limits = Patience(1000, 0.001, 0.3)
+        async with (
+            pulling(tmp_path, registry.reference(), store=store, turns=turns, limits=limits) as work,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(work.run)
+            await wait(turns.downloads, 2)
+            await until(are_three_asked)
+            registry.answer = lambda _: None
+            await wait(turns.unpacks, 3)
+            assert store.inside == 2
+            goes_on.set()
+        assert (store.inside, len(store.layers)) == (5, 5)
+
+
+async def test_two_processes_load_each_layer_once(tmp_path: Path) -> None:
+    """Of two that have a directory of blobs and a store alone in common, the second waits for the first's file, and
+    finds the layer in the store by then."""
+    async with serving() as registry:
+        registry.push([BIG])
+        looked, unpacking, goes_on = trio.Event(), trio.Event(), trio.Event()
+
+        class SlowStore(MemoryStore):
+            async def has_layer(self, diff_id: str) -> bool:
+                if unpacking.is_set():
+                    looked.set()
+                return await super().has_layer(diff_id)
+
+            async def unpack_layer(self, blob_fd: int, diff_id: str) -> str:
+                unpacking.set()
+                await goes_on.wait()
+                return await super().unpack_layer(blob_fd, diff_id)
+
+        store = SlowStore()
+        async with (
+            pulling(tmp_path, registry.reference(), store=store) as first,
+            pulling(tmp_path, registry.reference(), store=store) as second,
+        ):
+            with trio.fail_after(patience(20)):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(first.run)
+                    await unpacking.wait()
+                    nursery.start_soon(second.run)
+                    await looked.wait()
+                    goes_on.set()
+        assert registry.count(f"blobs/{digest_of(BIG)}") == 1
+        assert [work.progress[0].phase for work in (first, second)] == [LayerPhase.DONE, LayerPhase.PRESENT]
+        assert parts(tmp_path) == []
+
+
 async def test_a_layer_that_is_collected_during_a_pull_is_loaded_again(tmp_path: Path) -> None:
     """No image has a layer before the pull's end; an unused one may be deleted then."""
 
@@ -271,15 +351,38 @@ async def test_old_part_files_go_unless_somebody_has_them(tmp_path: Path) -> Non
     _leave_part(tmp_path, SMALL, b"y")
     blobs = Blobs(tmp_path / "blobs")
     (tmp_path / "blobs" / "other").touch()
+    (tmp_path / "blobs" / "lost+found").mkdir()
+    (tmp_path / "blobs" / "link").symlink_to("other")
+    (tmp_path / "blobs" / f"{'0' * 64}.part").mkdir()
     assert blobs.sweep(3600) == (0, 0)
     async with serving() as registry:
         registry.push([SMALL])
         async with (
             pulling(tmp_path, registry.reference()) as work,
-            work.source.loaded(_blob(SMALL), lambda _: None),
+            work.source.loaded(_blob(SMALL), lambda _: None, needed),
         ):
             assert blobs.sweep(0, dry_run=True) == blobs.sweep(0) == (1, 1)
-    assert parts(tmp_path) == ["other"]
+    assert parts(tmp_path) == [f"{'0' * 64}.part", "link", "lost+found", "other"]
+
+
+def test_progress_waits_for_nobody() -> None:
+    """The process that it is told to reads nothing while it unpacks a layer. What it could not take is told later."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@qq", 1, 0))
+        store = ParentStore(ours)
+        phases = [LayerPhase.DOWNLOADING, LayerPhase.UNPACKING]
+
+        async def show() -> None:
+            for count in range(1000):
+                store.show([LayerProgress("x", count, 1000, phases[count % 2])] * 100)
+            for _ in range(1000):
+                with contextlib.suppress(BlockingIOError):
+                    theirs.recv(1 << 20, socket.MSG_DONTWAIT)
+            store.show([LayerProgress("x", 1000, 1000, LayerPhase.DONE)])
+
+        trio.run(show)
+        assert json.loads(theirs.recv(1 << 20))["layers"] == [["x", 1000, 1000, "done"]]
 
 
 # What lies ----------------------------------------------------------------------------------------------------------
@@ -299,6 +402,7 @@ def _lies() -> Mapping[str, tuple[Answering, type[SandkastenError]]]:
             lambda asked: _of_blob(asked, BIG, Said(200, b"", length=len(BIG), hold=True)),
             RegistryRefused,
         ),
+        "a short length": (lambda asked: _of_blob(asked, BIG, Said(200, BIG, length=1000)), RegistryRefused),
         "a huge length": (lambda asked: _of_blob(asked, BIG, Said(200, b"x", length=1 << 60)), DigestMismatch),
         "another manifest": (
             lambda asked: _of_manifest(asked, Said(200, b"{}", {"docker-content-digest": digest_of(b"x")})),
@@ -335,6 +439,11 @@ def _lies() -> Mapping[str, tuple[Answering, type[SandkastenError]]]:
         "redirects in a circle": (lambda asked: Said(302, headers={"location": asked.path + "x"}), RegistryRefused),
         "a redirect to nowhere": (lambda _: Said(302), RegistryRefused),
         "a redirect to no URL": (lambda _: Said(302, headers={"location": "http://[::1/"}), RegistryRefused),
+        "advice in other digits": (lambda _: Said(503, headers={"retry-after": "\xb2"}), RegistryRefused),
+        "a token server at no URL": (
+            lambda _: Said(401, headers={"www-authenticate": 'Bearer realm="http://[::1/"'}),
+            RegistryRefused,
+        ),
         "a redirect to a file": (lambda _: Said(302, headers={"location": "file:///etc/passwd"}), RegistryRefused),
         "a redirect with a password": (
             lambda _: Said(302, headers={"location": "https://a:b@example.invalid/"}),
@@ -558,6 +667,19 @@ async def test_wrong_or_missing_credentials_are_told_without_the_password(tmp_pa
     assert "hunter2" not in repr(secret)
 
 
+async def test_a_configuration_has_bounds(tmp_path: Path) -> None:
+    """One that is larger is refused before a layer is asked for, and before it itself is where its size says so."""
+    own = {"os": "linux", "architecture": Platform.own().architecture, "rootfs": {"diff_ids": [digest_of(SMALL)]}}
+    large = json.dumps({**own, "config": {"Labels": {"a": "x" * (256 << 10)}}}).encode()
+    huge = json.dumps({**own, "a": "x" * (1 << 20)}).encode()
+    async with serving() as registry:
+        for config, error, asked in ((large, InvalidImage, 1), (huge, TooLarge, 0)):
+            registry.push_manifest(registry.add(config), [registry.add(SMALL)], "latest")
+            with pytest.raises(error, match=r"configuration"):
+                await pull(tmp_path, registry.reference())
+            assert (registry.count(digest_of(config)), registry.count(digest_of(SMALL))) == (asked, 0)
+
+
 # Mirrors, tries, room -----------------------------------------------------------------------------------------------
 
 
@@ -639,3 +761,8 @@ def _blob(data: bytes) -> Blob:
 def _leave_part(tmp_path: Path, data: bytes, content: bytes) -> None:
     (tmp_path / "blobs").mkdir(exist_ok=True)
     (tmp_path / "blobs" / f"{digest_of(data)[7:]}.part").write_bytes(content)
+
+
+async def needed() -> bool:
+    """Say that a blob is still needed."""
+    return True

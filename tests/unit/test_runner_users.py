@@ -48,6 +48,10 @@ broken:x:alice
         ("4000", UserAccount(4000, 4000, (), "4000", "/")),
         ("4000:4001", UserAccount(4000, 4001, (), "4000", "/")),
         ("1006", UserAccount(1006, 1006, (), "1006", "/")),
+        ("alice:audio", UserAccount(1001, 201, (200, 202), "alice", "/home/alice")),
+        ("alice:5", UserAccount(1001, 5, (200, 202), "alice", "/home/alice")),
+        ("1001:docker", UserAccount(1001, 200, (202,), "alice", "/home/alice")),
+        ("root:root", UserAccount(0, 0, (), "root", "/root")),
         ("root", UserAccount(0, 0, (), "root", "/root")),
         ("0:0", UserAccount(0, 0, (), "root", "/root")),
         ("toor", UserAccount(0, 100, (), "toor", "/root")),
@@ -64,7 +68,17 @@ def test_an_account_is_found(user: str, expected: UserAccount) -> None:
     [
         *("wheel", "init", "high", "nobody", "short", "letters", "minus", "nul\0", ""),
         *("65535", "65536", "1001:0", "1001:65535", "1001:", ":100", "1001:x", "-1", "+1", " 1001", "1001 ", "1001\n"),
-        *("٣", "0x10", "99999999999"),
+        *(
+            "٣",
+            "0x10",
+            "99999999999",
+            "alice:root",
+            "1001:init",
+            "alice:broken",
+            "alice:",
+            "alice:5:5",
+            "nobody:docker",
+        ),
     ],
 )
 def test_nobody_else_is(user: str) -> None:
@@ -92,7 +106,8 @@ def test_there_are_bounds() -> None:
 def test_whatever_the_files_say_nobody_is_pid_1(user: str, passwd: bytes, group: bytes) -> None:
     """Hostile content gives an account within bounds, or none."""
     names = [line.split(b":")[0].decode("utf-8", "surrogateescape") for line in passwd.split(b"\n")]
-    for each in (*names, user, "1001"):
+    groups = [line.split(b":")[0].decode("utf-8", "surrogateescape") for line in group.split(b"\n")]
+    for each in (*names, user, "1001", *(f"alice:{name}" for name in groups)):
         account = resolve(each, PASSWD + passwd, GROUP + group)
         if account is not None:
             ids = (account.uid, account.gid, *account.groups)

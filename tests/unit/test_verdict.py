@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsinit.tools.unpack import NameList
 from nsinit.wire import verdict
 from nsinit.wire.verdict import ArchiveRefused, Counts, Unpacked
 
@@ -85,3 +86,16 @@ def test_half_a_verdict_is_none(data: bytes) -> None:
     """The process was killed, or another one answers."""
     with pytest.raises(ArchiveRefused, match="died"):
         read(data)
+
+
+def test_directories_that_hide_what_is_below_them_are_bounded() -> None:
+    """By the unpacker, and by who reads its verdict."""
+    names = NameList(verdict.MAX_OPAQUE, "opaque directories")
+    for number in range(verdict.MAX_OPAQUE):
+        names.add(b"%d" % number)
+    names.add(b"0")  # again
+    with pytest.raises(ArchiveRefused, match="too many opaque directories"):
+        names.add(b"one more")
+    said = Unpacked(Counts(1, 0, 0), DIGEST, (b"x",) * (verdict.MAX_OPAQUE + 1))
+    with pytest.raises(ArchiveRefused, match="can't have done"):
+        read(said.encode())

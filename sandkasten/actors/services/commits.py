@@ -67,7 +67,7 @@ class Commits:
         kept = len(below.layers)
         if spec.squash or kept >= MAX_IMAGE_LAYERS:
             kept = below.base if below.base < MAX_IMAGE_LAYERS else 0
-        async with self._one, self._turns.unpacks:
+        async with self._one, self._turns.making():
             name, repository, tag = await trio.to_thread.run_sync(self._place, spec)
             async with still():
                 packed = await self._take(session_id, kept)

@@ -19,7 +19,7 @@ from sandkasten.images.catalog import Catalog, Image, Stamp
 from sandkasten.images.describing import describe, held_by, uses_of
 from sandkasten.images.registry.blobs import Blobs
 from sandkasten.images.registry.pulling import PullTurns
-from sandkasten.model.errors import ImageInUse, InvalidImage
+from sandkasten.model.errors import ImageInUse, InvalidImage, SandboxError
 from sandkasten.model.image import ImageDescription, ImageUses, Pruned
 from sandkasten.model.workspace import EVERYWHERE, Within, is_within
 
@@ -145,7 +145,8 @@ class Images(Actor):
 
     async def _delete(self, image: Image) -> protocol.LayersCollected:
         await ask_store(self._nsinit, protocol.DeleteImage(_UNSENT, image.name))
-        return await ask_store(self._nsinit, protocol.CollectLayers(_UNSENT, 0, self._pulls.kept, tuple(image.layers)))
+        request = protocol.CollectLayers(_UNSENT, self._pulls.grace_s(0), self._pulls.kept, tuple(image.layers))
+        return await ask_store(self._nsinit, request)
 
     async def _prune(self, older_than_s: int, dry_run: bool) -> Pruned:
         uses: Mapping[str, ImageUses] = await self._in_thread(uses_of, self._catalog, *self._users(EVERYWHERE))
@@ -160,9 +161,12 @@ class Images(Actor):
                 found = Pruned(
                     found.layers + gone.layers, found.freed_bytes + gone.freed_bytes, images=found.images + 1
                 )
-        request = protocol.CollectLayers(_UNSENT, older_than_s, self._pulls.kept, dry_run=dry_run)
+        request = protocol.CollectLayers(_UNSENT, self._pulls.grace_s(older_than_s), self._pulls.kept, dry_run=dry_run)
         left = await ask_store(self._nsinit, request)
-        blobs, blob_bytes = await self._in_thread(partial(self._blobs.sweep, older_than_s, dry_run=dry_run))
+        try:
+            blobs, blob_bytes = await self._in_thread(partial(self._blobs.sweep, older_than_s, dry_run=dry_run))
+        except OSError as error:
+            raise SandboxError(f"the directory of downloads can't be read: {error}") from error
         freed_bytes = found.freed_bytes + left.freed_bytes + blob_bytes
         return Pruned(found.layers + left.layers, freed_bytes, blobs, found.images)
 

@@ -498,7 +498,8 @@ def _labels(value: object) -> dict[str, str]:
 
 TOKEN = re.compile(r"[\x21-\x7e]{1,128}\Z")
 TOKEN_RULE = "must be 1 to 128 visible ASCII characters"
-_USER = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_.-]{0,31}|[0-9]{1,10}(?::[0-9]{1,10})?)\Z")
+_ACCOUNT_NAME = r"(?:[A-Za-z_][A-Za-z0-9_.-]{0,31}|[0-9]{1,10})"
+_USER = re.compile(rf"{_ACCOUNT_NAME}(?::{_ACCOUNT_NAME})?\Z")
 
 _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
     str: _string,
@@ -534,7 +535,7 @@ _CHECKS: dict[Any, Callable[[object], object]] = {  # keys: types and NewTypes
         SHELL_NAME, "must be 1 to 32 of A-Z, a-z, 0-9, '.', '_', '-', and begin with none of these signs"
     ),
     ExecId: Matching(EXEC_ID, TOKEN_RULE),
-    User: Matching(_USER, "must be a user's name, or UID or UID:GID as numbers"),
+    User: Matching(_USER, "must be USER or USER:GROUP, each a name or a number"),
     Account: Matching(ACCOUNT, ACCOUNT_RULE),
     Stdin: _stdin,
     Argv: _argv,

@@ -9,6 +9,7 @@ Sources: RFC 9110 §14 (ranges); flock(2).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -17,7 +18,6 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -40,6 +40,7 @@ _NO_SUCH_RANGE = 416
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)\Z")
 
 OnBytes = Callable[[int], None]
+IsNeeded = Callable[[], Awaitable[bool]]
 
 
 class Blobs:
@@ -55,16 +56,18 @@ class Blobs:
         count = size_bytes = 0
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.iterdir():
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                found = os.fstat(fd)
-                is_old = time.time() - found.st_mtime >= older_than_s
-                if _PART.match(path.name) and is_old and _is_locked(fd):
-                    if not dry_run:
-                        path.unlink()
-                    count, size_bytes = count + 1, size_bytes + found.st_size
-            finally:
-                os.close(fd)
+            if not _PART.match(path.name):
+                continue
+            with contextlib.suppress(OSError):  # another process has removed it, or it is no file
+                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    found = os.fstat(fd)
+                    if time.time() - found.st_mtime >= older_than_s and _is_locked(fd):
+                        if not dry_run:
+                            path.unlink()
+                        count, size_bytes = count + 1, size_bytes + found.st_size
+                finally:
+                    os.close(fd)
         return count, size_bytes
 
     def drop(self, blob: Blob) -> None:
@@ -125,12 +128,13 @@ class Blobs:
                 "the disk has no room for that", free_bytes=free, needed_bytes=size, reserve_bytes=self._floor_bytes
             )
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def loaded(
-        self, client: RegistryClient, repository: str, blob: Blob, on_bytes: OnBytes
-    ) -> AsyncIterator[int]:
-        """Load a blob, unless it is there, and yield a descriptor of it, at its beginning. `on_bytes` is told how many
-        bytes there are. The file goes when the context is left without an error, and stays for a resume otherwise.
+        self, client: RegistryClient, repository: str, blob: Blob, on_bytes: OnBytes, is_needed: IsNeeded
+    ) -> AsyncIterator[int | None]:
+        """Load a blob, unless it is there, and yield a descriptor of it, at its beginning; None if it is not needed any
+        more once this process has its file. `on_bytes` is told how many bytes there are. The file goes when the context
+        is left without an error, and stays for a resume otherwise.
 
         Raises:
             DigestMismatch: what came is not the blob; nothing of it is kept.
@@ -141,6 +145,10 @@ class Blobs:
         fd = await _open_locked(path)
         is_over = False
         try:
+            if not await is_needed():
+                yield None
+                is_over = True
+                return
             try:
                 await _Download(fd, blob, self, on_bytes, self._limiter).run(client, repository)
             except DigestMismatch:

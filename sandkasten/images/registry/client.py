@@ -366,6 +366,7 @@ class RegistryClient:
         if repository:
             query["scope"] = f"repository:{repository}:pull"
         realm = fields["realm"]
+        _origin(realm)  # raises where it is no URL
         url = f"{realm}{'&' if urlsplit(realm).query else '?'}{urlencode(query)}"
         answer = await self._follow(url, {}, None if credentials is None else credentials.basic)
         try:
@@ -437,7 +438,7 @@ async def _refused(answer: RegistryAnswer) -> RegistryRefused | RegistryUnauthor
     if answer.status in (401, 403):
         return RegistryUnauthorized(message, status=answer.status, codes=codes or None)
     advice = answer.headers.get("retry-after", "")
-    advice_s = int(advice) if advice.isdigit() and len(advice) < 6 else None
+    advice_s = int(advice) if re.fullmatch("[0-9]{1,5}", advice) else None
     error = RegistryRefused(message, status=answer.status, codes=codes or None, retry_after_s=advice_s)
     error.retryable = answer.status in _PASSING
     return error

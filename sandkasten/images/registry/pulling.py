@@ -6,9 +6,10 @@ store (`PullTarget`) is behind nsinit, which unpacks in a jail and names a layer
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import attrs
@@ -73,17 +74,33 @@ class PullTarget(Protocol):
 @attrs.frozen
 class PullTurns:
     """Bounds of what all pulls of a process do at once, and who has which layer in hand. `wanted` counts the pulls that
-    need a layer, from its name to the image's: collections keep such a layer (`kept`)."""
+    need a layer, from its name to the image's: collections keep such a layer (`kept`). `begun` has the times at which
+    work began that makes a layer whose digest is known at its end: collections keep what is younger (`grace_s`)."""
 
     downloads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(DOWNLOADS))
     unpacks: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(UNPACKS))
     layers: dict[str, trio.Lock] = attrs.field(factory=dict)
+    begun: list[float] = attrs.field(factory=list)
     wanted: Counter[str] = attrs.field(factory=Counter)
 
     @property
     def kept(self) -> tuple[str, ...]:
         """The layers that running pulls need."""
         return tuple(self.wanted)
+
+    @asynccontextmanager
+    async def making(self) -> AsyncIterator[None]:
+        """Have a turn for unpacking, and keep a layer that is made meanwhile from collections."""
+        async with self.unpacks:
+            self.begun.append(begun := trio.current_time())
+            try:
+                yield
+            finally:
+                self.begun.remove(begun)
+
+    def grace_s(self, older_than_s: int) -> int:
+        """Return the least age of what a collection takes that is to take layers of this age."""
+        return max([older_than_s, *(math.ceil(trio.current_time() - begun) + 1 for begun in self.begun)])
 
     @contextmanager
     def keeping(self, diff_ids: Collection[str]) -> Iterator[None]:
@@ -207,7 +224,13 @@ class Pull:
             def on_bytes(done: int) -> None:
                 self._note(number, done, LayerPhase.DOWNLOADING)
 
-            async with self.source.loaded(blob, on_bytes) as fd:
+            async def is_needed() -> bool:
+                return not await self.terms.store.has_layer(diff_id)
+
+            async with self.source.loaded(blob, on_bytes, is_needed) as fd:
+                if fd is None:
+                    self._note(number, blob.size, LayerPhase.PRESENT)
+                    return
                 self.terms.crash.passing(Point.PULL_BLOB)
                 self.terms.turns.downloads.release_on_behalf_of(turn)
                 is_loading = False

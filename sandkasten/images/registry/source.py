@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import trio
 
-from sandkasten.images.registry.blobs import Blobs, OnBytes
+from sandkasten.images.registry.blobs import Blobs, IsNeeded, OnBytes
 from sandkasten.images.registry.documents import Blob, Index, Manifest, Platform, read_document
 from sandkasten.images.registry.reference import Reference
 from sandkasten.model.errors import InvalidImage
@@ -51,8 +51,9 @@ class PullSource(Protocol):
         """Raise `DiskReserve` unless there is room for so many bytes of blobs, as far as they are kept."""
         ...
 
-    def loaded(self, blob: Blob, on_bytes: OnBytes) -> AbstractAsyncContextManager[int]:
-        """Open a descriptor that has a blob, up to its end. `on_bytes` is told how many bytes came, if that takes time.
+    def loaded(self, blob: Blob, on_bytes: OnBytes, is_needed: IsNeeded) -> AbstractAsyncContextManager[int | None]:
+        """Open a descriptor that has a blob, up to its end; None where another process had it in hand, and it is not
+        needed by now. `on_bytes` is told how many bytes came, if that takes time.
 
         Raises:
             DigestMismatch: what came is not the blob. It may be raised behind the last byte.
@@ -101,9 +102,9 @@ class RegistrySource:
         """See `PullSource`."""
         self.blobs.require_room(size)
 
-    def loaded(self, blob: Blob, on_bytes: OnBytes) -> AbstractAsyncContextManager[int]:
+    def loaded(self, blob: Blob, on_bytes: OnBytes, is_needed: IsNeeded) -> AbstractAsyncContextManager[int | None]:
         """See `PullSource`."""
-        return self.blobs.loaded(self.client, self.reference.repository, blob, on_bytes)
+        return self.blobs.loaded(self.client, self.reference.repository, blob, on_bytes, is_needed)
 
     def drop(self, blob: Blob) -> None:
         """See `PullSource`."""
