@@ -11,6 +11,7 @@ import enum
 import re
 import typing
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Literal
 
@@ -141,6 +142,7 @@ class EgressRule:
         return not isinstance(self.host, str) and address in self.host
 
 
+@lru_cache(maxsize=4096)  # the rules of a group are those of every session that has it
 def parse_rule(text: str) -> EgressRule:
     """Return the rule of a text; `parse_rule(str(rule)) == rule`.
 
