@@ -16,8 +16,6 @@ from sandkasten.config import Config
 from sandkasten.model import ExecSpec, Limits, SessionPatch, SessionSpec
 from tests.file_requests import written
 
-pytestmark = pytest.mark.cgroup_v2
-
 SMALL = Limits(cpu=1.0, memory_mb=256)
 MANY = len(os.sched_getaffinity(0))
 COUNT = """
@@ -54,6 +52,7 @@ async def _size(supervisor: LocalSupervisor, session_id: str) -> tuple[int, int,
     return bound, listed, counted, kib // 1024
 
 
+@pytest.mark.cgroup_v2
 async def test_programs_find_the_limits(supervisor: LocalSupervisor) -> None:
     """By the tools and by Python."""
     session = await supervisor.create(SessionSpec(limits=SMALL))
@@ -95,6 +94,7 @@ async def test_go_finds_the_limits(supervisor: LocalSupervisor, tmp_path: Path) 
         assert await _said(supervisor, session.id, "chmod +x size; ./size 2>&1") == f"{count} {count}\n"
 
 
+@pytest.mark.cgroup_v2
 async def test_a_change_of_limits_shows(config: Config) -> None:
     """To programs that run already, too, and as well after a restart of all of the daemon."""
     config = attrs.evolve(config, sessions_on_stop="keep")
@@ -121,6 +121,7 @@ def _length(part: str) -> int:
     return int(high or low) - int(low) + 1
 
 
+@pytest.mark.cgroup_v2
 async def test_a_sandbox_of_the_pool_has_the_limits_of_its_session(config: Config) -> None:
     """Not those that it was made with."""
     config = attrs.evolve(config, server=attrs.evolve(config.server, pool_sandboxes=2))
@@ -131,6 +132,7 @@ async def test_a_sandbox_of_the_pool_has_the_limits_of_its_session(config: Confi
             assert ({bound, *counted}, memory_mb) == ({int(limits.cpu)}, limits.memory_mb)
 
 
+@pytest.mark.cgroup_v2
 @pytest.mark.skipif(MANY < 2, reason="needs two processors")
 async def test_two_sessions_have_a_processor_each(supervisor: LocalSupervisor) -> None:
     """A session that ends makes room for the next."""
@@ -143,6 +145,7 @@ async def test_two_sessions_have_a_processor_each(supervisor: LocalSupervisor) -
     assert await _said(supervisor, third.id, names) == first
 
 
+@pytest.mark.cgroup_v2
 async def test_the_cgroups_inside_are_the_session_s_own_and_read_only(supervisor: LocalSupervisor) -> None:
     """The limit can be read. Nothing can be written, by root either, and no process of another session is listed."""
     session, other = [await supervisor.create(SessionSpec(limits=SMALL)) for _ in range(2)]
