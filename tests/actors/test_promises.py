@@ -36,7 +36,6 @@ from sandkasten.supervisor import Supervisor
 from tests.archives import lent_tree
 from tests.fakes.runner import Script
 from tests.fakes.tree import open_scripted
-from tests.ground import in_memory
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("nsinit_seed")
@@ -69,7 +68,7 @@ async def supervisor(request: pytest.FixtureRequest, images: Path) -> AsyncItera
             yield tree.supervisor
         return
     with (
-        tempfile.TemporaryDirectory(prefix="sandkasten-test-", dir=in_memory()) as directory,
+        tempfile.TemporaryDirectory(prefix="sandkasten-test-") as directory,
         lent_tree(images, Path(directory, "images")),
     ):
         async with open_supervisor(Config(data_dir=Path(directory), server=ServerSettings(pool_sandboxes=0))) as real:
