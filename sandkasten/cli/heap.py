@@ -49,6 +49,7 @@ class Heap:
         """Freeze what there is, modules and classes first of all, and what survives from here on. Undone afterwards."""
         thresholds = gc.get_threshold()
         gc.freeze()  # no sweep, which would hold up the first answer by 0.1 s: what was imported lives on
+        gc.collect()  # as behind a sweep
         self.frozen, self.left = DUE, gc.get_freeze_count()
         gc.set_threshold(*THRESHOLDS)
         gc.enable()
