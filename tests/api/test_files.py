@@ -65,7 +65,7 @@ async def test_a_relative_path_is_under_the_directory_that_is_named() -> None:
         assert (answer.json()["path"], answer.json()["content_base64"]) == ("/workspace/d/a", "eA==")
         for refused in (
             await client.post(f"{url}/fs/write", json={"path": "a", "user": "", "text": ""}),
-            await client.get(f"{url}/fs/read", params={"path": "a", "user": "a:b"}),
+            await client.get(f"{url}/fs/read", params={"path": "a", "user": "a b"}),
         ):
             assert (refused.status_code, refused.json()["error_code"]) == (400, "INVALID_REQUEST")
 
