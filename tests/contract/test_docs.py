@@ -177,6 +177,8 @@ def _table_shape(text: str) -> str:
 
 def _check_console(block: str, data_dir: Path, home: Path, *, has_tables: bool) -> None:
     """Run the `$` lines against a daemon; what they print must have the shape of the other lines."""
+    if "setpriv" in block and not all(path.stat().st_mode & 1 for path in (SCRIPT.parent, *SCRIPT.parent.parents)):
+        pytest.skip("other users can't reach this checkout")
     shape = _table_shape if has_tables else _shape
     environment = {
         "PATH": f"{SCRIPT.parent}:{os.environ['PATH']}",
