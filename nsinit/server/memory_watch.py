@@ -23,7 +23,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from nsinit.cgroup import limits
@@ -42,7 +42,7 @@ _PERIOD_S, _IDLE_PERIOD_S = 0.1, 0.5
 _BUSY = 0.05
 """Processors that all sessions together use, from which on looks are frequent. With less they make 20 MiB a second."""
 _PAGE_BYTES = 65536
-_OF_RECORD = re.compile(rb" POSIX +\S+ +\S+ +([1-9]\d*) ")
+_OF_RECORD = re.compile(rb" POSIX +\S+ +\S+ +([1-9]\d*) (.+)")
 
 
 @dataclass(slots=True)
@@ -74,27 +74,49 @@ class LockWatch:
         self._known = min(self._known, count)
         if count - self._known <= MAX_LOCKS:
             return None
-        over = yield from _find_over(tree)
+        over = yield from find_over(tree)
         if over is None:
             self._known = count - MAX_LOCKS // 2
         return over
 
 
-def _find_over(tree: Tree) -> Generator[Wait, bool, tuple[str, int] | None]:
+def find_over(tree: Tree) -> Generator[Wait, bool, tuple[str, int] | None]:
     """Return the first session that is found to hold more than `MAX_LOCKS` record locks, and the number so far."""
-    sessions: dict[int, str] = {}
     held: Counter[str] = Counter()
+    cleared = {""}
+    for page in _pages(tree):
+        held.update(session_id for session_id, _, _ in page)
+        for session_id in [each for each, count in held.items() if count > MAX_LOCKS and each not in cleared]:
+            if (count := (yield from _count_distinct(session_id, tree))) > MAX_LOCKS:
+                return session_id, count
+            cleared.add(session_id)
+        yield Wait(timeout_s=0)
+    return None
+
+
+def _count_distinct(session_id: str, tree: Tree) -> Generator[Wait, bool, int]:
+    """Return how many record locks a session holds, at most a page more than `MAX_LOCKS`. The kernel finds the next
+    page by the number of locks before it, and new ones come first: whoever makes locks meanwhile has those of others
+    listed once more. A set of all sessions' locks could be large, so this is for one that seems to be over."""
+    found: set[tuple[str, bytes, bytes]] = set()
+    for page in _pages(tree):
+        found.update(each for each in page if each[0] == session_id)
+        if len(found) > MAX_LOCKS:
+            break
+        yield Wait(timeout_s=0)
+    return len(found)
+
+
+def _pages(tree: Tree) -> Iterator[list[tuple[str, bytes, bytes]]]:
+    """Yield the record locks of a page of `/proc/locks` after the other: session, pid and place of each."""
+    sessions: dict[bytes, str] = {}
     with open("/proc/locks", "rb", buffering=0) as file:
         while page := file.read(_PAGE_BYTES):
-            for pid in map(int, _OF_RECORD.findall(page)):
+            found = _OF_RECORD.findall(page)
+            for pid, _ in found:
                 if pid not in sessions:
-                    sessions[pid] = _session_of(pid, tree)
-                held[sessions[pid]] += 1
-            for session_id, count in held.items():
-                if session_id and count > MAX_LOCKS:
-                    return session_id, count
-            yield Wait(timeout_s=0)
-    return None
+                    sessions[pid] = _session_of(int(pid), tree)
+            yield [(sessions[pid], pid, place) for pid, place in found]
 
 
 def _session_of(pid: int, tree: Tree) -> str:
