@@ -46,6 +46,20 @@ def built(command: Command, directory: Path, text: str, *options: str) -> subpro
     return command.run("image", "build", *options, str(directory))
 
 
+def interrupted(command: Command, api: httpx.Client, directory: Path, name: str, *options: str) -> dict[str, Any]:
+    """Interrupt a build in the midst of a step; return its session, which is gone by then."""
+    (directory / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
+    with command.started("image", "build", "--name", name, *options, str(directory)) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != b"begun\n":
+            pass
+        (session,) = api.get("/v1/sessions", params={"label": f"sandkasten.build={name}"}).json()
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    assert (process.returncode, api.get("/v1/sessions").json()) == (130, [])
+    return dict(session)
+
+
 def inside(command: Command, image: str, script: str, *options: str) -> str:
     """Return what a script prints in a session on an image, as the image has its sessions but for options."""
     done = command.run("run", *options, image, "--", "sh", "-c", script)
@@ -215,15 +229,7 @@ def test_a_build_that_fails_or_is_interrupted_leaves_no_session_and_no_image(
     assert f"the session is left for 10 minutes: sandkasten shell {left['id']}" in debugged.stderr
     assert command.out("exec", left["id"], "--", "cat", "/one") == "one\n"
     command.out("rm", left["id"])
-    (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
-    with command.started("image", "build", "--name", "failed", str(tmp_path)) as process:
-        assert process.stderr is not None
-        while process.stderr.readline() != b"begun\n":
-            pass
-        (session,) = api.get("/v1/sessions", params={"label": "sandkasten.build=failed"}).json()
-        process.send_signal(signal.SIGINT)
-        process.stderr.read()
-    assert (process.returncode, api.get("/v1/sessions").json()) == (130, [])
+    session = interrupted(command, api, tmp_path, "failed")
     assert session["network"]["mode"] == "none"
     refused = {
         "FROM base\nWORKDIR /tmp/new\nRUN echo > x\nRUN ls | grep x": "Dockerfile:4: ended with status 1",
@@ -258,15 +264,8 @@ def test_a_build_has_the_network_and_the_limits_that_are_asked_for(
     command: Command, api: httpx.Client, tmp_path: Path
 ) -> None:
     """Each of its sessions, as `sandkasten run` has them."""
-    (tmp_path / "Dockerfile").write_text("FROM base\nRUN echo begun; while :; do sleep 1; done\n")
     asked = ("--allow", "pypi.example", "--deny", "bad.example", "-m", "64m", "--cpus", "0.5")
-    with command.started("image", "build", "--name", "asked", *asked, str(tmp_path)) as process:
-        assert process.stderr is not None
-        while process.stderr.readline() != b"begun\n":
-            pass
-        (session,) = api.get("/v1/sessions", params={"label": "sandkasten.build=asked"}).json()
-        process.send_signal(signal.SIGINT)
-        process.stderr.read()
+    session = interrupted(command, api, tmp_path, "asked", *asked)
     network, limits = session["network"], session["limits"]
     assert (network["mode"], network["allow"], network["deny"]) == ("allow", ["pypi.example"], ["bad.example"])
     assert (limits["memory_mb"], limits["cpu"]) == (64, 0.5)
